@@ -83,12 +83,13 @@ class Reconciler:
         return {name: target for name, target in self._targets.items() if target.is_declared}
 
     async def start(self) -> None:
-        """Serve what is to be served before the server is ready: each is tried once.
+        """Serve what is to be served before the server is ready: each is tried once, until one deadline for all.
 
         Raises:
             InvalidSettings: the file of declared adapters cannot be right.
         """
         started, path = time.perf_counter(), self._settings.adapters_file
+        deadline_s = self._settings.fetch_timeout_s  # for all of them: where a source hangs, each would wait its time
         self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
         if self._settings.restore:
             await self._restore()
@@ -98,12 +99,21 @@ class Reconciler:
         awaited = [target for target in self._targets.values() if target.adapter.is_awaited]
         try:
             await self._begin(awaited)
-            await self._serving.idle()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self._serving.idle()
         except asyncio.CancelledError:
             self._serving.end_all()
             raise
         self._is_started = True
         self._report()
+        if self._serving:
+            logger.warning(
+                "%d adapters are not loaded after %.0f s (LORA_PLUGINS_FETCH_TIMEOUT_S): the server is ready, "
+                "and goes on loading them",
+                len(self._serving),
+                deadline_s,
+            )
         if awaited:
             logger.info(
                 "%d of %d adapters are served from the start, after %.1f s",
