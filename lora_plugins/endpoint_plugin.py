@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from lora_plugins.ledger import Patch
@@ -57,8 +58,13 @@ class AdminPlugin:
         settings = process.settings
         lifecycle = state.lora_plugins_lifecycle = lifecycle_of(models)
         state.lora_plugins_pushes = Pushes(lifecycle)
-        served = ServedFile.of_store(settings.store_dir, models.model_config.model)
+        # Pods of a StatefulSet and restarted containers keep their names; several servers of a host differ by the port.
+        replica = (
+            settings.replica or f"{socket.gethostname()}:{getattr(args, 'uds', None) or getattr(args, 'port', '')}"
+        )
+        served = ServedFile.of_store(settings.store_dir, models.model_config.model, replica)
         reconciler = state.lora_plugins_reconciler = Reconciler(lifecycle, settings, served, process.events)
+        self._tasks.append(asyncio.create_task(reconciler.keep_list()))
         await reconciler.start()
         if process.role is not None:
             process.role.say_ready()

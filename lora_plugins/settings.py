@@ -133,7 +133,10 @@ class Settings:
     """A YAML file of adapters that `lora_admin` serves: from startup, and again whenever the file changes
     ([admin](../guides/admin.md#a-declared-set))."""
     restore: bool = required("LORA_PLUGINS_RESTORE", FLAG, "0")
-    """`1`: serve from startup what the last server of this base model and store served."""
+    """`1`: serve from startup what this replica served last ([restarts](../guides/admin.md#start-and-restart))."""
+    replica: str | None = optional("LORA_PLUGINS_REPLICA", TEXT)
+    """What names this replica among those of its store, after a restart too: each has a list for
+    `LORA_PLUGINS_RESTORE`. Unset, it is the host's name and the port."""
     refresh_s: float = required("LORA_PLUGINS_REFRESH_S", seconds(least=0.0), "60")
     """How often `lora_admin` looks for new versions of what is served; `0`: never
     ([hot swap](../guides/admin.md#hot-swap))."""

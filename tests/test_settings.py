@@ -83,6 +83,8 @@ VALID = [
     ("LORA_PLUGINS_UNMATCHED", "", "unmatched", "refuse"),
     ("LORA_PLUGINS_PRELOAD", "sql, team/chat", "preload", ("sql", "team/chat")),
     ("LORA_PLUGINS_RESTORE", "1", "restore", True),
+    ("LORA_PLUGINS_REPLICA", "lora-0", "replica", "lora-0"),
+    ("LORA_PLUGINS_REPLICA", "", "replica", None),
     ("LORA_PLUGINS_REFRESH_S", "0", "refresh_s", 0.0),
     ("LORA_PLUGINS_REFRESH_S", "2.5", "refresh_s", 2.5),
     ("LORA_PLUGINS_DRAIN_TIMEOUT_S", "0", "drain_timeout_s", 0.0),

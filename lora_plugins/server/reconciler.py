@@ -17,6 +17,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
@@ -29,7 +30,7 @@ from lora_plugins.server.desired import DesiredAdapter, Target
 from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import ServedAdapter
-from lora_plugins.server.served_file import ServedFile
+from lora_plugins.server.served_file import KEEP_S, ServedFile
 from lora_plugins.settings import Settings
 
 LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap follows its change after a minute or so
@@ -82,12 +83,13 @@ class Reconciler:
         return {name: target for name, target in self._targets.items() if target.is_declared}
 
     async def start(self) -> None:
-        """Serve what is to be served before the server is ready: each is tried once.
+        """Serve what is to be served before the server is ready: each is tried once, until one deadline for all.
 
         Raises:
             InvalidSettings: the file of declared adapters cannot be right.
         """
         started, path = time.perf_counter(), self._settings.adapters_file
+        deadline_s = self._settings.fetch_timeout_s  # for all of them: where a source hangs, each would wait its time
         self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
         if self._settings.restore:
             await self._restore()
@@ -97,12 +99,21 @@ class Reconciler:
         awaited = [target for target in self._targets.values() if target.adapter.is_awaited]
         try:
             await self._begin(awaited)
-            await self._serving.idle()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self._serving.idle()
         except asyncio.CancelledError:
             self._serving.end_all()
             raise
         self._is_started = True
         self._report()
+        if self._serving:
+            logger.warning(
+                "%d adapters are not loaded after %.0f s (LORA_PLUGINS_FETCH_TIMEOUT_S): the server is ready, "
+                "and goes on loading them",
+                len(self._serving),
+                deadline_s,
+            )
         if awaited:
             logger.info(
                 "%d of %d adapters are served from the start, after %.1f s",
@@ -135,6 +146,15 @@ class Reconciler:
         finally:
             asking.cancel()
             self._serving.end_all()
+
+    async def keep_list(self) -> None:
+        """Have other replicas see that this one lives."""
+        with suppress(OSError):
+            await asyncio.to_thread(self._served.clean)
+        while True:
+            await asyncio.sleep(KEEP_S)
+            with suppress(OSError):
+                await asyncio.to_thread(self._served.touch)
 
     async def _restore(self) -> None:
         pieces, count = self._served.pieces(), 0

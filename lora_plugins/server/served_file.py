@@ -1,10 +1,16 @@
-"""Which names a server served, in a file of the store, so that the next one can serve them from its start."""
+"""Which names a server served, in a file of the store, so that the next one can serve them from its start.
+
+Replicas that share a store have a file each. One that has none yet, such as a pod of a Deployment, begins with a copy:
+of the file of a replica that ended, which no other replica copies then, or of a living one's.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lora_plugins.adapter.pace import paced
@@ -18,19 +24,76 @@ _FIELDS = ("name", "uri", "held_digest", "is_pinned", "last_digest", "last_place
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
 _LAST_LINE = b"]}"
 _PIECE = 500  # entries: a few milliseconds
+KEEP_S = 5.0
+_ENDED_S = 20.0  # without a touch: four were missed
+_JUST_ENDED_S = 3600.0
+_KEPT_S = 7 * 86400.0
+_COPIED = ".copied"
 
 
 class ServedFile:
-    """The file of one base model; replicas that share a store share it, and the last one that writes wins."""
+    """The file of one replica and base model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written = b""  # digest of what this process has written last
 
     @classmethod
-    def of_store(cls, root: Path, base_path: str) -> ServedFile:
-        """The file below a store's root for the served model's path or Hub id."""
-        return cls(Layout(root).folder("served") / f"{key_of(base_path)}.json")
+    def of_store(cls, root: Path, base_path: str, replica: str) -> ServedFile:
+        """The file below a store's root for the served model's path or Hub id, and whatever names the replica."""
+        return cls(Layout(root).folder("served") / f"{key_of(base_path)}.{key_of(replica)[:16]}.json")
+
+    def touch(self) -> None:
+        """Have others see that this replica lives.
+
+        Raises:
+            OSError: the store cannot be written, or there is no file yet.
+        """
+        os.utime(self.path)
+
+    def clean(self) -> None:
+        """Remove the files of replicas that ended long ago, and the mark of whoever took this one for ended.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        self.path.with_suffix(_COPIED).unlink(missing_ok=True)
+        for age_s, path in self._others(f"{'[0-9a-f]' * 64}.*"):
+            if age_s > _KEPT_S:
+                path.unlink(missing_ok=True)
+
+    def _others(self, pattern: str) -> list[tuple[float, Path]]:
+        """Files of other replicas, the one touched last first, with the seconds since by the file system's clock."""
+        os.utime(self.path.parent)
+        now, found = self.path.parent.stat().st_mtime, []
+        for path in self.path.parent.glob(pattern):
+            with suppress(FileNotFoundError):
+                if path != self.path:
+                    found.append((now - path.stat().st_mtime, path))
+        return sorted(found)
+
+    def _begin(self) -> None:
+        """Where there is no file yet, copy another replica's.
+
+        What ended within the hour goes before what lives, for a pod that takes the place of another; what ended before
+        counts where nothing lives. A mark keeps others from a second copy; its replica may come back to it.
+
+        Raises:
+            OSError: there is none, or the store cannot be written.
+        """
+        base = self.path.name.partition(".")[0]
+        if self.path.exists() or not self.path.parent.is_dir():
+            return
+        others = self._others(f"{base}.*.json")
+        living = [path for age_s, path in others if age_s <= _ENDED_S]
+        for age_s, path in others:
+            if age_s > _ENDED_S and (age_s <= _JUST_ENDED_S or not living):
+                with suppress(FileExistsError):
+                    path.with_suffix(_COPIED).touch(exist_ok=False)
+                    replace_small(self.path, path.read_text())
+                    return
+        of_earlier_release = self.path.with_name(f"{base}.json")
+        replace_small(self.path, (living[0] if living else of_earlier_release).read_text())
 
     def read(self) -> list[DesiredAdapter]:
         """What was written last; less of it or nothing, with a warning, where the file cannot be read."""
@@ -39,6 +102,7 @@ class ServedFile:
     def pieces(self) -> Iterator[list[DesiredAdapter]]:
         """The same in pieces, each of which takes a thread a few milliseconds."""
         try:
+            self._begin()
             with self.path.open("rb") as file:
                 first = file.readline()
                 yield from _by_lines(file) if first == _FIRST_LINE else [_of_document(first + file.read())]

@@ -206,17 +206,21 @@ def _to_go(
 ) -> list[str] | None:
     """What nobody leases and was used longest ago, but `kept`: of so many bytes, and `least` adapters.
 
-    None where all of it is not as much.
+    What only silent hosts lease goes after all else. None where all of it is not as much.
     """
     chosen: list[str] = []
+    silent: list[str] = []
     if wanted_bytes <= 0 and least <= 0:
         return chosen
-    for digest in inventory.oldest(leases.is_ours):
-        if digest != kept and not leases.holders(digest):
-            chosen.append(digest)
-            wanted_bytes -= inventory.size_bytes(digest)
-            if wanted_bytes <= 0 and len(chosen) >= least:
-                return chosen
+    free = (digest for digest in inventory.oldest(leases.is_ours) if digest != kept and not leases.holders(digest))
+    for digest, is_last in itertools.chain(((it, False) for it in free), ((it, True) for it in silent)):
+        if not is_last and leases.is_of_the_silent(digest):
+            silent.append(digest)
+            continue
+        chosen.append(digest)
+        wanted_bytes -= inventory.size_bytes(digest)
+        if wanted_bytes <= 0 and len(chosen) >= least:
+            return chosen
     return None
 
 

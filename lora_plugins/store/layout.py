@@ -12,7 +12,7 @@
 <root>/.damaged/<digest>        set by `verify`: to be fetched again
 <root>/.quarantine/<digest>.<n>          what was damaged
 <root>/.quarantine/<digest>.<n>.removed  being deleted
-<root>/.served/<key>.json       what servers of one base model served last
+<root>/.served/<key>.<key>.json  what a replica of one base model served last; touched while the replica lives
 <root>/.blocked/<key>.json      a name that every server refuses until it is loaded again
 <root>/.pressure                touched where a fetch found no room for leases of other processes
 <root>/.sizes                   what processes have read of entries' sizes, by digest

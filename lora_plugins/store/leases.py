@@ -1,5 +1,8 @@
 """Who may still read an adapter: one empty file per adapter and process, worth nothing once the process is dead.
 
+A host that is silent (a frozen machine, a hung mount) keeps its files, and what they keep is the last to go where room
+is needed. A process that wakes writes its files again before it believes in them, and learns what is gone.
+
 Inside a process several holders (the names it is served under) may share that file; it goes with the last of them.
 """
 
@@ -7,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 from filelock import FileLock
@@ -28,6 +32,7 @@ class Leases:
         self._leased: set[str] = set()  # those whose file others see
         self._ended: set[str] = set()  # without a holder here, and perhaps with our file still
         self._lock = threading.Lock()
+        processes.on_silence = self._assert_again
 
     def guard(self, digest: str) -> FileLock:
         """Held for moments by whoever leases or removes an adapter, so that neither overtakes the other.
@@ -37,13 +42,27 @@ class Leases:
         """
         self.make_again()  # FileLock would make the folder of locks, in the place of a store that is away
         # A fixed number of files, however many adapters come and go.
+        return self._guard_of(digest)
+
+    def _guard_of(self, digest: str) -> FileLock:
         return FileLock(self._layout.folder("locks") / f"{digest[:2]}.guard", timeout=30)
 
     def make_again(self) -> None:
-        """As `Layout.make_again`; leases that were removed with their folder are written again."""
+        """As `Layout.make_again`; leases that were removed with their folder, or in a silence, are written again."""
         if "leases" in self._layout.make_again():
-            for digest in self._leased.copy():
-                self._write(digest)
+            self._assert_again()
+        self._processes.wake()
+
+    def _assert_again(self) -> None:
+        """Have others see all leases of this process again, but those of adapters that are gone."""
+        for _, digests in itertools.groupby(sorted(self._leased.copy()), key=lambda digest: digest[:2]):
+            digest = next(digests)
+            with self._guard_of(digest):
+                for leased in (digest, *digests):
+                    if self._layout.adapter(leased).is_dir():
+                        self._write(leased)
+                    else:  # its holders have it again once it is fetched again
+                        self._leased.discard(leased)
 
     def acquire(self, digest: str, holder: Hashable = "") -> bool:
         """Lease an adapter for `holder` in this process; False where it is not there (any more)."""
@@ -58,6 +77,7 @@ class Leases:
             holders.add(holder)
             self._ended.discard(digest)
         if not self._layout.adapter(digest).is_dir():
+            self._leased.discard(digest)
             self.release(digest, holder)
             return False
         try:
@@ -74,7 +94,7 @@ class Leases:
     def share(self, digest: str, holder: Hashable) -> bool:
         """Lease an adapter for `holder` too, where another has leased it in this process; a few microseconds."""
         with self._lock:
-            if digest not in self._leased:
+            if digest not in self._leased or not self._processes.is_awake():
                 return False
             self._holders[digest].add(holder)
             return True
@@ -103,8 +123,9 @@ class Leases:
             holders.add(to)
 
     def is_held(self, digest: str, holder: Hashable) -> bool:
-        """Whether `holder` has a lease in this process."""
-        return holder in self._holders.get(digest, ())
+        """Whether `holder` has a lease in this process that others see."""
+        is_leased = digest in self._leased and self._processes.is_awake()
+        return is_leased and holder in self._holders.get(digest, ())
 
     def is_ours(self, digest: str) -> bool:
         """Whether this process leases it; a microsecond."""
@@ -112,11 +133,17 @@ class Leases:
 
     def holders(self, digest: str) -> list[str]:
         """The living processes that lease an adapter; one that cannot be judged counts as living."""
+        return [name for name in self._names(digest) if self._judged(self._processes.is_alive, name)]
+
+    def is_of_the_silent(self, digest: str) -> bool:
+        """Whether a host leases it that may only sleep."""
+        return any(self._may_live(name) for name in self._names(digest))
+
+    def _names(self, digest: str) -> list[str]:
         try:
-            names = os.listdir(self._folder(digest))
+            return os.listdir(self._folder(digest))
         except FileNotFoundError:
             return []
-        return [name for name in names if self._may_live(name)]
 
     def sweep(self) -> None:
         """Forget the leases of the dead."""
@@ -140,8 +167,11 @@ class Leases:
                     self._ended.discard(digest)
 
     def _may_live(self, process: str) -> bool:
+        return self._judged(lambda name: not self._processes.is_gone(name), process)
+
+    def _judged(self, judge: Callable[[str], bool], process: str) -> bool:
         try:
-            return self._processes.is_alive(process)
+            return judge(process)
         except OSError:  # a store that may only be read has no clock
             return True
 

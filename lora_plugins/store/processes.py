@@ -7,10 +7,12 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 BEAT_S = 5.0
 SILENT_S = 60.0
+_GONE_AFTER = 10  # times as long: what a process of another host has left is removed
 
 
 class Processes:
@@ -19,6 +21,12 @@ class Processes:
     A process is named `<host>.<pid>.<start>`. Where pids are comparable (same boot, same pid namespace) a process is
     alive if the kernel says so; elsewhere, if its file was touched within the last minute by the file system's own
     clock, so that hosts need not agree on the time.
+
+    A process that was silent itself (a frozen machine, a hung mount) notices at its next beat, by the same clock.
+
+    Attributes:
+        on_silence: called in a thread after such a silence, and again if it raises OSError: others may have taken this
+            process for dead meanwhile.
     """
 
     def __init__(self, folder: Path, *, silent_s: float = SILENT_S, beat_s: float = BEAT_S) -> None:
@@ -27,19 +35,32 @@ class Processes:
         self._beat_s = beat_s
         self._guard = threading.Lock()
         self._beating_pid = 0
+        self.on_silence: Callable[[], None] | None = None
+        self._beating = threading.RLock()
+        self._beat_at = 0.0  # by the file system's clock
+        self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine is suspended
+        self._was_silent = False
 
     def me(self) -> str:
         """This process's name; its heartbeat has started when this returns."""
         name = _name(os.getpid())
         with self._guard:
             if self._beating_pid != os.getpid():  # first use, or a fork
-                self._touch(name)
+                self._beat_at = self._touch(name)
+                self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)
                 threading.Thread(target=self._beat, args=(name,), daemon=True, name="lora-plugins-heartbeat").start()
                 self._beating_pid = os.getpid()
         return name
 
     def is_alive(self, name: str) -> bool:
         """Whether the process of this name still runs."""
+        return self._has_beaten(name, self._silent_s)
+
+    def is_gone(self, name: str) -> bool:
+        """Whether it does not run, and is no process of another host that was alive minutes ago and may only sleep."""
+        return not self._has_beaten(name, _GONE_AFTER * self._silent_s)
+
+    def _has_beaten(self, name: str, within_s: float) -> bool:
         host, _, rest = name.partition(".")
         pid, _, start = rest.partition(".")
         if not (pid.isdecimal() and start.isdecimal()) or "/" in host:
@@ -50,7 +71,21 @@ class Processes:
             beat = (self._folder / name).stat().st_mtime
         except OSError:
             return False
-        return self._now() - beat < self._silent_s
+        return self._now() - beat < within_s
+
+    def is_awake(self) -> bool:
+        """False where others may take this process for dead, or did and `on_silence` is not done; a microsecond."""
+        late_s = time.clock_gettime(time.CLOCK_BOOTTIME) - self._tried_at
+        return not self._was_silent and (late_s < self._silent_s / 2 or not self._beating_pid)
+
+    def wake(self) -> None:
+        """Return once this process is awake, for a thread.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        if not self.is_awake():
+            self._beat_once(self.me())
 
     def describe(self, name: str) -> str:
         """A process's name as people know it."""
@@ -61,7 +96,7 @@ class Processes:
     def sweep(self) -> None:
         """Forget the heartbeats of the dead."""
         for entry in list(os.scandir(self._folder)):
-            if not self.is_alive(entry.name):
+            if self.is_gone(entry.name):
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(entry.path)
 
@@ -79,7 +114,21 @@ class Processes:
         while os.getpid() == self._beating_pid or self._beating_pid == 0:
             time.sleep(self._beat_s)
             with contextlib.suppress(OSError):  # a store that is gone for a while must not end the thread
-                self._touch(name)
+                self._beat_once(name)
+
+    def _beat_once(self, name: str) -> None:
+        with self._beating:
+            try:
+                was_there = (self._folder / name).exists()
+                now = self._touch(name)
+                # Half of what others wait for, so that no process is taken for dead without noticing.
+                self._was_silent = self._was_silent or not was_there or now - self._beat_at > self._silent_s / 2
+                self._beat_at = now
+                if self._was_silent and self.on_silence is not None:
+                    self.on_silence()
+                self._was_silent = False
+            finally:
+                self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _name(pid: int) -> str:

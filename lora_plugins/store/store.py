@@ -518,7 +518,7 @@ class Store:
     def _sweep(self) -> None:
         """Remove what processes that died have left behind."""
         for temporary in self.layout.temporaries():
-            if not self.processes.is_alive(temporary.process):
+            if self.processes.is_gone(temporary.process):
                 if temporary.path.is_dir():
                     shutil.rmtree(temporary.path, ignore_errors=True)
                 else:

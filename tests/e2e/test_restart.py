@@ -11,6 +11,7 @@ import pytest
 
 from testbed.bed import Bed
 from testbed.client import connect
+from testbed.server import Server
 from tests.e2e.admin import Admin, serving
 from tests.e2e.standing_still import seen
 
@@ -129,3 +130,23 @@ def test_startup_fails_without_the_manager(bed: Bed, tmp_path: Path) -> None:
         serving(bed, tmp_path, VLLM_PLUGINS="lora_filesystem_resolver,lora_admin"),
     ):
         pass
+
+
+def test_replicas_of_a_store_restore_each_its_own(bed: Bed, tmp_path: Path) -> None:
+    for name in ("sql", "chat"):
+        shutil.copytree(bed.adapters / name, tmp_path / "adapters" / name)
+
+    def names(server: Server) -> set[str]:
+        admin = Admin(server, connect(server), bed, tmp_path / "adapters", tmp_path)
+        return {view["lora_name"] for view in admin.done("GET", "/v1/loras")["loras"]}
+
+    for replica, name in (("lora-0", "sql"), ("lora-1", "chat")):
+        with serving(bed, tmp_path, LORA_PLUGINS_REPLICA=replica, LORA_PLUGINS_PRELOAD=name) as server:
+            assert names(server) == {name}
+            asyncio.run(seen(lambda name=name: is_in_a_list(tmp_path / "store", name)))
+    with serving(bed, tmp_path, LORA_PLUGINS_REPLICA="lora-0", LORA_PLUGINS_RESTORE="1") as server:
+        assert names(server) == {"sql"}
+
+
+async def is_in_a_list(store: Path, name: str) -> bool:
+    return any(f'"{name}"' in file.read_text() for file in store.glob(".served/*.json"))

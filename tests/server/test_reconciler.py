@@ -324,6 +324,26 @@ async def test_a_rolled_back_revision_is_asked_of_its_source(tmp_path: Path) -> 
 
 
 @runs
+async def test_one_deadline_ends_the_wait_for_all_preloads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world, names = world_with("sql"), tuple(f"away-{number}" for number in range(20))
+    world.resolver.hung |= set(names)
+    preload = Settings(preload=("sql", *names), fetch_timeout_s=50)
+    start, loop = reconciling(world, preload, ServedFile(tmp_path / "served.json")), asyncio.get_running_loop()
+    with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
+        await asyncio.wait_for(start.start(), 1000)
+    assert loop.time() == pytest.approx(50, abs=1)
+    assert "20 adapters are not loaded after 50 s" in caplog.text
+    assert list(served(world)) == ["sql"]
+    following = asyncio.create_task(start.follow())
+    await asyncio.sleep(1)
+    world.resolver.has |= {name: Version(name) for name in names}
+    world.resolver.hung.clear()
+    await asyncio.sleep(30)
+    assert len(served(world)) == 21, "the server has gone on with them"
+    following.cancel()
+
+
+@runs
 async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     world = world_with("sql")

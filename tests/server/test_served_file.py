@@ -20,10 +20,10 @@ SERVED = [
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    file = ServedFile.of_store(tmp_path, "org/base")
+    file = ServedFile.of_store(tmp_path, "org/base", "lora-0")
     assert file.read() == []
     file.write(SERVED)
-    assert ServedFile.of_store(tmp_path, "org/base").read() == SERVED
+    assert ServedFile.of_store(tmp_path, "org/base", "lora-0").read() == SERVED
     file.write(SERVED[:1])
     assert file.read() == SERVED[:1]
     assert [entry.name for entry in file.path.parent.iterdir()] == [file.path.name], "nothing half written is left"
@@ -32,7 +32,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_replicas_with_one_process_id_write_different_scratch_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = ServedFile.of_store(tmp_path, "org/base"), ServedFile.of_store(tmp_path, "org/base")
+    first, second = (
+        ServedFile.of_store(tmp_path, "org/base", "lora-0"),
+        ServedFile.of_store(tmp_path, "org/base", "lora-0"),
+    )
     replace = os.replace
 
     def replace_after_the_other(scratch: Path, path: Path) -> None:
@@ -47,8 +50,8 @@ def test_replicas_with_one_process_id_write_different_scratch_files(
 
 
 def test_each_base_model_has_its_own(tmp_path: Path) -> None:
-    ServedFile.of_store(tmp_path, "org/base").write(SERVED)
-    assert ServedFile.of_store(tmp_path, "org/other").read() == []
+    ServedFile.of_store(tmp_path, "org/base", "lora-0").write(SERVED)
+    assert ServedFile.of_store(tmp_path, "org/other", "lora-0").read() == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Replicas that share a store: each writes a list of its own, and one with a new name copies that of one that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.events import Events
+from lora_plugins.server import reconciler
+from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.reconciler import Reconciler
+from lora_plugins.server.served_file import ServedFile
+from lora_plugins.settings import Settings
+from tests.server.world import Version, World
+from tests.virtual_time import runs
+
+DAY_S = 86_400
+
+
+def of(root: Path, replica: str) -> ServedFile:
+    return ServedFile.of_store(root, "org/base", replica)
+
+
+def wrote(root: Path, replica: str, *names: str, ended_s: float = 0) -> None:
+    """A replica serves these, or ended so long ago."""
+    file = of(root, replica)
+    file.write([DesiredAdapter(name) for name in names])
+    os.utime(file.path, (time.time() - ended_s,) * 2)
+
+
+def restored(root: Path, replica: str) -> list[str]:
+    return [adapter.name for adapter in of(root, replica).read()]
+
+
+def test_replicas_keep_their_own_lists(tmp_path: Path) -> None:
+    wrote(tmp_path, "lora-0", "sql")
+    wrote(tmp_path, "lora-1", "chat")
+    assert (restored(tmp_path, "lora-0"), restored(tmp_path, "lora-1")) == (["sql"], ["chat"])
+
+
+def test_new_names_copy_each_the_list_of_one_that_ended(tmp_path: Path) -> None:
+    for number, name in enumerate(("sql", "chat", "code")):
+        wrote(tmp_path, f"pod-{name}", name, ended_s=60 + number)
+    wrote(tmp_path, "pod-alive", "alive")
+    news = [restored(tmp_path, f"pod-new-{number}") for number in range(4)]
+    assert news[:3] == [["sql"], ["chat"], ["code"]]
+    assert news[3] != [], "a copy of what the one seen last serves"
+    assert restored(tmp_path, "pod-alive") == ["alive"], "which goes on with its own"
+
+
+def test_a_replica_comes_back_to_its_list(tmp_path: Path) -> None:
+    wrote(tmp_path, "lora-1", "chat", ended_s=60)
+    assert restored(tmp_path, "lora-3") == ["chat"]
+    back = of(tmp_path, "lora-1")
+    back.clean()
+    assert back.read() == [DesiredAdapter("chat")]
+    wrote(tmp_path, "lora-1", "code", ended_s=60)
+    assert restored(tmp_path, "lora-4") == ["code"]
+
+
+@pytest.mark.parametrize(("lives", "expected"), [(True, ["alive"]), (False, ["stale"])])
+def test_what_ended_long_ago_counts_where_nobody_lives(tmp_path: Path, lives: bool, expected: list[str]) -> None:
+    wrote(tmp_path, "weekend", "stale", ended_s=2 * DAY_S)
+    if lives:
+        wrote(tmp_path, "alive", "alive")
+    assert restored(tmp_path, "new") == expected
+
+
+def test_lists_of_the_dead_are_removed_after_a_week(tmp_path: Path) -> None:
+    wrote(tmp_path, "old", "old", ended_s=8 * DAY_S)
+    wrote(tmp_path, "recent", "recent", ended_s=6 * DAY_S)
+    of(tmp_path, "new").clean()
+    assert [path.name for path in of(tmp_path, "new").path.parent.iterdir()] == [of(tmp_path, "recent").path.name]
+
+
+def test_the_list_of_an_earlier_release_counts_without_others(tmp_path: Path) -> None:
+    wrote(tmp_path, "x", "sql")
+    path = of(tmp_path, "x").path
+    path.rename(path.with_name(f"{path.name.partition('.')[0]}.json"))
+    assert restored(tmp_path, "new") == ["sql"]
+    assert restored(tmp_path, "newer") == ["sql"], "it is left for a return to that release"
+    wrote(tmp_path, "new", "chat")
+    assert restored(tmp_path, "newest") == ["chat"]
+
+
+@runs
+async def test_a_server_keeps_its_list_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler, "_WRITE_DELAY_S", 0.01)
+    world, file = World(), of(tmp_path, "lora-0")
+    world.resolver.has["sql"] = Version("sql")
+    one = Reconciler(world.lifecycle, Settings(preload=("sql",)), file, Events())
+    keeping = asyncio.create_task(one.keep_list())
+    await one.start()
+    await asyncio.sleep(1)
+    os.utime(file.path, (1, 1))
+    await asyncio.sleep(10)
+    assert file.path.stat().st_mtime > 1
+    keeping.cancel()
