@@ -1,8 +1,8 @@
 """Our Triton kernels behind vLLM's punica interface.
 
 Source of the interface: `PunicaWrapperGPU` in vllm/lora/punica_wrapper/punica_gpu.py, 0.30 to 0.33. Mixtures of experts
-stay vLLM's; everything else is overridden. `update_metadata` can leave vLLM's grouping of rows out, and with the
-grouping a transfer from the device that vLLM waits for in every step.
+stay vLLM's; everything else is overridden. Without experts `update_metadata` leaves vLLM's grouping of rows out, and
+with the grouping a transfer from the device that vLLM waits for in every step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._rows = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._has_layers = False
-        self._some_by_vllm = True
+        self._some_by_vllm = False
 
     def register(self, module: Any) -> None:
         """Prepare for a layer that will call this wrapper.

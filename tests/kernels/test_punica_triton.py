@@ -269,6 +269,19 @@ def test_several_wrappers_leave_each_other_as_they_were() -> None:
         check(layer(x)[0], adapters.expected(before, x, MIXED), before, MIXED)
 
 
+@pytest.mark.parametrize("by_vllm", [False, True], ids=["ours alone", "experts too"])
+def test_vllms_grouping_of_rows_is_done_for_experts_alone(by_vllm: bool) -> None:
+    """vLLM waits for the device to group rows, in every step: its kernels need the groups, ours do not."""
+    wrapper = make_wrapper()
+    layer_of("column", wrapper)
+    if by_vllm:
+        wrapper.register(torch.nn.Identity())  # a layer that only vLLM's kernels compute
+    grouped = wrapper.token_mapping_meta.num_tokens_per_lora
+    before = grouped.clone()
+    map_rows(wrapper, MIXED)
+    assert (not torch.equal(grouped, before)) is by_vllm
+
+
 @pytest.mark.parametrize("rows", [4, 1])
 @pytest.mark.parametrize("which", ["column", "qkv"])
 def test_a_layer_that_sees_the_first_rows_only(which: str, rows: int) -> None:

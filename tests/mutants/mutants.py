@@ -17,6 +17,13 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "kernels: vLLM groups rows in each step of a GPU, and waits for the device",
+        "lora_plugins/kernels/punica_triton.py",
+        "self._some_by_vllm = False",
+        "self._some_by_vllm = True",
+        ("tests/kernels/test_punica_triton.py",),
+    ),
+    Mutant(
         "planner: the adapter that runs the most leaves",
         "lora_plugins/scheduler/admission.py",
         "state.leave(min(taking, key=lambda it: len(it.running)), now)",
