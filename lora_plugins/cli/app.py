@@ -77,7 +77,8 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
 app = typer.Typer(
     name="lora-plugins",
     help="LoRA adapters for vLLM: look at them, fetch them, and see why a server does or does not serve them.",
-    epilog="Exit codes: 0 done, 1 something is wrong, 2 usage, 3 not found, 4 unavailable, 5 no room, 6 settings.",
+    epilog="Exit codes: 0 done, 1 something is wrong, 2 usage, 3 not found, 4 unavailable, 5 no room, 6 settings, "
+    "7 not compared.",
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
