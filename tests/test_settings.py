@@ -78,6 +78,8 @@ VALID = [
     ("LORA_PLUGINS_HOST_POLICY", "", "host_policy", "lru"),
     ("LORA_PLUGINS_LOAD_INPLACE", "Inflight", "load_inplace", "inflight"),
     ("LORA_PLUGINS_LOAD_INPLACE", "", "load_inplace", "finish"),
+    ("LORA_PLUGINS_LIST", "All", "list_models", "all"),
+    ("LORA_PLUGINS_LIST", "", "list_models", "served"),
     ("LORA_PLUGINS_UNMATCHED", "warn", "refuse_unmatched", False),
     ("LORA_PLUGINS_UNMATCHED", "Refuse", "refuse_unmatched", True),
     ("LORA_PLUGINS_UNMATCHED", "", "unmatched", "refuse"),
@@ -111,6 +113,7 @@ INVALID = [
     *[("LORA_PLUGINS_HOST_MAX_BYTES", text) for text in ("", "0", "-1", "much")],
     *[("LORA_PLUGINS_HOST_POLICY", text) for text in ("lru,lfu", "random", "none")],
     *[("LORA_PLUGINS_LOAD_INPLACE", text) for text in ("1", "move")],
+    *[("LORA_PLUGINS_LIST", text) for text in ("1", "sources")],
     *[("LORA_PLUGINS_UNMATCHED", text) for text in ("1", "off", "ignore")],
     ("LORA_PLUGINS_FETCH_TIMEOUT_S", "0"),
     *[
