@@ -103,7 +103,10 @@ INVALID = [
         for name in ("LORA_PLUGINS_FOLLOW_SYMLINKS", "LORA_PLUGINS_ALLOW_PICKLE", "LORA_PLUGINS_CHECK_FINITE")
         for text in ("2", "maybe", "-1", "1 0")
     ],
-    *[("LORA_PLUGINS_MAX_ADAPTER_BYTES", text) for text in ("", "0", "-1", "8 PB", "1.5", "1.5B", "1,5GiB", "GiB", "9" * 40, "inf")],
+    *[
+        ("LORA_PLUGINS_MAX_ADAPTER_BYTES", text)
+        for text in ("", "0", "-1", "8 PB", "1.5", "1.5B", "1,5GiB", "GiB", "9" * 40, "inf")
+    ],
     *[("LORA_PLUGINS_KERNELS", text) for text in ("", "cuda", "cpu,triton")],
     *[("LORA_PLUGINS_STORE_MAX_BYTES", text) for text in ("", "0", "-1", "much", "8 PB", "1.GiB", ".5GiB", "inf", "٣")],
     *[("LORA_PLUGINS_SOURCES", text) for text in ("s3,s3", "ftp", "s3;hub", "S3", "filesystem,s3,hub,gcs")],
