@@ -31,7 +31,7 @@ def test_each_code_has_a_meaning_and_a_remedy(cli, kind):
     assert "](" not in text + done.json["remedy"], "a link that nobody can follow in a terminal"
 
 
-def test_a_code_that_does_not_exist_is_a_matter_of_usage(cli):
+def test_an_unknown_code_is_a_matter_of_usage(cli):
     done = cli("explain", "L999")
     assert (done.code, "L001" in done.err) == (Exit.USAGE, True)
 
