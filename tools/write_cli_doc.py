@@ -16,6 +16,7 @@ import typer
 
 from lora_plugins.cli.app import app
 from lora_plugins.cli.explain import PAGE as ERRORS
+from lora_plugins.cli.explain import plain
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 HEAD = """\
@@ -59,7 +60,7 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    made = {REFERENCE / "cli.md": page(), ERRORS: (REFERENCE / "errors.md").read_text(encoding="utf-8")}
+    made = {REFERENCE / "cli.md": page(), ERRORS: plain((REFERENCE / "errors.md").read_text(encoding="utf-8"))}
     if "--check" not in arguments:
         for file, text in made.items():
             file.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ import typer
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.cli.output import Result, line
 
-PAGE = Path(__file__).with_name("errors.md")  # docs/reference/errors.md, copied by tools/write_cli_doc.py
+PAGE = Path(__file__).with_name("errors.md")  # `plain` of docs/reference/errors.md, written by tools/write_cli_doc.py
 
 
 def explain(code: Annotated[str, typer.Argument(help="The code of an error, such as L003.")]) -> Result:
@@ -22,11 +22,11 @@ def explain(code: Annotated[str, typer.Argument(help="The code of an error, such
         raise UsageProblem(f"{code}: no code of an error; there are {', '.join(rows)}")
     _, kind, when, http = rows[code]
     section = page.partition(f"\n### {code}\n")[2].partition("\n#")[0].strip()
-    fields = {"code": code, "kind": kind, "when": _plain(when), "http": _plain(http), "remedy": _plain(section)}
+    fields = {"code": code, "kind": kind, "when": when, "http": http, "remedy": section}
     shown = [line(f"{code} {kind}", "bold"), line(f"when: {fields['when']}"), line(f"HTTP: {fields['http']}"), line()]
     return Result(fields, [*shown, *map(line, fields["remedy"].splitlines())])
 
 
-def _plain(text: str) -> str:
-    """Without links, which lead to pages that a terminal cannot open."""
+def plain(text: str) -> str:
+    """A page without its links, which a terminal cannot open."""
     return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
