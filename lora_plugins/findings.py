@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.metadata import entry_points
+from pathlib import Path
 
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.plugin_names import OURS, PLUGIN_GROUPS
-from lora_plugins.settings import Settings
+from lora_plugins.plugin_names import FILESYSTEM, KERNELS, OURS, PLUGIN_GROUPS
+from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.spelling import closest
 
 
@@ -64,7 +67,35 @@ def unknown_plugins(
             yield Finding(State.PROBLEM, found, "separate the names by commas alone")
         else:
             found = f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin"
-            yield Finding(State.WARNING, found, f"did you mean {close}?" if close else "correct or remove the name")
+            state = State.PROBLEM if close in OURS else State.WARNING
+            yield Finding(state, found, f"did you mean {close}?" if close else "correct or remove the name")
+
+
+def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_adapter: bool) -> Iterator[Finding]:
+    """All that a server warns of once it knows its model, beside names of plugins; `check` is the doctor's.
+
+    With `base_rows_get_an_adapter`, vLLM's own kernels run on the CPU and are those that do so.
+    """
+    root = settings.filesystem_root
+    if root is not None and named_in_environment(FILESYSTEM, env):
+        yield from (replace(finding, check="filesystem") for finding in root_as_adapter(root))
+    yield from (replace(finding, check="runtime") for finding in resolvers_not_asked(settings))
+    if base_rows_get_an_adapter:
+        yield Finding(
+            State.WARNING,
+            "on the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "
+            "(vllm-project/vllm#48421)",
+            f"name {KERNELS} in VLLM_PLUGINS, without LORA_PLUGINS_KERNELS=vllm, or upgrade vLLM",
+            "kernels",
+        )
+
+
+def root_as_adapter(root: Path) -> Iterator[Finding]:
+    """Whether the directory of adapters is one adapter, whose name no request can have."""
+    if os.path.isfile(root / CONFIG_FILE):
+        found = f"VLLM_LORA_RESOLVER_CACHE_DIR={root} is an adapter itself, and names are looked for below it"
+        remedy = f"set VLLM_LORA_RESOLVER_CACHE_DIR={root.parent} to serve it as '{root.name}'"
+        yield Finding(State.PROBLEM, found, remedy)
 
 
 def resolvers_not_asked(settings: Settings) -> Iterator[Finding]:

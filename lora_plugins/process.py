@@ -22,6 +22,7 @@ from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.scrape import StoreUsageReader
 from lora_plugins.plugin_names import OURS
+from lora_plugins.resolvers.listed_names import ListedNames
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.copies import Copies
@@ -109,6 +110,11 @@ class Process:
             InvalidSettings: the store cannot be made.
         """
         return self._open(self.settings)
+
+    @functools.cached_property
+    def listed_names(self) -> ListedNames:
+        """What the sources of its API server list."""
+        return ListedNames(self._known_sources, self.settings.revalidate_s)
 
     @property
     def has_opened_resolver(self) -> bool:

@@ -110,6 +110,9 @@ class Settings:
     ([deadlines](../guides/sources.md#deadlines))."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
+    list_models: str = required("LORA_PLUGINS_LIST", choice("served", "all"), "served")
+    """What `/v1/models` lists beside the base model: adapters that are `served`, or `all` that the sources list too,
+    each to who may use it, up to 1,000 ([pickers](../guides/first-request.md#a-picker-of-models))."""
     revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")
     """How long a remote source is not asked again for a name that it had."""
     host_max_bytes: int | None = optional("LORA_PLUGINS_HOST_MAX_BYTES", BYTES)

@@ -24,7 +24,7 @@ _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     for suffix, base in (("", 1000), ("b", 1000), ("i", 1024), ("ib", 1024))
 }
 # For every text that `bytes_of` reads.
-SIZE_EXPECTED = "a whole number of bytes above 0, such as 1048576, 500M, 500MB, 20Gi or 20GiB"
+SIZE_EXPECTED = "a number of bytes above 0, such as 1048576, 500M, 1.5GB, 20Gi or 20GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,12 @@ class Kind(Generic[T]):
 
 
 def bytes_of(text: str) -> int | None:
-    """Read a positive whole number of bytes such as `20Gi`, `20GiB`, `500MB` or `1024`; None where it is none."""
-    match = re.fullmatch(r"([0-9]{1,18})\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS or int(match[1]) == 0:
+    """Read a positive number of bytes such as `20Gi`, `1.5GiB`, `500MB` or `1024`; None where it is none."""
+    match = re.fullmatch(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([a-z]*)", text.strip().lower())
+    if match is None or match[3] not in _UNITS or (match[2] and _UNITS[match[3]] == 1):
         return None
-    return int(match[1]) * _UNITS[match[2]]
+    tenths = match[2] or ""
+    return int(match[1] + tenths) * _UNITS[match[3]] // 10 ** len(tenths) or None
 
 
 def _accept(value: T, *, accepted: bool) -> T:

@@ -73,11 +73,15 @@ VALID = [
     ("LOCAL_PATH_TEMPLATE", "/x/{lora_name}", "local_path_template", "/x/{lora_name}"),
     ("VLLM_LORA_RESOLVER_HF_REPO_LIST", "a/b,c/*", "hub_repos", ("a/b", "c/*")),
     ("LORA_PLUGINS_HOST_MAX_BYTES", "2GiB", "host_max_bytes", 2 << 30),
+    ("LORA_PLUGINS_HOST_MAX_BYTES", "1.5MB", "host_max_bytes", 1_500_000),
+    ("LORA_PLUGINS_HOST_MAX_BYTES", "0.25 GiB", "host_max_bytes", 1 << 28),
     *[("LORA_PLUGINS_HOST_POLICY", name, "host_policy", name) for name in HOST_POLICIES],
     ("LORA_PLUGINS_HOST_POLICY", " LRFU ", "host_policy", "lrfu"),
     ("LORA_PLUGINS_HOST_POLICY", "", "host_policy", "lru"),
     ("LORA_PLUGINS_LOAD_INPLACE", "Inflight", "load_inplace", "inflight"),
     ("LORA_PLUGINS_LOAD_INPLACE", "", "load_inplace", "finish"),
+    ("LORA_PLUGINS_LIST", "All", "list_models", "all"),
+    ("LORA_PLUGINS_LIST", "", "list_models", "served"),
     ("LORA_PLUGINS_UNMATCHED", "warn", "refuse_unmatched", False),
     ("LORA_PLUGINS_UNMATCHED", "Refuse", "refuse_unmatched", True),
     ("LORA_PLUGINS_UNMATCHED", "", "unmatched", "refuse"),
@@ -101,9 +105,12 @@ INVALID = [
         for name in ("LORA_PLUGINS_FOLLOW_SYMLINKS", "LORA_PLUGINS_ALLOW_PICKLE", "LORA_PLUGINS_CHECK_FINITE")
         for text in ("2", "maybe", "-1", "1 0")
     ],
-    *[("LORA_PLUGINS_MAX_ADAPTER_BYTES", text) for text in ("", "0", "-1", "8 PB", "1.5GiB", "GiB", "9" * 40, "inf")],
+    *[
+        ("LORA_PLUGINS_MAX_ADAPTER_BYTES", text)
+        for text in ("", "0", "-1", "8 PB", "1.5", "1.5B", "1,5GiB", "GiB", "9" * 40, "inf")
+    ],
     *[("LORA_PLUGINS_KERNELS", text) for text in ("", "cuda", "cpu,triton")],
-    *[("LORA_PLUGINS_STORE_MAX_BYTES", text) for text in ("", "0", "-1", "much", "8 PB", "1.5GiB", "inf", "٣")],
+    *[("LORA_PLUGINS_STORE_MAX_BYTES", text) for text in ("", "0", "-1", "much", "8 PB", "1.GiB", ".5GiB", "inf", "٣")],
     *[("LORA_PLUGINS_SOURCES", text) for text in ("s3,s3", "ftp", "s3;hub", "S3", "filesystem,s3,hub,gcs")],
     *[
         (name, text)
@@ -113,6 +120,7 @@ INVALID = [
     *[("LORA_PLUGINS_HOST_MAX_BYTES", text) for text in ("", "0", "-1", "much")],
     *[("LORA_PLUGINS_HOST_POLICY", text) for text in ("lru,lfu", "random", "none")],
     *[("LORA_PLUGINS_LOAD_INPLACE", text) for text in ("1", "move")],
+    *[("LORA_PLUGINS_LIST", text) for text in ("1", "sources")],
     *[("LORA_PLUGINS_UNMATCHED", text) for text in ("1", "off", "ignore")],
     ("LORA_PLUGINS_FETCH_TIMEOUT_S", "0"),
     *[

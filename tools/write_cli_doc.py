@@ -1,8 +1,8 @@
-"""Write docs/reference/cli.md from the commands of `lora_plugins.cli`: what `--help` says, and its examples.
+"""Write docs/reference/cli.md from the commands of `lora_plugins.cli`, and copy the page that `explain` prints from.
 
     python tools/write_cli_doc.py [--check]
 
-With `--check` nothing is written; the exit code is 1 where the file is stale.
+With `--check` nothing is written; the exit code is 1 where a file is stale.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 import typer
 
 from lora_plugins.cli.app import app
+from lora_plugins.cli.explain import PAGE as ERRORS
+from lora_plugins.cli.explain import plain
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "cli.md"
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 HEAD = """\
 <!-- Written by tools/write_cli_doc.py from the commands of lora_plugins/cli: change them there. -->
 # Command line
@@ -58,13 +60,15 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> int:
+    made = {REFERENCE / "cli.md": page(), ERRORS: plain((REFERENCE / "errors.md").read_text(encoding="utf-8"))}
     if "--check" not in arguments:
-        PAGE.write_text(page(), encoding="utf-8")
+        for file, text in made.items():
+            file.write_text(text, encoding="utf-8")
         return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(f"docs/reference/{PAGE.name} is stale: run python tools/write_cli_doc.py", file=sys.stderr)
-    return 1
+    stale = [file for file, text in made.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
+    for file in stale:
+        print(f"{file.name} is stale: run python tools/write_cli_doc.py", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ HEAD = """\
 # Settings
 
 Read at startup from the environment. Startup fails with L007 where a value cannot be right, or where a `LORA_PLUGINS_*`
-variable does not exist. What ends in `_S` is in seconds. What ends in `_BYTES` is a whole number of bytes, or of a
+variable does not exist. What ends in `_S` is in seconds. What ends in `_BYTES` is a number of bytes, or of a
 unit: `20Gi` and `20GiB` are 20 × 1024³ bytes, `20G` and `20GB` 20 × 1000³; so too with `K`, `M` and `T`.
 """
 

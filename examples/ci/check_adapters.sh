@@ -6,7 +6,7 @@ set -euo pipefail
 looked_at=0 refused=0
 while IFS= read -r config; do
     adapter=$(dirname "$config")
-    report=$(lora-plugins inspect "$adapter" --json) || true # it exits with 1 for an adapter that it refuses
+    report=$(lora-plugins inspect "$adapter" --json) || true # exits with 1 for a refused adapter, with 7 for a whole one
     verdict=$(jq -r --arg base "${BASE_MODEL:-}" --argjson rank "${MAX_LORA_RANK:-0}" '
         if .error then .error.message
         elif $base != "" and .config.base_model != $base then "is for \(.config.base_model), not for \($base)"

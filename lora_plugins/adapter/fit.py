@@ -187,8 +187,13 @@ def _plain_name(name: str) -> str:
     return cached["repo"].replace("--", "/", 1) if cached else name.rstrip("/")
 
 
+def slot_rank(rank: int) -> int | None:
+    """The smallest `--max-lora-rank` that vLLM takes for an adapter of this rank; None beyond its largest."""
+    return next((size for size in _SLOT_RANKS if size >= rank), None)
+
+
 def _rank_remedy(rank: int) -> str:
-    for size in _SLOT_RANKS:
-        if size >= rank:
-            return f"restart the server with --max-lora-rank {size}"
+    size = slot_rank(rank)
+    if size is not None:
+        return f"restart the server with --max-lora-rank {size}"
     return f"train with a lower rank; vLLM's slots take {_SLOT_RANKS[-1]} at most"

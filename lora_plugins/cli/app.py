@@ -17,6 +17,7 @@ from lora_plugins.adapter.files import map_os_error
 from lora_plugins.cli.compare import compare
 from lora_plugins.cli.doctor import doctor
 from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
+from lora_plugins.cli.explain import explain
 from lora_plugins.cli.inspect import inspect
 from lora_plugins.cli.ls import ls
 from lora_plugins.cli.output import Output, Result, error_fields
@@ -40,6 +41,7 @@ _COMMANDS: Sequence[Callable[..., Result | None]] = (
     rm,
     push,
     compare,
+    explain,
     *(verb.command() for verb in VERBS),
 )
 # What stands at the end of each command's help.
@@ -61,6 +63,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "compare team/sql --peft ./out/checkpoint-500",
         "compare policy --trainer logprobs.jsonl --url http://gpu-7:8000",
     ),
+    "explain": ("explain L003",),
     "load": (
         "load team/sql",
         "load sql --uri s3://bucket/loras/sql",
@@ -77,7 +80,8 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
 app = typer.Typer(
     name="lora-plugins",
     help="LoRA adapters for vLLM: look at them, fetch them, and see why a server does or does not serve them.",
-    epilog="Exit codes: 0 done, 1 something is wrong, 2 usage, 3 not found, 4 unavailable, 5 no room, 6 settings.",
+    epilog="Exit codes: 0 done, 1 something is wrong, 2 usage, 3 not found, 4 unavailable, 5 no room, 6 settings, "
+    "7 not compared.",
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

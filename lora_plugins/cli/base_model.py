@@ -6,13 +6,14 @@ import contextlib
 import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 import typer
 
-from lora_plugins.adapter.fit import BaseModel, original_name_of
+from lora_plugins.adapter.fit import BaseModel, original_name_of, slot_rank
 from lora_plugins.adapter.landing import Model
+from lora_plugins.adapter.weight_files import PICKLE_FILES
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile
@@ -53,6 +54,30 @@ def read_base(
         model=_read_model(settings, path),
         original_name=original_name_of(path),
     )
+
+
+def compared_with(base: BaseModel) -> str:
+    """What of the base model an adapter is compared with."""
+    limit = "any rank (--max-lora-rank)" if base.max_rank is None else f"ranks up to {base.max_rank}"
+    if base.model is None:
+        return f"its name, {limit}; no engine has listed its modules in this store yet"
+    modules = base.model.modules
+    return f"{len(modules.places)} modules of vLLM {modules.vllm_version}'s {modules.architecture}, {limit}"
+
+
+def why_not_compared(base: BaseModel | None, files: Collection[str]) -> str:
+    """Why an adapter of these files was not compared with a base model's modules, or nothing where it was."""
+    if base is None:
+        return "no base model was given (--base-model)"
+    if base.model is None:
+        return f"no engine has listed the modules of {base.path} in this store; serve an adapter with it once"
+    return "its weights are a pickle, which is not read" if any(name in PICKLE_FILES for name in files) else ""
+
+
+def would_be_served(base: BaseModel | None, rank: int) -> str:
+    """The verdict on an adapter that was compared, with the server's option that was not."""
+    size = slot_rank(rank) if base is None or base.max_rank is None else None
+    return "would be served" if size is None else f"would be served, with --max-lora-rank {size} or more"
 
 
 def _read_model(settings: Settings, path: str) -> Model | None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.cli.output import number, size
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.findings import Finding, State, problem_of, resolvers_not_asked, unknown_plugins
+from lora_plugins.findings import Finding, State, at_start, problem_of, unknown_plugins
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import check as ledger_check
@@ -22,7 +23,6 @@ from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, 
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
-    OWN_VARIABLES,
     VARIABLES,
     Settings,
     is_unknown,
@@ -38,6 +38,9 @@ from lora_plugins.vllm_patches import versions
 ok, on, off = partial(Finding, State.OK), partial(Finding, State.ON), partial(Finding, State.OFF)
 warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBLEM)
 
+# What a server takes from its environment, but for the names of plugins, which another check shows.
+_KEPT = {*VARIABLES, "XDG_CACHE_HOME"} - {"VLLM_PLUGINS"}
+_LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
 
@@ -78,6 +81,35 @@ class Context:
     def settings(self) -> Settings:
         """The settings of all variables that are right."""
         return Settings.from_env({name: text for name, text in self.env.items() if name not in self.wrong})
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether vLLM is its build for the CPU."""
+        return self.vllm is not None and "+cpu" in versions.installed_version(self.vllm)
+
+    @cached_property
+    def choice(self) -> dispatch.Choice:
+        """The kernels that `lora_kernels` would choose here.
+
+        Raises:
+            InvalidSettings: what was asked for cannot be had here.
+        """
+        machine = dispatch.Machine("cpu" if self.is_cpu else "cuda", dispatch.triton_is_there(), build.problem)
+        return dispatch.choose(self.settings.kernels, machine)
+
+    def at_start(self, check: str) -> list[Finding]:
+        """What a server would warn of as it starts, of one check."""
+        found = at_start(self.settings, self.env, base_rows_get_an_adapter=self._base_rows_get_an_adapter())
+        return [finding for finding in found if finding.check == check]
+
+    def _base_rows_get_an_adapter(self) -> bool:
+        if self.vllm is None or not self.is_cpu or "VLLM_PLUGINS" not in self.env:
+            return False
+        with suppress(InvalidSettings, OSError, SyntaxError):  # another check reports it
+            if not self.why_off(KERNELS) and self.choice.wrapper is not None:
+                return False
+            return dispatch.base_rows_get_an_adapter(self.vllm.joinpath(*_LORA_OPS).read_text(encoding="utf-8"))
+        return False
 
     def why_off(self, plugin: str) -> str:
         """Why a plugin does not run, or nothing where it does."""
@@ -121,7 +153,7 @@ def settings(context: Context) -> Iterator[Finding]:
         found = problem_of(error)
         yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else found
     if not context.wrong:
-        yield ok(", ".join(sorted(name for name in context.env if name in OWN_VARIABLES)) or "all at their defaults")
+        yield ok(", ".join(sorted(_KEPT & set(context.env))) or "none is set: all at their defaults")
 
 
 def plugins(context: Context) -> Iterator[Finding]:
@@ -169,7 +201,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
 
 def runtime(context: Context) -> Iterator[Finding]:
     """Whether vLLM asks resolvers at all; nobody minds where no source is named."""
-    not_asked = list(resolvers_not_asked(context.settings))
+    not_asked = context.at_start("runtime")
     if not_asked and all(context.why_off(plugin) for plugin in (FILESYSTEM, S3, HUB)):
         yield off(not_asked[0].found, not_asked[0].remedy)
     else:
@@ -186,19 +218,16 @@ def kernels(context: Context) -> Iterator[Finding]:
     if context.vllm is None:
         yield on(f"VLLM_PLUGINS names {KERNELS}")
         return
-    platform = "cpu" if "+cpu" in versions.installed_version(context.vllm) else "cuda"
-    machine = dispatch.Machine(platform, dispatch.triton_is_there(), build.problem)
-    choice = dispatch.choose(context.settings.kernels, machine)
-    yield on(f"{choice.kernels} ({choice.why})")
+    yield on(f"{context.choice.kernels} ({context.choice.why})")
 
 
 def or_vllms_kernels(check: Check) -> Check:
     """The check of our kernels, with what vLLM's own do on the CPU where ours do not run."""
 
     def both(context: Context) -> Iterator[Finding]:
-        is_cpu = context.vllm is not None and "+cpu" in versions.installed_version(context.vllm)
+        yield from context.at_start("kernels")
         for finding in check(context):
-            if finding.state is State.OFF and is_cpu:
+            if finding.state is State.OFF and context.is_cpu:
                 found = f"{finding.found}, and a request with prompt_logprobs beside others crashes the engine"
                 yield off(found, f"add {KERNELS} to VLLM_PLUGINS")
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 from lora_plugins.errors import LoRAPluginsError
@@ -17,6 +18,7 @@ class Exit(IntEnum):
     UNAVAILABLE = 4
     NO_ROOM = 5
     SETTINGS = 6
+    NOT_COMPARED = 7
     BUG = 70
     INTERRUPTED = 130
     BROKEN_PIPE = 141
@@ -38,3 +40,8 @@ _BY_CODE = {
 def exit_of(error: LoRAPluginsError) -> Exit:
     """The exit code for one of our errors."""
     return _BY_CODE.get(error.code, Exit.WRONG)
+
+
+def worst(codes: Iterable[Exit]) -> Exit:
+    """The largest of several; what was not compared with a base model is better than everything that went wrong."""
+    return max(codes, key=lambda code: 0.5 if code is Exit.NOT_COMPARED else float(code))

@@ -28,7 +28,16 @@ from lora_plugins.adapter.verify import VerifiedAdapter, choose_weights, verify_
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import LoraPair, pair_weights
 from lora_plugins.adapter.writers import by_keys
-from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
+from lora_plugins.cli.base_model import (
+    BasePath,
+    MaxRank,
+    ServedNames,
+    compared_with,
+    read_base,
+    why_not_compared,
+    would_be_served,
+)
+from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.names import NamesFile, is_pattern, is_several, together, wanted
 from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, error_fields, line, size
 from lora_plugins.cli.pull import bring
@@ -154,10 +163,16 @@ def _files(path: Path) -> list[str]:
 def _result(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> Result:
     fields = _fields(path, uri, found, base)
     lines = [line(text) for text in _lines(fields, found, base)]
-    if found.error is None:
-        return Result(fields, [*lines, line("verdict      would be served", "bold green")])
-    fields["error"] = error_fields(found.error)
-    return Result(fields, [*lines, line("verdict      would be refused", "bold red"), found.error])
+    if found.error is not None:
+        fields |= {"verdict": "refused", "error": error_fields(found.error)}
+        return Result(fields, [*lines, line("verdict      would be refused", "bold red"), found.error])
+    reason = why_not_compared(base, _files(path))
+    if reason:
+        fields["verdict"] = "not compared"
+        end = line(f"verdict      whole, and not compared: {reason}", "bold yellow")
+        return Result(fields, [*lines, end], Exit.NOT_COMPARED)
+    rank = 0 if found.config is None else found.config.max_rank
+    return Result(fields, [*lines, line(f"verdict      {would_be_served(base, rank)}", "bold green")])
 
 
 def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:
@@ -172,7 +187,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "dtypes": dict(Counter(tensor.dtype for tensor in found.tensors)),
         "modules": [_module(pair) for pair in found.pairs],
         "base": None if base is None else _base(base),
-        "verdict": "served" if found.error is None else "refused",
+        "verdict": "served",
         "notes": list(verified.notes) if verified else [],
         "warnings": list(found.warnings),
         "to_convert": list(conversion.changes) if conversion else [],
@@ -231,13 +246,7 @@ def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
     if base is None:
         yield "compared with no base model (--base-model)"
     else:
-        limit = "any rank (--max-lora-rank)" if base.max_rank is None else f"ranks up to {base.max_rank}"
-        if base.model is None:
-            yield f"compared with {base.path}: its name, {limit}; no engine has listed its modules in this store yet"
-        else:
-            modules = base.model.modules
-            known = f"{len(modules.places)} modules of vLLM {modules.vllm_version}'s {modules.architecture}"
-            yield f"compared with {base.path}: {known}, {limit}"
+        yield f"compared with {base.path}: {compared_with(base)}"
     converted = fields["converted"]
     if converted is not None:
         original = converted["original_digest"][:SHOWN_CHARACTERS]

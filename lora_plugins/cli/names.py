@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lora_plugins.api.access.name_patterns import NamePattern
-from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli.exits import UsageProblem, worst
 from lora_plugins.cli.output import Result, error_fields, line
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 
@@ -109,7 +109,7 @@ def listed(answers: Iterable[Result | LoRAPluginsError], name_key: str = "name",
     return Result(
         {**more, "adapters": objects, "count": len(objects), "failed": failed},
         [item for one in results for item in one.shown],
-        max(one.code for one in results),
+        worst(one.code for one in results),
     )
 
 

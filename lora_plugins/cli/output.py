@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_plugins.cli.exits import Exit, exit_of
+from lora_plugins.cli.exits import Exit, exit_of, worst
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
@@ -45,8 +45,8 @@ class Result:
 
     @property
     def exit(self) -> Exit:
-        """The largest exit code of all."""
-        return max([self.code, *(exit_of(item) for item in self.shown if isinstance(item, LoRAPluginsError))])
+        """The worst exit code of all."""
+        return worst([self.code, *(exit_of(item) for item in self.shown if isinstance(item, LoRAPluginsError))])
 
 
 class Output:

@@ -10,7 +10,15 @@ import typer
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName, why_absent
-from lora_plugins.cli.base_model import BasePath, MaxRank, ServedNames, read_base
+from lora_plugins.cli.base_model import (
+    BasePath,
+    MaxRank,
+    ServedNames,
+    compared_with,
+    read_base,
+    why_not_compared,
+    would_be_served,
+)
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.lookup import LookUp, SourceAnswer, look_up
 from lora_plugins.cli.names import NamesFile, expand, is_several, together, wanted
@@ -21,7 +29,7 @@ from lora_plugins.findings import resolvers_not_asked
 from lora_plugins.settings import Settings
 
 _VERDICTS = {
-    "served": "would be served",
+    "not compared": "whole, and not compared",
     "found": "found, and nothing was fetched; without --dry-run it is verified too",
     "unknown": "no source has it; a request gets a 404",
     "refused": "would be refused",
@@ -68,7 +76,7 @@ def resolve(
             answers.append(one)
         else:
             found = by_name[one.name]
-            answers.append(_result(found, [*warnings, *_steps(found, labels, base)]))
+            answers.append(_result(found, [*warnings, *_steps(found, labels, base)], base))
     return together(answers, is_list=is_several(names, file), blank_between=True)
 
 
@@ -103,11 +111,13 @@ def _steps(asked: LookUp, labels: Sequence[str], base: BaseModel | None) -> Iter
         how = f"fetched in {event.obtain_s:.2f} s" if event.fetched else "has it"
         yield Step("store", "ok", f"{how}: {event.path}")
         yield Step("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}")
-        if base is None:
-            yield Step("base", "not checked", "no --base-model was given")
+        said = "; ".join((*event.warnings, *event.notes))
+        if base is None or _why_not_compared(asked, base):
+            verdict = "warning" if event.warnings else "not checked"
+            yield Step("base", verdict, said or ("no --base-model was given" if base is None else compared_with(base)))
         else:
             verdict = "warning" if event.warnings else "ok"
-            yield Step("base", verdict, "; ".join((*event.warnings, *event.notes)) or f"fits {base.path}")
+            yield Step("base", verdict, said or f"fits {base.path}: {compared_with(base)}")
     elif asked.error is None and (reason := why_absent(asked.name)) is not None:
         asked.error = reason
         yield Step("revision", "failed", str(reason))
@@ -132,18 +142,30 @@ def _place_of(error: LoRAPluginsError) -> str:
     return "store" if isinstance(error, (NoFreeSlot, OutOfMemory)) else "adapter"
 
 
-def _verdict(asked: LookUp, last: Step) -> tuple[str, Exit]:
+def _why_not_compared(asked: LookUp, base: BaseModel | None) -> str:
+    return "" if asked.stored is None else why_not_compared(base, [file.name for file in asked.stored.manifest.files])
+
+
+def _verdict(asked: LookUp, last: Step, base: BaseModel | None) -> tuple[str, Exit]:
     error = asked.error
     if error is None:
-        verdict = "served" if asked.stored else "found" if asked.located else "unknown"
-        return verdict, Exit.NOT_FOUND if verdict == "unknown" else Exit.OK
+        if asked.stored is not None:
+            return ("not compared", Exit.NOT_COMPARED) if _why_not_compared(asked, base) else ("served", Exit.OK)
+        return ("found", Exit.OK) if asked.located else ("unknown", Exit.NOT_FOUND)
     if last.step in ("name", "revision"):
         return "unknown", exit_of(error)
     return "unavailable" if isinstance(error, SourceUnavailable) else "refused", exit_of(error)
 
 
-def _result(asked: LookUp, steps: Sequence[Step]) -> Result:
-    verdict, code = _verdict(asked, steps[-1])
+def _in_words(asked: LookUp, verdict: str, base: BaseModel | None) -> str:
+    if verdict == "served" and asked.stored is not None:
+        return would_be_served(base, asked.stored.event.rank)
+    reason = _why_not_compared(asked, base) if verdict == "not compared" else ""
+    return f"{_VERDICTS[verdict]}: {reason}" if reason else _VERDICTS[verdict]
+
+
+def _result(asked: LookUp, steps: Sequence[Step], base: BaseModel | None) -> Result:
+    verdict, code = _verdict(asked, steps[-1], base)
     fields: dict[str, Any] = {
         "name": asked.name,
         "verdict": verdict,
@@ -172,5 +194,6 @@ def _result(asked: LookUp, steps: Sequence[Step]) -> Result:
         rows.append(step[:3])
         if step.hint:
             rows.append(("", "", f"→ {step.hint}"))
-    end = line(f"{asked.name}: {_VERDICTS[verdict]}", "bold green" if code is Exit.OK else "bold red")
+    style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(code, "bold red")
+    end = line(f"{asked.name}: {_in_words(asked, verdict, base)}", style)
     return Result(fields, [table(("step", "verdict", ""), rows), line(), end], code)

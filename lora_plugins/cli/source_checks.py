@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.checks import Context, on, problem, warning
 from lora_plugins.cli.output import number
-from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
-from lora_plugins.findings import Finding, problem_of
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
+from lora_plugins.findings import Finding, State, problem_of
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+
+if TYPE_CHECKING:
+    from lora_plugins.resolvers.sources.object_store import ObjectSource
 
 _PROBE = "lora-plugins-doctor"
 _MAX_ENTRIES = 20  # of the Hub's list
@@ -23,7 +29,7 @@ _MAX_FOLDERS = 10_000
 
 
 def filesystem(context: Context) -> Iterator[Finding]:
-    """Whether the directory may be read, and has adapters."""
+    """Whether the directory may be read, has adapters, and is none."""
     filesystem_source(context.settings)
     root = context.settings.filesystem_root
     if root is None:
@@ -33,15 +39,17 @@ def filesystem(context: Context) -> Iterator[Finding]:
     except OSError as error:
         yield problem(f"{root} cannot be read: {error.strerror}", "let the server's user read it")
         return
+    is_adapter = context.at_start("filesystem")
+    yield from (replace(finding, state=State.WARNING) if count else finding for finding in is_adapter)
     if count:
         yield on(f"{root}: {number(count, 'adapter')} in it and its folders")
-    else:
+    elif not is_adapter:
         remedy = "put adapters there as <name>/ or <team>/<name>/"
         yield warning(f"{root}: no {CONFIG_FILE} in its folders or theirs", remedy)
 
 
 def _adapters_below(root: Path) -> int:
-    """Adapters in folders of `root` and in folders of those; of a huge tree, only the beginning is read."""
+    """Adapters that a name can reach, two folders deep; of a huge tree, only the beginning is read."""
     count = looked = 0
     for folder in [entry for entry in os.scandir(root) if entry.is_dir()]:
         below = [folder.path]
@@ -49,11 +57,19 @@ def _adapters_below(root: Path) -> int:
             below += [entry.path for entry in os.scandir(folder) if entry.is_dir()]
         except PermissionError:
             continue
-        count += sum(os.path.lexists(os.path.join(path, CONFIG_FILE)) for path in below)
+        has = [path for path in below if os.path.lexists(os.path.join(path, CONFIG_FILE))]
+        count += sum(_is_a_name(os.path.relpath(path, root)) for path in has)
         looked += len(below)
         if looked > _MAX_FOLDERS:
             break
     return count
+
+
+def _is_a_name(text: str) -> bool:
+    with suppress(AdapterNotFound):
+        AdapterName.parse(text)
+        return True
+    return False
 
 
 def s3(context: Context) -> Iterator[Finding]:
@@ -67,13 +83,34 @@ def s3(context: Context) -> Iterator[Finding]:
     from lora_plugins.resolvers.sources.object_store import object_source
 
     source = object_source(template, context.settings, locate_timeout_s=context.timeout_s)
-    answer = asyncio.run(_ask(source, AdapterName(_PROBE), context.timeout_s))
+    answer, listed = asyncio.run(_ask_and_list(source, context.timeout_s))
     if isinstance(answer, SourceUnavailable):
         yield problem_of(answer)
     elif isinstance(answer, LoRAPluginsError):  # there is something of this name, and that it is broken is no matter
         yield on(f"{shown} answers ({answer.found})")
+    elif isinstance(listed, str):
+        yield on(f"{shown} answers; its adapters were not counted: {listed}")
+    elif listed:
+        yield on(f"{shown} answers: {number(listed, 'adapter')}")
     else:
-        yield on(f"{shown} answers")
+        remedy = "upload adapters there, or correct S3_PATH_TEMPLATE"
+        yield warning(f"{shown} answers, and has no adapter", remedy)
+
+
+async def _ask_and_list(
+    source: ObjectSource, timeout_s: float
+) -> tuple[RemoteAdapter | Absence | LoRAPluginsError, int | str]:
+    """The answer for the probe, and how many adapters there are, or why nobody knows."""
+    answer = await _ask(source, AdapterName(_PROBE), timeout_s)
+    if isinstance(answer, LoRAPluginsError):
+        return answer, 0
+    try:
+        listing = await asyncio.wait_for(source.names(""), timeout_s)
+    except LoRAPluginsError as error:
+        return answer, error.found
+    except TimeoutError:
+        return answer, f"the list takes more than {timeout_s:g} s"
+    return answer, listing.gaps[0] if listing.gaps else len(listing.names)
 
 
 def hub(context: Context) -> Iterator[Finding]:

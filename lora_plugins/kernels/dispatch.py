@@ -6,6 +6,7 @@ reason. There is no fallback after an error: a kernel that fails, fails.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,6 +104,14 @@ def is_measured(architecture: str) -> bool:
 def triton_is_there(find: Callable[[str], object | None] = importlib.util.find_spec) -> bool:
     """Whether Triton and our wrapper are installed; imports neither."""
     return find("triton") is not None and find("lora_plugins.kernels.punica_triton") is not None
+
+
+def base_rows_get_an_adapter(lora_ops: str) -> bool:
+    """Whether vLLM's CPU kernels compute base-model rows with an adapter; `lora_ops` is the source of its torch_ops."""
+    # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
+    named = (node for node in ast.parse(lora_ops).body if isinstance(node, ast.FunctionDef))
+    kernel = next((node for node in named if node.name == "bgmv_shrink"), None)
+    return kernel is not None and "-1" not in (ast.get_source_segment(lora_ops, kernel) or "-1")
 
 
 def _cannot(

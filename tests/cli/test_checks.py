@@ -76,7 +76,7 @@ BROKEN = {
     ),
     "plugin misspelt": (
         {"VLLM_PLUGINS": "lora_filesytem_resolver"},
-        "plugins", "warning", "no installed package has such a plugin", "did you mean lora_filesystem_resolver?",
+        "plugins", "problem", "no installed package has such a plugin", "did you mean lora_filesystem_resolver?",
     ),
     "plugin with a space": (
         {"VLLM_PLUGINS": "lora_kernels, lora_filesystem_resolver"},
@@ -251,11 +251,11 @@ def test_s3_without_its_extra(cli):
 
 def test_existing_missing_and_denied_buckets(cli):
     with s3_server() as s3:
-        s3.bucket("adapters")
+        s3.bucket("adapters").put_many("sql", adapter_files())
         cli.env |= {**S3, **s3.env()}
         code, found = examined(cli)
         assert (code, found["s3"][0]["state"]) == (Exit.OK, "on")
-        assert found["s3"][0]["found"] == "s3://adapters/{lora_name} answers"
+        assert found["s3"][0]["found"] == "s3://adapters/{lora_name} answers: 1 adapter"
         cli.env["S3_PATH_TEMPLATE"] = "s3://nowhere/{lora_name}"
         code, found = examined(cli)
         assert (code, found["s3"][0]["state"]) == (Exit.WRONG, "problem")

@@ -25,7 +25,7 @@ COMMANDS = {
     "gc": ["--max-bytes", "1", "--dry-run"],
     "rm": ["team/poet", "--dry-run"],
 }
-VERDICTS = {"served", "unknown", "refused", "unavailable", "yes", "no", "failed"}
+VERDICTS = {"served", "found", "unknown", "refused", "unavailable", "yes", "no", "failed"}
 VERDICTS |= {"ok", "on", "off", "warning", "problem"}
 # With a base model, a conversion, or a quarantine, which these runs are without.
 ELSEWHERE = {"inspect": {"shapes", "form", "original_digest", "changes"}, "gc": {"name"}}
@@ -55,7 +55,7 @@ def documented(command: str) -> set[str]:
 def test_each_field_is_documented_and_each_documented_field_is_there(cli, command):
     cli("pull", "team/poet")
     done = cli(command, *(part.format(adapters=cli.adapters) for part in COMMANDS[command]), "--json")
-    assert done.code == Exit.OK
+    assert done.code == (Exit.NOT_COMPARED if command in ("resolve", "inspect") else Exit.OK)
     found = set(fields(done.json))
     assert len(found) > 4
     assert found <= documented(command)

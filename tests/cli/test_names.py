@@ -30,8 +30,8 @@ def test_pull_brings_what_it_can_and_says_the_rest(many):
 
 def test_one_name_has_the_json_that_it_had(many):
     assert many("pull", "sql", "--json").json["name"] == "sql"
-    assert many("resolve", "sql", "--json").json["verdict"] == "served"
-    assert many("inspect", many.adapters / "sql", "--json").json["verdict"] == "served"
+    assert many("resolve", "sql", "--json").json["verdict"] == "not compared"
+    assert many("inspect", many.adapters / "sql", "--json").json["verdict"] == "not compared"
     assert "error" in many("pull", "nobody", "--json").json
 
 
@@ -51,7 +51,7 @@ def test_resolve_and_inspect_go_on_after_an_error(many):
     assert [f"{name}: " in done.out for name in ("nobody", "cut", "sql")] == [True] * 3
     done = many("inspect", "/no/such", many.adapters / "cut", many.adapters / "sql", "--json")
     assert done.code == Exit.NOT_FOUND
-    assert [one.get("verdict") for one in done.json["adapters"]] == [None, "refused", "served"]
+    assert [one.get("verdict") for one in done.json["adapters"]] == [None, "refused", "not compared"]
 
 
 def test_inspect_takes_names_of_the_store_and_patterns(many):

@@ -69,6 +69,7 @@ def world(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]
                 "LOCAL_PATH_TEMPLATE": str(home / "links" / "{lora_name}"),
                 "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
                 "LORA_PLUGINS_ABSENT_TTL_S": "1",
+                "LORA_PLUGINS_LIST": "all",
                 "LORA_PLUGINS_FETCH_TIMEOUT_S": "60",
                 **s3.env(s3_proxy.url),
                 **hub.env(home / "hub-home"),

@@ -28,6 +28,17 @@ def s3_outage(world: World) -> Iterator[None]:
         world.s3_proxy.refuse(False)
 
 
+def test_cold_adapters_are_listed_in_spite_of_an_outage(world: World) -> None:
+    def listed() -> set[str]:
+        return {card["id"] for card in httpx.get(f"{world.server.url}/v1/models", timeout=60).json()["data"]}
+
+    cold = {"team/poet", "deep/er/cloud"}  # of the directory, and of S3
+    assert cold <= listed()
+    with s3_outage(world):
+        time.sleep(2)
+        assert cold <= listed()
+
+
 @pytest.mark.parametrize(
     ("name", "same_as"),
     [

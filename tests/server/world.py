@@ -48,6 +48,11 @@ class Request:
     lora_int_id: int
     lora_path: str
     is_3d_lora_weight: bool = False
+    base_model_name: str | None = None
+
+    @property
+    def path(self) -> str:
+        return self.lora_path
 
 
 class FakeStore:

@@ -15,12 +15,13 @@ from typing import Any
 from lora_plugins.adapter.landing import Model
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.findings import resolvers_not_asked
+from lora_plugins.findings import at_start
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
 from lora_plugins.server.base_model import describe_base
 from lora_plugins.server.name_locks import NameLocks
+from lora_plugins.settings import environment
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches import model_modules
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
@@ -129,13 +130,9 @@ def _log_sources(process: Process) -> None:
         settings.base_match,
         base.max_rank if base else "unknown",
     )
-    for finding in resolvers_not_asked(settings):
+    base_rows = punica_wrapper.base_rows_get_an_adapter()
+    for finding in at_start(settings, environment(), base_rows_get_an_adapter=base_rows):
         logger.warning("%s", finding)
-    if punica_wrapper.base_rows_get_an_adapter():
-        logger.warning(
-            "On the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "
-            "(vllm-project/vllm#48421); name lora_kernels in VLLM_PLUGINS, or upgrade vLLM"
-        )
     if base and not base.lora_enabled:
         logger.warning("This server runs without --enable-lora; every adapter will be refused")
 

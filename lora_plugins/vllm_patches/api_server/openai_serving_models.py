@@ -21,8 +21,9 @@ from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.registry import no_longer_served
+from lora_plugins.server.registry import ServedAdapter, no_longer_served
 from lora_plugins.server.response import is_for_request
+from lora_plugins.store.layout import is_prefix
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
@@ -250,7 +251,10 @@ def _unloading(original: Any) -> Any:
 
 
 def _listing(original: Any) -> Any:
-    """Listed is what the caller may use; `root` says where the operator has it, not where its copy is."""
+    """Listed is what the caller may use; `root` says where the operator has it, not where its copy is.
+
+    A version by its digest is listed by its name alone.
+    """
 
     async def show_available_models(self: Any) -> Any:
         listed = await original(self)
@@ -261,10 +265,39 @@ def _listing(original: Any) -> Any:
             for card in listed.data:
                 adapter = registry.get(card.id)
                 card.root = card.root if adapter is None else adapter.given_path or card.root
+            listed.data = [card for card in listed.data if not _is_by_digest(registry.get(card.id))]
         listed.data = [card for card in listed.data if self.is_base_model(card.id) or may_use(card.id)]
+        await _add_cold(self, listed.data)
         return listed
 
     return show_available_models
+
+
+def _is_by_digest(adapter: ServedAdapter | None) -> bool:
+    """Whether its name says by a digest which version of another name it is."""
+    if adapter is None or adapter.version is None:
+        return False
+    revision = adapter.name.partition("@")[2]
+    return is_prefix(revision) and (adapter.version.digest or "").startswith(revision)
+
+
+async def _add_cold(models: Any, cards: list[Any]) -> None:
+    """What sources list and nobody has asked for, where the settings ask for it, as adapters of the base model."""
+    process = this_process()
+    settings, base = process.settings, next((card for card in cards if models.is_base_model(card.id)), None)
+    if base is None or settings.list_models != "all" or not settings.runtime_lora_updating:
+        return
+    shown = {card.id for card in cards}
+    names = await process.listed_names.names(
+        models.model_config.model,
+        lambda name: name not in shown and not models.is_base_model(name) and may_use(name),
+    )
+    blocked = process.resolver.store.blocks.among(names)
+    cards += (
+        base.model_copy(update={"id": name, "root": name, "parent": base.id, "max_model_len": None})
+        for name in names
+        if name not in blocked
+    )
 
 
 WRAPPERS = {
@@ -315,9 +348,13 @@ LEDGER = (
         vllm.entrypoints.openai.models.serving:
             OpenAIServingModels.is_base_model(self, model_name)
             OpenAIServingModels.show_available_models(self)
+        vllm.entrypoints.serve.engine.protocol:
+            ModelList{data}
+            ModelCard{id, root, parent, max_model_len}
         """,
-        what="wrapped: what the key may not use is not listed, and what was loaded from a path is listed with it",
-        why="an adapter that the key may not use must look like one that does not exist",
+        what="wrapped: what the key may not use is not listed, nor a version by its digest; what was loaded from a "
+        "path is listed with it; and with LORA_PLUGINS_LIST=all what the sources list",
+        why="an adapter that the key may not use must look like one that does not exist; vLLM knows no cold adapter",
         remove="vLLM asks a plugin which adapters a request may use",
     ),
 )

@@ -91,9 +91,9 @@ def base_rows_get_an_adapter() -> bool:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.platforms import current_platform
 
-    # 0.33 masks index -1, which stands for "no adapter"; before, it selects the last slot.
     is_original = not hasattr(type(current_platform), _OURS)
-    return is_original and bool(current_platform.is_cpu()) and "-1" not in inspect.getsource(lora_ops.bgmv_shrink)
+    is_on_cpu = is_original and bool(current_platform.is_cpu())
+    return is_on_cpu and dispatch.base_rows_get_an_adapter(inspect.getsource(lora_ops))
 
 
 LEDGER = (

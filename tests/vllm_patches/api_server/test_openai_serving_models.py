@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList
 from vllm.lora.request import LoRARequest
 
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.process import Process
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import openai_serving_models
+from tests.make import adapter_files, put
 from tests.server.world import Version, World
 from tests.virtual_time import runs
 
@@ -206,6 +213,68 @@ async def test_a_version_by_its_digest_is_served_beside(of_this_world: Any) -> N
     world.worker.broken = IncompatibleAdapter("rank 99")
     with pytest.raises(Exception, match=r"L003.*rank 99"):
         await models.resolve_lora(f"sql@{old[:9]}")
+
+
+async def _one_base_model() -> ModelList:
+    return ModelList(data=[ModelCard(id="base", root="/base", max_model_len=64)])
+
+
+def listing(world: World) -> Models:
+    models = Models(world)
+    models.base_model_paths = [SimpleNamespace(name="base")]
+    models.registry.show_available_models = _one_base_model
+    return models
+
+
+async def ids(models: Models) -> list[str]:
+    return [card.id for card in (await models.show_available_models()).data]
+
+
+@runs
+async def test_a_version_by_its_digest_is_not_listed(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = listing(world)
+    for name, digest in (("sql", "aa" * 16), ("sql@main", "bb" * 16)):
+        world.resolver.has[name] = Version(digest)
+        await models.resolve_lora(name)
+    await models.resolve_lora(f"sql@{'aa' * 4}")
+    assert await world.ask(f"sql@{'aa' * 4}") == f"/store/{'aa' * 16}"
+    assert await ids(models) == ["base", "sql", "sql@main"]
+
+
+@pytest.fixture
+def cold(process: Process, of_this_world: Any, tmp_path: Path) -> World:
+    """With adapters in a directory that nobody has asked for."""
+    for name in ("sql", "team/poet", "team/chat", "other/secret", "base"):
+        put(tmp_path / "adapters" / name, adapter_files())
+    process.settings = Settings(list_models="all", runtime_lora_updating=True, store_dir=tmp_path / "store")
+    process.add_source(FilesystemSource(tmp_path / "adapters"))
+    return of_this_world(World())
+
+
+@runs
+async def test_what_sources_have_is_listed_where_asked_for(process: Process, cold: World) -> None:
+    models = listing(cold)
+    cold.resolver.has["sql"] = Version("aa")
+    await models.resolve_lora("sql")
+    process.resolver.store.blocks.hold("team/chat")
+    assert await ids(models) == ["base", "sql", "other/secret", "team/poet"]
+    card = (await models.show_available_models()).data[-1]
+    assert (card.root, card.parent, card.max_model_len) == ("team/poet", "base", None)
+    for fewer in ({"list_models": "served"}, {"runtime_lora_updating": False}):
+        process.settings = replace(process.settings, **{"list_models": "all", "runtime_lora_updating": True} | fewer)
+        assert await ids(models) == ["base", "sql"]
+
+
+@runs
+async def test_what_a_key_may_not_use_is_not_listed_cold(process: Process, cold: World, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[tenants.a]\nkeys = ["one"]\nadapters = ["team/*"]\n')
+    process.policy = Policy.read(policy)
+    models = listing(cold)
+    assert await ids(models) == ["base"]
+    principal_of_request.set(process.policy.of_key("one"))
+    assert await ids(models) == ["base", "team/chat", "team/poet"]
 
 
 # --- vLLM's endpoints ---

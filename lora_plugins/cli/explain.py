@@ -1,0 +1,32 @@
+"""`explain`: what the documentation's page of errors says of a code, from the package's own copy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli.output import Result, line
+
+PAGE = Path(__file__).with_name("errors.md")  # `plain` of docs/reference/errors.md, written by tools/write_cli_doc.py
+
+
+def explain(code: Annotated[str, typer.Argument(help="The code of an error, such as L003.")]) -> Result:
+    """Say what the code of an error means, and what to do."""
+    page, code = PAGE.read_text(encoding="utf-8"), code.strip("[]").upper()
+    rows = {row[0]: row for row in re.findall(r"^\| (L\d{3}) \| `(\w+)` \| (.*) \| (.*) \|$", page, re.MULTILINE)}
+    if code not in rows:
+        raise UsageProblem(f"{code}: no code of an error; there are {', '.join(rows)}")
+    _, kind, when, http = rows[code]
+    section = page.partition(f"\n### {code}\n")[2].partition("\n#")[0].strip()
+    fields = {"code": code, "kind": kind, "when": when, "http": http, "remedy": section}
+    shown = [line(f"{code} {kind}", "bold"), line(f"when: {fields['when']}"), line(f"HTTP: {fields['http']}"), line()]
+    return Result(fields, [*shown, *map(line, fields["remedy"].splitlines())])
+
+
+def plain(text: str) -> str:
+    """A page without its links, which a terminal cannot open."""
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)

@@ -1,0 +1,66 @@
+"""The names that a server's sources list, for `/v1/models`: asked in the background, bounded, never waited for long.
+
+A source that fails or is slow leaves the names that it listed last, and hides those of no other source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections.abc import Callable, Sequence
+
+from lora_plugins.log import logger
+from lora_plugins.resolvers.sources.source import Listing, ListsNames, Source
+
+MOST = 1_000  # names in one answer: about half a megabyte
+_KEPT = 100_000  # names of one source, of which each caller may use its own
+_WAIT_S = 2.0  # for sources that have not answered; then the answer is without what they would add
+_LIST_S = 60.0  # for one list, of a large bucket for example
+
+
+class ListedNames:
+    """What each source listed last; asked again after `fresh_s` seconds, by whoever wants the names then."""
+
+    def __init__(self, sources: Sequence[Source], fresh_s: float) -> None:
+        self._sources = sources
+        self._fresh_s = fresh_s
+        self._names: dict[str, tuple[str, ...]] = {}  # by source
+        self._asked_at: dict[str, float] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._failed: set[str] = set()
+
+    async def names(self, base_path: str, may_list: Callable[[str], bool]) -> list[str]:
+        """The first `MOST` names that `may_list` lets through, in the order of the alphabet."""
+        for source in self._sources:
+            if isinstance(source, ListsNames):
+                self._ask(source.label, source, base_path)
+        if self._asking:
+            await asyncio.wait(self._asking.values(), timeout=_WAIT_S)
+        return await asyncio.to_thread(self._first, may_list)
+
+    def _first(self, may_list: Callable[[str], bool]) -> list[str]:
+        known = {name for names in self._names.values() for name in names}
+        return heapq.nsmallest(MOST, filter(may_list, known))
+
+    def _ask(self, label: str, source: ListsNames, base_path: str) -> None:
+        now = time.monotonic()
+        if label in self._asking or now - self._asked_at.get(label, -self._fresh_s) < self._fresh_s:
+            return
+        self._asked_at[label] = now
+        task = asyncio.get_running_loop().create_task(self._list(label, source, base_path))
+        self._asking[label] = task
+        task.add_done_callback(lambda _: self._asking.pop(label, None))
+
+    async def _list(self, label: str, source: ListsNames, base_path: str) -> None:
+        try:
+            listing: Listing = await asyncio.wait_for(source.names(base_path), _LIST_S)
+        except Exception as error:  # noqa: BLE001 - a list is a courtesy: of another package's source anything may come
+            if label not in self._failed:
+                logger.warning("/v1/models lists what %s had before, as it does not list its names: %r", label, error)
+            self._failed.add(label)
+            return
+        self._failed.discard(label)
+        if len(listing.names) > _KEPT:
+            logger.warning("/v1/models lists %d of the %d names of %s", _KEPT, len(listing.names), label)
+        self._names[label] = tuple(listing.names[:_KEPT])
