@@ -223,7 +223,7 @@ class Versions:
     ) -> ResolvedAdapter | None:
         """See `AdapterResolver.of_digest`."""
         origins = None if of_any_name else self._origins.get(name)
-        # To forge 8 characters of a digest takes half an hour; and of a name that was never found nothing is looked for.
+        # To forge 8 characters of a digest takes half an hour. A name that was never found has no version.
         if (of_any_name and not is_digest(digest_prefix)) or not (of_any_name or origins):
             return None
         attempt = object()
