@@ -356,10 +356,10 @@ class Store:
         try:
             loop = asyncio.get_running_loop()
             self.leases.hand_over(digest, holder, ending)
-            loop.run_in_executor(None, self.leases.release, digest, ending)
-        except (RuntimeError, KeyError):  # no event loop, or one that ends; no lease
-            for one in (holder, ending):
-                self.leases.release(digest, one)
+        except (RuntimeError, KeyError):  # no event loop, or no lease
+            self.leases.release(digest, holder)
+        else:  # at its next turn: this may be a finalizer that runs while the executor holds a lock of its own
+            loop.call_soon(loop.run_in_executor, None, self.leases.release, digest, ending)
 
     def is_leased(self, holder: Hashable, path: Path) -> bool:
         """Whether `holder` has a lease of the adapter at `path`; a microsecond."""

@@ -69,6 +69,7 @@ class Bed:
 
     async def leased(self) -> int:
         """How many versions, once the thread has removed the leases that have ended."""
+        await asyncio.sleep(0)
         await asyncio.to_thread(bool)
         store = self.resolver.store
         return sum(bool(store.leases.holders(digest)) for digest in store.layout.digests())
