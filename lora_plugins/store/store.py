@@ -350,7 +350,7 @@ class Store:
         """End the lease that `holder` has of the adapter at `path`; without one, nothing happens.
 
         The store may remove the adapter once it has no other lease. Callable from any thread; where that runs an event
-        loop, another thread tells the other processes, as the disk may hang.
+        loop, another thread removes the file that others see, as the disk may hang.
         """
         digest, ending = Path(path).name, object()
         try:
