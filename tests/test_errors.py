@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import importlib
+import inspect
 import json
 import pickle
 import pkgutil
+import sys
+import typing
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -33,6 +39,9 @@ from lora_plugins.errors import (
     is_remembered,
     kind_of,
 )
+from lora_plugins.resolvers.look_ups import LookUpsBusy
+from lora_plugins.resolvers.sources.errors import BrokenAnswer, kind_of_type
+from lora_plugins.store.errors import DamagedCopy
 
 TABLE = {
     NoFreeSlot: ("L001", RuntimeError, 503),
@@ -88,6 +97,46 @@ def test_each_error_is_of_one_kind(every_error):
     assert set(KINDS) == set(TABLE), "the tree's own classes, of which all others are"
     for error in every_error:
         assert len(set(error.__mro__) & set(KINDS)) == 1, error
+
+
+# What is no error of ours where adapters are found, stored and read, and never leaves there.
+INTERNAL = {
+    "_BytesRefused": "the verdict in it is remembered, and raised",
+    "Lost": "where all processes are, its error is raised",
+    "Stopped": "a fetch that was cancelled",
+    "_DiskError": "the error in it is raised",
+    "TypeError": "no manifest, which is damage; a source that is given another's adapter",
+    "ValueError": "more bytes than a range has",
+    "AssertionError": "unreachable",
+}
+
+
+def raised_types(module: ModuleType) -> Iterator[type[BaseException]]:
+    """The classes of its `raise`s, and of what its functions make for them; a local variable's is raised elsewhere."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if not isinstance(node, ast.Raise):
+            continue
+        name = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        found = getattr(module, name.id, getattr(builtins, name.id, None)) if isinstance(name, ast.Name) else None
+        made = typing.get_type_hints(found)["return"] if inspect.isfunction(found) else found
+        if inspect.isclass(made) and made is not Exception:  # what the Hub's table makes, see its own test
+            yield made
+
+
+def test_what_sources_store_and_reading_raise_is_of_a_kind(every_error):
+    """Each is one of ours, or in the table of a source's exceptions."""
+    folders = tuple(f"lora_plugins.{name}." for name in ("resolvers", "store", "verification"))
+    modules = [module for name, module in sys.modules.items() if name.startswith(folders)]
+    defined = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == module.__name__
+    }
+    raised = defined.union(*(raised_types(module) for module in modules))
+    assert {LookUpsBusy, DamagedCopy, BrokenAnswer, EOFError, InvalidSettings} <= raised
+    internal = {it for it in raised if not issubclass(it, LoRAPluginsError) and kind_of_type(it) is None}
+    assert {it.__name__ for it in internal} == set(INTERNAL)
 
 
 def test_another_packages_error_is_a_fault():

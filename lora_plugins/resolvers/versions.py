@@ -222,9 +222,10 @@ class Versions:
         principal: Hashable = None,
     ) -> ResolvedAdapter | None:
         """See `AdapterResolver.of_digest`."""
-        if of_any_name and not is_digest(digest_prefix):
-            return None  # to forge 8 characters of a digest takes half an hour
-        origins = None if of_any_name else self._origins.get(name, frozenset())
+        origins = None if of_any_name else self._origins.get(name)
+        # To forge 8 characters of a digest takes half an hour. A name that was never found has no version.
+        if (of_any_name and not is_digest(digest_prefix)) or not (of_any_name or origins):
+            return None
         attempt = object()
         manifest = await asyncio.to_thread(self._leased_version, digest_prefix, origins, attempt)
         if manifest is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
+from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import absolute, is_path
 from lora_plugins.resolvers.versions import ResolvedAdapter
@@ -35,6 +36,7 @@ class Lifecycle:
     Attributes:
         on_change: called after every change of what is served.
         copies: of what is served, in the store.
+        resolving: requests that have a name resolved, by name.
     """
 
     def __init__(self, server: ApiServer, copies: Copies | None = None) -> None:
@@ -42,6 +44,7 @@ class Lifecycle:
         self.registry, self.planner = server.registry, server.planner
         self.copies = copies or Copies(server)
         self.on_change: Callable[[], None] = lambda: None
+        self.resolving: SingleFlight[str, Any] = SingleFlight()
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
     async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:

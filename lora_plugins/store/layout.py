@@ -105,9 +105,9 @@ class Layout:
             folder = folder.removesuffix("/.")
         return name if folder == str(self.root) else None
 
-    def digests(self) -> list[str]:
-        """All adapters that are published."""
-        return sorted(filter(is_digest, os.listdir(self.root)))
+    def digests(self, prefix: str = "") -> list[str]:
+        """All adapters that are published, or those whose digests begin so, in order."""
+        return sorted(name for name in os.listdir(self.root) if name.startswith(prefix) and is_digest(name))
 
     def new_temporary(self, process: str, needed_bytes: int = 0) -> Path:
         """A new path on the store's file system, for one process."""

@@ -32,7 +32,8 @@ class Published:
             return [prefix] if self._layout.adapter(prefix).is_dir() else []
         listed_ns, digests = self._listed
         if changed_ns != listed_ns:
+            if time.time_ns() - changed_ns <= _SETTLED_NS:
+                return self._layout.digests(prefix)  # less than half the time of all, which would not be kept
             digests = self._layout.digests()
-            if time.time_ns() - changed_ns > _SETTLED_NS:
-                self._listed = changed_ns, digests
+            self._listed = changed_ns, digests
         return digests[bisect_left(digests, prefix) : bisect_left(digests, prefix + _AFTER_ALL_DIGITS)]

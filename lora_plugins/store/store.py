@@ -349,9 +349,17 @@ class Store:
     def release(self, holder: Hashable, path: Path | str) -> None:
         """End the lease that `holder` has of the adapter at `path`; without one, nothing happens.
 
-        The store may remove the adapter once it has no other lease. Callable from any thread.
+        The store may remove the adapter once it has no other lease. Callable from any thread; where that runs an event
+        loop, another thread removes the file that others see, as the disk may hang.
         """
-        self.leases.release(Path(path).name, holder)
+        digest, ending = Path(path).name, object()
+        try:
+            loop = asyncio.get_running_loop()
+            self.leases.hand_over(digest, holder, ending)
+        except (RuntimeError, KeyError):  # no event loop, or no lease
+            self.leases.release(digest, holder)
+        else:  # at its next turn: this may be a finalizer that runs while the executor holds a lock of its own
+            loop.call_soon(loop.run_in_executor, None, self.leases.release, digest, ending)
 
     def is_leased(self, holder: Hashable, path: Path) -> bool:
         """Whether `holder` has a lease of the adapter at `path`; a microsecond."""

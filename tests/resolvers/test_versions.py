@@ -220,6 +220,17 @@ def test_a_short_unknown_or_empty_prefix_finds_nothing(make):
         assert of_digest(resolver, "sql", prefix) is None, prefix
 
 
+def test_a_name_that_was_never_found_has_no_store_read(make, monkeypatch):
+    """Whoever asks for `x@deadbeef` again and again would have a store of 50,000 entries listed each time."""
+    resolver = make(FakeSource("s3", {"sql": GOOD}))
+    digest, read = resolver.ask().digest, []
+    monkeypatch.setattr(resolver.store.published, "matching", lambda prefix: read.append(prefix) or [])
+    assert of_digest(resolver, "x", digest[:8]) is None
+    assert read == []
+    assert of_digest(resolver, "sql", digest[:8]) is None
+    assert read == [digest[:8]]
+
+
 def test_two_versions_of_one_prefix_are_none(make, monkeypatch):
     source = FakeSource("s3", {"sql": GOOD})
     resolver = make(source)

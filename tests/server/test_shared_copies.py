@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ from tests.resolvers.test_damage import flip
 from tests.server.test_copies import GOOD, LAST_BIT, Bed
 from tests.server.world import Server
 from tests.virtual_time import runs
+
+
+async def leases(store: Store, digest: str) -> bool:
+    """Whether this process leases it, once threads have removed the leases that have ended."""
+    for _ in range(2):
+        await asyncio.sleep(0)
+    return store.leases.is_ours(digest)
 
 
 class Following:
@@ -105,10 +113,10 @@ async def test_a_name_that_stands_for_another_version_ends_its_lease(beside: Bes
         assert (await beside.leader.world.lifecycle.refresh("sql")).is_swap
         beside.copies.changed("sql", request)
         assert beside.leases.is_ours(before), "for the request that still runs"
-    assert not beside.leases.is_ours(before)
+    assert not await leases(beside.store, before)
     async with beside.copies.using(request) as taken:
         assert taken is request, "it was given its version before the swap"
-    assert not beside.leases.is_ours(before), "the name does not stand for it"
+    assert not await leases(beside.store, before), "the name does not stand for it"
 
 
 @runs
@@ -120,11 +128,11 @@ async def test_room_is_made_by_ending_what_no_request_uses(beside: Beside) -> No
         await beside.led.relieve()
         assert beside.leases.is_ours(digest)
         assert not of_leader.is_ours(digest)
-    assert not beside.leases.is_ours(digest)
+    assert not await leases(beside.store, digest)
     async with beside.copies.using(beside.request):
         pass
     await beside.led.relieve()
-    assert not beside.leases.is_ours(digest)
+    assert not await leases(beside.store, digest)
 
 
 @runs

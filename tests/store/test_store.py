@@ -6,6 +6,8 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,37 @@ def test_failed_fetch_leaves_nothing_and_can_be_repeated(store: Store) -> None:
     assert leftovers(store) == []
     wanted.before = lambda: None
     assert obtain(store, wanted).fetched
+
+
+def test_an_event_loop_removes_no_lease_itself(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose disk hangs would have all requests wait."""
+    stored = obtain(store, DownloadSpec(adapter_files()))
+    removed_by: list[threading.Thread] = []
+    unlink = Path.unlink
+
+    def noted(path: Path, **options: bool) -> None:
+        removed_by.append(threading.current_thread())
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", noted)
+
+    async def run() -> None:
+        executor = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(executor)
+        store.release("nobody", stored.directory)
+        with executor._shutdown_lock:  # a finalizer of what leases it runs in the midst of `submit`
+            store.release("", stored.directory)
+        assert not store.is_leased("", stored.directory), "at once for this process"
+        assert store.acquire(stored.digest, "again")
+        await asyncio.sleep(0)
+        await asyncio.to_thread(bool)
+        assert store.leases.holders(stored.digest), "who leases it meanwhile keeps it"
+        store.release("again", stored.directory)
+
+    asyncio.run(run())
+    assert store.leases.holders(stored.digest) == []
+    assert removed_by, "by a thread"
+    assert threading.main_thread() not in removed_by
 
 
 def test_many_coroutines_fetch_once(store: Store) -> None:

@@ -201,21 +201,28 @@ async def _resolved_by_leader(follower: Follower, lora_name: str) -> Any:
 
 
 async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
-    """A blocked name is not resolved again, and whatever is resolved is written down for the next start."""
+    """A blocked name is not resolved again, and whatever is resolved is written down for the next start.
+
+    Requests for one name share an answer: behind vLLM's lock for the name each would wait for a turn of its own.
+    """
     lifecycle, share = lifecycle_of(models), share_of_request()
+
+    async def resolve() -> Any:
+        result = await original(_LoadsInBackground(models, lifecycle).in_place_of(models), lora_name)
+        if hasattr(result, "error"):
+            adapter = await lifecycle.load_version(lora_name)
+            return result if adapter is None else adapter.request
+        lifecycle.on_change()
+        return result
+
     try:
         lifecycle.registry.blocked.refuse(lora_name)
         if share is not None and not await this_process().resolver.has(lora_name, lifecycle.server.vllm.base_path):
             share = None  # what no source has takes nothing of it
         async with lifecycle.copies.shares.using(share, lora_name):
-            result = await original(_LoadsInBackground(models, lifecycle).in_place_of(models), lora_name)
-            if hasattr(result, "error"):
-                adapter = await lifecycle.load_version(lora_name)
-                return result if adapter is None else adapter.request
+            return await lifecycle.resolving.run(lora_name, resolve)
     except LoRAPluginsError as error:
         raise http_error(error) from None
-    lifecycle.on_change()
-    return result
 
 
 def _checking_unload(original: Any) -> Any:

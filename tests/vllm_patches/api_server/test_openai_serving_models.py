@@ -19,6 +19,7 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.process import Process
+from lora_plugins.resolvers.look_ups import LookUpsBusy
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import openai_serving_models
@@ -147,6 +148,27 @@ async def test_an_unknown_name_stays_vllms_answer(of_this_world: Any) -> None:
     answer = await Models(world).resolve_lora("nobody")
     assert answer.error.code == 404
     assert world.written == 0
+
+
+@runs
+async def test_requests_at_once_share_a_refused_turn(of_this_world: Any) -> None:
+    """VLLM's lock for the name would have each take a turn of its own, which nobody remembers."""
+    world = of_this_world(World())
+    models = Models(world)
+
+    async def busy(name: str, *_: Any) -> None:
+        world.resolver.asked.append(name)
+        await asyncio.sleep(5)
+        raise LookUpsBusy("too many names")
+
+    world.resolver.latest = busy
+    answers = await asyncio.gather(*(models.resolve_lora("sql") for _ in range(40)), return_exceptions=True)
+    assert {getattr(answer, "status_code", answer) for answer in answers} == {503}
+    assert world.resolver.asked == ["sql"]
+    assert asyncio.get_running_loop().time() < 6
+    with pytest.raises(Exception, match="too many names"):
+        await models.resolve_lora("sql")
+    assert world.resolver.asked == ["sql", "sql"], "who comes later has a turn"
 
 
 @runs
