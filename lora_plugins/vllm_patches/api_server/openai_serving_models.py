@@ -206,7 +206,7 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
         lifecycle.registry.blocked.refuse(lora_name)
         if share is not None and not await this_process().resolver.has(lora_name, lifecycle.server.vllm.base_path):
             share = None  # what no source has takes nothing of it
-        async with lifecycle.copies.shares.using(share, lora_name):
+        async with lifecycle.copies.sharing(share, lora_name):
             result = await original(_LoadsInBackground(models, lifecycle).in_place_of(models), lora_name)
             if hasattr(result, "error"):
                 adapter = await lifecycle.load_version(lora_name)
