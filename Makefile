@@ -40,6 +40,7 @@ OF_API_SERVERS := access admin by_path damaged_and_full_stores digests in_flight
 API_SERVERS = 2
 test-api-servers: set-up ## what must hold with several API servers too: admin, pushes, swaps, damage, restarts (API_SERVERS=4)
 	@API_SERVERS=$(API_SERVERS) $(RUN) -m pytest $(OF_API_SERVERS:%=tests/e2e/test_%.py)
+	@$(RUN) -m pytest tests/front_ends -m "nightly or not nightly"
 
 ONLY =
 mutants: set-up ## mistakes in the product that its tests must catch, each in a copy of the tree (10 minutes; ONLY="its name")

@@ -1,4 +1,4 @@
-"""A door: one way to start API servers, what is asked at each of them, and the same answer from all."""
+"""A front end: one way to start API servers, what is asked at each of them, and the same answer from all."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Kind:
         return [*marks, pytest.mark.nightly] if self.is_nightly else marks
 
 
-DOORS = (
+FRONT_ENDS = (
     Kind("one API server", is_nightly=True),
     Kind("three API servers", ("--api-server-count", "3"), 3, "several API servers"),
     Kind("two engines", ("--data-parallel-size", "2"), 2, "data parallel, several API servers"),
@@ -65,7 +65,7 @@ DOORS = (
 
 
 @dataclass(frozen=True)
-class Door(Admin):
+class FrontEnd(Admin):
     """A running one. Requests come on new connections, and each answer says which API server has sent it."""
 
     every: set[str] = field(default_factory=set)
@@ -134,8 +134,8 @@ def tokens(answer: httpx.Response) -> list[int]:
 
 
 @contextmanager
-def opened(kind: Kind, bed: Bed, home: Path, **env: str) -> Iterator[Door]:
-    """Start the API servers of one door over `home`."""
+def opened(kind: Kind, bed: Bed, home: Path, **env: str) -> Iterator[FrontEnd]:
+    """Start the API servers of one front end over `home`."""
     (home / "metrics").mkdir(exist_ok=True)
     (home / "policy.toml").write_text(POLICY)
     if kind.count > 1:
@@ -146,19 +146,19 @@ def opened(kind: Kind, bed: Bed, home: Path, **env: str) -> Iterator[Door]:
         "--middleware", "testbed.which_server.SayWhichServer",
         LORA_PLUGINS_POLICY=str(home / "policy.toml"), LORA_PLUGINS_ALLOWED_URIS=(home / "allowed").as_uri(), **env,
     ) as server:  # fmt: skip
-        door = Door(server, connect(server), bed, home / "adapters", home / "allowed")
+        front_end = FrontEnd(server, connect(server), bed, home / "adapters", home / "allowed")
         ends_at = time.monotonic() + LONGEST_S
         # The port answers as soon as one listens.
-        while server.log().count("Application startup complete") < kind.count or len(door.every) < kind.count:
+        while server.log().count("Application startup complete") < kind.count or len(front_end.every) < kind.count:
             assert time.monotonic() < ends_at, server.log()[-2000:]
-            door.every.add(asyncio.run(door.asked(None, max_tokens=1)).headers[WHICH])
-        yield door
+            front_end.every.add(asyncio.run(front_end.asked(None, max_tokens=1)).headers[WHICH])
+        yield front_end
 
 
-def put(door: Door, name: str, original: str, **headers: str) -> httpx.Response:
+def put(front_end: FrontEnd, name: str, original: str, **headers: str) -> httpx.Response:
     """Push an adapter as the next version of a name."""
-    directory = door.bed.adapters / original
+    directory = front_end.bed.adapters / original
     names = ("adapter_config.json", "adapter_model.safetensors")
     files = {file: (file, (directory / file).read_bytes()) for file in names}
-    url = f"{door.server.url}/v1/loras/{name}"
+    url = f"{front_end.server.url}/v1/loras/{name}"
     return httpx.put(url, files=files, timeout=LONGEST_S, headers={**HEADERS, **headers})

@@ -1,4 +1,4 @@
-"""The doors that every case is asked at, each a real server with a policy."""
+"""The front ends that every case is asked at, each a real server with a policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from testbed.bed import Bed, prepare
-from tests.doors.door import DOORS, Door, Kind, opened
+from tests.front_ends.front_end import FRONT_ENDS, FrontEnd, Kind, opened
 
 
 @pytest.fixture(scope="session")
@@ -17,15 +17,15 @@ def bed() -> Bed:
     return prepare()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(kind, id=kind.name, marks=kind.marks) for kind in DOORS])
+@pytest.fixture(scope="module", params=[pytest.param(kind, id=kind.name, marks=kind.marks) for kind in FRONT_ENDS])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def home(kind: Kind, bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The adapters and the store behind one door."""
-    home = tmp_path_factory.mktemp("door")
+    """The adapters and the store behind one front end."""
+    home = tmp_path_factory.mktemp("front-end")
     for name in ("sql", "chat", "team/poet"):
         shutil.copytree(bed.adapters / name, home / "adapters" / name)
     (home / "allowed").mkdir()
@@ -33,6 +33,6 @@ def home(kind: Kind, bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def door(kind: Kind, bed: Bed, home: Path) -> Iterator[Door]:
-    with opened(kind, bed, home) as door:
-        yield door
+def front_end(kind: Kind, bed: Bed, home: Path) -> Iterator[FrontEnd]:
+    with opened(kind, bed, home) as front_end:
+        yield front_end
