@@ -77,10 +77,10 @@ def test_a_cold_adapter_asked_for_everywhere_is_loaded_once(front_end: FrontEnd)
     front_end.publish("cold", "chat")
     answers = front_end.everywhere("cold", count=30)
     assert all(tokens(answer) == front_end.bed.answers["chat"] for answer in answers)
-    assert front_end.server.log().count("Adapter 'cold' found") <= 1
-    ids = {one["lora_id"] for answer in front_end.called_everywhere("GET", "/v1/loras") for one in answer.json()["loras"]
-           if one["lora_name"] == "cold"}  # fmt: skip
-    assert len(ids) == 1
+    log = front_end.server.log()
+    assert log.count("Adapter 'cold' from filesystem") == log.count("Resolved and loaded LoRA adapter 'cold'") == 1
+    lists = [answer.json()["loras"] for answer in front_end.called_everywhere("GET", "/v1/loras")]
+    assert len({one["lora_id"] for of_one in lists for one in of_one if one["lora_name"] == "cold"}) == 1
 
 
 @NIGHTLY
