@@ -3,7 +3,7 @@
 One layer (`in` 1024, a slice of 1024 and two of 256), one and four adapters of rank 16 and 64, each with 1 to 128
 neighbouring rows, one thread unless `--threads` says otherwise. Compiled and PyTorch's in turn, `--rounds` times; a
 figure is that of the fastest run. Prints Markdown, keeps benchmarks/results/kernels_rows.json. The machine's rule that
-`lora_plugins/kernels/crossover.py` has for it is printed beside.
+`lora_plugins/kernels/processor.py` has for it is printed beside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import torch
 
 from benchmarks.record import keep
-from lora_plugins.kernels import crossover
+from lora_plugins.kernels import processor
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.cpu import BatchRows, Buffers, ModulePlan, ModuleSlots
@@ -88,7 +88,7 @@ def main() -> int:
                         case = {"dtype": dtype, "threads": threads, "rank": rank, "adapters": adapters}
                         found.append({**case, "rows": rows, **best, "load": os.getloadavg()[0]})
     print(table(found))
-    rule = {dtype: crossover.torch_from_rows(dtype) for dtype in options.dtypes}
+    rule = {dtype: processor.torch_from_rows(dtype) for dtype in options.dtypes}
     machine = this_processor()
     print(f"\n{machine.description()}; the rule here (rows, None: never): {rule}")
     if not options.dry:

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.record import keep
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.model_modules import ModelModules, Place
+from lora_plugins.adapter.model_modules import ModelModules, ModulePlace
 from lora_plugins.adapter.verify import fit_adapter
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import children
@@ -47,7 +47,7 @@ def write_adapter(directory: Path) -> BaseModel:
     (directory / "adapter_model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(at))
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": list(PARTS)}
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    places = {module: Place(module, in_features=2, out_features=2) for module in modules}
+    places = {module: ModulePlace(module, in_features=2, out_features=2) for module in modules}
     return BaseModel("base", model=Model(ModelModules("Moe", "", places), _read_name))
 
 

@@ -20,7 +20,7 @@ from lora_plugins.events import Events
 from lora_plugins.findings import discovered_plugins, unknown_plugins
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
-from lora_plugins.observability.store_metrics import StoreUsageReader
+from lora_plugins.observability.scrape import StoreUsageReader
 from lora_plugins.plugin_names import OURS
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source

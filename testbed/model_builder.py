@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.adapter.model_modules import Kind, ModelModules
-from lora_plugins.adapter.patterns import Deadline, SuffixPatterns
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
+from lora_plugins.adapter.patterns import PatternBudget, SuffixPatterns
 from testbed.architectures import Architecture
 from testbed.models import edit_config
 
@@ -110,12 +110,12 @@ def _write_adapter(directory: Path, changes: Mapping[str, Any], base: Path, modu
     ranks: SuffixPatterns[int] = SuffixPatterns(config.get("rank_pattern", {}), "rank_pattern")
     targets, tensors = config["target_modules"], {}
     for name, place in modules.places.items():
-        is_target = place.kind is Kind.LINEAR if targets == "all-linear" else name.rpartition(".")[2] in targets
+        is_target = place.kind is ModuleKind.LINEAR if targets == "all-linear" else name.rpartition(".")[2] in targets
         if not is_target:
             continue
-        rank = ranks.first(name, Deadline()) or _RANK
+        rank = ranks.first(name, PatternBudget()) or _RANK
         ends = (".lora_A.weight", ".lora_B.weight")
-        if place.kind is Kind.EMBEDDING:
+        if place.kind is ModuleKind.EMBEDDING:
             ends = (".lora_embedding_A", ".lora_embedding_B")
         for end, shape in zip(ends, ((rank, place.in_features), (place.out_features, rank)), strict=True):
             values = torch.randn(*shape, generator=generator) * 2 * _ADAPTERS_STANDARD_DEVIATION

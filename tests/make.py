@@ -11,7 +11,7 @@ import numpy as np
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE
 
 LAYER = "model.layers.{}.self_attn.{}"
@@ -29,12 +29,12 @@ def read_name(tensor: str) -> tuple[str, bool]:
     raise ValueError(f"{tensor} is unsupported LoRA weight")
 
 
-def _places() -> dict[str, Place]:
-    places = {"model.embed_tokens": Place("model.embed_tokens", Kind.EMBEDDING, 32, 8)}
+def _places() -> dict[str, ModulePlace]:
+    places = {"model.embed_tokens": ModulePlace("model.embed_tokens", ModuleKind.EMBEDDING, 32, 8)}
     for layer in range(2):
         module = LAYER.format(layer, "qkv_proj")
         for part, outputs in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4)):
-            places[LAYER.format(layer, part)] = Place(module, Kind.LINEAR, 8, outputs)
+            places[LAYER.format(layer, part)] = ModulePlace(module, ModuleKind.LINEAR, 8, outputs)
     return places
 
 

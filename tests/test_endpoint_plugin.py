@@ -17,7 +17,6 @@ from lora_plugins.process import Process
 def test_the_render_server_has_nothing_to_administer() -> None:
     plugin, state = AdminPlugin(), SimpleNamespace()
     asyncio.run(plugin.init_state(None, state, SimpleNamespace()))
-    assert plugin._tasks == []
     assert vars(state) == {}
 
 

@@ -25,7 +25,7 @@ COMPUTING = {
     *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),
     *(
         f"lora_plugins.worker.{name}"
-        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_stream", "untouched_zeros")
+        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_stream")
     ),
 }
 # These need Ray, and begin in processes of their own.

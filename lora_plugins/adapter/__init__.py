@@ -1,1 +1,1 @@
-"""Read and verify a LoRA adapter as PEFT saves it, without torch and before any engine sees it."""
+"""Reads and verifies a LoRA adapter as PEFT saves adapters, without torch and before any engine sees the adapter."""

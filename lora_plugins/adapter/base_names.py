@@ -1,6 +1,6 @@
-"""What the names of two base models say of them: whether family, size or variant differ.
+"""Compares the names of two base models: whether family, size or variant differ.
 
-The rules are the tables below: names are those that Hub repositories have. A name that no rule knows differs from none.
+The rules are the tables below, made from names of Hub repositories. A name that no rule knows differs from no name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LONGEST = 200  # characters of a name that are looked at
+_LONGEST = 200  # a longer name is not read
 # The Hub's cache: models--<org>--<name>/snapshots/<commit>
 HUB_CACHE = re.compile(r"(?:^|/)models--(?P<repo>[^/]+)/snapshots/[0-9a-f]{7,64}/?$")
 
@@ -40,14 +40,14 @@ _FAMILIES = (
     *("modernbert", "xlm roberta", "roberta", "bert", "jamba 1.5", "jamba", "mamba 2", "mamba", "ernie 4.5"),
     *("hunyuan", "seed oss", "nemotron h", "nemotron 3", "nemotron 4", "zephyr", "vicuna", "openchat"),
 )
-# Without a number, these names stand for any of their versions.
+# Without a number, these names stand for any version.
 _OF_ANY_VERSION = {"llama": "llama-", "qwen": "qwen-", "phi": "phi-", "granite": "granite-", "olmo": "olmo-"}
-# Families of which the plain name is the trained chat model, beside one that is called `base`.
+# Families whose plain name is the trained chat model, beside a model that is called `base`.
 _CHAT_BY_NAME = {
     *("qwen-3", "qwen-3.5", "qwen-3.6", "smollm-3", "glm-4.5", "glm-4.6", "glm-4.7", "glm-5"),
     *("deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "granite-4.0", "lfm-2", "lfm-2.5", "ernie-4.5"),
 }
-# Part of a name → the variant that it says. Other weights than those of a name without it.
+# Part of a name → the variant, whose weights differ from the weights of a name without the part.
 _VARIANTS = {
     **dict.fromkeys(("instruct", "it", "chat", "inst"), "instruct"),
     **dict.fromkeys(("base", "pt", "pretrained", "pretrain"), "base"),
@@ -64,7 +64,7 @@ _VARIANTS = {
 _SIZE_WORDS = {"nano", "micro", "tiny", "mini", "small", "medium", "large", "xl", "xxl", "air", "lite", "flash"} | {
     *("scout", "maverick"),
 }
-# Parts that say how weights are stored, or who has stored them: the model is the same.
+# Parts that name the storage of weights, or the publisher: the model is the same.
 _STORED = {
     *("unsloth", "bnb", "4bit", "8bit", "2bit", "3bit", "6bit", "nf4", "int4", "int8", "awq", "autoawq", "gptq"),
     *("gptqmodel", "autoround", "hqq", "aqlm", "eetq", "exl2", "exl3", "marlin", "quark", "torchao", "bitsandbytes"),
@@ -74,7 +74,7 @@ _STORED = {
 }
 _STORED_NUMBERS = re.compile(r"w\d+a\d+|g\d+|gs\d+|\d+g|q\d|int\d|\d+bits?")  # W8A8, g128, 128g
 _GGUF = re.compile(r"(?<![a-z0-9])i?q\d(?:-[k01])?(?:-(?:xl|l|m|s|xs|xxs|nl))?(?![a-z0-9])")  # Q4_K_M
-# What is compared where both names say it.
+# Numbers that are compared where both names have the number.
 _NUMBERS = {
     "size": re.compile(r"(?:\d+x)?\d+(?:\.\d+)?[bm]|e\d+b"),
     "active size": re.compile(r"a\d+(?:\.\d+)?[bm]"),
@@ -99,12 +99,13 @@ _FAMILY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """What a base model's name says.
+    """The facts in a base model's name.
 
     Attributes:
-        family: `llama-3.1`. numbers: by kind (`size`: `8b`, `version`: `v0.3` …), as far as the name has them.
+        family: `llama-3.1`.
+        numbers: by kind (`size`: `8b`, `version`: `v0.3` …), as far as the name has numbers.
         size_words: sizes without a number (`mini`). variants: `instruct`, `coder` …
-        has_more: whether it says more, which no rule knows.
+        has_more: whether the name has a part that no rule knows.
     """
 
     family: str
@@ -115,25 +116,26 @@ class ModelName:
 
 
 def last_part(name: str) -> str:
-    """The name without organisation, directory or the Hub's cache."""
+    """Return the name without organisation, directory or the Hub's cache."""
     cached = HUB_CACHE.search(name)
     repo = cached["repo"].replace("--", "/") if cached else name
     return repo.rstrip("/").rpartition("/")[2]
 
 
 def shown(name: str) -> str:
-    """A name as clients may read it: a Hub id as it is, and of a path on this machine its last part."""
+    """Return a name for clients: a Hub id unchanged, and the last part of a path on this machine."""
     return last_part(name) if os.path.isabs(name) or name.count("/") != 1 else name
 
 
 @functools.lru_cache(maxsize=4096)
 def read_name(name: str) -> ModelName | None:
-    """What a name says; None where it names no family, or a family alone that has a common word as its name."""
+    """Return the facts in a name; None without a family, or for a bare family that is also a common word."""
     text = last_part(name).lower().replace("_", "-").replace(" ", "-")
     if len(text) > _LONGEST:
         return None
     text = _GGUF.sub("-", text)
     found = {_FAMILIES[match.lastindex - 1].replace(" ", "-") for match in _FAMILY.finditer(text) if match.lastindex}
+    # A bare family (`llama`) beside another family, such as a versioned one, says nothing more.
     of_any_version = found & _OF_ANY_VERSION.keys()
     families = found - of_any_version or of_any_version
     if len(families) != 1:
@@ -151,6 +153,7 @@ def read_name(name: str) -> ModelName | None:
             size_words.add(part)
         elif part and part not in _STORED and not _STORED_NUMBERS.fullmatch(part):
             has_more = True
+    # A family alone, without a number or a size, may be a word of another name.
     if not (numbers or size_words or any(map(str.isdigit, family))):
         return None
     if family not in _CHAT_BY_NAME:
@@ -159,7 +162,7 @@ def read_name(name: str) -> ModelName | None:
 
 
 def differences(one: str, other: str) -> tuple[str, ...]:
-    """How the models that two names name differ, in words; nothing where they do not, or a name says too little."""
+    """Return in words how two named models differ; empty for equal models, or where a name has too few facts."""
     first, second = read_name(one), read_name(other)
     if first is None or second is None:
         return ()
@@ -170,12 +173,12 @@ def differences(one: str, other: str) -> tuple[str, ...]:
     numbers = [kind for kind in both if first.numbers[kind] != second.numbers[kind]]
     found += [f"another {kind} ({first.numbers[kind]}, not {second.numbers[kind]})" for kind in numbers]
     if found and not set(numbers).isdisjoint(_OF_SIZE) and first.family != second.family:
-        return tuple(found)  # whatever else differs follows
+        return tuple(found)  # a difference in size implies all further differences
     for what, ours, theirs in (
         ("size", first.size_words, second.size_words),
         ("variant", first.variants, second.variants),
     ):
-        # What a name says beside may stand for what it leaves out.
+        # A part that no rule knows may stand for a missing word.
         differs = (ours - theirs and not second.has_more) or (theirs - ours and not first.has_more)
         if differs or (what == "variant" and ours and theirs and ours.isdisjoint(theirs) and not found):
             found.append(f"another {what} ({_words(ours)}, not {_words(theirs)})")
@@ -183,7 +186,7 @@ def differences(one: str, other: str) -> tuple[str, ...]:
 
 
 def known(name: str) -> int:
-    """How much a name says, to choose among several names of one model; 0 for nothing."""
+    """Return how many facts a name has, to choose among several names of a model; 0 for none."""
     read = read_name(name)
     return 0 if read is None else 1 + sum(map(bool, (read.numbers.get("size"), read.size_words, read.variants)))
 

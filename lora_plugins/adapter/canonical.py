@@ -1,8 +1,8 @@
-"""The configuration that an engine reads in the place of the adapter's own: known keys only, and no pattern of others.
+"""The configuration that engines read in the place of the adapter's own: known keys only, and no foreign pattern.
 
-An adapter's own may have anything under keys that nobody knows, and regular expressions that its author wrote; vLLM
-parses all of it at each load, in the engine. So it is read once, under limits, and the store keeps what follows from it
-under the name that vLLM reads (`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside it.
+An adapter's own configuration may have anything under unknown keys, and regular expressions of its author. vLLM parses
+everything at each load, in the engine. So the configuration is read once, under limits. The store keeps the result
+under the name that vLLM reads (`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_TARGETS_CHARACTERS = 1 << 16
 
 
 def with_exact_patterns(config: AdapterConfig, pairs: Iterable[LoraPair]) -> AdapterConfig:
-    """The same with patterns of names only, by which each of these modules has the rank and alpha of its pair."""
+    """Return the configuration with patterns of names only, which give each pair's module the pair's rank and alpha."""
     ranks, alphas = {}, {}
     for pair in paced(pairs):
         name = parameter_of(pair.module)
@@ -33,9 +33,9 @@ def with_exact_patterns(config: AdapterConfig, pairs: Iterable[LoraPair]) -> Ada
 
 
 def canonical_bytes(config: AdapterConfig) -> bytes:
-    """The text of `adapter_config.json` with what `parse_config` has read, and nothing else.
+    """Return the text of `adapter_config.json` with the keys that `parse_config` has read, and nothing else.
 
-    `target_modules`, which vLLM wants to be there and does not compare, are left open where they are very long.
+    Very long `target_modules` are left open: vLLM requires the key, and does not compare the value.
     """
     targets = config.targets if isinstance(config.targets, str) else sorted(config.targets or ())
     is_long = sum(map(len, targets)) > _MAX_TARGETS_CHARACTERS
@@ -45,6 +45,7 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
         "r": config.rank,
         "lora_alpha": _plain(config.alpha),
         "target_modules": None if config.targets is None or is_long else targets,
+        # `parse_config` has refused every other value.
         "bias": "none",
         "use_rslora": config.use_rslora,
         "rank_pattern": dict(config.rank_pattern),
@@ -55,11 +56,12 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
 
 
 def _plain(number: float) -> float:
+    # Whole alphas as integers, as PEFT writes: below 2⁵³ a float has the same value.
     return int(number) if number.is_integer() and abs(number) < 1 << 53 else number
 
 
 def _patterns(values: Mapping[str, _T], usual: _T) -> dict[str, _T]:
-    """Few patterns of names, as vLLM tries one after the other on each module: alternatives of one value in one."""
+    """Return few patterns of names, with alternatives in one: vLLM tries each pattern on each module."""
     by_leaf: dict[str, dict[str, _T]] = defaultdict(dict)
     for name, value in values.items():
         by_leaf[name.rpartition(".")[2]][name] = value
@@ -70,7 +72,8 @@ def _patterns(values: Mapping[str, _T], usual: _T) -> dict[str, _T]:
     named = {name: value for name, value in named.items() if value != usual}
     if not named:
         return {}
-    # The first pattern that matches decides, and one matches all names that end with it: these would get another's.
+    # The first matching pattern decides, and a pattern matches every longer name with the same end: a longer name with
+    # another value needs an earlier pattern.
     longer = {
         name: value for name, value in values.items() if any(values.get(end, value) != value for end in _ends(name))
     }
@@ -85,14 +88,14 @@ def _patterns(values: Mapping[str, _T], usual: _T) -> dict[str, _T]:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """What a name ends with behind each of its dots."""
+    """Yield the ends of a name behind each of its dots."""
     while "." in name:
         name = name.partition(".")[2]
         yield name
 
 
 def _joined(names: Iterable[str]) -> Iterator[str]:
-    """Alternatives in one pattern, in several where one would be longer than a pattern may be."""
+    """Yield alternatives as patterns, each at most as long as a pattern may be."""
     pattern = ""
     for name in names:
         if pattern and len(pattern) + len(name) >= MAX_PATTERN_CHARACTERS:

@@ -1,14 +1,15 @@
-"""Whether an adapter has all that its own configuration says was trained, of what the engine's model has.
+"""Whether an adapter has all modules of the engine's model that the adapter's configuration names as trained.
 
-PEFT trains every module that `target_modules` names, so a name without tensors, or a layer without, was lost when the
-adapter was saved, converted or copied, or belongs to a base model with more layers; vLLM computes it as if it had not
-been trained. Regular expressions and whole paths are not compared: they are in the names of another program. Nor are
+PEFT trains every module that `target_modules` names. So a name without tensors, or a layer without tensors, was lost
+when the adapter was saved, converted or copied, or belongs to a base model with more layers; vLLM computes such a
+module as if untrained. Regular expressions and whole paths are not compared: another program's names. Nor are
 
-- parts of a fused module (`gate_up_proj`) of which the adapter has no part at all: the model that PEFT trained may have
-  that module whole, under a name that its list does not have (GLM-4);
-- modules that the engine names otherwise than the checkpoint (Nemotron-H's `embeddings` is its `embed_tokens`);
-- other layers' parts of a fused module but the first: models may have no keys or values of their own in some layers,
-  where the engine's fused module has a place for them all the same (Gemma 3n and 4).
+- parts of a fused module (`gate_up_proj`) without any part in the adapter: the model that PEFT trained may have the
+  fused module whole, under a name that `target_modules` lacks (GLM-4);
+- modules with another name in the engine than in the checkpoint (Nemotron-H's `embeddings` is the engine's
+  `embed_tokens`);
+- other layers' parts of a fused module but the first: models may have no keys or values in some layers, where the
+  engine's fused module has rows for keys and values all the same (Gemma 3n and 4).
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from lora_plugins.adapter.config import AdapterConfig
-from lora_plugins.adapter.model_modules import Kind, ModelModules
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import IncompatibleAdapter
 
 _EXAMPLES = 3
-# Experts are checked elsewhere, all or none; `gate_proj` in `target_modules` is not for those that PEFT sees as one
-# parameter. A classifier's head is saved whole.
-_KINDS = frozenset({Kind.LINEAR, Kind.EMBEDDING, Kind.HEAD})
+# Experts are checked in experts.py, all or none; `gate_proj` in `target_modules` does not mean experts that PEFT sees
+# as a single parameter. A classifier's head is saved whole.
+_KINDS = frozenset({ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelModules) -> tuple[str, ...]:
-    """Modules of the engine that the adapter's own configuration names, and for which it has nothing.
+    """Return modules of the engine that the adapter's configuration names, without tensors in the adapter.
 
     Args:
-        config: whose `trained` is empty where it leaves layers or modules out on purpose.
-        names: keys of `modules.places` for which the adapter has a pair.
+        config: `trained` is empty where the configuration leaves layers or modules out on purpose.
+        names: keys of `modules.places` with a pair in the adapter.
         modules: the engine's.
     """
     if not config.trained:
@@ -53,8 +54,9 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
         if name in names or _leaf(name) not in config.trained:
             continue
         is_alone = place.module == name
-        if _leaf(name) in leaves:  # of other layers, or of another part of the model
+        if _leaf(name) in leaves:  # trained in other layers, or in another part of the model
             is_lost = is_first and _layerless(name) in kinds
+        # The checkpoint may have another name for the module: nothing is known then.
         elif _leaf(name) in renamed:
             is_lost = False
         else:
@@ -65,7 +67,7 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
 
 
 def lost(missing: Collection[str], about: str) -> IncompatibleAdapter:
-    """The error for an adapter without these modules."""
+    """Return the error for an adapter without these modules."""
     some = ", ".join(f"'{name}'" for _, name in zip(range(_EXAMPLES), missing, strict=False))
     return IncompatibleAdapter(
         f"no tensors for {len(missing)} modules that target_modules names, such as {some}{about}",
@@ -76,7 +78,7 @@ def lost(missing: Collection[str], about: str) -> IncompatibleAdapter:
 
 
 def _texts(values: object) -> Iterator[str]:
-    """All texts in plain values."""
+    """Yield all texts in plain values."""
     if isinstance(values, str):
         yield values
     elif isinstance(values, Mapping):

@@ -1,6 +1,6 @@
-"""`adapter_config.json`: its contents, and whether vLLM 0.30 to 0.33 can serve them.
+"""`adapter_config.json`: its contents, and whether vLLM 0.30 to 0.33 can serve the contents.
 
-Source: `vllm/lora/peft_helper.py` of vLLM 0.32 and 0.33 (identical there), `peft/tuners/lora/config.py` of PEFT 0.21.
+Source: `vllm/lora/peft_helper.py` of vLLM 0.32 and 0.33 (identical), `peft/tuners/lora/config.py` of PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lora_plugins.adapter.json_bounds import check_json
-from lora_plugins.adapter.patterns import Deadline, SuffixPatterns
+from lora_plugins.adapter.patterns import PatternBudget, SuffixPatterns
 from lora_plugins.adapter.writers import foreign_bytes, foreign_config
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
-ORIGINAL_CONFIG_FILE = "adapter_config.original.json"  # in the store: as its source has it (adapter/canonical.py)
+ORIGINAL_CONFIG_FILE = "adapter_config.original.json"  # in the store: the source's own file (adapter/canonical.py)
 MAX_CONFIG_BYTES = 16 << 20  # a list of every expert of Qwen3-235B takes more than 1 MiB
 MAX_RANK = 1 << 16
 
-# Initialisations that leave the base model's weights alone, as vLLM's PEFTHelper has them.
+# Initialisations that leave the base model's weights unchanged, as listed in vLLM's PEFTHelper.
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 _CLASSIFIER_HEADS = frozenset({"classifier", "score"})
 
-# Beside `target_modules`: modules that these leave out were not trained, although it names them.
+# Beside `target_modules`: keys that leave modules out of the training, although `target_modules` names the modules.
 _LEAVE_OUT = ("exclude_modules", "layers_to_transform")
 _MAX_KINDS = 256  # kinds of modules, and characters of a name
 
-# PEFT features that change what an adapter computes and that vLLM does not implement (it refuses or ignores them).
+# PEFT features that change an adapter's computation and that vLLM lacks: vLLM refuses or ignores each.
 _UNSUPPORTED = {
     "use_dora": "DoRA (use_dora)",
     "lora_bias": "a bias beside B (lora_bias)",
@@ -53,10 +53,10 @@ class AdapterConfig:
 
     Attributes:
         rank: `r`, where `rank_pattern` has no other.
-        targets: module names (a set), one regular expression (a string), or None where the file leaves it open, or has
-            more keys that leave modules out; vLLM reads the weights alone.
-        base_model: `base_model_name_or_path`, or None where the file has none.
-        trained: of `targets` the plain names of modules, all of which must be there; empty where that cannot be told.
+        targets: module names (a set), a regular expression (a string), or None where the file leaves targets open, or
+            has further keys that leave modules out; vLLM reads the weights alone.
+        base_model: `base_model_name_or_path`, or None without the key.
+        trained: the plain names of modules in `targets`, all of which must have tensors; empty where unknown.
     """
 
     rank: int
@@ -71,14 +71,14 @@ class AdapterConfig:
 
     @property
     def max_rank(self) -> int:
-        """The largest rank that any module may have; vLLM compares it with `--max-lora-rank`."""
+        """The largest rank of any module; vLLM compares `max_rank` with `--max-lora-rank`."""
         return max([self.rank, *self.rank_pattern.values()])
 
-    def ranks(self) -> Callable[[str, Deadline], int]:
+    def ranks(self) -> Callable[[str, PatternBudget], int]:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its rank."""
         return _valued(self.rank_pattern, "rank_pattern", self.rank)
 
-    def alphas(self) -> Callable[[str, Deadline], float]:
+    def alphas(self) -> Callable[[str, PatternBudget], float]:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its alpha."""
         return _valued(self.alpha_pattern, "alpha_pattern", self.alpha)
 
@@ -86,22 +86,22 @@ class AdapterConfig:
         """Refuse patterns that do not compile within their time.
 
         Raises:
-            InvalidAdapter: see `Deadline.matches`.
+            InvalidAdapter: see `PatternBudget.matches`.
         """
-        deadline = Deadline()
-        self.ranks()("", deadline)
-        self.alphas()("", deadline)
+        budget = PatternBudget()
+        self.ranks()("", budget)
+        self.alphas()("", budget)
 
     def scaling(self, rank: int, alpha: float) -> float:
-        """What B's product is multiplied by (rsLoRA: arXiv 2312.03732)."""
+        """Return the factor of B's product (rsLoRA: arXiv 2312.03732)."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _valued(pattern: Mapping[str, T], field_name: str, default: T) -> Callable[[str, Deadline], T]:
+def _valued(pattern: Mapping[str, T], field_name: str, default: T) -> Callable[[str, PatternBudget], T]:
     patterns = SuffixPatterns(pattern, field_name)
 
-    def value_of(module: str, deadline: Deadline) -> T:
-        found = patterns.first(module, deadline)
+    def value_of(module: str, budget: PatternBudget) -> T:
+        found = patterns.first(module, budget)
         return default if found is None else found
 
     return value_of
@@ -114,16 +114,18 @@ def parse_config(data: bytes) -> AdapterConfig:
         InvalidAdapter: not JSON, a key missing, or a value of the wrong kind.
         IncompatibleAdapter: a PEFT method or feature that vLLM does not serve.
     """
+    # The length bounds the memory of everything below: no parser has seen the bytes so far.
     if len(data) > MAX_CONFIG_BYTES:
         raise _broken(f"more than {MAX_CONFIG_BYTES} bytes", f"at most {MAX_CONFIG_BYTES}")
     foreign = foreign_bytes(data)
     if foreign is not None:
         raise foreign
     raw = _json_object(data)
+    # Before the checks of PEFT's keys: another program's file should be named as such.
     foreign_keys = foreign_config(raw)
     if foreign_keys is not None:
         raise foreign_keys
-    kind = raw.get("peft_type") or "LORA"  # vLLM does not read it
+    kind = raw.get("peft_type") or "LORA"  # vLLM does not read the key
     if not isinstance(kind, str) or kind.upper() != "LORA":
         raise IncompatibleAdapter(
             f"peft_type {_short(kind)}", expected="LORA", remedy="train or convert it with PEFT's LoRA"
@@ -131,6 +133,7 @@ def parse_config(data: bytes) -> AdapterConfig:
     _refuse_unsupported(raw)
     rank = _rank("r", _whole(_required(raw, "r")))
     targets = _targets(_required(raw, "target_modules"))
+    # A target may then lack tensors on purpose, so targets say nothing about completeness.
     if any(raw.get(key) is not None for key in _LEAVE_OUT):
         targets = None
     config = AdapterConfig(
@@ -157,7 +160,7 @@ def parse_config(data: bytes) -> AdapterConfig:
 
 
 def without_effect(why: str) -> InvalidAdapter:
-    """The error for an adapter that adds nothing, whose answers would be the base model's own."""
+    """Return the error for an adapter that adds nothing, and would answer as the base model does."""
     return InvalidAdapter(
         f"an adapter without effect: {why}", expected="an alpha other than 0", remedy="correct lora_alpha"
     )
@@ -207,7 +210,7 @@ def _required(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """`r: 4.0`, which vLLM takes, as 4; in `rank_pattern` it takes whole numbers only."""
+    """Return `r: 4.0`, which vLLM takes, as 4; in `rank_pattern` vLLM takes whole numbers only."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -223,7 +226,8 @@ def _alpha(key: str, value: Any) -> float:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number):  # below 0 as well: it takes away what was trained, as in PEFT and vLLM
+        # Below 0 as well: a negative alpha takes the trained part away, as in PEFT and vLLM.
+        if math.isfinite(number):
             return number
     raise _broken(f"{key} {_short(value)}", "a number")
 
@@ -242,7 +246,7 @@ def _targets(value: Any) -> frozenset[str] | str | None:
 
 
 def _plain_names(targets: frozenset[str] | str | None) -> frozenset[str]:
-    """Those that are the last part of a module's name; none where they are more than a model has kinds of modules."""
+    """Return the targets that are the last part of a module's name; none where too many for kinds of modules."""
     if not isinstance(targets, frozenset) or len(targets) > _MAX_KINDS:
         return frozenset()
     return frozenset(name for name in targets if name and "." not in name and len(name) <= _MAX_KINDS)
@@ -263,7 +267,7 @@ def _optional_text(raw: Mapping[str, Any], key: str) -> str | None:
 
 def _base_model(raw: Mapping[str, Any]) -> str | None:
     name = _optional_text(raw, "base_model_name_or_path")
-    # It is compared as a path and quoted in logs and errors: no NUL, no line break, no half of a surrogate pair.
+    # Compared as a path, and quoted in logs and errors: no NUL, no line break, no half of a surrogate pair.
     if name and (len(name) > 4096 or any(unicodedata.category(character) in ("Cc", "Cs") for character in name)):
         raise _broken(f"base_model_name_or_path {_short(name)}", "the name or path of a model")
     return name

@@ -1,6 +1,6 @@
-"""Whether what an adapter has for a mixture of experts is whole, and fits the model's, in a format that it takes.
+"""Whether an adapter's mixture of experts is whole, and fits the model's, in a format that the engine takes.
 
-Source: how vLLM 0.32 stacks and slices them: `_create_merged_loras_inplace`, `_stack_moe_lora_weights` and
+Source: how vLLM 0.32 stacks and slices experts: `_create_merged_loras_inplace`, `_stack_moe_lora_weights` and
 `_convert_3d_to_2d_moe_lora` in vllm/lora/model_manager.py, `set_lora` in vllm/lora/layers/fused_moe.py.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import IncompatibleAdapter
 
@@ -26,23 +26,23 @@ def check_experts(
     elsewhere: Collection[str] = (),
     about: str = "",
 ) -> None:
-    """Compare everything that an adapter has for experts with what the model has.
+    """Compare an adapter's tensors for experts with the model's experts.
 
     Args:
-        shapes: by the names of `modules.places`; other kinds of modules may be among them.
+        shapes: by the names of `modules.places`; other kinds of modules may be among the names.
         modules: the engine's.
-        ranks: by the same names, what the configuration says.
-        max_rank: the largest that fits; None where others compare it.
-        elsewhere: names that are other workers' to load.
-        about: which base models the adapter names and the server serves.
+        ranks: by the same names, the configuration's rank.
+        max_rank: the largest that fits; None where others compare the rank.
+        elsewhere: names that other workers load.
+        about: the base models that the adapter names and the server serves.
 
     Raises:
-        IncompatibleAdapter: other shapes than the model's, or experts of which a part is missing.
+        IncompatibleAdapter: other shapes than the model's, or experts with a missing part.
     """
     found: dict[str, set[bool]] = {}
     for name, (a, b) in paced(shapes.items()):
         place = modules.places.get(name)
-        if place is None or place.kind is not Kind.EXPERTS:
+        if place is None or place.kind is not ModuleKind.EXPERTS:
             continue
         found.setdefault(place.module, set()).add(place.stacked > 1)
         rank = ranks[name]
@@ -59,10 +59,10 @@ def check_experts(
 
 
 def check_rank(name: str, rank: int, max_rank: int | None) -> None:
-    """Refuse a module's rank above the largest; None: others compare it.
+    """Refuse a module's rank above the largest; None: others compare the rank.
 
     Raises:
-        IncompatibleAdapter: it is larger.
+        IncompatibleAdapter: the rank is larger.
     """
     if max_rank is not None and rank > max_rank:
         raise IncompatibleAdapter(
@@ -70,9 +70,11 @@ def check_rank(name: str, rank: int, max_rank: int | None) -> None:
         )
 
 
-def _shapes(place: Place, modules: ModelModules, rank: int) -> Shapes:
+def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> Shapes:
+    # Experts always have both sizes; 0 matches no tensor.
     inputs, outputs = place.in_features or 0, place.out_features or 0
     experts = modules.experts[place.module]
+    # Tinker's form shares a side among all experts: w1 and w3 share A, w2 shares B.
     if ExpertFormat.SHARED in experts.formats:
         of_a, of_b = (experts.count, 1) if place.part == "w2" else (1, experts.count)
         return (of_a, rank, inputs), (of_b, outputs, rank)
@@ -86,9 +88,9 @@ def _check_whole(
     elsewhere: Collection[str],
     about: str,
 ) -> None:
-    """VLLM takes all parts of all experts of a layer, or none of them, in one format."""
+    """Refuse a part of a layer's experts: vLLM takes all parts of all experts, or none, in a single format."""
     for name, place in paced(modules.places.items()):
-        if place.kind is not Kind.EXPERTS or place.module not in found:
+        if place.kind is not ModuleKind.EXPERTS or place.module not in found:
             continue
         of_formats = found[place.module]
         if len(of_formats) > 1:

@@ -1,4 +1,4 @@
-"""Open user-supplied files: regular ones only, with the system's errors mapped to ours."""
+"""Opens user-supplied files: regular files only, with the system's errors mapped to ours."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import BinaryIO
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
 
-# The system's way of saying "there is no such file", whatever the reason lies in.
+# The system's errors for "there is no such file", whatever the reason.
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG})
 
 
+# Real paths on both sides: a symlink below the root may lead out of the root.
 def is_inside(path: Path, root: Path) -> bool:
     """Whether the real path of `path` is the real path of `root` or below it.
 
@@ -26,12 +27,12 @@ def is_inside(path: Path, root: Path) -> bool:
 
 
 def is_below(real: str, top: str) -> bool:
-    """Whether one real path is the other or below it."""
+    """Whether the real path `real` is `top`, or is below `top`."""
     return os.path.commonpath([real, top]) == top
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    # Non-blocking, so that a named pipe is refused by its kind instead of waited for.
+    # Non-blocking: a named pipe is then refused by its kind, and nobody waits for a writer.
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -48,8 +49,9 @@ def open_regular(
     """
     with describing(file=path.name):
         try:
-            # Python closes what an opener returns, also where it then refuses it (a directory).
+            # Python closes the opener's descriptor, also where Python refuses the descriptor afterwards (a directory).
             with open(path, "rb", opener=opener) as file:
+                # Of the open descriptor, not of the path: the path may point to another file by now.
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise _not_regular()
@@ -61,7 +63,7 @@ def open_regular(
 
 
 def map_os_error(error: OSError) -> LoRAPluginsError:
-    """Our error for one of the file system's."""
+    """Return our error for an error of the file system."""
     if error.errno in ABSENT:
         return AdapterNotFound("no such file", expected="the file", remedy="save the adapter again with PEFT")
     if error.errno == errno.ELOOP:

@@ -1,23 +1,32 @@
-"""One pass over the weights that refuses NaN and infinity, and finds the largest value of each tensor.
+"""A single pass over the weights that refuses NaN, infinity, and numbers too large for the served dtypes.
 
-Cost: every byte of the file is read once, in pieces of 256 KiB, with one integer maximum per element; memory does
-not grow with the file. `make bench-verify` measures it; the figure stands in docs/reference/verification.md.
+Cost: every byte of the file is read once, in pieces of 256 KiB, with an integer maximum per element; memory does not
+grow with the file. `make bench-verify` measures the cost; docs/reference/verification.md has the figure.
+
+vLLM multiplies B by the scaling at load, in the served dtype, and adds `x A' (scaling B)'` to a layer's output. An
+element of `scaling B A` is at most `rank * scaling * max|A| * max|B|`. The largest float16 is 65504, and no base
+model's weight has a thousandth. Beyond 65504 sums become infinite, their differences NaN, and NaN in a key or value
+reaches the next request with the same KV block (`vllm_patches/worker/model_runner.py`). Below 65504 sums may still
+overflow, by the layer's input: `vllm_patches/engine_core/finite_answers.py` detects such an overflow in a running
+engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import BinaryIO
 
+from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.weights import LoraPair
 from lora_plugins.errors import InvalidAdapter
 
 # Small enough to stay in a core's own cache: in pieces of 4 MiB, the pass takes three times as long.
 _PIECE_BYTES = 1 << 18
 
-# (unsigned integer of the same width, infinity in it): without the sign, larger floats are larger integers, and NaN is
-# larger than infinity.
+# (Unsigned integer of the same width, infinity as such an integer.) Without the sign, larger floats are larger
+# integers, and NaN is larger than infinity.
 _INFINITIES: dict[str, tuple[str, int]] = {
     "F64": ("<u8", 0x7FF0 << 48),
     "F32": ("<u4", 0x7F80_0000),
@@ -27,7 +36,7 @@ _INFINITIES: dict[str, tuple[str, int]] = {
 
 
 def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> dict[str, float]:
-    """Read the bytes of `tensors` from `file`, and check every element; returns the largest magnitude in each, by name.
+    """Read the bytes of `tensors` from `file`, check every element, and return the largest magnitude by tensor name.
 
     Raises:
         InvalidAdapter: an element is NaN or infinite, or the file ends early.
@@ -63,10 +72,11 @@ def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> dict[str, flo
 
 
 def _value(bits: int, dtype: str) -> float:
-    """The number that these bits are."""
+    """Return the number with these bits."""
     import numpy as np
 
     if dtype == "BF16":
+        # numpy has no bfloat16: bfloat16 is the upper half of a float32.
         bits, dtype = bits << 16, "F32"
     kind, _ = _INFINITIES[dtype]
     return float(np.array([bits], dtype=kind).view(kind.replace("u", "f"))[0])
@@ -80,3 +90,25 @@ def _read_fully(file: BinaryIO, piece: memoryview) -> int:
             break
         done += count
     return done
+
+
+LARGEST = 65504.0  # of float16, the narrowest served dtype
+
+
+def check_magnitudes(pairs: Iterable[LoraPair], config: AdapterConfig, largest: Mapping[str, float]) -> None:
+    """Compare the largest magnitudes of each pair with the range of every served dtype.
+
+    Raises:
+        InvalidAdapter: A, B with its scaling, or their product may be larger.
+    """
+    for pair in paced(pairs):
+        scaling = abs(config.scaling(pair.rank, pair.alpha))
+        a, b = largest[pair.a.name], largest[pair.b.name]
+        # Each factor alone is an operand in the served dtype, so each must fit by itself.
+        worst = max(a, scaling, scaling * b, pair.rank * a * scaling * b)
+        if worst > LARGEST:
+            raise InvalidAdapter(
+                f"numbers up to {worst:.2g} in '{pair.module}' (scaling {scaling:.2g}, max|A| {a:.2g}, max|B| {b:.2g})",
+                expected=f"at most {LARGEST:.0f}, which float16 can hold, in A, scaling * B and rank * A * scaling * B",
+                remedy="correct lora_alpha, or train the adapter again; this one would answer with garbage",
+            )

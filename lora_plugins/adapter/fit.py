@@ -1,4 +1,4 @@
-"""The served base model, as far as an adapter must fit it: its names, its modules, the server's largest rank."""
+"""The served base model, as far as an adapter must fit: its names, its modules, the server's largest rank."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.settings import BaseMatch
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-# What vLLM takes for --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py, 0.32 and 0.33).
+# Values that vLLM allows for --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py, 0.32 and 0.33).
 _SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _MODEL_CONFIG, _MAX_CONFIG_BYTES = "config.json", 1 << 20
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What the server serves.
+    """The served base model.
 
     Attributes:
-        path: the model's path or Hub id, as `vllm serve` was given it.
-        served_names: the names that requests use for it; the first stands in `/v1/models` as `parent`.
-        aliases: further names under which adapters may know it (a setting).
-        max_rank: `--max-lora-rank`; None where it is not known.
+        path: the model's path or Hub id, as given to `vllm serve`.
+        served_names: the model's names in requests; the first stands in `/v1/models` as `parent`.
+        aliases: further names of the model in adapters (a setting).
+        max_rank: `--max-lora-rank`; None where unknown.
         lora_enabled: whether the server runs with `--enable-lora`.
-        model: what the engine says of its modules; None where it has not been asked.
-        original_name: `_name_or_path` of a local model's `config.json`; empty where it has none.
+        model: the engine's description of its modules; None before the engine was asked.
+        original_name: `_name_or_path` of a local model's `config.json`; empty without the key.
     """
 
     path: str
@@ -47,7 +47,7 @@ class BaseModel:
 
     @property
     def in_words(self) -> str:
-        """What errors call it. A path is in quotes, and never alone where clients know the model by another name."""
+        """The model's name in errors: a path in quotes, and never alone where clients know another name."""
         path = _quoted(self.path)
         name = self.served_names[0] if self.served_names else self.path
         return path if name == self.path else f"{name} ({path})"
@@ -66,9 +66,9 @@ class BaseModel:
 def check_base(
     config: AdapterConfig, weights: Weights | None, base: BaseModel, mode: BaseMatch, *, refuse_unmatched: bool = True
 ) -> tuple[str, ...]:
-    """Check an adapter against the served model; returns notes on what was let through.
+    """Check an adapter against the served model; return notes on tolerated differences.
 
-    `weights` is None where they cannot be read without torch; then only names and ranks are compared. For
+    `weights` is None where only torch could read the weights; then only names and ranks are compared. For
     `refuse_unmatched` see `check_landing`.
 
     Raises:
@@ -83,6 +83,7 @@ def check_base(
             remedy=_rank_remedy(config.max_rank),
         )
     named = _check_name(config, base, mode)
+    # The modules are compared wherever both sides are known, whatever the names say.
     notes: tuple[str, ...] = ()
     if weights is not None and base.model is not None:
         about = f"base model {config.base_model or 'not named'}, served is {base.in_words}"
@@ -106,13 +107,14 @@ def check_base(
 
 
 def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tuple[str, ...]:
-    """What is to be said of an adapter by whose own word it was trained on another family, size or variant.
+    """Return a warning for an adapter that names another family, size or variant of base model.
 
-    For clients too: of a path on this machine only the last part is shown.
+    Clients see the warning too: of a path on this machine only the last part is shown.
     """
     name = config.base_model
     if name is None or mode is BaseMatch.OFF or base.matches(name):
         return ()
+    # An alias is the operator's word that the named model is this model.
     if any(known(alias) and not differences(name, alias) for alias in base.aliases):
         return ()
     names = (base.path, *base.served_names, *base.aliases)
@@ -124,7 +126,7 @@ def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tupl
 
 
 def original_name_of(path: str) -> str:
-    """`_name_or_path` of the `config.json` in a directory; empty where there is none, or it cannot be read."""
+    """Return `_name_or_path` of the `config.json` in a directory; empty without a readable file."""
     try:
         with open_regular(Path(path) / _MODEL_CONFIG) as (file, _):
             raw = json.loads(file.read(_MAX_CONFIG_BYTES))
@@ -135,7 +137,7 @@ def original_name_of(path: str) -> str:
 
 
 def without_lora() -> IncompatibleAdapter:
-    """What is said of any adapter on a server without LoRA."""
+    """Return the error for any adapter on a server without LoRA."""
     return IncompatibleAdapter(
         "an adapter, on a server without LoRA",
         expected="one with LoRA",
@@ -160,14 +162,14 @@ def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool
 
 
 def _quoted(name: str) -> str:
-    """A path with its ends marked, as it may have spaces."""
+    """Return a path with its ends marked, as a path may have spaces."""
     return f"'{name}'" if os.path.isabs(name) else name
 
 
 def _same_model(one: str, other: str) -> bool:
     """Whether two names mean the same model.
 
-    A Hub id is its snapshot in a cache, and a local copy under the id's last part; two Hub ids must be equal.
+    A Hub id equals its snapshot in a cache, and a local copy under the id's last part; two Hub ids must be equal.
     """
     one, other = _plain_name(one), _plain_name(other)
     if not one or not other:
@@ -176,6 +178,7 @@ def _same_model(one: str, other: str) -> bool:
         return True
     if _HUB_ID.fullmatch(one) and _HUB_ID.fullmatch(other):
         return one.lower() == other.lower()
+    # At least one of the two is a path: compare last parts, as a download keeps the repository's name.
     return os.path.basename(one).lower() == os.path.basename(other).lower()
 
 

@@ -1,6 +1,7 @@
 """Whether every tensor of an adapter lands in a module of the engine's model, with its sizes.
 
-Names are read by vLLM's own function with the model's own mapping, which the caller hands in: nothing is imported here.
+vLLM's own function reads names, with the model's own mapping; the caller hands the function in, and nothing of vLLM is
+imported here.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lora_plugins.adapter.experts import check_experts, check_rank
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.adapter.writers import by_keys, in_words, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
-# A tensor's name → the module that it is for, and whether it is A; ValueError where it is no LoRA weight.
+# A tensor's name → the tensor's module, and whether the tensor is A; ValueError for a name that is no LoRA weight.
 ReadName = Callable[[str], tuple[str, bool]]
 # A module's name → its name in another version of Transformers.
 Respell = Callable[[str], str]
@@ -44,7 +45,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Model:
-    """What the engine says of its model, how it reads an adapter's names, and how these may be spelled otherwise."""
+    """The engine's description of its model, the engine's reading of names, and other spellings of names."""
 
     modules: ModelModules
     read_name: ReadName
@@ -52,17 +53,17 @@ class Model:
 
     @functools.cached_property
     def form(self) -> str:
-        """A key of all that decides into which form an adapter is brought."""
+        """A key of all facts that decide into which form an adapter is brought."""
         return hashlib.sha256(json.dumps(self.modules.plain(), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPair:
-    """A and B of one module, by the name under which the engine reads them.
+    """A and B of one module, by the engine's name.
 
     Attributes:
-        tensor: A's name in the file. a, b: shapes, `()` for one that is missing.
-        rank: the configuration's for the module. is_looked_up: whether its tensors are named as an embedding's.
+        tensor: A's name in the file. a, b: shapes, `()` for a missing side.
+        rank: the configuration's for the module. is_looked_up: whether the tensors have an embedding's names.
     """
 
     name: str
@@ -74,12 +75,12 @@ class ReadPair:
 
 
 def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatched: bool = True) -> tuple[str, ...]:
-    """Compare an adapter's tensors with the engine's modules, before it is handed to the engine; returns notes.
+    """Compare an adapter's tensors with the engine's modules, before the engine gets the adapter; return notes.
 
     Args:
         weights: the adapter's pairs.
         model: the engine's.
-        about: which base models the adapter names and the server serves, for errors.
+        about: the base models that the adapter names and the server serves, for errors.
         refuse_unmatched: as for `check_pairs`.
 
     Raises:
@@ -93,7 +94,7 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
 
 
 def landed(weights: Weights, model: Model) -> frozenset[str]:
-    """The engine's modules for which an adapter has a pair, by their names in `ModelModules.places`."""
+    """Return the engine's modules with a pair in the adapter, by their names in `ModelModules.places`."""
     found = (model.modules.key(_read(pair, model).name) for pair in paced(weights.pairs))
     return frozenset(name for name in found if name is not None)
 
@@ -101,6 +102,7 @@ def landed(weights: Weights, model: Model) -> frozenset[str]:
 def _read(pair: LoraPair, model: Model) -> ReadPair:
     try:
         name, _ = model.read_name(pair.a.name)
+    # Not a name of vLLM's grammar: `check_pairs` reports the name as unmatched.
     except ValueError:
         name = pair.module
     return ReadPair(name, pair.a.name, pair.a.shape, pair.b.shape, pair.rank, pair.is_looked_up)
@@ -116,22 +118,23 @@ def check_pairs(
     is_whole_model: bool = True,
     refuse_unmatched: bool = True,
 ) -> tuple[str, ...]:
-    """Compare all pairs of an adapter with the engine's modules; returns notes on what is served without them.
+    """Compare all pairs of an adapter with the engine's modules; return notes on modules left out.
 
-    The one place where that is decided: the API server asks before it hands an adapter to the engine, and each worker
-    asks about what vLLM has read, since adapters come to workers in other ways too.
+    `check_pairs` alone decides. The API server asks before the engine gets an adapter. Each worker asks about the
+    weights that vLLM has read, since adapters come to workers in other ways too.
 
     Args:
         pairs: of the adapter.
-        modules: the engine's, or those of one stage of it.
-        about: what is added to what errors have found.
-        max_rank: the largest that fits; None where others compare it.
-        elsewhere: names of experts that are other workers' to load.
-        is_whole_model: whether what is none of `modules` is nowhere in the model.
-        refuse_unmatched: refuse an adapter of which some modules are not the model's; one with none is always refused.
+        modules: the engine's, or the modules of a stage.
+        about: added to the findings of errors.
+        max_rank: the largest that fits; None where others compare the rank.
+        elsewhere: names of experts that other workers load.
+        is_whole_model: whether a name that is none of `modules` is nowhere in the model.
+        refuse_unmatched: refuse an adapter with some modules that the model lacks; an adapter without any matching
+            module is always refused.
 
     Raises:
-        IncompatibleAdapter: a module that the model does not have, or other sizes or a larger rank than its own.
+        IncompatibleAdapter: a module that the model lacks, or other sizes or a larger rank than the module's own.
         InvalidAdapter: A and B that are no pair of matrices.
     """
     matched: dict[str, ReadPair] = {}
@@ -143,10 +146,11 @@ def check_pairs(
             continue
         place = modules.places[key]
         _check_looked_up(key, pair, place, modules)
-        if place.kind is not Kind.EXPERTS:
+        if place.kind is not ModuleKind.EXPERTS:
             _check_matrices(pair)
             _check_sizes(pair, place, about)
             check_rank(pair.name, pair.a[0], max_rank)
+        # vLLM would keep the last pair silently, and answers would depend on the order of tensors.
         if key in matched:
             raise _two_for_one(key, matched[key], pair)
         matched[key] = pair
@@ -158,7 +162,7 @@ def check_pairs(
         elsewhere=elsewhere,
         about=about,
     )
-    # A stage of a pipeline knows of no other stage's modules, but which of its own are never called.
+    # A stage of a pipeline does not know the modules of other stages, but knows which of its own are never called.
     lost = [name for name in unmatched if is_whole_model or modules.why_unadapted(name) is Unadapted.UNCALLED]
     if matched and not lost:
         return ()
@@ -169,7 +173,7 @@ def check_pairs(
 
 
 def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about: str) -> IncompatibleAdapter:
-    """The error that names examples of what does not land, and why not."""
+    """Return the error that names examples of unmatched modules, and the reasons."""
     by_reason: dict[Unadapted | None, list[str]] = {}
     for name in unmatched:
         by_reason.setdefault(modules.why_unadapted(name), []).append(name)
@@ -190,7 +194,7 @@ def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about
 
 
 def _cause(names: Sequence[str]) -> tuple[str, str] | None:
-    """What of the adapter's writer is in names that the model does not have, and what to do; None where nothing is."""
+    """Return the part of unmatched names that the adapter's writer made, and a remedy; None without such a part."""
     wrappers = wrappers_in(names)
     if wrappers:
         held = "save it again from the model that the wrapper holds, or take these out of its keys; where it does not"
@@ -210,7 +214,7 @@ def _check_matrices(pair: ReadPair) -> None:
     )
 
 
-def _check_sizes(pair: ReadPair, place: Place, about: str) -> None:
+def _check_sizes(pair: ReadPair, place: ModulePlace, about: str) -> None:
     inputs, outputs = pair.a[1], pair.b[0]
     fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
     if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or fewer):
@@ -224,12 +228,12 @@ def _check_sizes(pair: ReadPair, place: Place, about: str) -> None:
     )
 
 
-def _more_words(inputs: int, outputs: int, place: Place) -> int:
-    """How many words were added, as far as that is all that keeps a head or an embedding from fitting; otherwise 0."""
-    words = {Kind.HEAD: (inputs, outputs), Kind.EMBEDDING: (outputs, inputs)}
+def _more_words(inputs: int, outputs: int, place: ModulePlace) -> int:
+    """Return how many words were added, if added words alone keep a head or an embedding from fitting; otherwise 0."""
+    words = {ModuleKind.HEAD: (inputs, outputs), ModuleKind.EMBEDDING: (outputs, inputs)}
     known = {
-        Kind.HEAD: (place.in_features, place.out_features),
-        Kind.EMBEDDING: (place.out_features, place.in_features),
+        ModuleKind.HEAD: (place.in_features, place.out_features),
+        ModuleKind.EMBEDDING: (place.out_features, place.in_features),
     }
     (hidden, count), (its_hidden, its_count) = words.get(place.kind, (0, 0)), known.get(place.kind, (0, 0))
     return max(0, count - its_count) if hidden == its_hidden and its_count is not None else 0
@@ -243,9 +247,9 @@ def _two_for_one(name: str, one: ReadPair, other: ReadPair) -> IncompatibleAdapt
     )
 
 
-def _check_looked_up(name: str, pair: ReadPair, place: Place, modules: ModelModules) -> None:
-    """Refuse as vLLM does, whose `from_lora_tensors` compares an embedding's A with the vocabulary for any module."""
-    if pair.is_looked_up and place.kind is not Kind.EMBEDDING and pair.a[-1] != modules.vocabulary:
+def _check_looked_up(name: str, pair: ReadPair, place: ModulePlace, modules: ModelModules) -> None:
+    """Refuse as vLLM does: `from_lora_tensors` compares an embedding's A with the vocabulary for any module."""
+    if pair.is_looked_up and place.kind is not ModuleKind.EMBEDDING and pair.a[-1] != modules.vocabulary:
         raise IncompatibleAdapter(
             f"an embedding's tensors for module '{name}', which is none",
             expected="tensors named <module>.lora_A.weight and .lora_B.weight",
@@ -254,7 +258,7 @@ def _check_looked_up(name: str, pair: ReadPair, place: Place, modules: ModelModu
 
 
 def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
-    """Copies of the base model's embeddings, which vLLM leaves out: right only while they are the base model's own."""
+    """Refuse a resized vocabulary: vLLM leaves copies of the base model's embeddings out, and computes with its own."""
     for _, tensor in weights.base_embeddings:
         if modules.vocabulary is not None and modules.vocabulary not in tensor.shape:
             raise IncompatibleAdapter(
@@ -265,8 +269,8 @@ def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
 
 
 def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
-    """A classifier's whole head: the engine has one of this name, of as many labels and of as many features."""
-    heads = {name: place for name, place in modules.places.items() if place.kind is Kind.CLASSIFIER}
+    """Refuse a classifier's whole head unless the engine has the head, with as many labels and features."""
+    heads = {name: place for name, place in modules.places.items() if place.kind is ModuleKind.CLASSIFIER}
     for tensor in weights.others:
         name, part = tensor.name.split(".")[-2:]
         labels, features = tensor.shape[0], tensor.shape[1:]

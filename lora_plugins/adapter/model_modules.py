@@ -1,4 +1,4 @@
-"""The modules of one engine's model that LoRA can adapt, as the engine itself lists them; plain values, no vLLM."""
+"""The modules of an engine's model that LoRA can adapt, as the engine lists the modules; plain values, no vLLM."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+# Version of the values of `plain`: workers and stores of another release may have another form.
 FORMAT = 5
 
 
-class Kind(StrEnum):
-    """What a module is, as far as its adapter's tensors look different."""
+class ModuleKind(StrEnum):
+    """A kind of module, as far as the shapes of an adapter's tensors differ."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"  # A is looked up in: (rank, vocabulary)
     HEAD = "head"
-    EXPERTS = "experts"  # matrices of a mixture of experts, of one expert or of all
-    CLASSIFIER = "classifier"  # a whole weight in the place of A and B too
+    EXPERTS = "experts"  # matrices of a mixture of experts, of a single expert or of all
+    CLASSIFIER = "classifier"  # a whole weight, in the place of A and B too
 
 
 class Unadapted(StrEnum):
-    """Why a module that the model has takes no adapter in this engine."""
+    """Why a module of the model takes no adapter in this engine."""
 
     TOWER = "tower"  # of a tower or connector, and the engine runs without --enable-tower-connector-lora
     TARGET = "target"  # left out by --lora-target-modules
-    KIND = "kind"  # vLLM adapts none of this kind in this model
+    KIND = "kind"  # vLLM adapts no module of this kind in this model
     UNCALLED = "uncalled"  # vLLM wraps the module, and computes with the raw layer or with its weight
 
 
 class ExpertFormat(StrEnum):
-    """How an adapter holds the experts of one layer, whose w1 is its gate_proj, w2 its down_proj and w3 its up_proj."""
+    """How an adapter holds the experts of a layer; w1 is the layer's gate_proj, w2 its down_proj and w3 its up_proj."""
 
     PER_EXPERT = "2d"  # `<module>.<expert>.<name>`: a pair for each expert's w1, w2 and w3
     STACKED = "3d"  # `<module>.base_layer`: w13, w1 and w3 of all experts in one pair; `<module>`: w2 of all experts
@@ -45,9 +46,9 @@ class Experts:
     Attributes:
         count: of experts.
         hidden_size: features of a token: the inputs of w1, w3 and w13, the outputs of w2.
-        intermediate_size: outputs of w1 and of w3, half of those of w13, the inputs of w2.
-        formats: those that the engine takes.
-        names: what w1, w2 and w3 of one expert are called, such as `gate_proj`; w3 is missing where w1 is up_proj.
+        intermediate_size: outputs of w1 and of w3, half of w13's outputs, the inputs of w2.
+        formats: formats that the engine takes.
+        names: an expert's names for w1, w2 and w3, such as `gate_proj`; w3 is missing where w1 is up_proj.
         is_interleaved: whether w13's outputs alternate between w1 and w3 (gpt-oss), not all of w1's first.
     """
 
@@ -60,20 +61,20 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one pair of A and B lands; sizes are those of the whole model, not of one worker's part.
+class ModulePlace:
+    """The module and the sizes of a pair of A and B; sizes of the whole model, not of a worker's part.
 
     Attributes:
-        module: the engine's module, of which this may be one of several parts (`qkv_proj` has `q_proj`, …).
-        in_features, out_features: None where only the engine can tell.
+        module: the engine's module; a place may be one of several parts (`qkv_proj` has `q_proj`, …).
+        in_features, out_features: None where only the engine knows.
         max_out_features: whether fewer outputs fit as well, as with a head that knows fewer words.
         part: of experts: `w1`, `w2`, `w3` or `w13`.
         stacked: how many experts' matrices are one tensor: A is (experts x rank, inputs), B (outputs, rank x experts).
-        matrices: outputs of each matrix that a fused module joins, where the engine takes one pair for all of them.
+        matrices: outputs of each matrix of a fused module, where the engine takes a single pair for all matrices.
     """
 
     module: str
-    kind: Kind = Kind.LINEAR
+    kind: ModuleKind = ModuleKind.LINEAR
     in_features: int | None = None
     out_features: int | None = None
     max_out_features: bool = False
@@ -84,25 +85,25 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ModelModules:
-    """What an adapter for one model may hold.
+    """The modules that an adapter for one model may have.
 
     Attributes:
         architecture: the model's class in vLLM.
-        vllm_version: of the engine that said so.
+        vllm_version: of the engine with the model.
         places: by the names that `vllm.lora.utils.parse_fine_tuned_lora_name` gives an adapter's tensors.
         renames: the fields of the model's own `WeightsMapper` that rename, as plain values.
         vocabulary: how many words the model has.
-        skipped: parts of names of which vLLM reads nothing, such as those of layers for speculation.
+        skipped: parts of names that vLLM skips, such as layers for speculation.
         without_model_prefix: whether a name is also looked for without its first `model.` (pooling models).
-        experts: the mixtures of experts, by `Place.module`.
-        model_type: `model_type` of the model's configuration, by which Transformers knows its names.
-        text_prefix: where a multimodal model has its text model, if names are also looked for below it (from 0.33).
-        unadapted: modules of the model, and parts of these, that take no adapter.
+        experts: the mixtures of experts, by `ModulePlace.module`.
+        model_type: `model_type` of the model's configuration, by which Transformers knows the model's names.
+        text_prefix: where a multimodal model has its text model, if names are also looked for there (from 0.33).
+        unadapted: modules of the model, and parts of modules, that take no adapter.
     """
 
     architecture: str
     vllm_version: str
-    places: Mapping[str, Place]
+    places: Mapping[str, ModulePlace]
     vocabulary: int | None = None
     renames: Mapping[str, Any] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
@@ -113,25 +114,25 @@ class ModelModules:
     unadapted: Mapping[str, Unadapted] = field(default_factory=dict)
 
     def key(self, name: str) -> str | None:
-        """The name in `places` that weights of this name land under; None where the model has no such module."""
+        """Return the name in `places` for weights of this name; None where the model has no such module."""
         return next((key for key in self._spellings(name) if key in self.places), None)
 
-    def place(self, name: str) -> Place | None:
-        """Where the weights of this name land; None where the model has no such module."""
+    def place(self, name: str) -> ModulePlace | None:
+        """Return the place of weights of this name; None where the model has no such module."""
         key = self.key(name)
         return None if key is None else self.places[key]
 
     def why_unadapted(self, name: str) -> Unadapted | None:
-        """Why weights of this name land nowhere; None where the model has no such module."""
+        """Return why weights of this name land nowhere; None where the model has no such module."""
         for key in self._spellings(name):
-            # Of experts the module is listed, and an adapter names their parts.
+            # Of experts the model lists the module, and an adapter names parts.
             for module in (key, key.partition(".experts.")[0] + ".experts"):
                 if module in self.unadapted:
                     return self.unadapted[module]
         return None
 
     def _spellings(self, name: str) -> Iterator[str]:
-        """As `LoRAModelManager._get_lora_layer_weights` looks for a module's weights, vllm/lora/model_manager.py."""
+        """Yield names in vLLM's order (`LoRAModelManager._get_lora_layer_weights`, vllm/lora/model_manager.py)."""
         yield name
         if self.without_model_prefix:
             yield f"model.{name}"
@@ -142,11 +143,11 @@ class ModelModules:
                 yield f"{self.text_prefix}.{below}"
 
     def skips(self, tensor: str) -> bool:
-        """Whether vLLM leaves this tensor out (`LoRAModel._should_skip_module`, vllm/lora/lora_model.py, 0.32)."""
+        """Whether vLLM leaves a tensor out (`LoRAModel._should_skip_module`, vllm/lora/lora_model.py, 0.32)."""
         return any(f".{prefix}" in tensor or tensor.startswith(prefix) for prefix in self.skipped)
 
     def joined(self, other: ModelModules) -> ModelModules:
-        """Both stages of a pipeline, of which each has some of the model's layers."""
+        """Return both stages of a pipeline together, each with some of the model's layers."""
         return replace(
             self,
             places={**self.places, **other.places},
@@ -155,7 +156,7 @@ class ModelModules:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As values that JSON and vLLM's messages can carry."""
+        """Return values that JSON and vLLM's messages can carry."""
         return {
             "format": FORMAT,
             "architecture": self.architecture,
@@ -173,16 +174,17 @@ class ModelModules:
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> ModelModules:
-        """Read what `plain` wrote.
+        """Read the values of `plain`.
 
         Raises:
-            ValueError: another format, or values that are none of these.
+            ValueError: another format, or other values.
         """
         if plain.get("format") != FORMAT:
+            # A store or a worker of another release may hold an older form.
             raise ValueError(f"format {plain.get('format')!r}, not {FORMAT}")
         try:
             places = {
-                name: replace(Place(module, Kind(kind), *others), matrices=tuple(matrices))
+                name: replace(ModulePlace(module, ModuleKind(kind), *others), matrices=tuple(matrices))
                 for name, (module, kind, *others, matrices) in plain["places"].items()
             }
             experts = {
@@ -207,10 +209,10 @@ class ModelModules:
 
     @classmethod
     def of_json(cls, text: str) -> ModelModules:
-        """Read what `json.dumps(plain())` wrote.
+        """Read the text of `json.dumps(plain())`.
 
         Raises:
-            ValueError: it is no such text.
+            ValueError: the text is another.
         """
         loaded = json.loads(text)
         if not isinstance(loaded, dict):

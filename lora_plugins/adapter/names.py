@@ -1,4 +1,4 @@
-"""The grammar of adapter names: one adapter has exactly one name, and a name can never leave its root.
+"""The grammar of adapter names: an adapter has exactly one name, and a name can never leave its root.
 
 ```
 name     = path [ "@" revision ]        at most 256 characters
@@ -28,7 +28,7 @@ _INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, 
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A well-formed adapter name, split into its path and, where one is pinned, its revision."""
+    """A well-formed adapter name, split into its path and its pinned revision, if any."""
 
     path: str
     revision: str | None = None
@@ -42,6 +42,7 @@ class AdapterName:
         """
         if len(text) > MAX_CHARACTERS:
             raise _malformed(f"a name of {len(text)} characters", f"at most {MAX_CHARACTERS}")
+        # A composed and a decomposed name look alike, and would be two adapters.
         if not unicodedata.is_normalized("NFC", text):
             raise _malformed("a name in decomposed Unicode", "Unicode's composed form (NFC)")
         path, at, revision = text.partition("@")
@@ -65,7 +66,7 @@ class AdapterName:
 
 
 def why_absent(text: str) -> AdapterNotFound | None:
-    """What is wrong with a name that no source has, where the name itself shows it; None for one like any other."""
+    """Return the fault in a name that no source has, where the name itself shows a fault; otherwise None."""
     try:
         name = AdapterName.parse(text)
     except AdapterNotFound as error:
@@ -82,7 +83,8 @@ def why_absent(text: str) -> AdapterNotFound | None:
 
 
 def adapter_id(name: str) -> int:
-    """A number for a name that is the same on every replica and after every restart: 1 to 2**31 - 1."""
+    """Return a number for a name, the same on every replica and after every restart: 1 to 2**31 - 1."""
+    # Not `hash()`: Python salts string hashes in each process.
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") % (2**31 - 1) + 1
 
@@ -90,6 +92,7 @@ def adapter_id(name: str) -> int:
 def _check_segment(segment: str) -> None:
     if not segment:
         raise _malformed("an empty segment", "no leading, trailing or double slash")
+    # A file system hides names with a leading dot (and has `..`), and commands take a leading dash for an option.
     if segment[0] in ".-":
         raise _malformed(
             f"the segment '{segment}', led by '{segment[0]}'", "segments that start with another character"

@@ -1,7 +1,7 @@
-"""Long computation in Python beside an event loop: in pieces, with the interpreter's lock given up between them.
+"""Long computation in Python beside an event loop: in pieces, giving up the interpreter's lock between pieces.
 
-Whoever waits for the lock otherwise gets it only every `sys.getswitchinterval()` (5 ms), and a turn of an event loop
-may wait for it several times: what takes a second in a thread then slows everything down for as long.
+Another thread gets the lock only every `sys.getswitchinterval()` (5 ms), and a turn of an event loop may wait for the
+lock several times. So a second of computation in a thread slows everything down for much longer.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 _PIECE_S = 0.0005
-_PAUSE_S = 0.0005  # less is not given up reliably
+_PAUSE_S = 0.0005  # Python does not give the lock up reliably in less
+# Reading the clock for each item would cost as much as a cheap item.
 _BETWEEN_LOOKS = 16
 
 
 def paced(items: Iterable[_T]) -> Iterator[_T]:
-    """The same items, with pauses for other threads; without them in the main thread, where nobody is waited for."""
+    """Yield the same items, with pauses for other threads; without pauses in the main thread, where nobody waits."""
     if threading.current_thread() is threading.main_thread():
         yield from items
         return

@@ -1,9 +1,9 @@
-"""Module-name patterns of `adapter_config.json`, matched as PEFT and vLLM match them, but under a deadline.
+"""Module-name patterns of `adapter_config.json`, matched as PEFT and vLLM match, but within a budget of time.
 
-The patterns are regular expressions written by whoever made the adapter, and vLLM runs them inside the engine loop.
-The `regex` package (which vLLM uses as well) can stop a match that takes too long, so what would hang an engine is
-refused here. Compiling is under no deadline: counted repeats, each of which multiplies what is compiled, are counted
-before. What still takes long ends the process that reads the adapter (`lora_plugins/verification`), and no other.
+The maker of an adapter writes the patterns, and vLLM runs the patterns inside the engine loop. The `regex` package
+(which vLLM uses as well) can stop a slow match, so a pattern that would hang an engine is refused here. Compiling has
+no time limit: counted repeats, each of which multiplies the compiled size, are counted before. A pattern that is slow
+all the same ends only the process that reads the adapter (`lora_plugins/verification`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import regex
 from lora_plugins.errors import InvalidAdapter
 
 BUDGET_S = 1.0
-MAX_PATTERN_CHARACTERS = 10_000  # compiling is under no deadline, and takes longer the longer the pattern
+# Compiling has no time limit, and takes longer for a longer pattern.
+MAX_PATTERN_CHARACTERS = 10_000
 MAX_REPEATS = 100_000  # `(?:a{100}){1000}`; no pattern for module names has more than a few `\d{1,3}`
 
-# Names, some perhaps with their dots escaped, and alternatives of these.
+# Names, perhaps with escaped dots, and alternatives of names.
 _NAME = r"(?:[\w.-]|\\[.-])++"
 _NAMES = regex.compile(rf"{_NAME}(?:\|{_NAME})*+")
 _ONE_NAME = regex.compile(_NAME)
@@ -32,8 +33,8 @@ _BRACES = regex.compile(r"\{([^}]*)")
 T = TypeVar("T")
 
 
-class Deadline:
-    """Time of this thread's processor that all matches for one adapter may take together, busy machine or not."""
+class PatternBudget:
+    """Time of this thread's processor for all matches of one adapter together, on a busy machine or not."""
 
     def __init__(self, budget_s: float = BUDGET_S) -> None:
         self._budget_s = budget_s
@@ -44,7 +45,7 @@ class Deadline:
         """Whether `pattern` matches the whole of `name`.
 
         Raises:
-            InvalidAdapter: not a regular expression, too long, or out of time; `field` names it in the message.
+            InvalidAdapter: not a regular expression, too long, or out of time; the message has `field`.
         """
         if len(pattern) > MAX_PATTERN_CHARACTERS:
             raise InvalidAdapter(
@@ -61,12 +62,14 @@ class Deadline:
         try:
             compiled = self._compiled.get(pattern)
             if compiled is None:
+                # regex's own cache would keep hostile patterns in the process, and charge an adapter for the patterns
+                # of others.
                 compiled = self._compiled[pattern] = regex.compile(pattern, cache_pattern=False)
             left_s = self._ends - time.thread_time()
             if left_s <= 0:
                 raise TimeoutError
             return compiled.fullmatch(name, timeout=left_s) is not None
-        except (TimeoutError, MemoryError) as error:  # a recursive one runs out of stack before it runs out of time
+        except (TimeoutError, MemoryError) as error:  # a recursive pattern may exhaust the stack before the time
             raise InvalidAdapter(
                 f"a pattern in {field} that takes more than {self._budget_s:g} s or too much memory to match",
                 expected="patterns without nested repetition",
@@ -81,7 +84,7 @@ class Deadline:
 
 
 def _repeats(pattern: str) -> int:
-    """The product of all counts in braces, whatever they stand for: nested or not, a reader of patterns may differ."""
+    """Return the product of all counts in braces, nested or not: readers of patterns may differ on nesting."""
     counts = []
     for braces in _BRACES.findall(pattern):
         numbers = (re.sub(r"\D", "", part).lstrip("0") for part in braces.split(","))
@@ -90,22 +93,22 @@ def _repeats(pattern: str) -> int:
 
 
 def _names_in(pattern: str) -> list[str]:
-    """The names that this pattern is alternatives of; none where it is another pattern."""
+    """Return the names in a pattern of alternatives; none for any other pattern."""
     if _NAMES.fullmatch(pattern) is None:
         return []
     return [_ESCAPE.sub(r"\1", name) for name in _ONE_NAME.findall(pattern)]
 
 
 class SuffixPatterns(Generic[T]):
-    """Values by patterns, of which the first that matches a module's name from its end, at a dot, decides.
+    """Values by patterns; the first pattern that matches a module's name from its end, at a dot, decides.
 
-    PEFT's `get_pattern_key`. A list with an entry for every module is the usual large one, so plain names are looked up
-    and not matched: how long that takes depends on no machine's speed. So are alternatives of names, `q_proj|v_proj`,
-    and names with escapes. A plain name's dots stand for dots here.
+    PEFT's `get_pattern_key`. A long list usually has an entry for every module, so plain names are looked up and not
+    matched: the time depends on no machine's speed. Alternatives of names, `q_proj|v_proj`, and names with escapes are
+    looked up too. A plain name's dots stand for dots here.
     """
 
     def __init__(self, patterns: Mapping[str, T], field: str) -> None:
-        """Read them; `field` of the configuration is named in errors."""
+        """Read the patterns; errors name `field` of the configuration."""
         self._field = field
         self._plain: dict[str, tuple[int, T]] = {}
         self._others: list[tuple[int, str, T]] = []
@@ -116,19 +119,20 @@ class SuffixPatterns(Generic[T]):
             if not names:
                 self._others.append((place, rf"(.*\.)?({pattern})", value))
 
-    def first(self, module: str, deadline: Deadline) -> T | None:
-        """The value for a module; None where no pattern matches.
+    def first(self, module: str, budget: PatternBudget) -> T | None:
+        """Return the value for a module; None where no pattern matches.
 
         Raises:
-            InvalidAdapter: see `Deadline.matches`.
+            InvalidAdapter: see `PatternBudget.matches`.
         """
         parts = module.split(".")
         suffixes = (".".join(parts[start:]) for start in range(len(parts)))
         found = min((self._plain[suffix] for suffix in suffixes if suffix in self._plain), key=_place, default=None)
         for place, pattern, value in self._others:
+            # Patterns keep their order: a plain name that matches earlier ends the search.
             if found is not None and place > found[0]:
                 break
-            if deadline.matches(pattern, module, field=self._field):
+            if budget.matches(pattern, module, field=self._field):
                 return value
         return None if found is None else found[1]
 

@@ -4,8 +4,8 @@ Format (huggingface/safetensors README): 8 bytes little-endian header length, a 
 `{"dtype", "shape", "data_offsets": [begin, end]}` with an optional `__metadata__`, then the tensors' bytes without
 holes or overlaps.
 
-The engine reads it too, at each load. So the length of each member is bounded before it is parsed: a description takes
-150 bytes, PEFT's `__metadata__` 20.
+The engine reads the header too, at each load. So the length of each member is bounded before parsing: a description
+takes 150 bytes, PEFT's `__metadata__` 20.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPE_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: its bytes lie from `begin` to `end`, counted from the start of `file` (empty: the only one)."""
+    """A tensor: its bytes lie from `begin` to `end`, counted from the start of `file` (empty for a single file)."""
 
     name: str
     dtype: str
@@ -49,7 +49,7 @@ class TensorInfo:
 
 
 def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
-    """Read the header at the start of `file`, whose size is `file_bytes`; tensors come in the order of their bytes.
+    """Read the header at the start of `file`, of `file_bytes` bytes; return tensors in the order of their bytes.
 
     Raises:
         InvalidAdapter: anything that is not exactly a safetensors file of floating-point tensors.
@@ -76,10 +76,10 @@ def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
 
 
 def read_metadata(file: BinaryIO) -> dict[str, str]:
-    """The texts of `__metadata__`, of a file whose header may not be read yet.
+    """Return the texts of `__metadata__`, of a file whose header is still unchecked.
 
     Raises:
-        InvalidAdapter: the header is no JSON object up to there.
+        InvalidAdapter: the header is no JSON object up to `__metadata__`.
     """
     header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if header_bytes > MAX_HEADER_BYTES:
@@ -97,7 +97,7 @@ def read_metadata(file: BinaryIO) -> dict[str, str]:
 
 
 def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
-    """The members of the header's JSON object, but for `__metadata__`, each read when it is asked for."""
+    """Yield the members of the header's JSON object except `__metadata__`, reading each member on demand."""
     try:
         text = data.decode("utf-8")
         for count, (name, value) in enumerate(_members(text)):
@@ -114,10 +114,10 @@ def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _members(text: str) -> Iterator[tuple[str, Any]]:
-    """The members of a JSON object; as `json.loads`, it raises ValueError where the text is none.
+    """Yield the members of a JSON object; raise ValueError for any other text, as `json.loads` does.
 
-    `json.loads` itself would hold all members of a long one at once, and the interpreter's lock while it lets go of
-    them.
+    `json.loads` itself would hold all members of a long object at once, and the interpreter's lock while freeing the
+    members.
     """
     at = _after_space(text, 0)
     if text[at : at + 1] != "{":
@@ -129,6 +129,7 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
         if follows not in ("", ",") or text[at : at + 1] != '"':
             raise ValueError(at)
         name, at = _DECODER.raw_decode(text, at)
+        # JSON readers differ on duplicates: the engine could read another tensor than the one checked here.
         if name in names:
             raise _twice(name)
         names.add(name)
@@ -146,7 +147,7 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _value(name: str, text: str, at: int) -> tuple[Any, int]:
-    """The value at `at`, of a member of this name, and where it ends; no more of it is parsed than it may take."""
+    """Return a member's value at `at`, and its end; only as much text is parsed as the member may take."""
     if name == "__metadata__":
         part = text[at : at + MAX_METADATA_CHARACTERS]
         try:
@@ -158,7 +159,7 @@ def _value(name: str, text: str, at: int) -> tuple[Any, int]:
                 raise
             raise _broken(f"a __metadata__ that does not end within {len(part)} characters", "a few texts") from None
         return value, at + end
-    # A description is one flat object, so that it ends at the first brace; whatever else stands here is none.
+    # A description is a flat object, so it ends at the first brace; anything else is no description.
     part = text[at : text.find("}", at, at + _MAX_DESCRIPTION) + 1]
     try:
         value, end = _DECODER.raw_decode(part)
@@ -229,15 +230,18 @@ def _tensor(name: str, entry: Any, start: int) -> TensorInfo:
 
 
 def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
+    # Below 2⁴⁸: products of sizes stay far from overflow in every reader. `type`, as a bool is an int too.
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
 
 
 def _check_layout(tensors: list[TensorInfo], start: int, file_bytes: int) -> None:
     expected = start
     for tensor in paced(tensors):
+        # Bytes without an owner, or with two, could hide content from the checks.
         if tensor.begin != expected:
             raise _broken(f"tensor '{tensor.name}' at byte {tensor.begin}", f"byte {expected}, without hole or overlap")
         expected = tensor.end
+    # Trailing bytes belong to no tensor, and safetensors refuses such a file too.
     if expected != file_bytes:
         raise _broken(f"{file_bytes} bytes in the file", f"{expected}, where the last tensor ends")
 

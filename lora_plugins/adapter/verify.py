@@ -1,4 +1,4 @@
-"""Verify an adapter directory before an engine sees it: files, configuration, header, base model, values."""
+"""Verifies an adapter directory before an engine sees it: files, configuration, header, base model, values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from lora_plugins.adapter.config import (
     parse_config,
 )
 from lora_plugins.adapter.files import open_regular
-from lora_plugins.adapter.finite import check_finite
+from lora_plugins.adapter.finite import check_finite, check_magnitudes
 from lora_plugins.adapter.fit import BaseModel, check_base, warnings_of
 from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
-from lora_plugins.adapter.magnitude import check_magnitudes
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import Weights, pair_weights
 from lora_plugins.adapter.writers import name_format
@@ -30,15 +29,15 @@ from lora_plugins.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class VerifiedAdapter:
-    """An adapter that this server can serve, once it is in the engine's form.
+    """An adapter that this server can serve, once converted to the engine's form.
 
     Attributes:
-        config, weights: what it says of itself, with patterns of names only (`with_exact_patterns`); weights are None
-            where they are a pickle, which is not read here, and the patterns are the adapter's own then.
-        size_bytes: of configuration and weights as their source has them.
-        notes: what was let through.
-        warnings: that it was trained on another base model, by the names of both; clients may see them.
-        conversion: into the engine's form; None where it is in that form, or the engine's modules are not known.
+        config, weights: the adapter's own content, with patterns of names only (`with_exact_patterns`). For a pickle,
+            which is not read here, weights are None and the patterns are the adapter's own.
+        size_bytes: of configuration and weights at the source.
+        notes: tolerated differences.
+        warnings: another base model in training, by the names of both; clients may see warnings.
+        conversion: into the engine's form; None where no conversion is needed, or the engine's modules are unknown.
     """
 
     config: AdapterConfig
@@ -50,12 +49,12 @@ class VerifiedAdapter:
 
     @property
     def is_3d(self) -> bool:
-        """Whether it holds experts stacked; a pickle, which is not read here, is taken not to."""
+        """Whether the adapter holds experts stacked; False for a pickle, which is not read here."""
         return self.weights is not None and self.weights.has_stacked_experts
 
 
 def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) -> VerifiedAdapter:
-    """Verify the adapter in `directory`, and against the served base model unless `base` is None.
+    """Verify the adapter in `directory`, also against the served base model unless `base` is None.
 
     Raises:
         AdapterNotFound: the configuration or the weights are missing.
@@ -67,15 +66,18 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
             config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
         if os.path.lexists(directory / ORIGINAL_CONFIG_FILE):
+            # The size is the source's: in the store, our canonical configuration stands under the plain name.
             config_bytes = os.lstat(directory / ORIGINAL_CONFIG_FILE).st_size
         name = choose_weights(_present(directory), settings)
     except AdapterNotFound as error:
         with suppress(OSError):
             name_format(error, os.listdir(directory))
         raise
+    # Loading a pickle runs code, so only size and configuration are checked.
     if name in PICKLE_FILES:
         with open_regular(directory / name) as (_, weights_bytes):
             check_size(config_bytes + weights_bytes, settings)
+        # vLLM will match the patterns of a pickle's configuration in the engine, so the patterns must at least compile.
         config.check_patterns()
         note = f"{name} is a pickle; weights not verified"
         read = VerifiedAdapter(config, None, config_bytes + weights_bytes, (note,))
@@ -83,6 +85,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
     with open_weights(directory, name) as opened, describing(file=name):
         size_bytes = config_bytes + sum(weights_bytes for _, weights_bytes, _ in opened)
         check_size(size_bytes, settings)
+        # The files stay open from the header to the values: a file replaced in between would escape the checks.
         weights = pair_weights((tensor for _, _, tensors in opened for tensor in tensors), config)
         verified = VerifiedAdapter(with_exact_patterns(config, weights.pairs), weights, size_bytes)
         if base is not None:
@@ -96,10 +99,10 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
 
 
 def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) -> VerifiedAdapter:
-    """What `verify_adapter` said of an adapter without a base model, compared with this one; no file is read.
+    """Compare an adapter that `verify_adapter` has read without a base model with `base`; no file is read.
 
     Raises:
-        IncompatibleAdapter: it is not for this server.
+        IncompatibleAdapter: the adapter is not for this server.
     """
     conversion = None
     with describing(file=CONFIG_FILE if verified.weights is None else WEIGHTS_FILE):
@@ -113,11 +116,11 @@ def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) 
 
 
 def choose_weights(names: Collection[str], settings: Settings) -> str:
-    """The file of weights that is read, of an adapter with files of these names; the index where they are several.
+    """Return the file of weights to read, from the files' names; the index for several files of weights.
 
     Raises:
-        AdapterNotFound: there is none.
-        InvalidAdapter: they are a pickle, which is not allowed.
+        AdapterNotFound: there are no weights.
+        InvalidAdapter: the weights are a pickle, which is not allowed.
     """
     if WEIGHTS_FILE in names:
         return WEIGHTS_FILE
@@ -142,10 +145,10 @@ def choose_weights(names: Collection[str], settings: Settings) -> str:
 
 
 def check_size(size_bytes: int, settings: Settings) -> None:
-    """Refuse configuration and weights that are larger together than `max_adapter_bytes`.
+    """Refuse configuration and weights that together exceed `max_adapter_bytes`.
 
     Raises:
-        InvalidAdapter: they are.
+        InvalidAdapter: both together are larger.
     """
     if size_bytes > settings.max_adapter_bytes:
         raise InvalidAdapter(

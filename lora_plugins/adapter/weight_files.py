@@ -1,4 +1,4 @@
-"""The files that an adapter's weights may lie in: one safetensors file, several with an index, or a pickle.
+"""The files with an adapter's weights: a safetensors file, several with an index, or a pickle.
 
 The index is Transformers': `{"weight_map": {tensor: file}}` in `adapter_model.safetensors.index.json`, for files named
 `adapter_model-00001-of-00002.safetensors`.
@@ -36,15 +36,15 @@ OpenWeights = tuple[BinaryIO, int, tuple[TensorInfo, ...]]
 
 
 def is_shard(name: str) -> bool:
-    """Whether this is the name of one of several files."""
+    """Whether `name` is the name of one of several files."""
     return _SHARD.fullmatch(name) is not None
 
 
 def read_index(data: bytes) -> dict[str, str]:
-    """Which file each tensor is in.
+    """Return the file of each tensor.
 
     Raises:
-        InvalidAdapter: it is no index of such files.
+        InvalidAdapter: the data is no index of such files.
     """
     check_index_size(len(data))
     try:
@@ -62,24 +62,25 @@ def read_index(data: bytes) -> dict[str, str]:
 
 
 def check_index_size(size_bytes: int) -> None:
-    """Refuse an index that is longer than is read.
+    """Refuse an index that is longer than the limit.
 
     Raises:
-        InvalidAdapter: it is.
+        InvalidAdapter: the index is longer.
     """
     if size_bytes > MAX_INDEX_BYTES:
         raise _no_index(f"more than {MAX_INDEX_BYTES} bytes")
 
 
 def shards_of(index: bytes) -> list[str]:
-    """The files that an index names, found without parsing it, which is for a process under limits.
+    """Return the files that an index names, without parsing: only a process under limits may parse.
 
     Raises:
-        InvalidAdapter: it is longer than an index may be, names none, or too many.
+        InvalidAdapter: the index is too long, or names no file or too many.
     """
     check_index_size(len(index))
     found: set[bytes] = set()
     for begin in paced(range(0, len(index), _PIECE_BYTES)):
+        # Pieces overlap by the longest name, so that no name is cut in two.
         found.update(_SHARD_IN_INDEX.findall(index, begin, begin + _PIECE_BYTES + _LONGEST_SHARD))
     if not found:
         raise _no_index("no weight_map")
@@ -87,10 +88,10 @@ def shards_of(index: bytes) -> list[str]:
 
 
 def check_shards(names: Iterable[str]) -> list[str]:
-    """The same names in order.
+    """Return the same names in order.
 
     Raises:
-        InvalidAdapter: there are more than `MAX_SHARDS`.
+        InvalidAdapter: more than `MAX_SHARDS` names.
     """
     ordered = sorted(names)
     if len(ordered) > MAX_SHARDS:
@@ -114,11 +115,11 @@ def _no_index(why: str) -> InvalidAdapter:
 
 @contextmanager
 def open_weights(directory: Path, name: str) -> Iterator[list[OpenWeights]]:
-    """Open the file of weights, or all those that the index `name` names, and read their headers.
+    """Open the file of weights, or all files of the index `name`, and read the headers.
 
     Raises:
         AdapterNotFound: a file is missing.
-        InvalidAdapter: a file is malformed, or holds other tensors than the index says.
+        InvalidAdapter: a file is malformed, or holds other tensors than the index lists.
         SourceUnavailable: the file system denies or fails.
     """
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The tensors of an adapter as pairs A and B of a module, checked against its configuration.
+"""The tensors of an adapter as pairs A and B of a module, checked against the adapter's configuration.
 
 Names: `[base_model.model.]<module>.lora_A.weight`, `.lora_B.weight`, `.lora_embedding_A`, `.lora_embedding_B`
 (`parse_fine_tuned_lora_name` in `vllm/lora/utils.py`, 0.32). A state dict that was saved without PEFT's own function
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lora_plugins.adapter.config import AdapterConfig, without_effect
 from lora_plugins.adapter.pace import paced
-from lora_plugins.adapter.patterns import Deadline
+from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.writers import foreign_key, unwrapped
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
@@ -33,8 +33,8 @@ class LoraPair:
     """A (shrink, `(rank, in)`) and B (expand, `(out, rank)`) of one module.
 
     Attributes:
-        rank, alpha: the configuration's for it.
-        is_looked_up: whether it is an embedding's.
+        rank, alpha: the configuration's for the module.
+        is_looked_up: whether the pair is an embedding's.
     """
 
     module: str
@@ -46,24 +46,24 @@ class LoraPair:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of A and B as PEFT's own function saves them, which vLLM reads."""
+        """The names of A and B as PEFT's own function saves, and vLLM reads."""
         a, b = (f"{PREFIX}{self.module}.lora_{'embedding_' if self.is_looked_up else ''}{side}" for side in "AB")
         return (a, b) if self.is_looked_up else (f"{a}.weight", f"{b}.weight")
 
     @property
     def is_experts(self) -> bool:
-        """Whether this belongs to fused experts, whose tensors stack several matrices."""
+        """Whether the pair belongs to fused experts, whose tensors stack several matrices."""
         return ".experts" in self.module
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What an adapter holds.
+    """The tensors of an adapter.
 
     Attributes:
         base_embeddings: copies of the base model's embeddings, which vLLM leaves out.
         others: whole modules, such as a classifier's head.
-        name_in_keys: the adapter's name, where its keys hold one.
+        name_in_keys: the adapter's name, where the keys have a name.
     """
 
     pairs: tuple[LoraPair, ...]
@@ -101,10 +101,12 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
                 f"two {side} tensors for module '{module}'", expected="one", remedy="save the adapter again with PEFT"
             )
         pair[side] = tensor
+    # Before pairing: an A of the first adapter must not meet a B of the second.
     _check_one_adapter(names)
-    deadline, rank_of, alpha_of = Deadline(), config.ranks(), config.alphas()
+    # One budget for all patterns of an adapter: many cheap matches must not add up either.
+    budget, rank_of, alpha_of = PatternBudget(), config.ranks(), config.alphas()
     pairs = tuple(
-        _pair(module, pair, rank_of(name, deadline), alpha_of(name, deadline), is_looked_up)
+        _pair(module, pair, rank_of(name, budget), alpha_of(name, budget), is_looked_up)
         for (module, is_looked_up), pair in paced(sides.items())
         for name in [parameter_of(module)]
     )
@@ -114,7 +116,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         )
     if not any(pair.alpha for pair in pairs):
         raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
-    _check_wrapped(pairs, lambda name: (rank_of(name, deadline), alpha_of(name, deadline)))
+    _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
     return Weights(pairs, tuple(embeddings), tuple(others), names.pop())
 
@@ -135,7 +137,7 @@ def _is_classifier_head(name: str, config: AdapterConfig) -> bool:
 
 
 def _split(name: str) -> tuple[str, str, bool, str | None]:
-    """Module, side, whether it is an embedding's, and the adapter's name if the key holds one."""
+    """Return module, side, whether the module is an embedding, and the adapter's name in the key, if any."""
     found = _NAME.fullmatch(_without_prefix(name))
     if found is None and name.endswith(_WHOLE_EMBEDDINGS):
         raise IncompatibleAdapter(
@@ -155,7 +157,7 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
 
 
 def _without_prefix(name: str) -> str:
-    """As vLLM's `parse_fine_tuned_lora_name`, which takes the prefix off as often as it is there."""
+    """Return the name without prefix, as vLLM's `parse_fine_tuned_lora_name` does, which replaces every occurrence."""
     return name.replace(PREFIX, "") if name.startswith(PREFIX) else name
 
 
@@ -179,10 +181,10 @@ def _pair(module: str, sides: dict[str, TensorInfo], rank: int, alpha: float, is
 
 
 def parameter_of(module: str) -> str:
-    """The name of a module that patterns of the configuration are compared with.
+    """Return the module's name for comparing with patterns of the configuration.
 
-    PEFT wraps the two parameters of stacked experts one in the other (`target_parameters`), and matches their own names
-    (`PEFTHelper.get_rank_and_scaling` in vllm/lora/peft_helper.py, 0.32).
+    PEFT wraps the two parameters of stacked experts into each other (`target_parameters`), and matches the parameters'
+    own names (`PEFTHelper.get_rank_and_scaling` in vllm/lora/peft_helper.py, 0.32).
     """
     if module.endswith(".experts.base_layer"):
         return module.removesuffix(".base_layer") + ".gate_up_proj"
@@ -190,10 +192,11 @@ def parameter_of(module: str) -> str:
 
 
 def _check_wrapped(pairs: Iterable[LoraPair], values_of: Callable[[str], tuple[int, float]]) -> None:
-    """Refuse patterns that a wrapper in a name keeps from matching: whether they did in training, nobody can say."""
+    """Refuse patterns that a wrapper in a name keeps from matching: the training may have matched or not."""
     for pair in paced(pairs):
         if "._" not in pair.module:
-            continue  # only `module` stands in names that are no wrapper's, and only in front of all others
+            # Without `._`, only `module` can be a wrapper's, and only in front of all other parts.
+            continue
         name = parameter_of(unwrapped(pair.module))
         if values_of(name) != (pair.rank, pair.alpha):
             raise IncompatibleAdapter(
@@ -206,7 +209,7 @@ def _check_wrapped(pairs: Iterable[LoraPair], values_of: Callable[[str], tuple[i
 def _check_ranks(pairs: Iterable[LoraPair]) -> None:
     for pair in paced(pairs):
         if pair.is_experts:
-            continue  # how many of them a tensor stacks, the model says
+            continue  # only the model says how many experts a tensor stacks
         if (pair.a.shape[0], pair.b.shape[1]) != (pair.rank, pair.rank):
             raise InvalidAdapter(
                 f"rank {pair.a.shape[0]} in '{pair.a.name}' and {pair.b.shape[1]} in '{pair.b.name}'",

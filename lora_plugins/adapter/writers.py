@@ -1,4 +1,4 @@
-"""Who wrote an adapter: programs whose form is not PEFT's, and PyTorch's wrappers, by names and first bytes.
+"""The writers of adapters: programs whose form is not PEFT's, and PyTorch's wrappers, by names and first bytes.
 
 Source of the rows: mlx_lm/tuner/lora.py of mlx-lm (200af25d); finetune/checkpointing.py of mistral-finetune (20704b22);
 `tune_to_peft_adapter_weights` in torchtune/models/convert_weights.py; tinker_cookbook/weights/_adapter.py and
@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter
 
-# What PyTorch's wrappers put into the names of the modules that they hold.
+# Parts that PyTorch's wrappers put into the names of wrapped modules.
 WRAPPERS: Mapping[str, str] = {
     "_orig_mod": "torch.compile",
     "_checkpoint_wrapped_module": "checkpoint_wrapper",
@@ -29,11 +29,11 @@ class Writer:
 
     Attributes:
         name: in words, for errors.
-        remedy: the conversion to run, or what else to do.
+        remedy: the conversion to run, or another remedy.
         files: a pattern of names of files that only this writer makes.
-        keys: a pattern of names of tensors, with which these begin or go on.
+        keys: a pattern within names of tensors.
         config_keys: keys of `adapter_config.json` that only this writer makes.
-        magic: what its files begin with; eight bytes at most, as many as are read of a safetensors file first.
+        magic: the first bytes of the writer's files; at most eight, as many as are read of a safetensors file first.
     """
 
     name: str
@@ -99,30 +99,31 @@ WRITERS = (
 
 
 def by_bytes(begin: bytes) -> Writer | None:
-    """The writer of a file that begins with these bytes."""
+    """Return the writer of a file that begins with these bytes."""
     return next((one for one in WRITERS if one.magic and begin.startswith(one.magic)), None)
 
 
 def by_keys(names: Iterable[str]) -> Writer | None:
-    """The writer of tensors, one of which has such a name."""
+    """Return the writer of the first tensor whose name fits a writer's pattern."""
     patterns = [(one, re.compile(one.keys)) for one in WRITERS if one.keys]
     return next((one for name in names for one, pattern in patterns if pattern.search(name)), None)
 
 
 def by_config(keys: Collection[str]) -> Writer | None:
-    """The writer of a configuration with these keys, if it is none of PEFT's."""
+    """Return the writer of a configuration with these keys; None where PEFT may be the writer."""
+    # PEFT always writes `r`: a file with `r` is PEFT's, whatever else the file has.
     return next((one for one in WRITERS if "r" not in keys and one.config_keys.intersection(keys)), None)
 
 
 def by_files(names: Iterable[str]) -> tuple[str, Writer] | None:
-    """A file of these names that only one writer makes, and the writer."""
+    """Return a file that only one writer makes, and the writer."""
     return next(
         ((name, one) for name in sorted(names) for one in WRITERS if one.files and re.fullmatch(one.files, name)), None
     )
 
 
 def foreign_bytes(begin: bytes) -> InvalidAdapter | None:
-    """The error for a file that begins with these bytes; None where nobody knows whose it is."""
+    """Return the error for a file that begins with these bytes; None where the writer is unknown."""
     writer = by_bytes(begin)
     if writer is None:
         return None
@@ -130,7 +131,7 @@ def foreign_bytes(begin: bytes) -> InvalidAdapter | None:
 
 
 def foreign_config(raw: Mapping[str, Any]) -> IncompatibleAdapter | None:
-    """The error for a configuration that another program than PEFT wrote; None where it may be PEFT's."""
+    """Return the error for a configuration of another program than PEFT; None where PEFT may be the writer."""
     writer = by_config(raw)
     if writer is None:
         return None
@@ -141,7 +142,7 @@ def foreign_config(raw: Mapping[str, Any]) -> IncompatibleAdapter | None:
 
 
 def foreign_key(name: str) -> IncompatibleAdapter | None:
-    """The error for a tensor that another program than PEFT named; None where it may be PEFT's."""
+    """Return the error for a tensor that another program than PEFT named; None where PEFT may be the writer."""
     writer = by_keys([name])
     if writer is None:
         return None
@@ -153,7 +154,7 @@ def foreign_key(name: str) -> IncompatibleAdapter | None:
 
 
 def name_format(error: AdapterNotFound, files: Iterable[str]) -> None:
-    """Say in an error for a missing file whose files lie there instead, where their names show it."""
+    """Add to an error for a missing file the writer of the present files, where their names show the writer."""
     found = by_files(files)
     if found is not None:
         name, writer = found
@@ -162,13 +163,13 @@ def name_format(error: AdapterNotFound, files: Iterable[str]) -> None:
 
 
 def wrappers_in(modules: Iterable[str]) -> list[str]:
-    """The wrappers whose names are parts of these, in the order of the table."""
+    """Return the wrappers whose names are parts of these modules' names, in the order of the table."""
     parts = {part for module in modules for part in module.split(".")}
     return [name for name in WRAPPERS if name in parts]
 
 
 def unwrapped(module: str) -> str:
-    """A module's name without the names of wrappers, and without PEFT's own prefix behind these."""
+    """Return a module's name without the names of wrappers, and without PEFT's own prefix behind."""
     name = ".".join(part for part in module.split(".") if part not in WRAPPERS)
     while name.startswith("base_model.model."):
         name = name.removeprefix("base_model.model.")
@@ -176,5 +177,5 @@ def unwrapped(module: str) -> str:
 
 
 def in_words(wrappers: Iterable[str]) -> str:
-    """Wrappers' names with the program that puts each there."""
+    """Return the wrappers' names, each with its program."""
     return ", ".join(f"'{name}.' of {WRAPPERS[name]}" for name in wrappers)

@@ -1,7 +1,7 @@
-"""Which kernels this process computes with: what was asked for, or the best that can be had; pure.
+"""Which kernels this process computes with: the setting's choice, or the best that the machine has; pure.
 
-With an explicit choice that cannot be had, startup fails. Only `auto` chooses, and it says what it took and why. After
-an error there is no fallback: a kernel that fails, fails.
+An explicit choice that the machine cannot have fails at startup. Only `auto` chooses, and logs its choice and the
+reason. There is no fallback after an error: a kernel that fails, fails.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import tuning
 from lora_plugins.settings import Kernels
 
+# Dotted names: vLLM imports the class by name, and only the chosen platform's module is importable.
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
 TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
@@ -21,13 +22,13 @@ TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the choice depends on.
+    """Facts about the machine that decide the choice.
 
     Attributes:
-        platform: vLLM's: `cpu`, `cuda`, `rocm`, ...
-        triton: whether Triton and our ops for it are there.
-        cannot_compile: why there is no compiled CPU product, None where there is; asked only if the choice needs it.
-        architecture: of the GPU, such as `sm_90`; asked only if the choice needs it.
+        platform: vLLM's name: `cpu`, `cuda`, `rocm`, ...
+        triton: whether Triton and our ops for Triton are installed.
+        cannot_compile: returns why there is no compiled CPU product, or None; called only if the choice depends on it.
+        architecture: returns the GPU's architecture, such as `sm_90`; called only if the choice depends on it.
     """
 
     platform: str
@@ -46,10 +47,10 @@ class Choice:
 
 
 def choose(asked: Kernels, machine: Machine) -> Choice:
-    """The kernels for this machine.
+    """Return the kernels for this machine.
 
     Raises:
-        InvalidSettings: what was asked for cannot be had here.
+        InvalidSettings: the machine cannot have the kernels that the setting names.
     """
     if asked is Kernels.AUTO:
         return _best(machine)
@@ -86,6 +87,7 @@ def _best(machine: Machine) -> Choice:
         return Choice(Kernels.VLLM, reason, None)
     if not machine.triton:
         return Choice(Kernels.VLLM, f"{reason}, without Triton", None)
+    # Figures of other GPUs say nothing about this GPU, so `auto` keeps vLLM's kernels where we have not measured.
     architecture = machine.architecture()
     if architecture is None or not is_measured(architecture):
         reason += f", and our Triton kernels have not been measured on {architecture or 'this GPU'}"
@@ -94,12 +96,12 @@ def _best(machine: Machine) -> Choice:
 
 
 def is_measured(architecture: str) -> bool:
-    """Whether the package has a tuning table for `architecture`, which it has only with figures from such a GPU."""
+    """Whether the package has a tuning table for `architecture`; every table comes from measurements on a GPU."""
     return (tuning.PACKAGED / f"{architecture}.json").is_file()
 
 
 def triton_is_there(find: Callable[[str], object | None] = importlib.util.find_spec) -> bool:
-    """Whether Triton and our wrapper for it are installed; imports neither."""
+    """Whether Triton and our wrapper are installed; imports neither."""
     return find("triton") is not None and find("lora_plugins.kernels.punica_triton") is not None
 
 

@@ -1,8 +1,8 @@
-"""What is written into the slots of vLLM's LoRA layers: slice by slice, and of which true rank.
+"""Watches the slots of vLLM's LoRA layers: notes the true rank of each slice that a caller writes.
 
-Each layer object gets its own `set_lora` and `reset_lora`, which call those of its class, then note what was written.
-So it does not matter which subclass overrides them, nor who calls: vLLM's manager in the engine loop, or ours in a
-background thread.
+Each layer object gets its own `set_lora` and `reset_lora`. Both call the methods of the class, then note the ranks. So
+neither the subclass that overrides the methods nor the caller matters: vLLM's manager in the engine loop, or our
+manager in a background thread.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _RANKS = "_lora_plugins_ranks"
 
 
 class WatchedLayer(NamedTuple):
-    """A layer's A's and B's, one per slice, and the ranks of what lies in them.
+    """A layer's A's and B's, a pair for each slice, and the true ranks in the slots.
 
-    A is `[slots, 1, max_rank, in]`, or `[slots, vocabulary, max_rank]` in an embedding; B `[slots, 1, out, max_rank]`.
+    A is `[slots, 1, max_rank, in]`, or `[slots, vocabulary, max_rank]` in an embedding; B is `[slots, 1, out,
+    max_rank]`.
     """
 
     a: tuple[Any, ...]
@@ -27,7 +28,7 @@ class WatchedLayer(NamedTuple):
 
 
 def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """The layer's A's and B's, one per slice; None for a layer of another kind."""
+    """Return the layer's A's and B's, a pair for each slice; None for a layer of another kind."""
     a, b = getattr(module, "lora_a_stacked", None), getattr(module, "lora_b_stacked", None)
     if a is None or b is None or isinstance(a, list):  # FusedMoEWithLoRA: a list with an entry for every expert
         return None
@@ -36,28 +37,32 @@ def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
 
 
 def sides_of_slices(layer: Any, n_slices: int, lora_a: Any, lora_b: Any) -> tuple[list[Any], list[Any]] | None:
-    """What `set_lora(index, lora_a, lora_b)` puts into each slice of a slot, None where a slice is not adapted.
+    """Return the sides that `set_lora(index, lora_a, lora_b)` puts into each slice, None where a slice is not adapted.
 
-    Expanded and divided among workers as vLLM does; None where these weights are not those of so many slices.
+    The sides are expanded and divided among workers as vLLM does. The answer is None where the weights have another
+    number of slices.
     """
     if n_slices > 1:
+        # vLLM 0.30 to 0.33: a packed layer takes a list with a member for each slice, or fewer members that
+        # `expand_packed_lora` splits (column_parallel_linear.py).
         lora_a, lora_b = (side if isinstance(side, list) else [side] for side in (lora_a, lora_b))
         if len(lora_b) != n_slices:
             expand = getattr(layer, "expand_packed_lora", None)
             if expand is None:
                 return None
             lora_a, lora_b = expand(lora_a, lora_b)
-    if hasattr(layer, "n_slices") and layer.tp_size > 1:  # a head's logits are gathered first
+    # Only linear layers are divided: a head gathers its logits first.
+    if hasattr(layer, "n_slices") and layer.tp_size > 1:
         lora_a, lora_b = layer.slice_lora_a(lora_a), layer.slice_lora_b(lora_b)
     sides_a, sides_b = (list(side) if isinstance(side, list) else [side] for side in (lora_a, lora_b))
     return (sides_a, sides_b) if len(sides_a) == len(sides_b) == n_slices else None
 
 
 def watch(module: Any) -> WatchedLayer | None:
-    """Note from now on what is written to the layer's slots; None for a layer of another kind (mixture of experts).
+    """Note all later writes to the layer's slots; return None for a layer of another kind (mixture of experts).
 
-    The layer's weights must have been created. What was written before is taken to have the largest rank. A layer that
-    is watched already is not wrapped again.
+    The layer's weights must have been created. Earlier content counts as of the largest rank. A second call on the same
+    layer wraps nothing again.
     """
     parts = stacks(module)
     if parts is None:
@@ -71,8 +76,10 @@ def watch(module: Any) -> WatchedLayer | None:
     expand = getattr(module, "expand_packed_lora", None)
 
     def set_and_note(index: int, lora_a: Any, lora_b: Any) -> None:
+        # Before the write the slot counts as full: a failure within `set_lora` then leaves a rank that is safe for any
+        # content.
         ranks.writing(index)
-        set_lora(index, lora_a, lora_b)  # calls reset_lora first, which is noted too
+        set_lora(index, lora_a, lora_b)  # calls reset_lora first, and the wrapper notes the reset too
         ranks.written(index, true_ranks(lora_a, lora_b, ranks.largest, expand))
 
     def reset_and_note(index: int) -> None:
@@ -86,12 +93,13 @@ def watch(module: Any) -> WatchedLayer | None:
 
 
 def note_ranks(module: Any, ranks: SlotRanks) -> None:
-    """Have these be what is noted of the layer's slots."""
+    """Make `ranks` the layer's noted ranks."""
     setattr(module, _RANKS, ranks)
 
 
 def watched_ranks(module: Any) -> SlotRanks | None:
-    """What `watch` notes of a layer's slots, for who writes them past its `set_lora`; None where it is not watched."""
+    """Return the noted ranks of a watched layer, for writers that bypass `set_lora`; None for an unwatched layer."""
+    # From the object's own `__dict__`: torch's `Module` answers getattr from parameters and submodules too.
     known = module.__dict__.get(_RANKS)
     return known if isinstance(known, SlotRanks) else None
 

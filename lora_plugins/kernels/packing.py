@@ -1,11 +1,11 @@
-"""Panels made of an adapter's own tensors when it is loaded, for slots to point at: activating it copies nothing.
+"""Panels made of an adapter's own tensors at load, for slots to point at: activation copies nothing.
 
-The way through vLLM's slot (`set_lora`, and then panels of what is in it) copies an adapter twice when it is activated,
-and takes memory of the largest rank for every slot. Here `Packer.pack` copies it once, in a background thread, and
-`Packer.place` points a slot at that. A layer that has a packer has no stacks: what vLLM made is replaced by views of a
-single zero, of the same shapes, to which nothing can be written. vLLM's `set_lora` and `reset_lora` pack and place too.
+By vLLM's slot (`set_lora`, then panels of the slot's content) an activation copies an adapter twice, and every slot
+takes memory of the largest rank. `Packer.pack` copies the adapter once, in a background thread, and `Packer.place`
+points a slot at the copy. A layer with a packer has no stacks: views of a single zero, of the same shapes and not
+writable, replace vLLM's stacks. vLLM's `set_lora` and `reset_lora` pack and place too.
 
-A layer has a packer where the compiled product computes everything that is asked of its slots.
+A layer has a packer where the compiled product computes everything that callers ask of the layer's slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_plugins.errors import InvalidAdapter
-from lora_plugins.kernels import crossover
+from lora_plugins.kernels import processor
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, fill, size
@@ -25,41 +25,46 @@ from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.ledger import Patch
 
 _PACKER = "_lora_plugins_packer"
+# Bytes of a cache line, and of a register of AVX-512.
 ALIGNMENT = 64
 
 
 class Packer:
-    """Packs weights for one layer, and points its slots at them.
+    """Packs weights for one layer, and points the layer's slots at packed weights.
 
     Args:
         module: vLLM's layer.
-        panels: those of its slots.
+        panels: the panels of the layer's slots.
     """
 
     def __init__(self, module: Any, panels: SlotPanels) -> None:
         self._module, self.panels, self.shape = module, panels, panels.shape
 
     def size_bytes(self, lora_a: Any, lora_b: Any) -> int:
-        """Bytes that `pack` needs for these weights, up to a multiple of 64."""
+        """Return the bytes that `pack` needs for these weights, up to a multiple of 64."""
+        # A multiple of the alignment: the next piece of a block then begins aligned too.
         n_bytes = self._size(self._sides(lora_a, lora_b)) * int(self.shape.dtype.itemsize)
         return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
     def pack(
         self, lora_a: Any, lora_b: Any, scaling: float | Sequence[float | None] = 1.0, memory: Any = None
     ) -> Panels:
-        """Copy what `set_lora` takes into panels, B times `scaling`.
+        """Copy the arguments of vLLM's `set_lora` into panels, B times `scaling`.
 
-        Callable from any thread: no slot is read or written. Nothing of the given tensors is referenced afterwards.
+        Callable from any thread: `pack` neither reads nor writes a slot. The panels hold no reference to the given
+        tensors.
 
         Args:
             lora_a: as for vLLM's `set_lora`, not divided among workers, of any floating dtype and strides.
             lora_b: likewise; both are None where the adapter does not adapt this layer.
-            scaling: multiplied in the dtype of B, as vLLM's `LoRALayerWeights.optimize` does; perhaps one for each
-                member of the list `lora_b`.
-            memory: uint8, `size_bytes` or more, at a multiple of 64: to pack into instead of memory of its own.
+            scaling: multiplied in the dtype of B, as vLLM's `LoRALayerWeights.optimize` does; a number, or a number for
+                each member of the list `lora_b`.
+            memory: uint8, `size_bytes` or more, at a multiple of 64: the place of the panels, in the place of new
+                memory.
 
         Raises:
-            InvalidAdapter: weights that would not fit into vLLM's slot. ValueError: `memory` is not of that kind.
+            InvalidAdapter: weights that would not fit into vLLM's slot. ValueError: `memory` has another dtype, size or
+                alignment.
         """
         dtype = self.shape.dtype
         if not isinstance(scaling, float | int):
@@ -68,7 +73,7 @@ class Packer:
         sides = self._sides(lora_a, lora_b)
         n = self._size(sides)
         flat = torch.empty(n, dtype=dtype) if memory is None else _part_of(memory, n * dtype.itemsize).view(dtype)
-        prepared: dict[int, Any] = {}  # an A that slices share is converted once
+        prepared: dict[int, Any] = {}  # slices may share an A: convert a shared A once
         ready = []
         for a, b in sides:
             if id(a) not in prepared:
@@ -77,26 +82,27 @@ class Packer:
         return fill(self.panels.product, flat, self.shape, ready)
 
     def place(self, index: int, packed: Panels | None) -> None:
-        """Point slot `index` at these panels, or at nothing: no copy. Called where no product is running.
+        """Point slot `index` at `packed`, or at nothing, without a copy; callers ensure that no product is running.
 
         Raises:
-            ValueError: it was packed for a layer of another shape.
+            ValueError: `packed` was packed for a layer of another shape.
         """
         if packed is not None and packed.shape != self.shape:
             raise ValueError(f"weights packed for {packed.shape}, to be placed in a layer of {self.shape}")
         self.panels.place(index, packed)
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        """As vLLM's `set_lora` of the layer."""
+        """Do as vLLM's `set_lora` of the layer does."""
+        # vLLM's set_lora resets the slot first too: where `pack` raises, the slot is empty.
         self.place(index, None)
         self.place(index, self.pack(lora_a, lora_b))
 
     def reset_lora(self, index: int) -> None:
-        """As vLLM's `reset_lora` of the layer."""
+        """Do as vLLM's `reset_lora` of the layer does."""
         self.place(index, None)
 
     def _sides(self, lora_a: Any, lora_b: Any) -> list[tuple[Any, Any]]:
-        """A and B of each slice as vLLM would have them in a slot, of rank 0 where it is not adapted."""
+        """Return A and B of each slice as a slot of vLLM's would hold the pair, of rank 0 for an unadapted slice."""
         widths = self.shape.widths
         if lora_a is None and lora_b is None:
             lora_a = lora_b = [None] * len(widths)
@@ -109,7 +115,7 @@ class Packer:
         ]
 
     def _pair(self, a: Any, b: Any, width: int, most: int) -> tuple[Any, Any]:
-        """A and B of one rank and of the slot's widths: what is missing is zero, as in a slot."""
+        """Return A and B of the same rank and of the slot's widths, filled up with zeros as in a slot."""
         inn = self.shape.inn
         if a is None or b is None:
             return torch.empty(0, inn), torch.empty(width, 0)
@@ -119,6 +125,7 @@ class Packer:
                 expected=f"at most {(most, inn)} and {(width, most)}",
                 remedy="serve it with the base model that it was trained on, or raise --max-lora-rank",
             )
+        # vLLM copies both sides into a zeroed slot: ranks beyond the smaller side multiply zeros.
         rank = min(a.shape[0], b.shape[1])
         a, b = a[:rank], b[:, :rank]
         if a.shape[1] < inn:
@@ -134,28 +141,33 @@ class Packer:
 def are_pointed(dtype: Any, *, fully_sharded: bool) -> bool:
     """Whether layers of this dtype get packers where the compiled product computes.
 
-    Not those that have part of their products made by PyTorch, nor fully sharded ones, which shrink and expand apart.
+    Layers with part of their products made by PyTorch get no packer. Neither do fully sharded layers, which shrink and
+    expand apart.
     """
     name = str(dtype).removeprefix("torch.")
-    return name in build.ELEMENTS and crossover.torch_from_rows(name) is None and not fully_sharded
+    return name in build.ELEMENTS and processor.torch_from_rows(name) is None and not fully_sharded
 
 
 def give_packer(module: Any, product: Callable[[str], Product]) -> None:
-    """Give this layer a packer in the place of its stacks, if every product with its slots can be one with panels.
+    """Give the layer a packer in the place of its stacks, if panels can serve every product with the layer's slots.
 
     Args:
-        module: vLLM's layer, whose weights have been created; one that has been written before is left as it is.
+        module: vLLM's layer, whose weights have been created; a layer that was written before stays unchanged.
         product: returns the compiled product of a dtype.
     """
     parts = stacks(module)
     if parts is None or watched_ranks(module) is not None or hasattr(module, "set_module_to_save"):
-        return  # a classification head holds more than A and B
+        # A classification head (`set_module_to_save`, vLLM 0.31 and later) holds more than A and B.
+        return
     a, b = parts
     sharded = bool(getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False))
     is_plain = all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True))
     if not is_plain or not are_pointed(a[0].dtype, fully_sharded=sharded):
         return
+    # `expand` of a single element has stride 0: all shapes stay readable, no memory is taken, and PyTorch refuses
+    # writes.
     a, b = (tuple(part.new_zeros(1).expand(part.shape) for part in side) for side in parts)
+    # A head of vLLM's holds its only pair without a tuple, and passes the pair on in the same form.
     one = not isinstance(module.lora_a_stacked, tuple)
     module.lora_a_stacked, module.lora_b_stacked = (a[0], b[0]) if one else (a, b)
     ranks = SlotRanks(b[0].shape[0], [int(b_i.shape[3]) for b_i in b], is_empty=True)
@@ -166,7 +178,7 @@ def give_packer(module: Any, product: Callable[[str], Product]) -> None:
 
 
 def packer_of(module: Any) -> Packer | None:
-    """The packer of one of vLLM's LoRA layers, where it has one."""
+    """Return the layer's packer, or None."""
     packer = getattr(module, _PACKER, None)
     return packer if isinstance(packer, Packer) else None
 
@@ -176,7 +188,7 @@ def _scaled(b: Any, scaling: float) -> Any:
 
 
 def _in_rows(side: Any, dtype: Any) -> Any:
-    """Of this dtype, each row contiguous."""
+    """Return `side` in `dtype`, each row contiguous."""
     side = side.to(dtype)
     return side if side.stride(1) == 1 else side.contiguous()
 

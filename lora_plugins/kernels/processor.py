@@ -1,4 +1,13 @@
-"""Which instructions this machine's processor has, as the kernel of Linux says; pure."""
+"""This machine's processor: its instructions, and from how many rows on PyTorch's bfloat16 is faster; pure.
+
+PyTorch hands bfloat16 to oneDNN, which multiplies with the processor's own instructions where there are any. The
+compiled product sums in float32 registers, or with AVX-512 BF16. Where the processor has neither AMX nor bfloat16
+instructions, PyTorch's products of bfloat16 were 4 to 120 times slower than ours at every number of rows.
+
+Sources: `benchmarks/kernels_rows.py` for processors with AVX2 (results/kernels_rows.json). With AMX: measured by the
+engine's owner on one machine in November 2026, slower than oneDNN from about 16 rows for each adapter; without a raw
+result. AVX-512 BF16 and ARM BF16: not measured; the number of rows is the package's first value.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-# Names of /proc/cpuinfo; the levels are those of the x86-64 psABI.
+# Names as in /proc/cpuinfo; the levels are the levels of the x86-64 psABI.
 X86_64_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
 X86_64_V4 = X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 AVX512_BF16 = frozenset({"avx512_bf16"})
@@ -29,7 +38,7 @@ class Processor:
 
     @property
     def bfloat16(self) -> str | None:
-        """What multiplies bfloat16 here, None where only sums of float32 do."""
+        """The instructions that multiply bfloat16 here, None where the processor only sums float32."""
         if self.architecture == "x86_64" and self.has(AMX_BF16):
             return "AMX"
         if self.architecture == "x86_64" and self.has(X86_64_V4 | AVX512_BF16):
@@ -39,13 +48,14 @@ class Processor:
         return None
 
     def description(self) -> str:
-        """For results: the architecture, and what multiplies bfloat16."""
+        """Return architecture and bfloat16 instructions, for results."""
         return f"{self.architecture}, {self.bfloat16 or 'without AVX-512 BF16 or AMX'}"
 
 
 @functools.cache
 def this_processor() -> Processor:
-    """The one that this process runs on; without flags where the system does not tell them."""
+    """Return the processor of this process, without flags where the system does not tell the flags."""
+    # Inside a sandbox /proc may be missing. Without flags no x86 object is used, and -march=native compiles.
     try:
         text = CPUINFO.read_text(errors="replace")
     except OSError:
@@ -54,9 +64,25 @@ def this_processor() -> Processor:
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
-    """The flags of the first processor in the text of /proc/cpuinfo."""
+    """Return the flags of the first processor in the text of /proc/cpuinfo: `flags` on x86, `Features` on ARM."""
     for line in cpuinfo.splitlines():
         name, _, values = line.partition(":")
         if name.strip() in {"flags", "Features"}:
             return frozenset(values.split())
     return frozenset()
+
+
+ROWS_OF_BFLOAT16 = {"AMX": 16, "AVX-512 BF16": 32, "ARM BF16": 32}
+
+
+def torch_from_rows(dtype: str, processor: Processor | None = None) -> int | None:
+    """Return the number of rows from which PyTorch computes an adapter; None means never.
+
+    Args:
+        dtype: `float32`, `bfloat16` or `float16`.
+        processor: this machine's by default.
+    """
+    if dtype != "bfloat16":
+        return None
+    instructions = (processor or this_processor()).bfloat16
+    return None if instructions is None else ROWS_OF_BFLOAT16[instructions]

@@ -1,8 +1,8 @@
 """Our CPU kernels behind vLLM's punica interface.
 
-Source of the interface: `PunicaWrapperBase` in vllm/lora/punica_wrapper/punica_base.py, 0.30 to 0.33. Rows of no
-adapter stay as they are on every path, which vLLM before 0.33 does not ensure (vllm-project/vllm#48421). What is not
-overridden here stays vLLM's.
+Source of the interface: `PunicaWrapperBase` in vllm/lora/punica_wrapper/punica_base.py, 0.30 to 0.33. Rows without an
+adapter stay unchanged on every path, unlike in vLLM before 0.33 (vllm-project/vllm#48421). Methods that are not
+overridden here stay vLLM's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels import cpu, crossover, layers, packing, reference
+from lora_plugins.kernels import cpu, layers, packing, processor, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import SlotPanels
@@ -25,7 +25,7 @@ from lora_plugins.log import logger
 
 
 class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
-    """Rows grouped by adapter once per batch; work follows each adapter's own rank.
+    """Groups rows by adapter once per batch; the work follows each adapter's own rank.
 
     `x` is `[rows, in]` and `y` `[rows, out]`, both perhaps with leading dimensions; stacks are as in
     `lora_plugins.kernels.reference`. float32, bfloat16 and float16.
@@ -35,14 +35,17 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._buffers = cpu.Buffers()
         self._modules: dict[int, cpu.ModuleSlots] = {}
-        self._embeddings: dict[int, tuple[Any, SlotRanks]] = {}  # with the tensor, so that its id stays its own
+        # By `id` of the stack; the entry holds the tensor, so no later tensor gets the same id.
+        self._embeddings: dict[int, tuple[Any, SlotRanks]] = {}
         self._plans: dict[int, cpu.ModulePlan] = {}
         self._logits_plans: dict[int, cpu.ModulePlan] = {}
         self._batch = self._logits_batch = cpu.BatchRows(torch.empty(0, dtype=torch.int64))
         self._logged: set[str] = set()
 
     def register(self, module: Any) -> None:
-        """Know a layer that will call this wrapper; called by `set_mapping`, after its weights were created.
+        """Prepare for a layer that will call this wrapper.
+
+        `set_mapping` of the layer calls `register`, after the layer's weights were created.
 
         Raises:
             InvalidSettings: the product cannot be compiled for the layer's dtype.
@@ -57,19 +60,21 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             return
         a, b, ranks = layer
         if all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
-            by_torch = crossover.torch_from_rows(str(a[0].dtype).removeprefix("torch."))
+            by_torch = processor.torch_from_rows(str(a[0].dtype).removeprefix("torch."))
             slots = cpu.ModuleSlots(*layer, self._panels(module, layer), by_torch)
-            # A classification head hands its only pair to add_lora_logits without the tuple.
+            # A classification head hands its only pair to add_lora_logits without the tuple, so both ids must find the
+            # slots.
             keys = {id(module.lora_a_stacked), *((id(a[0]),) if len(a) == 1 else ())}
             self._modules.update(dict.fromkeys(keys, slots))
             ranks.listen(functools.partial(self._drop_plans, keys))
         elif a[0].ndim == 3:
+            # Three axes: an embedding looks A up itself, and asks for B only.
             self._embeddings[id(module.lora_b_stacked)] = module.lora_b_stacked, ranks
         else:
             self._log_once(type(module).__name__, "is computed adapter by adapter at the slot's full rank")
 
     def _panels(self, module: Any, layer: layers.WatchedLayer) -> SlotPanels | None:
-        """None: this module's products are PyTorch's."""
+        """Return the module's panels, or None where PyTorch computes the module."""
         packer = packing.packer_of(module)
         if packer is not None:
             return packer.panels
@@ -80,14 +85,15 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         return SlotPanels(_product(dtype), *layer)
 
     def _drop_plans(self, keys: Collection[int], slot: int) -> None:
-        """After a write of a module's slot its plans are old, and must not keep what the slot pointed at."""
+        """Drop the stale plans of a written module: a plan must not keep the adapter that the slot pointed at."""
         for key in keys:
             self._plans.pop(key, None)
             self._logits_plans.pop(key, None)
 
     def update_metadata(self, mapping: Any, *args: Any, **kwargs: Any) -> None:
-        """Group the rows of the next batch; called by vLLM when the rows' adapters change."""
+        """Group the rows of the next batch; vLLM calls this method when the rows' adapters change."""
         super().update_metadata(mapping, *args, **kwargs)
+        # Plans hold row numbers of the old batch, so both plans go below.
         self._batch = cpu.BatchRows(self.token_lora_indices)
         self._logits_batch = cpu.BatchRows(self.sampler_indices)
         self._plans.clear()
@@ -106,14 +112,15 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """`y += scale * B A x` in place, each row with its own adapter."""
+        """Compute `y += scale * B A x` in place, each row with its own adapter."""
         if not self._batch.rows:
             return
         if y.ndim != 2 or x.ndim != 2:
             y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         if not add_inputs:
             self._adapted_rows_to_zero(y, sum(output_slices))
-        if y.shape[0] < self._batch.n_rows:  # vLLM lets a layer see the first rows only
+        # vLLM shows some layers the first rows only; the batch's plans are for all rows.
+        if y.shape[0] < self._batch.n_rows:
             batch = cpu.BatchRows(self.token_lora_indices[: y.shape[0]])
             slots = self._module(lora_a_stacked, lora_b_stacked)
             cpu.ModulePlan(slots, batch, self._buffers, scale).run(y, x)
@@ -131,29 +138,30 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         buffer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """`y += scale * B A x` in place, with the adapter of each sampled row."""
+        """Compute `y += scale * B A x` in place, with the adapter of each sampled row."""
         if not self._logits_batch.rows:
             return
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         self._plan(self._logits_plans, self._logits_batch, lora_a_stacked, lora_b_stacked, scale).run(y, x)
 
     def add_lora_embedding(self, y: Any, x: Any, lora_b_stacked: Any, add_inputs: bool = True, **kwargs: Any) -> None:
-        """`y += B x` in place, where `x` `[rows, max_rank]` is what the layer looked up in A."""
+        """Compute `y += B x` in place, where `x` `[rows, max_rank]` is the layer's look-up in A."""
         _, ranks = self._embeddings.get(id(lora_b_stacked), (None, None))
         y, width = y.view(-1, y.shape[-1]), int(lora_b_stacked.shape[2])
         if not add_inputs:
             self._adapted_rows_to_zero(y, width)
         for slot, rows in self._rows(y.shape[0]):
             rank = lora_b_stacked.shape[3] if ranks is None else ranks[slot][0]
-            if rank:  # few adapters hold an embedding
+            if rank:  # few adapters adapt an embedding
                 cpu.add_expanded(y, x, lora_b_stacked[slot, 0], rows, rank, slice(0, width))
 
     def add_shrink(self, y: Any, x: Any, lora_a_stacked: Sequence[Any], scale: float, **kwargs: Any) -> None:
-        """`y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""
+        """Compute `y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""
         x = x.reshape(-1, x.shape[-1])
         for y_i, a_i in zip(y, lora_a_stacked, strict=True):
             into = y_i.view(-1, y_i.shape[-1])
             for slot, rows in self._rows(into.shape[0]):
+                # The full rank of the slot: a fully sharded worker holds a part of the rank, and vLLM pads with zeros.
                 cpu.shrink_rows(into, x, a_i[slot, 0], rows, min(a_i.shape[2], into.shape[1]), scale)
 
     def add_expand(
@@ -166,9 +174,10 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """`y[:, slice i] += B_i x[i]` in place, for layers that gather between shrink and expand (fully sharded)."""
+        """Compute `y[:, slice i] += B_i x[i]` in place, for fully sharded layers, which gather before the expand."""
         y = y.view(-1, y.shape[-1])
         if not add_inputs:
+            # Rows of the base model keep their value even without `add_inputs`.
             self._adapted_rows_to_zero(y[:, offset_start:], sum(output_slices))
         for x_i, b_i, width in zip(x, lora_b_stacked, output_slices, strict=True):
             columns = slice(offset_start, min(offset_start + width, y.shape[1]))
@@ -179,7 +188,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
     def _plan(
         self, plans: dict[int, cpu.ModulePlan], batch: cpu.BatchRows, a: Any, b: Any, scale: float
     ) -> cpu.ModulePlan:
-        """The module's plan for this batch, made again where its slots have been written since."""
+        """Return the module's plan for this batch; a write of the module's slots makes a new plan."""
         plan = plans.get(id(a))
         if plan is None or not plan.is_for(scale):
             plan = plans[id(a)] = cpu.ModulePlan(self._module(a, b), batch, self._buffers, scale)
@@ -188,14 +197,15 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
     def _module(self, lora_a_stacked: Any, lora_b_stacked: Any) -> cpu.ModuleSlots:
         known = self._modules.get(id(lora_a_stacked))
         a, b = (part if isinstance(part, tuple | list) else (part,) for part in (lora_a_stacked, lora_b_stacked))
+        # Identity, not the id alone: vLLM may free a layer's stacks, and a new tensor may get the old id.
         if known is not None and all(mine is theirs for mine, theirs in zip(known.a, a, strict=True)):
             return known
-        # Of a layer that is not registered: right at any rank, since vLLM pads with zeros.
+        # An unregistered layer: the full rank is right at any true rank, because vLLM pads with zeros.
         self._log_once(f"a layer with slots {tuple(a[0].shape)}", "is computed at its slots' full rank")
         return cpu.ModuleSlots(tuple(a), tuple(b), SlotRanks(a[0].shape[0], [int(b_i.shape[3]) for b_i in b]))
 
     def _rows(self, n_rows: int) -> Iterator[tuple[int, Any]]:
-        """Slots in use, each with the index of its rows among the first `n_rows`."""
+        """Yield the slots in use, each with the index of its rows among the first `n_rows`."""
         for slot, rows in self._batch.rows.items():
             yield slot, rows if n_rows >= self._batch.n_rows else rows[rows < n_rows]
 
@@ -221,10 +231,10 @@ def _product(dtype: str) -> Product:
 
 
 class ReferencePunicaWrapper(CompiledPunicaWrapperCPU):
-    """The reference in the engine, row by row: slow, for finding out which side of a difference is wrong."""
+    """The reference in the engine, row by row: slow; shows which side of a difference is wrong."""
 
     def register(self, module: Any) -> None:
-        """As of the compiled one, which compiles nothing here."""
+        """Prepare for a layer as `CompiledPunicaWrapperCPU` does, but compile nothing."""
         self._learn(module)
 
     def _panels(self, module: Any, layer: layers.WatchedLayer) -> None:

@@ -1,8 +1,8 @@
 """Our Triton kernels behind vLLM's punica interface.
 
 Source of the interface: `PunicaWrapperGPU` in vllm/lora/punica_wrapper/punica_gpu.py, 0.30 to 0.33. Mixtures of experts
-stay vLLM's; all else is overridden, and then vLLM's own grouping of rows, with the transfer from the device that it
-waits for in every step, is left out.
+stay vLLM's; everything else is overridden. `update_metadata` can leave vLLM's grouping of rows out, and with the
+grouping a transfer from the device that vLLM waits for in every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lora_plugins.log import logger
 
 
 class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
-    """Rows cut into chunks once per batch, on the device; work follows each slot's own rank.
+    """Cuts rows into chunks once per batch, on the device; the work follows each slot's own rank.
 
     `x` is `[rows, in]` and `y` `[rows, out]`, both perhaps with leading dimensions; stacks are as in
     `lora_plugins.kernels.reference`. float16, bfloat16 and float32.
@@ -38,7 +38,10 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._some_by_vllm = True
 
     def register(self, module: Any) -> None:
-        """Know a layer that will call this wrapper; called by `set_mapping`, after its weights were created."""
+        """Prepare for a layer that will call this wrapper.
+
+        `set_mapping` of the layer calls `register`, after the layer's weights were created.
+        """
         self._has_layers = True
         layer = layers.watch(module)
         if layer is not None:
@@ -51,12 +54,13 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
     ) -> None:
-        """Cut the next batch into chunks; called by vLLM when the rows' adapters change."""
+        """Cut the next batch into chunks; vLLM calls this method when the rows' adapters change."""
         if self._some_by_vllm or not self._has_layers:
             super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         else:
             self.is_prefill = mapping.is_prefill
             self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+        # The host knows the adapters of a batch from vLLM's mapping, and never asks the device.
         slot_of = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
         for batch, ids, slots in (
             (self._rows, mapping.index_mapping, self.token_lora_indices),
@@ -67,7 +71,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
             batch.cut(slots, in_use, base_rows=len(in_use) < len(distinct))
 
     def add_shrink(self, y: Any, x: Any, lora_a_stacked: Sequence[Any], scale: float, **kwargs: Any) -> None:
-        """`y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""
+        """Compute `y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""
         x = x.view(-1, x.shape[-1])
         torch.ops.lora_plugins.lora_shrink(y, x, list(lora_a_stacked), *self._rows.tensors, scale)
 
@@ -81,14 +85,14 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """`y[:, slice i] += B_i x[i]` in place, for layers that gather between shrink and expand (fully sharded)."""
+        """Compute `y[:, slice i] += B_i x[i]` in place, for fully sharded layers, which gather before the expand."""
         y = y.view(-1, y.shape[-1])
         torch.ops.lora_plugins.lora_expand(
             y, x, list(lora_b_stacked), *self._rows.tensors, list(output_slices), offset_start, add_inputs
         )
 
     def add_lora_embedding(self, y: Any, x: Any, lora_b_stacked: Any, add_inputs: bool = True, **kwargs: Any) -> None:
-        """`y += B x` in place, where `x` `[rows, max_rank]` is what the layer looked up in A."""
+        """Compute `y += B x` in place, where `x` `[rows, max_rank]` is the layer's look-up in A."""
         self.add_expand(y, x.unsqueeze(0), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
 
     def add_lora_linear(
@@ -104,7 +108,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """`y += scale * B A x` in place, each row with its own adapter."""
+        """Compute `y += scale * B A x` in place, each row with its own adapter."""
         self._linear(self._rows, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, add_inputs=add_inputs)
 
     def add_lora_logits(
@@ -118,14 +122,17 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         buffer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """`y += scale * B A x` in place, with the adapter of each sampled row."""
+        """Compute `y += scale * B A x` in place, with the adapter of each sampled row."""
+        # vLLM pads the vocabulary of B or of `y`; the narrower width has all real columns.
+        # Logits may be padded, or B may: the smaller width has every real word.
         width = min(lora_b_stacked.shape[-2], y.shape[-1])
         self._linear(self._sampled, y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (width,), add_inputs=True)
 
     def apply_lora_full_linear(
         self, y: Any, x: Any, weight_stacked: Any, bias_stacked: Any, module_enabled: Any
     ) -> None:
-        """Have each sampled row's whole head, `[slots, 1, out, in]`, take the place of `y` where its slot holds one."""
+        """Replace `y` by the output of the slot's whole head, `[slots, 1, out, in]`, in rows with such a head."""
+        # A head is an A of rank `out`: the shrink computes the head's product too.
         adapter_y = torch.empty(1, x.shape[0], weight_stacked.shape[-2], dtype=torch.float32, device=x.device)
         torch.ops.lora_plugins.lora_shrink(adapter_y, x, [weight_stacked], *self._sampled.tensors, 1.0)
         y.copy_(self._select_full_linear_output(y, adapter_y[0], bias_stacked, module_enabled))
@@ -142,6 +149,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
 def _operators(device: Any) -> Operators:
     table = load_table(_architecture(device))
     config = get_current_vllm_config_or_none()
+    # 0 without a configuration, and where CUDA graphs are off: then no size is captured.
     captured = getattr(getattr(config, "compilation_config", None), "max_cudagraph_capture_size", None) or 0
     made = Operators(table, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), captured_rows=captured)
     logger.info(

@@ -1,7 +1,7 @@
-"""The true ranks of what lies in a module's slots, learned when a slot is written; pure.
+"""The true ranks of the content of a module's slots, learned when a slot is written; pure.
 
-vLLM pads every slot to `max_lora_rank`. What was written is noted here, by whoever writes: the engine loop, or a
-background thread. A slot is never read while it is written, for no running request uses it then.
+vLLM pads every slot to `max_lora_rank`. The writer notes the true ranks here: the engine loop, or a background thread.
+No thread reads a slot during a write, because no running request uses the slot then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _Pending(threading.local):
-    """What `at_once` has deferred in this thread; None outside of it."""
+    """Actions that `at_once` has deferred in this thread; None outside of `at_once`."""
 
     actions: dict[Hashable, Callable[[], None]] | None = None
 
@@ -23,24 +23,25 @@ _pending = _Pending()
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Have what `after_writing` is given within this, by this thread, done at the end of it, once for each key.
+    """Defer the actions of `after_writing` in this thread to the end of the block, once for each key.
 
-    Around what writes a slot in all layers, so that their ranks reach the device together.
+    A caller that writes a slot in all layers uses the block, so that all ranks reach the device together.
     """
-    if _pending.actions is not None:  # within another: at the end of that one
+    if _pending.actions is not None:  # a nested block: the outermost block runs the actions
         yield
         return
     _pending.actions = {}
     try:
         yield
     finally:
+        # Cleared before the actions run: an action that calls `after_writing` runs at once.
         actions, _pending.actions = _pending.actions, None
         for action in actions.values():
             action()
 
 
 def after_writing(key: Hashable, action: Callable[[], None]) -> None:
-    """Do `action` now, or at the end of `at_once`, if another of this key has not taken its place."""
+    """Run `action` now, or at the end of `at_once` unless a later action of the same key replaces `action`."""
     if _pending.actions is None:
         action()
     else:
@@ -48,10 +49,11 @@ def after_writing(key: Hashable, action: Callable[[], None]) -> None:
 
 
 class SlotRanks:
-    """For every slot of one module the rank of each slice; a slot of which nothing was noted has the largest ones.
+    """The rank of each slice, for every slot of one module; a slot without a note has the largest ranks.
 
     Args:
-        slots: their number. largest: of each slice.
+        slots: the number of slots.
+        largest: the largest rank of each slice.
         is_empty: whether the slots are known to hold nothing.
 
     Attributes:
@@ -67,24 +69,25 @@ class SlotRanks:
         self._listeners: list[Callable[[int], None]] = []
 
     def listen(self, listener: Callable[[int], None]) -> None:
-        """Have `listener(slot)` called after every `written`, in the thread that wrote."""
+        """Call `listener(slot)` after every `written`, in the writing thread."""
         self._listeners.append(listener)
 
     def writing(self, slot: int) -> None:
-        """Note that the slot is about to be written: what was known of it holds no longer."""
+        """Note that a write of the slot begins: the earlier ranks no longer hold."""
         self._set(slot, self.largest)
 
     def written(self, slot: int, ranks: Sequence[int]) -> None:
-        """Note what the slot holds now.
+        """Note the ranks of the slot's new content.
 
         Raises:
-            ValueError: not one rank per slice, or one that is larger than the slot.
+            ValueError: another number of ranks than slices, or a rank above the slot's.
         """
         if len(ranks) != len(self.largest) or not all(
             0 <= rank <= most for rank, most in zip(ranks, self.largest, strict=True)
         ):
             raise ValueError(f"ranks {tuple(ranks)} of slot {slot}, which holds at most {self.largest}")
         self._set(slot, tuple(ranks))
+        # Listeners run outside of the lock: a listener may read the ranks or take locks of its own.
         for listener in self._listeners:
             listener(slot)
 
@@ -92,10 +95,11 @@ class SlotRanks:
         return self._ranks[slot]
 
     def stamp(self, slot: int) -> int:
-        """A number that no earlier content of this slot had."""
+        """Return a number that no earlier content of this slot had."""
         return self._stamps[slot]
 
     def _set(self, slot: int, ranks: tuple[int, ...]) -> None:
+        # Writers are the engine loop and a background thread; `version += 1` alone is no atomic step.
         with self._write:
             self._ranks[slot] = ranks
             self._stamps[slot] += 1
@@ -105,19 +109,20 @@ class SlotRanks:
 def true_ranks(
     lora_a: Any, lora_b: Any, largest: Sequence[int], expand: Callable[[Any, Any], tuple[Any, Any]] | None = None
 ) -> tuple[int, ...]:
-    """The rank of each slice of what vLLM's `set_lora(index, lora_a, lora_b)` is given.
+    """Return the rank of each slice in the arguments of vLLM's `set_lora(index, lora_a, lora_b)`.
 
     Args:
-        lora_a: `[rank, in]`, shared by all slices, or a list with one of these or None for each slice.
+        lora_a: `[rank, in]`, shared by all slices, or a list with an A or None for each slice.
         lora_b: as `lora_a`, `[out, rank]`; read only by `expand`.
         largest: the slot's rank for each slice.
-        expand: where a list has fewer members than slices, vLLM's `expand_packed_lora(lora_a, lora_b)`, which makes
-            one of each for every slice (vllm/lora/layers/column_parallel_linear.py, 0.32).
+        expand: where a list has fewer members than slices, vLLM's `expand_packed_lora(lora_a, lora_b)`, which makes a
+            member for every slice (vllm/lora/layers/column_parallel_linear.py, 0.32).
     """
     if not isinstance(lora_a, list | tuple):
         return tuple(min(int(lora_a.shape[0]), most) for most in largest)
     if len(lora_a) != len(largest):
         if expand is None:
+            # Without `expand` the split is unknown; the largest ranks are right for any content.
             return tuple(largest)
         lora_a, _ = expand(lora_a, lora_b)
     return tuple(0 if a is None else min(int(a.shape[0]), most) for a, most in zip(lora_a, largest, strict=True))

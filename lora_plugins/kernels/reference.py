@@ -1,15 +1,15 @@
-"""What every backend must compute, one row at a time in plain torch: the truth that tests compare with.
+"""The result that every backend must compute, one row at a time in plain torch; tests compare with the reference.
 
 Shapes and names throughout, after vLLM's layers (vllm/lora/layers/base_linear.py, 0.32):
 
 - `x`: `[rows, in]`, `y`: `[rows, out]`, any floating dtypes; `y` is changed in place and never replaced.
-- `a[i]`: `[slots, 1, max_rank, in]` and `b[i]`: `[slots, 1, out_i, max_rank]`, one pair for each of the slices that a
-  packed module has (q, k, v). `output_slices[i]` is `out_i`.
-- `slot_of_row`: one slot per row; a negative one stands for the base model. Rows of `y` beyond it are padding. Both are
-  left as they are, bit for bit.
-- `ranks[slot][i]`: the true rank. What lies beyond it in the slot is never read.
+- `a[i]`: `[slots, 1, max_rank, in]` and `b[i]`: `[slots, 1, out_i, max_rank]`, a pair for each slice of a packed module
+  (q, k, v). `output_slices[i]` is `out_i`.
+- `slot_of_row`: a slot for each row; a negative slot stands for the base model. Rows of `y` beyond `slot_of_row` are
+  padding. Rows of the base model and padding keep every bit.
+- `ranks[slot][i]`: the true rank. No function reads the slot beyond the true rank.
 
-Sums are in float32, or in float64 where an input is, and rounded to `y`'s dtype once.
+Sums are in float32, or in float64 where an input is float64, and rounded to `y`'s dtype once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 
 class Ranks(Protocol):
-    """True ranks of a slot's slices: a list of them, or `lora_plugins.kernels.ranks.SlotRanks`."""
+    """True ranks of a slot's slices: a list, or `lora_plugins.kernels.ranks.SlotRanks`."""
 
     def __getitem__(self, slot: int, /) -> Sequence[int]: ...
 
@@ -29,7 +29,7 @@ class Ranks(Protocol):
 def shrink(
     x: Any, a: Sequence[Any], slot_of_row: Sequence[int], ranks: Ranks, scale: float = 1.0
 ) -> list[list[Any | None]]:
-    """`scale * A x` for every row and slice: `[row][slice]`, a vector of the true rank; None for a base row."""
+    """Return `scale * A x` for every row and slice: `[row][slice]`, a vector of the true rank; None for a base row."""
     wide = _accumulator(x, *a)
     return [
         [
@@ -51,7 +51,7 @@ def expand(
     offset_start: int = 0,
     add_inputs: bool = True,
 ) -> None:
-    """Add `B` times each shrunk vector to the slice's columns of `y`, or put it there where `add_inputs` is False."""
+    """Add `B` times each shrunk vector to the slice's columns of `y`; without `add_inputs`, replace the columns."""
     for row, slot in enumerate(slot_of_row):
         offset = offset_start
         for i, width in enumerate(output_slices):
@@ -76,7 +76,8 @@ def lora_linear(
     scale: float = 1.0,
     add_inputs: bool = True,
 ) -> None:
-    """`y += scale * B A x` for every row with its slot's adapter."""
+    """Compute `y += scale * B A x` for every row with its slot's adapter."""
+    # vLLM may show a layer fewer rows than the batch has, or pad `y` beyond the batch.
     rows = min(len(slot_of_row), y.shape[0])
     shrunk = shrink(x[:rows], a, slot_of_row[:rows], ranks, scale)
     expand(y[:rows], shrunk, b, slot_of_row[:rows], ranks, output_slices, add_inputs=add_inputs)

@@ -1,8 +1,8 @@
 """How the Triton kernels cut their work: a table per architecture, JSON, chosen by rows and widths; pure.
 
-A table is a list of plans; the first whose limits hold for the batch is taken. `tuning/default.json` holds for
-every architecture. `python -m benchmarks.gpu tune` makes a table for one (`sm_90.json`) on such a device. Tables are
-part of this package: tests say what they may hold, and reading one checks nothing.
+A table is a list of plans; the first plan whose limits hold for the batch is taken. `tuning/default.json` holds for
+every architecture. `python -m benchmarks.gpu tune` makes a table for an architecture (`sm_90.json`) on such a device.
+Tables are part of this package: tests check the content, so reading a table checks nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 PACKAGED = Path(__file__).with_name("tuning")
 CHUNK_SIZES = (16, 32, 64, 128)
+# Left out in JSON, so that a table of limits stays readable.
 ANY = 1 << 62  # no limit
 
 
@@ -23,8 +24,8 @@ class ShrinkTile:
     """How a shrink is cut.
 
     Attributes:
-        rank: ranks of one tile. columns: input columns of one tile. splits: parts of the input axis.
-        rank_programs: programs that share a slot's rank; those beyond it leave, each loops over what is left to it.
+        rank, columns: ranks and input columns of one tile. splits: parts of the input axis.
+        rank_programs: programs that share a slot's rank; each loops over its share, and programs beyond the rank leave.
         warps, stages: Triton's.
     """
 
@@ -59,12 +60,12 @@ class FusedTile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run for batches within limits.
+    """Tiles and launches for batches within limits.
 
     Attributes:
         max_rows, max_in, max_out: the limits; `max_out` is the widest slice.
-        chunk: rows of one chunk, one of `CHUNK_SIZES`.
-        shrink, expand: the two launches. fused: one launch in their place, or None.
+        chunk: rows of a chunk, an element of `CHUNK_SIZES`.
+        shrink, expand: the two launches. fused: a launch in the place of both, or None.
     """
 
     chunk: int
@@ -82,7 +83,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The plans for one architecture, and the number of rows from which one slot alone takes the dense path.
+    """The plans for one architecture, and the number of rows from which a batch of a single slot takes the dense path.
 
     Attributes:
         origin: the file, for the log. dense_min_rows: None for never.
@@ -93,16 +94,16 @@ class Table:
     dense_min_rows: int | None = None
 
     def plan(self, rows: int, n_in: int, n_out: int) -> Plan:
-        """The first plan that holds; the last one has no limits, so there is one."""
+        """Return the first plan that holds; the last plan has no limits, so a plan is always found."""
         return next(plan for plan in self.plans if plan.holds(rows, n_in, n_out))
 
     def invariant(self) -> Plan:
-        """One plan for every batch, so that a row's result does not depend on the rows beside it."""
+        """Return a single plan for every batch, so that a row's result does not depend on other rows."""
         return self.plans[-1]
 
 
 def load_table(architecture: str) -> Table:
-    """The package's table for `architecture` (such as `sm_90`), or else the default."""
+    """Return the package's table for `architecture` (such as `sm_90`), or else the default."""
     path = PACKAGED / f"{architecture}.json"
     return read_table(path if path.is_file() else PACKAGED / "default.json")
 
@@ -115,7 +116,7 @@ def read_table(path: Path) -> Table:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """What `read_table` reads, as an object for `json.dump`."""
+    """Return an object for `json.dump` that `read_table` reads."""
     plans = []
     for plan in table.plans:
         whole = asdict(plan)

@@ -1,7 +1,8 @@
-"""The ledger: every vLLM symbol that this package patches, subclasses, calls or relies on, beside the code that does.
+"""The ledger: every vLLM symbol that this package patches, subclasses, calls or relies on, beside our code.
 
-A file that touches vLLM ends with a module-level `LEDGER`, a tuple of `Patch`es. `entries` reads them from the files,
-since many of these cannot be imported without vLLM or torch. `make ledger` compares them with the installed vLLM.
+A file that touches vLLM ends with a module-level `LEDGER`, a tuple of `Patch`es. `entries` reads the entries from the
+files' source, because many files cannot be imported without vLLM or torch. `make ledger` compares the entries with the
+installed vLLM.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _SYMBOL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """One symbol of vLLM, and what must be there.
+    """A symbol of vLLM, and the form that vLLM must have.
 
     Attributes:
         name: `module:qualified.name`.
         parameters: of a function, in order, "..." for any further ones; None for anything else.
         attributes: of a class, fields included.
-        since: the first vLLM version that has it in this form.
+        since: the first vLLM version with the symbol in this form.
     """
 
     name: str
@@ -39,14 +40,14 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One thing that we do to vLLM or rely on in it.
+    """A change of vLLM, or a use of vLLM.
 
     Attributes:
-        symbols: `module:` followed by names in it: `function(parameters)`, `Class{attributes}` or a name alone, each
-            perhaps with `# since 0.31`; then perhaps further modules.
-        what: what we do with them. why: what for.
-        remove: what would have to change upstream for this entry to go; for most, one thing.
-        since: the first vLLM version that has the symbols, where they do not say it themselves.
+        symbols: `module:` followed by names in the module: `function(parameters)`, `Class{attributes}` or a name alone,
+            each perhaps with `# since 0.31`; then perhaps further modules.
+        what: our use of the symbols. why: the purpose.
+        remove: the change upstream after which the entry can go; most entries share a change.
+        since: the first vLLM version with the symbols, where a symbol has no version of its own.
     """
 
     symbols: str
@@ -56,11 +57,12 @@ class Patch:
     since: str = "0.30"
 
     def parsed(self) -> Iterator[Symbol]:
-        """The symbols one by one.
+        """Yield the symbols one by one.
 
         Raises:
-            ValueError: something in `symbols` is not in the form above.
+            ValueError: `symbols` has a part in another form.
         """
+        # Everything that no symbol matches is left over: a typing error must not drop a symbol from the ledger.
         if rest := _SYMBOL.sub("", self.symbols).strip():
             raise ValueError(f"not a symbol in the ledger: {rest!r} in {self.symbols!r}")
         module = ""
@@ -73,26 +75,29 @@ class Patch:
             yield Symbol(f"{module}:{found['name']}", parameters, attributes, found["since"] or self.since)
 
 
+# By `ast`, without import: the ledger is also read where vLLM and torch are missing.
 def entries(package: Path = PACKAGE) -> Mapping[str, Sequence[Patch]]:
-    """Every entry, by the path of its file within the package; nothing is imported."""
+    """Return every entry, by the path of its file within the package; nothing is imported."""
     found: dict[str, Sequence[Patch]] = {}
     for file in sorted(package.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
+        # Only files with a ledger are parsed: parsing takes time.
         if "\nLEDGER = (" in text:
             found[file.relative_to(package).as_posix()] = [*_in(parse(text))]
     return found
 
 
 def symbols(package: Path = PACKAGE) -> list[Symbol]:
-    """The symbols of all entries."""
+    """Return the symbols of all entries."""
     return [symbol for of_file in entries(package).values() for entry in of_file for symbol in entry.parsed()]
 
 
 def parse(text: str) -> list[ast.stmt]:
-    """The statements of a module's source."""
+    """Return the statements of a module's source."""
     try:
         return ast.parse(text).body
-    except SystemError:  # CPython 3.11 counts depth wrongly where a garbage collection comes between (gh-106905)
+    # CPython 3.11 counts depth wrongly where a garbage collection comes between (gh-106905); a second try succeeds.
+    except SystemError:
         return ast.parse(text).body
 
 

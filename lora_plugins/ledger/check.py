@@ -1,4 +1,4 @@
-"""Compare an entry of the ledger with vLLM's sources, without importing vLLM; see `lora_plugins.ledger`."""
+"""Compares an entry of the ledger with vLLM's sources, without importing vLLM; see `lora_plugins.ledger`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def check(symbol: Symbol, sources: Path) -> str:
-    """What differs from the ledger; empty where nothing does.
+    """Return the difference from the ledger; empty where the sources agree.
 
     A function must have exactly the noted parameters, in order, or begin with them where they end with "..."; a class
-    must have at least the noted attributes. What vLLM has only since a later release than the sources' is not looked
-    for.
+    must have at least the noted attributes. A symbol with a later `since` than the sources' release is not looked for.
     """
+    # The code that uses a newer symbol tests for the symbol at run time.
     if _is_before(_release(sources), symbol.since):
         return ""
     module, _, qualified = symbol.name.partition(":")
@@ -41,19 +41,20 @@ def check(symbol: Symbol, sources: Path) -> str:
 
 
 def version(sources: Path) -> str:
-    """What the sources call themselves."""
+    """Return the release of the sources."""
     release = _release(sources)
     return f"vllm {release}" if release else f"vllm in {sources}"
 
 
 @functools.lru_cache(maxsize=8)
 def _release(sources: Path) -> str:
-    """Empty where the sources do not say."""
+    """Return the release; empty where the sources have none."""
     for metadata in sorted(sources.glob("vllm*.dist-info/METADATA")):
         number = re.search(r"^Version: (\S+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
         if number:
             return number[1]
     file = sources / "vllm" / "_version.py"
+    # Unpacked sources have no metadata; a build writes `vllm/_version.py`.
     number = re.search(r"version = '([^']+)'", file.read_text(encoding="utf-8")) if file.is_file() else None
     return number[1] if number else ""
 
@@ -64,7 +65,7 @@ def _is_before(release: str, since: str) -> bool:
 
 
 def installed() -> Path | None:
-    """Where the installed vLLM's sources are, which are not imported; None where none is installed."""
+    """Return the directory of the installed vLLM's sources, or None; vLLM is not imported."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return None
@@ -73,7 +74,7 @@ def installed() -> Path | None:
 
 @functools.lru_cache(maxsize=128)
 def _parsed(file: Path, _mtime_ns: int) -> Sequence[ast.stmt]:
-    """One file holds many symbols."""
+    """Return the statements of a file; cached, because a file holds many symbols."""
     return parse(file.read_text(encoding="utf-8"))
 
 
@@ -91,7 +92,7 @@ def _difference(node: ast.stmt | None, symbol: Symbol) -> str:
 
 
 def _statements(scope: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of one scope, those inside `if`, `try` and `with` included."""
+    """Yield the statements of a scope, including statements inside `if`, `try` and `with`."""
     for statement in scope:
         yield statement
         if not isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
@@ -102,7 +103,7 @@ def _statements(scope: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _names(statement: ast.stmt) -> Iterator[str]:
-    """The names that one statement binds in its scope."""
+    """Yield the names that a statement binds in its scope."""
     if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
         yield statement.name
     elif isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -114,7 +115,7 @@ def _names(statement: ast.stmt) -> Iterator[str]:
 
 
 def _binding(scope: Sequence[ast.stmt], name: str) -> ast.stmt | None:
-    """The last statement that binds `name`, which is the one that counts (earlier ones are overloads)."""
+    """Return the last statement that binds `name`: the last binding counts, and earlier ones are overloads."""
     found = None
     for statement in _statements(scope):
         if name in _names(statement):
@@ -135,11 +136,12 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 @functools.lru_cache(maxsize=128)
 def _attributes(node: ast.ClassDef) -> frozenset[str]:
-    """One class has several entries of the ledger."""
+    """Return a class's attributes; cached, because a class has several entries."""
     found: set[str] = set()
     for statement in _statements(node.body):
         found.update(_names(statement))
         if isinstance(statement, _FUNCTIONS):
+            # Attributes set on `self` in any method count, as Python has no list of them.
             found.update(
                 part.attr
                 for part in ast.walk(statement)

@@ -1,1 +1,1 @@
-"""Logs and metrics: hooks on events, and what the engines count."""
+"""Logs and metrics: hooks on events, and the engines' counts."""

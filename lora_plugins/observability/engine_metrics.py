@@ -1,7 +1,7 @@
-"""What the engines' planners count, as metrics: copied at each scrape, so an engine that restarts begins at 0.
+"""Counts of the engines' planners as metrics, copied at each scrape, so an engine that restarts begins at 0.
 
-Engines (data parallelism) are distinguished by the label `engine`, as in vLLM's metrics. Bytes are of the worker that
-holds most, which are what `LORA_PLUGINS_HOST_MAX_BYTES` bounds.
+The label `engine` distinguishes engines (data parallelism), as in vLLM's metrics. Bytes are the bytes of the worker
+that holds most, which `LORA_PLUGINS_HOST_MAX_BYTES` bounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lora_plugins.scheduler.stats import BOUNDS_S, Histogram
 _Reports = Sequence[tuple[tuple[str, str], PlannerFigures]]
 _LABELS = ("model_name", "engine")
 
-# As vllm-project/vllm#54830 names them, also where the device is a CPU: llm-d's router reads these, and the label
+# Names as in vllm-project/vllm#54830, also where the device is a CPU: llm-d's router reads the names and the label
 # `rank` (llm-d/llm-d-router#2792).
 IN_SLOT, IN_HOST_MEMORY = "gpu", "cpu"
 
@@ -39,7 +39,7 @@ _GAUGES = (
 
 
 def families(model_name: str, engines: Mapping[int, PlannerFigures], max_adapters: int) -> Iterator[Metric]:
-    """The metrics of all engines."""
+    """Yield the metrics of all engines."""
     reports = [((model_name, str(number)), figures) for number, figures in sorted(engines.items())]
     yield from _residency(reports, max_adapters)
     for key, text in _COUNTERS:
@@ -50,6 +50,7 @@ def families(model_name: str, engines: Mapping[int, PlannerFigures], max_adapter
     for key, text in _GAUGES:
         gauge = GaugeMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
         for labels, figures in reports:
+            # None: the engine has no such limit, and 0 would read as a limit.
             if (value := getattr(figures, key)) is not None:
                 gauge.add_metric(labels, value)
         yield gauge
@@ -84,7 +85,7 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
         slots.add_metric(labels, figures.slots)
         series: dict[tuple[str, str, str, str], int] = {}
         for place, row in enumerate(rows):
-            # A rank of its own for each of the others would be a series each; routers take an empty one for unknown.
+            # A rank for each of the other adapters would be a series each; routers take an empty rank for unknown.
             name, rank = (label_of(row.name), str(row.rank or "")) if place < max_adapters else (OTHERS, "")
             key = (name, IN_SLOT if row.is_active else IN_HOST_MEMORY, "true" if row.is_pinned else "false", rank)
             series[key] = series.get(key, 0) + 1
@@ -94,9 +95,9 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
 
 
 def _by_name(rows: Sequence[AdapterState]) -> list[AdapterState]:
-    """One row for each name, those in slots first; during a swap there are two versions of one name.
+    """Return a row for each name, names in slots first; during a swap a name has two versions.
 
-    The rank is that of the version in a slot, or else of the later one.
+    The rank is the rank of the version in a slot, or else of the later version.
     """
     known: dict[str, AdapterState] = {}
     for row in rows:
@@ -126,6 +127,7 @@ def _durations(reports: _Reports) -> Iterator[Metric]:
     yield from (waits, activations, loads)
 
 
+# Prometheus's buckets are cumulative; the planner's counts are for each interval.
 def _add(family: HistogramMetricFamily, labels: Sequence[str], seconds: Histogram) -> None:
     counted, buckets = 0, []
     for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), seconds.counts, strict=True):

@@ -1,7 +1,7 @@
-"""The metrics hook: events of the API server, counted; `docs/reference/metrics.md` has the table of all metrics.
+"""The metrics hook: counts events of the API server; `docs/reference/metrics.md` has the table of all metrics.
 
-Our own metrics begin with `lora_plugins_`. `vllm:` is only before the names that vLLM itself is about to have
-(vllm-project/vllm#54830), which routers read; those are in `engine_metrics.py`.
+Our own metrics begin with `lora_plugins_`. Names with `vllm:` are names that vLLM itself is about to have
+(vllm-project/vllm#54830), and that routers read; `engine_metrics.py` has such names.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from lora_plugins import events
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.observability.adapter_labels import AdapterLabels
 
-NO_SOURCE = "none"  # the source of a name that no source has
+NO_SOURCE = "none"  # the label for a name that no source has
 
-# A question to a file system takes tenths of a millisecond, a fetch of gigabytes minutes.
+# Seconds: a question to a file system takes tenths of a millisecond, a fetch of gigabytes minutes.
 _LOCATE_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FETCH_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -25,12 +25,12 @@ class CountEvents:
     Called in the event loop, and for the store's evictions from a thread; `prometheus_client` locks.
 
     Args:
-        max_adapters: how many have their own label.
-        can_forget: whether a label's series can be removed, which is not so where several processes share them in
-            files.
+        max_adapters: how many adapters have their own label.
+        can_forget: whether a label's series can be removed: not where several processes share series in files.
     """
 
     def __init__(self, registry: CollectorRegistry, max_adapters: int, *, can_forget: bool = True) -> None:
+        # Only labels with adapters' names need a bound: every other label has few values.
         self._labels = AdapterLabels(max_adapters)
         self._can_forget = can_forget
 

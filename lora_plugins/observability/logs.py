@@ -1,4 +1,7 @@
-"""The logging hook: one line for an adapter's whole way into the engine, and a rejection's warning once."""
+"""The logging hook: a line for an adapter's whole way into the engine, and a rejection's warning once.
+
+Clients choose unknown names, and the number of requests, so `UnknownNames` bounds the lines for unknown names.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import logging
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TypeVar
 
+from cachetools import TTLCache
+
 from lora_plugins import events
+from lora_plugins.events import AdapterUnknown
 from lora_plugins.log import logger
-from lora_plugins.observability.unknown_names import UnknownNames
 
 _REMEMBERED = 1024
 _BUSY_EVERY_S = 60.0
@@ -27,12 +33,12 @@ _V = TypeVar("_V")
 class LogEvents:
     """Writes events to the `vllm.lora_plugins` logger.
 
-    A broken adapter that is requested again and again is worth one warning, not a flood: a repeat of the same name
+    A broken adapter that is requested again and again is worth a single warning, not a flood: a repeat of the same name
     and text is logged at DEBUG. The last 1024 warnings are remembered.
 
     Attributes:
-        waits_for_load: whether an event follows when the engine has loaded an adapter, so that the line about it can
-            wait for that; else it is written once the adapter is resolved.
+        waits_for_load: whether an event follows when the engine has loaded an adapter, so that the adapter's line can
+            wait; otherwise the line is written once the adapter is resolved.
     """
 
     def __init__(self) -> None:
@@ -120,6 +126,7 @@ class LogEvents:
 
     def _log_loaded(self, event: events.AdapterLoaded) -> None:
         key = (event.name, event.path)
+        # Versions differ by path: a swap resolves the next version while the first is still loading.
         path, line = self._resolved.get(event.name, ("", ""))
         if path == event.path:
             del self._resolved[event.name]
@@ -136,7 +143,7 @@ class LogEvents:
         )
 
     def _log_busy(self, event: events.LookUpRefused) -> None:
-        """Once a minute: a flood of names has as many refusals."""
+        """Log a refusal once a minute for each source: a flood of names has as many refusals."""
         now = time.monotonic()
         is_repeat = now - self._said_busy.get(event.source, -_BUSY_EVERY_S) < _BUSY_EVERY_S
         if not is_repeat:
@@ -155,6 +162,7 @@ class LogEvents:
             logger.info("%s, not loaded, %s", line, path)
 
     def _warn(self, name: str, text: str) -> None:
+        # By text too: a new reason for the same name is a new warning.
         is_repeat = (name, text) in self._warned
         _remember(self._warned, (name, text), None)
         logger.log(logging.DEBUG if is_repeat else logging.WARNING, "%s", text)
@@ -168,5 +176,57 @@ def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V) -> None:
 
 
 def _short(version: str) -> str:
-    """A digest's beginning; a path as it is."""
+    """Return a digest's beginning, or a path unchanged."""
     return version if os.sep in version else version[:12]
+
+
+_SAME_NAME_EVERY_S = 60.0
+_LINES_PER_MINUTE = 20
+_SHOWN_CHARACTERS = 120
+_SHOWN_PLACE_CHARACTERS = 500
+
+
+class UnknownNames:
+    """A line for each name once a minute, and at most 20 lines a minute for all names together.
+
+    Requests without a line are counted, and the next line has the count.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said: TTLCache[str, bool] = TTLCache(_REMEMBERED, _SAME_NAME_EVERY_S, timer=clock)
+        self._minute_began = float("-inf")
+        self._lines = 0
+        self._left_out = 0
+
+    def line(self, event: AdapterUnknown) -> str | None:
+        """Return the line to log, or None."""
+        now = self._clock()
+        # A fixed window: the bound needs no list of times.
+        if now - self._minute_began >= 60:
+            self._minute_began, self._lines = now, 0
+        name = _shortened(event.name, _SHOWN_CHARACTERS)
+        if name in self._said or self._lines >= _LINES_PER_MINUTE:
+            self._left_out += 1
+            return None
+        self._said[name] = True
+        self._lines += 1
+        left_out, self._left_out = self._left_out, 0
+        more = f" ({left_out} more requests for unknown names since the last such line)" if left_out else ""
+        return f"No adapter '{name}': {_reasons(event)}{more}"
+
+
+def _reasons(event: AdapterUnknown) -> str:
+    if event.reason:
+        return f"{_shortened(event.reason, _SHOWN_PLACE_CHARACTERS)}; no source was asked"
+    if not event.absences:
+        return "there is no source to ask"
+    asked = (f"{absence.source}: {_shortened(str(absence), _SHOWN_PLACE_CHARACTERS)}" for absence in event.absences)
+    return "; ".join(asked)
+
+
+def _shortened(text: str, characters: int) -> str:
+    """Return the text with a limited length, and with every character escaped that could forge a line."""
+    cut = text[:characters]
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    return shown if len(text) <= characters else f"{shown}… ({len(text)} characters)"

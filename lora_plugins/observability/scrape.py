@@ -1,7 +1,7 @@
-"""`/metrics` with the engines' current figures: queried when `/metrics` is scraped, and not otherwise.
+"""`/metrics` with the engines' current figures, queried only when `/metrics` is scraped.
 
-A query costs the engine loop one call between two steps. It is made once a second at most, and a scrape waits for the
-answer for two seconds at most; then it shows the figures of the last one.
+A query costs the engine loop a call between two steps. Queries are at least a second apart. A scrape waits for the
+answer for two seconds at most; after two seconds the scrape shows the last answer's figures.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.log import logger
 from lora_plugins.observability import engine_metrics as of_engines
-from lora_plugins.observability.store_metrics import StoreUsage
 from lora_plugins.scheduler.messages import PlannerFigures
+from lora_plugins.store.manifest import Manifest
+from lora_plugins.store.store import Store
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
+# Seconds: reading the store's usage scans a directory on disk, so the interval is longer.
 STORE_INTERVAL_S = 5.0
 
 _Message = MutableMapping[str, Any]
@@ -29,8 +32,38 @@ Asgi = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message
 
 
 @dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """The store's content; `max_bytes` is None without a budget."""
+
+    adapters: int
+    size_bytes: int
+    max_bytes: int | None
+
+
+class StoreUsageReader:
+    """Reads a store; as the content of a digest never changes, each manifest is read once."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}  # by digest
+
+    def read(self, store: Store) -> StoreUsage:
+        """Count the published adapters and their bytes; an adapter with an unreadable manifest is left out."""
+        sizes = {}
+        for digest in store.layout.digests():
+            size_bytes = self._sizes.get(digest)
+            if size_bytes is None:
+                try:
+                    size_bytes = Manifest.read(store.layout.adapter(digest)).size_bytes
+                except (InvalidAdapter, SourceUnavailable):
+                    continue
+            sizes[digest] = size_bytes
+        self._sizes = sizes
+        return StoreUsage(len(sizes), sum(sizes.values()), store.max_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Reports:
-    """What is known of one server's engines: the model's name, and each engine's figures by its number."""
+    """Figures of a server's engines: the model's name, and each engine's figures by its number."""
 
     model_name: str = ""
     engines: Mapping[int, PlannerFigures] = field(default_factory=dict)
@@ -39,8 +72,8 @@ class Reports:
 class CachedAnswer:
     """The last answer to a query that is repeated only after `interval_s`.
 
-    For one event loop. A query that fails keeps the last answer; one that is answered with None, because the engine is
-    not there yet, is repeated by the next caller.
+    For a single event loop. A query that fails keeps the last answer. The next caller repeats a query that is answered
+    with None, because the engine is not there yet.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -51,11 +84,13 @@ class CachedAnswer:
         self.answered_at: float | None = None
 
     async def refresh(self, ask: Callable[[], Awaitable[Any]], timeout_s: float) -> None:
-        """Query, if it is time to, and wait for the answer for `timeout_s` at most."""
+        """Query, if the interval is over, and wait for the answer for `timeout_s` at most."""
+        # All scrapes share the running query: a slow engine gets a single question.
         if self._asking is None and time.monotonic() - self._asked_at >= self._interval_s:
             self._asked_at = time.monotonic()
             self._asking = asyncio.get_running_loop().create_task(self._ask(ask))
         if self._asking is not None:
+            # `wait`, not `wait_for`: the query goes on after the timeout, and its answer serves the next scrape.
             await asyncio.wait((self._asking,), timeout=timeout_s)
 
     async def _ask(self, ask: Callable[[], Awaitable[Any]]) -> None:
@@ -71,19 +106,19 @@ class CachedAnswer:
 
     @property
     def age_s(self) -> float | None:
-        """Since the last answer; None without one."""
+        """Seconds since the last answer; None without an answer."""
         return None if self.answered_at is None else time.monotonic() - self.answered_at
 
 
 class MetricsCollector:
-    """Collects at a scrape the engines' figures and the store's usage.
+    """Collects the engines' figures and the store's usage at a scrape.
 
     Args:
-        query_engines: the figures of the planners behind an engine client, or None where there are none of ours.
-        read_store_usage: how full the store is, or None without one; called in a thread.
-        max_adapters: how many have their own label.
-        is_taken: whether another has a metric of this name. Ours is left out then: of a page with a second TYPE line
-            for one name, strict parsers (Go's) read nothing.
+        query_engines: returns the figures of the planners behind an engine client, or None without our planners.
+        read_store_usage: returns how full the store is, or None without a store; called in a thread.
+        max_adapters: how many adapters have their own label.
+        is_taken: whether somebody else has a metric of this name. Ours is left out then: strict parsers (Go's) read
+            nothing of a page with a second TYPE line for a name.
     """
 
     def __init__(
@@ -101,18 +136,18 @@ class MetricsCollector:
         self._store = CachedAnswer(STORE_INTERVAL_S)
 
     async def refresh(self, client: Any) -> None:
-        """Query what is too old, so that what is collected next is recent."""
+        """Query every old answer, so that the next collection is recent."""
         await asyncio.gather(
             self._engines.refresh(lambda: self._query_engines(client), TIMEOUT_S),
             self._store.refresh(lambda: asyncio.to_thread(self._read_store_usage), TIMEOUT_S),
         )
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that registering this collects nothing."""
+        """Return nothing, so that registering collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics that nobody else has, as `prometheus_client` wants them of a collector."""
+        """Yield all metrics that nobody else has, as `prometheus_client` wants of a collector."""
         return (family for family in self._families() if not self._is_taken(family.name))
 
     def _families(self) -> Iterator[Metric]:
@@ -134,7 +169,7 @@ class RefreshBeforeScrape:
     """An ASGI middleware: a scrape of `/metrics` refreshes the figures first; other requests pass unchanged.
 
     Args:
-        answer: serves the scrape instead of `app`, where that one does not have our figures.
+        answer: serves the scrape in the place of an `app` without our figures.
     """
 
     def __init__(self, app: Asgi, refresh: Callable[[Any], Awaitable[None]], answer: Asgi | None = None) -> None:

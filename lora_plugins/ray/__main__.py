@@ -13,7 +13,7 @@ from lora_plugins.settings import default_for_children, environment, is_secret, 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m lora_plugins.ray",
         description="Replicas of vllm serve on Ray Serve; requests go where their adapter is. "
@@ -33,17 +33,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def passed_on() -> dict[str, str]:
-    """The environment of servers on other machines; on this one they have all of it.
+    """Return the environment of servers on other machines; servers on this machine have the whole environment.
 
-    Without secrets: Ray stores and shows what it is given. Those are to be in the environment of Ray's nodes.
+    Secrets stay out: Ray stores and shows what Ray is given. Secrets belong in the environment of Ray's nodes.
     """
     here = environment()
     return {name: here[name] for name in variables_of_servers() if not is_secret(name)}
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Start it, and wait for Ctrl-C or SIGTERM."""
+    """Start the replicas, and wait for Ctrl-C or SIGTERM."""
     parsed = parser().parse_args(given)
+    # Ray reports usage to its makers unless the variable is 0; a variable that the user has set wins.
     default_for_children("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
@@ -53,6 +54,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if parsed.address is not None:
         ray.init(address=parsed.address)
     elif not ray.is_initialized():
+        # A CPU more than the replicas need: Ray's own actors and the ingress need room too.
         wanted = parsed.num_cpus * (parsed.max_replicas or parsed.replicas)
         ray.init("local", num_cpus=max(os.cpu_count() or 1, int(wanted) + 1), include_dashboard=False)
     options = Options(
@@ -63,6 +65,7 @@ def main(given: Sequence[str] | None = None) -> int:
         busy_requests=parsed.busy_requests,
         resources={"num_cpus": parsed.num_cpus, "num_gpus": parsed.num_gpus},
     )
+    # The handlers only set an event: `serve.shutdown` must not run within a signal handler.
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

@@ -16,21 +16,21 @@ from lora_plugins.ray.replica import VllmReplica
 from lora_plugins.ray.router import BUSY_REQUESTS
 
 ROUTER = "lora_plugins.ray.router:AdapterAffinityRouter"
-# So long a replica or an ingress that is to go has for the requests that it has begun.
+# Seconds: a replica or an ingress that is to go has so long for the requests that have begun.
 DRAIN_S = 300.0
 
 
 class Options(BaseModel):
-    """What `args:` of a Serve configuration file may say; what Ray itself decides stands below its `deployments:`.
+    """The `args:` of a Serve configuration file; Ray's own options stand below the file's `deployments:`.
 
     Attributes:
-        arguments: those of `vllm serve`, the model first.
-        env: environment variables of the servers, beside those of Ray's workers; Ray shows them.
+        arguments: of `vllm serve`, the model first.
+        env: environment variables of the servers, beside the variables of Ray's workers; Ray shows `env`.
         secrets: names of variables that Ray's workers must have by themselves, or the servers do not start.
         replicas: how many, or the lowest and the highest number for Ray's autoscaling.
         busy_requests: so many requests in flight are never too many for a replica; up to 1.25 times the mean are more.
         resources: Ray's options for each replica: num_cpus, num_gpus, resources.
-        stats_period_s: how often replicas report what they have.
+        stats_period_s: how often replicas report their adapters and requests.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -45,7 +45,7 @@ class Options(BaseModel):
 
 
 def build(options: Options) -> Application:
-    """The application that a Serve configuration file names as `import_path: lora_plugins.ray.application:build`."""
+    """Return the application; a Serve configuration file has `import_path: lora_plugins.ray.application:build`."""
     return application(options)
 
 
@@ -58,13 +58,13 @@ def application(
     names_adapters: bool = True,
     version: str | None = None,
 ) -> Application:
-    """The application, with another router, replica or server for comparison and tests.
+    """Return the application, with another router, replica or server for comparison and tests.
 
-    With a `version`, replicas that run already are kept when the application is run again with the same one.
+    With a `version`, running replicas are kept when the application is run again with the same version.
     """
     replicas = serve.deployment(
         name="vllm",
-        max_ongoing_requests=256,  # beyond it requests wait in the ingress
+        max_ongoing_requests=256,  # further requests wait in the ingress
         request_router_config=RequestRouterConfig(
             request_router_class=router,
             request_router_kwargs={"busy_requests": options.busy_requests} if router == ROUTER else {},
@@ -84,7 +84,8 @@ def application(
     )(Ingress)
     if version is not None:
         replicas = replicas.options(version=version, _internal=True)
-        # Ray keeps the router that a process has, whatever the configuration says later.
+        # A process of Ray keeps its router, whatever the configuration says later: another router needs another
+        # version.
         ingress = ingress.options(version=f"{version} {router} {names_adapters}", _internal=True)
     bound = replicas.bind(options.arguments, options.env, command, options.secrets)
     return ingress.bind(bound, base_names(options.arguments), names_adapters=names_adapters)
@@ -98,7 +99,7 @@ def _scale(replicas: int | tuple[int, int]) -> dict[str, Any]:
 
 
 def base_names(arguments: Sequence[str]) -> list[str]:
-    """The names that a server with these arguments has for its base model."""
+    """Return the base model's names of a server with these arguments."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--served-model-name", "--served_model_name", nargs="+")
     parser.add_argument("--model")

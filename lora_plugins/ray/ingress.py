@@ -1,4 +1,4 @@
-"""What clients talk to: names the adapter of a request for the router, and asks another replica when one is lost."""
+"""The clients' address: names each request's adapter for the router, and asks another replica after a loss."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from lora_plugins.errors import LoRAPluginsError, ReplicaLost
 from lora_plugins.log import logger
 from lora_plugins.ray.replica import AdminAnswer, Call, Head, ServerGone
 
+# Attempts double the wait: from 0.1 s, `ATTEMPTS` cover the seconds in which Ray finds a dead replica.
 ATTEMPTS = 5
 WAIT_S = 0.1
 LONGEST_NAME = 1024
-# What is done on every replica, as each has its own registry.
+# Paths of calls that go to every replica, as each replica has its own registry.
 _ADMIN = ("/v1/loras/", "/v1/load_lora_adapter/", "/v1/unload_lora_adapter/")
 _MODELS = "/v1/models/"
 
 
 class Ingress:
-    """OpenAI's API, as the replicas' servers have it."""
+    """OpenAI's API, as the replicas' servers have the API."""
 
     def __init__(
         self, replicas: DeploymentHandle[Any], base_names: Sequence[str], *, names_adapters: bool = True
@@ -36,10 +37,10 @@ class Ingress:
         self._names_adapters = names_adapters
 
     async def __call__(self, request: Request) -> Response:
-        """Answer one request."""
+        """Answer a request."""
         body = await request.body()
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        # A proxy says for whom it asks: without a key, servers let only callers on their own machine administer them.
+        # A proxy names its client: without a key, servers let only callers on their own machine administer.
         client = request.client.host if request.client is not None else "unknown"
         headers = (*request.headers.raw, (b"x-forwarded-for", client.encode()))
         call = Call(request.method, target, headers, body)
@@ -49,7 +50,7 @@ class Ingress:
         if path == _MODELS and request.method == "GET":
             return await self._models(call)
         name = await _model(request, body)
-        # No adapter's name is that long; the server says so, and the router need not remember it.
+        # No adapter's name is so long; the server refuses the name, and the router need not remember it.
         adapter = "" if name in self._base_names or len(name) > LONGEST_NAME else name
         return await self._forward(call, adapter)
 
@@ -57,7 +58,7 @@ class Ingress:
         excluded: tuple[str, ...] = ()
         found = ""
         for attempt in range(ATTEMPTS):
-            if attempt > 1:  # those that are left may be starting
+            if attempt > 1:  # the remaining replicas may be starting
                 await asyncio.sleep(WAIT_S * 2**attempt)
             answer = await self._begun(Call(call.method, call.target, call.headers, call.body, adapter, excluded))
             if not isinstance(answer, ServerGone):
@@ -73,7 +74,7 @@ class Ingress:
         )
 
     async def _begun(self, call: Call) -> Response | ServerGone:
-        """An answer of which the first part is here: from then on no other replica can give it."""
+        """Return an answer whose first part is here; from then on no other replica can give the answer."""
         routed_by = call.adapter if self._names_adapters else ""
         stream = self._replicas.options(stream=True, multiplexed_model_id=routed_by).forward.remote(call)
         try:
@@ -91,16 +92,17 @@ class Ingress:
         return response
 
     async def _administer(self, call: Call) -> Response:
-        """Do it on every replica, and say what each of them answered."""
+        """Pass the call to every replica, and return each replica's answer."""
         answers, lost = await self._ask_all(call)
         rows: list[dict[str, Any]] = [
             {"replica": it.replica, "status": it.status, "body": _json(it.body)} for it in answers
         ]
         rows += [{"replica": None, "status": 503, "body": {"error": {"message": text}}} for text in lost]
+        # The worst status of all: a client that looks at the status alone notices a single failure.
         return JSONResponse({"replicas": rows}, status_code=max(int(row["status"]) for row in rows))
 
     async def _models(self, call: Call) -> Response:
-        """What any of the replicas serves."""
+        """Return the models of all replicas together."""
         answers, lost = await self._ask_all(call)
         cards: dict[str, Any] = {}
         for answer in answers:
@@ -119,7 +121,7 @@ class Ingress:
 
 
 async def _body(head: Head, first: bytes, rest: Any) -> AsyncIterator[bytes]:
-    """The parts of an answer's body; an event stream whose replica is lost ends with an error event."""
+    """Yield the parts of an answer's body; an event stream whose replica is lost ends with an error event."""
     try:
         yield first
         async for chunk in rest:
@@ -130,7 +132,7 @@ async def _body(head: Head, first: bytes, rest: Any) -> AsyncIterator[bytes]:
         lost = error if isinstance(error, ReplicaLost) else ReplicaLost(f"{type(error).__name__}: {error}")
         logger.warning("An answer ends before it is whole: %s", lost)
         if not dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
-            raise  # the connection breaks off, which no client takes for a whole answer
+            raise  # the connection breaks off, so that no client takes a part for a whole answer
         yield f"\n\ndata: {json.dumps(_error_body(lost))}\n\n".encode()
     except BaseException:
         rest.cancel()  # the client is gone
@@ -138,9 +140,9 @@ async def _body(head: Head, first: bytes, rest: Any) -> AsyncIterator[bytes]:
 
 
 async def _model(request: Request, body: bytes) -> str:
-    """The `model` of a request, of JSON or of a form; empty where there is none."""
+    """Return the `model` of a request, of JSON or of a form; empty without a model."""
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        with suppress(Exception):  # what cannot be parsed is refused by the server, with its own text
+        with suppress(Exception):  # the server refuses a form that cannot be parsed, with its own text
             return str((await request.form()).get("model", ""))
         return ""
     name = _json(body).get("model", "")
@@ -161,5 +163,5 @@ def _error(error: LoRAPluginsError) -> Response:
 
 
 def _error_body(error: LoRAPluginsError) -> dict[str, Any]:
-    """As vLLM writes errors."""
+    """Return an error as vLLM writes errors."""
     return {"error": {"message": str(error), "type": "ServiceUnavailable", "param": None, "code": error.http_status}}

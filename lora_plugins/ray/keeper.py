@@ -1,10 +1,10 @@
-"""Runs a command, and ends it and all that it started when the process that asked for it is gone, however it went.
+"""Runs a command, and ends the command and all its processes when the asking process is gone, for whatever cause.
 
     python -m lora_plugins.ray.keeper COMMAND ...
 
-Standard input is a pipe from that process: at its end, be it closed or killed with SIGKILL, the command gets SIGTERM,
-and after `GRACE_S` everything below this process SIGKILL. Linux: processes whose parent has ended come here
-(PR_SET_CHILD_SUBREAPER), so that none is missed. Exits as the command does, with 128 + its signal.
+Standard input is a pipe from the asking process. At the pipe's end, closed or broken by SIGKILL, the command gets
+SIGTERM, and after `GRACE_S` everything below this process SIGKILL. Linux: processes whose parent has ended become
+children of this process (PR_SET_CHILD_SUBREAPER), so none is missed. Exits as the command does, with 128 + its signal.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(command: Sequence[str]) -> int:
-    """Run it; see the module."""
-    # Signals are for the command's end, not for this process: it ends last.
+    """Run the command; see the module."""
+    # Signals are for the command, not for this process: this process ends last.
     asked = [False]
 
     def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler
@@ -38,14 +38,15 @@ def main(command: Sequence[str]) -> int:
 
     def before_exec() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # should this process be killed
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # the command must not outlive a killed keeper
 
     process = subprocess.Popen(  # noqa: S603 - the command line that the user gave
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=before_exec,  # noqa: PLW1509 - there is one thread
+        preexec_fn=before_exec,  # noqa: PLW1509 - this process has a single thread
     )
+    # A pidfd wakes `select` when the command ends; a signal handler for SIGCHLD would race with `poll`.
     stdin, ended = sys.stdin.fileno(), os.pidfd_open(process.pid)
     while process.poll() is None and not asked[0]:
         readable, _, _ = select.select([stdin, ended], [], [], 1.0)
@@ -56,14 +57,14 @@ def main(command: Sequence[str]) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """End the command, then all that it left; returns the command's exit code."""
+    """End the command, then all its remaining processes; return the command's exit code."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
     process.kill()
     code = process.wait()
-    # The children of a process that ends come here before its own end is seen: so none is left when there is no child.
+    # The children of an ending process come here before its own end is seen: without a child, no process is left.
     while True:
         for child in _children():
             os.kill(child, signal.SIGKILL)

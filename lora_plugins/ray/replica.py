@@ -1,4 +1,4 @@
-"""The deployment that Ray Serve replicates: each replica owns one server, and passes requests on to it."""
+"""The deployment that Ray Serve replicates: each replica owns a server, and passes requests on to the server."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from lora_plugins.settings import environment
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
-# Of one connection, not of the request (RFC 9110, 7.6.1), or set again by whoever sends it on.
+# Headers of a connection, not of a request (RFC 9110, 7.6.1), or set again by the next sender.
 HOP_BY_HOP = {b"connection", b"expect", b"host", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 HOP_BY_HOP |= {b"proxy-authenticate", b"proxy-authorization"}
-TO_SERVER, TO_CLIENT = HOP_BY_HOP | {b"content-length"}, HOP_BY_HOP | {b"server", b"date"}  # Ray's proxy has its own
+# Ray's proxy sets `server` and `date` itself.
+TO_SERVER, TO_CLIENT = HOP_BY_HOP | {b"content-length"}, HOP_BY_HOP | {b"server", b"date"}
 REPLICA_HEADER = "x-lora-plugins-replica"
 REMEMBERED = 1000
 WATCH_S = 0.5
@@ -32,7 +33,7 @@ WATCH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An HTTP request on its way to a server; `excluded` are replicas that failed at it."""
+    """An HTTP request on its way to a server; `excluded` are replicas that failed at the request."""
 
     method: str
     target: str
@@ -52,7 +53,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class ServerGone:
-    """The replica's server has ended, or had when it was asked; nothing follows."""
+    """The replica's server has ended, perhaps before the request; nothing follows."""
 
     replica: str
     found: str
@@ -60,7 +61,7 @@ class ServerGone:
 
 @dataclass(frozen=True, slots=True)
 class AdminAnswer:
-    """What one replica answered to a call that all of them got."""
+    """A replica's answer to a call that all replicas got."""
 
     replica: str
     status: int
@@ -68,7 +69,7 @@ class AdminAnswer:
 
 
 class VllmReplica:
-    """One `vllm serve` behind Ray Serve; it ends with the replica, however that ends, and the replica with it."""
+    """A `vllm serve` behind Ray Serve; server and replica end together, whichever ends first."""
 
     def __init__(
         self,
@@ -77,15 +78,16 @@ class VllmReplica:
         command: Sequence[str] | None = None,
         secrets: Sequence[str] = (),
     ) -> None:
+        # Before the server starts: an open server for a moment is an open server.
         require_secrets(secrets)
         self.name = serve.get_replica_context().replica_id.unique_id
         self._server = ServerProcess((*(command or vllm_serve()), *arguments), env)
         self._has_started = False
-        self._served: LRUCache[str, bool] = LRUCache(REMEMBERED)  # adapters whose files are here
+        self._served: LRUCache[str, bool] = LRUCache(REMEMBERED)  # adapters whose files the server has
         self._watching: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Ray Serve's: wait for the server at first; raise where it does not answer."""
+        """Ray Serve's: wait for the server at first; later raise where the server does not answer."""
         if not self._has_started:
             await self._server.wait_until_healthy()
             self._has_started = True
@@ -94,16 +96,17 @@ class VllmReplica:
             raise ReplicaLost(f"no healthy answer from replica {self.name}")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Ray Serve's: what the routers should know of this replica."""
+        """Ray Serve's: return the routers' facts about this replica."""
         if not self._has_started:
             return {}
         report = await self._server.report()
+        # The server's report wins over the note that files are here: memory is a better tier than the store.
         adapters = {**dict.fromkeys(self._served, Tier.STORE), **report.adapters}
         tiers = {name: int(tier) for name, tier in adapters.items()}
         return {"adapters": tiers, "capacity": report.capacity, "requests": report.requests}
 
     async def forward(self, call: Call) -> AsyncIterator[Head | bytes | ServerGone]:
-        """Pass a request on: yields the head of the answer, then its body as it comes; or `ServerGone`, at any time."""
+        """Pass a request on: yield the answer's head, then its body as it comes; or `ServerGone`, at any time."""
         headers = _without(TO_SERVER, call.headers)
         request = self._server.client.build_request(call.method, call.target, headers=headers, content=call.body)
         try:
@@ -112,6 +115,7 @@ class VllmReplica:
             yield self._gone(error)
             return
         try:
+            # A failing server on its way down answers 5xx: another replica should get the request.
             if answer.status_code >= 500 and not await self._server.is_healthy():
                 yield ServerGone(self.name, f"status {answer.status_code} of a server that is not healthy")
                 return
@@ -124,10 +128,10 @@ class VllmReplica:
         except httpx.HTTPError as error:
             yield self._gone(error)
         finally:
-            await answer.aclose()  # a request whose client is gone is aborted by that
+            await answer.aclose()  # closing aborts the request in the server where the client is gone
 
     async def admin(self, call: Call) -> AdminAnswer:
-        """Pass a call on that every replica gets, and return its whole answer."""
+        """Pass on a call that every replica gets, and return the whole answer."""
         status, body = 503, b""
         async for part in self.forward(call):
             match part:
@@ -148,8 +152,8 @@ class VllmReplica:
         self._server.end()
 
     async def _watch(self) -> None:
-        """A replica without its server is no use, and Ray notices a dead replica sooner than an unhealthy one."""
-        while not self._server.has_ended:  # noqa: ASYNC110 - it is a process
+        """End the replica after its server: Ray notices a dead replica sooner than an unhealthy replica."""
+        while not self._server.has_ended:  # noqa: ASYNC110 - the server is a process, without an asyncio event
             await asyncio.sleep(WATCH_S)
         logger.error("The server of replica %s has ended:\n%s", self.name, self._server.log_tail())
         os.kill(os.getpid(), signal.SIGKILL)
@@ -160,10 +164,10 @@ class VllmReplica:
 
 
 def require_secrets(names: Sequence[str]) -> None:
-    """Refuse to serve without a variable that the one who started this has: without a key, everybody would be let in.
+    """Refuse to serve without a secret of the starter's: without a key, the server would let everybody in.
 
     Raises:
-        InvalidSettings: one of them is not in this process's environment.
+        InvalidSettings: a secret is missing in this process's environment.
     """
     here = environment()
     missing = [name for name in names if name not in here]

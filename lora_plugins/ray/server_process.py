@@ -1,4 +1,4 @@
-"""One `vllm serve` as a child process on a loopback port: started, waited for, asked, and ended."""
+"""A `vllm serve` as a child process on a loopback port: started, waited for, asked, and ended."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from lora_plugins.log import logger
 from lora_plugins.routing.residency import Report, Tier
 from lora_plugins.settings import environment
 
+# Seconds: a large model loads for many minutes; the end allows `keeper.GRACE_S` and a little more.
 START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 25.0
 TAIL_LINES = 60
-# A router has to know of every adapter in memory, of those beyond what a dashboard shows too.
+# A router has to know of every adapter in memory, so the limit of a dashboard is too low.
 _ALL_ADAPTERS = {"LORA_PLUGINS_METRICS_ADAPTERS": "5000"}
 _LOADED, _CAPACITY = "vllm:lora_adapter_loaded", "lora_plugins_host_max_adapters"
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting", "lora_plugins_held")
@@ -32,7 +33,7 @@ _PLACES = {"gpu": Tier.SLOT, "cpu": Tier.HOST}
 
 
 def vllm_serve() -> tuple[str, ...]:
-    """The command `vllm serve` of this Python's environment."""
+    """Return the command `vllm serve` of this Python's environment."""
     beside = Path(sys.executable).with_name("vllm")
     program = (str(beside),) if beside.exists() else (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main")
     return (*program, "serve")
@@ -42,15 +43,16 @@ class ServerProcess:
     """The running server.
 
     Args:
-        command: starts it; it gets `--host` and `--port` at its end.
+        command: starts the server; gets `--host` and `--port` at its end.
         env: beside this process's own environment.
 
     Attributes:
-        client: sends requests to it; without a time limit but for connecting.
+        client: sends requests to the server; only connecting has a time limit.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        # Held for as long as the server runs, so that no other process is given the port; vLLM sets SO_REUSEPORT too.
+        # The socket holds the port for as long as the server runs: no other process gets the port, and vLLM's own
+        # SO_REUSEPORT lets the server share the port.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -68,6 +70,8 @@ class ServerProcess:
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._passing_on = threading.Thread(target=self._pass_on, daemon=True)
         self._passing_on.start()
+        # No limit on an answer: a long stream is healthy. `trust_env`: a proxy of the environment must not see
+        # loopback.
         self.client = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
             timeout=httpx.Timeout(None, connect=10.0),
@@ -81,16 +85,16 @@ class ServerProcess:
         return self._process.poll() is not None
 
     def log_tail(self) -> str:
-        """The end of what it printed."""
+        """Return the last lines of the server's output."""
         if self.has_ended:
             self._passing_on.join(1.0)
         return b"".join(self._tail).decode(errors="replace")
 
     async def wait_until_healthy(self) -> None:
-        """Wait until it answers.
+        """Wait until the server answers.
 
         Raises:
-            InvalidSettings: it ended, or did not answer in `START_TIMEOUT_S`.
+            InvalidSettings: the server ended, or did not answer in `START_TIMEOUT_S`.
         """
         started = time.monotonic()
         while not await self.is_healthy():
@@ -105,27 +109,28 @@ class ServerProcess:
             await asyncio.sleep(0.2)
 
     async def is_healthy(self) -> bool:
-        """Whether `/health` says so."""
+        """Whether `/health` answers 200."""
         try:
             return (await self.client.get("/health", timeout=10.0)).status_code == 200
         except httpx.HTTPError:
             return False
 
     async def report(self) -> Report:
-        """Where its adapters are, and its requests, from its metrics, for which it asks for no key.
+        """Return the server's adapters and requests, from its metrics, which need no key.
 
         Raises:
-            ReplicaLost: it does not answer.
+            ReplicaLost: the server does not answer.
         """
         try:
             page = (await self.client.get("/metrics", timeout=10.0)).text
         except httpx.HTTPError as error:
             raise ReplicaLost(f"no answer to GET /metrics: {type(error).__name__}") from error
-        # In a thread: thousands of adapters take longer to read than a token may wait.
+        # In a thread: parsing thousands of adapters takes longer than a token may wait.
         return await asyncio.to_thread(report_of, page)
 
     def end(self) -> None:
-        """End it and all of its processes, and wait for that."""
+        """End the server and all its processes, and wait for the end."""
+        # The keeper takes the closed pipe for the end of this process, and ends everything.
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
         try:
@@ -135,7 +140,7 @@ class ServerProcess:
         self._held.close()
 
     def _pass_on(self) -> None:
-        """What it prints is printed here too, where Ray keeps it with the replica's log."""
+        """Print the server's output here too, where Ray keeps the output with the replica's log."""
         for line in self._process.stdout:  # type: ignore[union-attr]
             self._tail.append(line)
             with contextlib.suppress(OSError, ValueError):
@@ -143,16 +148,17 @@ class ServerProcess:
 
 
 def report_of(page: str) -> Report:
-    """What a page of metrics says of adapters and requests; of one without our planner, nothing of adapters."""
+    """Return a report from a page of metrics; a page without our planner has no adapters."""
     adapters: dict[str, Tier] = {}
     capacities: list[int] = []
     requests = 0
+    # Only the wanted lines are parsed: prometheus_client's parser is slow for a page of thousands of series.
     wanted = (line for line in page.splitlines() if line.startswith((_LOADED, _CAPACITY, *_IN_FLIGHT)))
     families = text_string_to_metric_families("\n".join(wanted) + "\n")
     for sample in (sample for family in families for sample in family.samples):
         if sample.name == _LOADED:
             name, tier = sample.labels["adapter_name"], _PLACES[sample.labels["level"]]
-            # With data parallelism it may be in a slot of one engine and in host memory of another.
+            # With data parallelism an adapter may be in a slot of one engine and in host memory of another.
             adapters[name] = min(tier, adapters.get(name, tier))
         elif sample.name == _CAPACITY:
             capacities.append(int(sample.value))

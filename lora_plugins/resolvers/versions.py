@@ -40,7 +40,7 @@ from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.verification.children import children
-from lora_plugins.verification.messages import Found
+from lora_plugins.verification.messages import ReadAdapter
 
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
@@ -202,7 +202,7 @@ class Versions:
         *,
         name: str,
         principal: Hashable,
-    ) -> tuple[StoredAdapter[Found], VerifiedAdapter, float]:
+    ) -> tuple[StoredAdapter[ReadAdapter], VerifiedAdapter, float]:
         """A located version, leased and as the engine wants it; and how long it took to have its bytes."""
         started = time.perf_counter()
         stored = await self._find_converted(adapter, base, holder)
@@ -229,7 +229,7 @@ class Versions:
         manifest = await asyncio.to_thread(self._leased_version, digest_prefix, origins, attempt)
         if manifest is None:
             return None
-        found: StoredAdapter[Found] = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
+        found: StoredAdapter[ReadAdapter] = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
         try:
             stored, verified = await self._ready(
                 found, manifest.uri, manifest.version, base, attempt, principal=principal
@@ -242,7 +242,7 @@ class Versions:
 
     async def _find_converted(
         self, adapter: RemoteAdapter, base: BaseModel | None, holder: object
-    ) -> StoredAdapter[Found] | None:
+    ) -> StoredAdapter[ReadAdapter] | None:
         """This version in the engine's form, if it had to be converted before; its original may be gone by now."""
         if base is None or base.model is None:
             return None
@@ -251,14 +251,14 @@ class Versions:
 
     async def _ready(
         self,
-        stored: StoredAdapter[Found],
+        stored: StoredAdapter[ReadAdapter],
         uri: str,
         version: str,
         base: BaseModel | None,
         holder: object,
         *,
         principal: Hashable,
-    ) -> tuple[StoredAdapter[Found], VerifiedAdapter]:
+    ) -> tuple[StoredAdapter[ReadAdapter], VerifiedAdapter]:
         """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
         verified = await self._check_sound(stored.digest, base, holder, principal, _verified(stored))
         if verified.conversion is None or base is None or base.model is None:
@@ -323,7 +323,7 @@ class Versions:
 
     async def _obtain(
         self, name: str, source: Source, adapter: RemoteAdapter, holder: object, principal: Hashable
-    ) -> StoredAdapter[Found]:
+    ) -> StoredAdapter[ReadAdapter]:
         """The version in the store."""
         version = (adapter.uri, adapter.version)
         if version in self._refused:
@@ -366,7 +366,7 @@ class Versions:
             return None
         return found[0]
 
-    def _check_fetched(self, selected: RemoteAdapter, directory: Path) -> Found:
+    def _check_fetched(self, selected: RemoteAdapter, directory: Path) -> ReadAdapter:
         """Verify what was fetched.
 
         Raises:
@@ -382,7 +382,7 @@ class Versions:
                 raise _BytesRefused(error) from error
             raise
 
-    def _read(self, directory: Path) -> Future[Found]:
+    def _read(self, directory: Path) -> Future[ReadAdapter]:
         """Verify again what was verified before, but for its values."""
         return children().read(directory, replace(self._settings, check_finite=False))
 
@@ -391,7 +391,7 @@ class Versions:
 
 
 def _resolved(
-    name: str, stored: StoredAdapter[Found], verified: VerifiedAdapter, *, source: str, uri: str, version: str
+    name: str, stored: StoredAdapter[ReadAdapter], verified: VerifiedAdapter, *, source: str, uri: str, version: str
 ) -> ResolvedAdapter:
     return ResolvedAdapter(
         name=name,
@@ -415,7 +415,7 @@ def _gone() -> SourceUnavailable:
     )
 
 
-def _verified(stored: StoredAdapter[Found]) -> VerifiedAdapter | None:
+def _verified(stored: StoredAdapter[ReadAdapter]) -> VerifiedAdapter | None:
     return None if stored.arrived is None else stored.arrived.adapter
 
 

@@ -1,1 +1,1 @@
-"""Which replica a request for an adapter goes to: the policies, in memory and without I/O."""
+"""Policies that choose a replica for each request of an adapter, in memory and without I/O."""

@@ -1,4 +1,4 @@
-"""The policy that is used: each adapter stays on few replicas, and none of them is overloaded for it."""
+"""The policy in use: each adapter stays on few replicas, and no replica is overloaded by the adapter."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lora_plugins.routing.load import LoadEstimator, ReplicaLoad
 from lora_plugins.routing.rendezvous import Rendezvous
 from lora_plugins.routing.residency import Report, Residency, Tier
 
-# How many replicas are considered beside those that an adapter should be on.
+# Replicas that are considered beside the best replicas of an adapter.
 FURTHER = 3
-# How many are compared for the base model, which every replica has.
+# Replicas that are compared for the base model, which every replica has.
 COMPARED = 3
 
 
@@ -23,10 +23,10 @@ class Limits:
     """When an adapter gets another replica.
 
     Attributes:
-        per_replica: requests of one adapter, averaged over time, that one replica should have.
+        per_replica: requests of an adapter, averaged over time, that a replica should have.
         least_bound: so many requests in flight are never too many for a replica.
-        overload: beyond that, a replica may have this many times the mean of all.
-        cool_down_s: how long an adapter must have needed fewer replicas before it has fewer.
+        overload: beyond `least_bound`, a replica may have so many times the mean of all replicas.
+        cool_down_s: how long an adapter must have needed fewer replicas before the adapter loses a replica.
     """
 
     per_replica: int = 6
@@ -40,13 +40,14 @@ class AffinityPolicy:
 
     The empty name stands for the base model. Times are the caller's.
 
-    In this order: a replica that has the adapter in a slot or in its host cache; while the adapter is on fewer replicas
-    than its load needs, the next of its best ones, by one request at a time; one that is loading it; one that has room
-    for it, and of these one that has its files; one that has its files; its best one by hashing. None of them with more
-    requests than `bound()`, as long as there is another; among several that have it, the one with the fewest requests.
+    In this order: a replica with the adapter in a slot or in its host cache; while the adapter is on fewer replicas
+    than its load needs, the next of its best replicas, a request at a time; a replica that loads the adapter; a replica
+    with room, preferably with the adapter's files; a replica with the files; the best replica by hashing. No replica
+    has more requests than `bound()`, as long as there is another. Among several replicas with the adapter, the replica
+    with the fewest requests is chosen.
 
-    A request looks at as many replicas as have its adapter, or at a few of its best ones; at more only where those are
-    at their bound.
+    A request looks only at the replicas with its adapter, or at a few of its best replicas; at more only where these
+    are at their bound.
     """
 
     def __init__(self, limits: Limits | None = None, seed: int = 0) -> None:
@@ -56,7 +57,7 @@ class AffinityPolicy:
         self._residency = Residency()
         self._estimator = LoadEstimator(self._limits.per_replica, cool_down_s=self._limits.cool_down_s)
         self._replicas: list[str] = []
-        self._random = random.Random(seed)  # noqa: S311 - which of equal replicas the base model's requests go to
+        self._random = random.Random(seed)  # noqa: S311 - chooses among equal replicas for the base model's requests
 
     def join(self, replica: str) -> None:
         """Route to this replica too."""
@@ -67,7 +68,7 @@ class AffinityPolicy:
             self._residency.join(replica)
 
     def leave(self, replica: str) -> None:
-        """Route to it no longer, and forget what it had."""
+        """Route to this replica no longer, and forget its adapters."""
         if replica in self._replicas:
             self._replicas.remove(replica)
             self._hashing.remove(replica)
@@ -75,18 +76,19 @@ class AffinityPolicy:
             self._residency.leave(replica)
 
     def bound(self) -> int:
-        """How many requests a replica may have, the next one among them."""
+        """Return how many requests a replica may have, the next request included."""
         count = max(1, len(self._replicas))
         return max(self._limits.least_bound, ceil(self._limits.overload * (self._load.total + 1) / count))
 
     def home(self, adapter: str) -> str:
-        """The best replica by hashing alone."""
+        """Return the best replica by hashing alone."""
         return next(self._hashing.walk(adapter))
 
     def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
-        """The replicas to try, best first; one alone where there is no reason to consider others."""
+        """Return the replicas to try, best first; a single replica where no reason speaks for others."""
         if not adapter:
             return self._least_loaded(excluded)
+        # A load of more replicas than there are cannot spread further.
         wanted = min(self._estimator.replicas(adapter, now_s), len(self._replicas))
         where = self._residency.of(adapter)
         if excluded:
@@ -96,6 +98,7 @@ class AffinityPolicy:
         allowed = [replica for replica in ready if load(replica) < bound]
         if allowed and len(ready) >= wanted:
             return allowed
+        # A load in progress is waited for: a second replica would read the same adapter again.
         loading = [replica for replica, tier in where.items() if tier is Tier.LOADING]
         if loading:
             allowed += [replica for replica in loading if load(replica) < bound]
@@ -120,16 +123,18 @@ class AffinityPolicy:
             self._estimator.completed(adapter, now_s)
 
     def reported(self, replica: str, report: Report, now_s: float) -> None:
-        """Note what a replica says of itself."""
+        """Note a replica's report about itself."""
         self._residency.reported(replica, report, now_s)
         if report.requests is not None:
             self._load.reported(replica, report.requests)
 
     def _ready(self, adapter: str, where: Mapping[str, Tier], wanted: int) -> list[str]:
-        """Those that have it in memory: first as many as are wanted, the least loaded first; then what is left over."""
+        """Return replicas with the adapter in memory: the `wanted`, least loaded first, then surplus replicas."""
         ready = [replica for replica, tier in where.items() if tier <= Tier.HOST]
         if len(ready) > 1:
-            if len(ready) > wanted:  # the same ones each time, so that it leaves the others
+            # A fixed order, the same for every router: surplus replicas get no more requests, and their caches drop the
+            # adapter.
+            if len(ready) > wanted:
                 ready.sort(
                     key=lambda replica: (where[replica], crc32(f"{adapter}/{replica}".encode("utf-8", "surrogatepass")))
                 )
@@ -139,11 +144,12 @@ class AffinityPolicy:
     def _further(
         self, adapter: str, there: Container[str], wanted: int, excluded: Collection[str], bound: int
     ) -> str | None:
-        """The replica that should load it: of its best ones, where it is cheapest; None if all are at their bound."""
+        """Return the cheapest of the best replicas to load the adapter; None if all are at their bound."""
         stored = self._residency.stored(adapter)
         with_room = with_files = first = None
         left = wanted + FURTHER
         for replica in self._hashing.walk(adapter):
+            # Room and files cost least; room alone costs a fetch; files alone cost an eviction.
             if replica not in there and replica not in excluded and self._load.of(replica) < bound:
                 has_files = replica in stored
                 if self._residency.has_room(replica):
@@ -159,6 +165,6 @@ class AffinityPolicy:
         return with_room or with_files or first
 
     def _least_loaded(self, excluded: Collection[str]) -> list[str]:
-        """The better of a few at random, whatever the number of replicas."""
+        """Return the better of a few random replicas, in constant time for any number of replicas."""
         among = [replica for replica in self._replicas if replica not in excluded] if excluded else self._replicas
         return sorted(self._random.sample(among, min(COMPARED, len(among))), key=self._load.of)

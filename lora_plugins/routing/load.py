@@ -1,4 +1,4 @@
-"""How many requests each replica has, and how many replicas an adapter needs."""
+"""Requests of each replica, and how many replicas an adapter needs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from math import ceil
 
+# Adapters whose load is remembered; a rarer adapter needs a single replica anyway.
 REMEMBERED = 65_536
 
 
 class ReplicaLoad:
-    """Requests in flight by replica: those that this router sent, and those that a replica has from others."""
+    """Requests in flight by replica: this router's own, and the requests of other routers."""
 
     def __init__(self) -> None:
         self._ours: dict[str, int] = {}
         self._others: dict[str, int] = {}
-        self._peaks: dict[str, tuple[int, int]] = {}  # of ours: before the last report, and since
+        self._peaks: dict[str, tuple[int, int]] = {}  # of our requests: before the last report, and since
         self.total = 0
 
     def __len__(self) -> int:
         return len(self._ours)
 
     def of(self, replica: str) -> int:
-        """Requests in flight there; 0 for a replica that is not."""
+        """Return the requests in flight at a replica; 0 for an unknown replica."""
         return self._ours.get(replica, 0) + self._others.get(replica, 0)
 
     def join(self, replica: str) -> None:
@@ -31,12 +32,12 @@ class ReplicaLoad:
         self._others.setdefault(replica, 0)
 
     def leave(self, replica: str) -> None:
-        """Forget it; its requests are in flight no longer."""
+        """Forget a replica; its requests are in flight no longer."""
         self.total -= self._ours.pop(replica, 0) + self._others.pop(replica, 0)
         self._peaks.pop(replica, None)
 
     def routed(self, replica: str) -> bool:
-        """Count one more; False for a replica that is not there."""
+        """Count a request more; False for an unknown replica."""
         if replica not in self._ours:
             return False
         self._ours[replica] += 1
@@ -46,15 +47,15 @@ class ReplicaLoad:
         return True
 
     def completed(self, replica: str) -> None:
-        """Count one less; of a replica that has left or has none, nothing."""
+        """Count a request less; a replica that has left, or has no request, counts nothing."""
         if self._ours.get(replica, 0) > 0:
             self._ours[replica] -= 1
             self.total -= 1
 
     def reported(self, replica: str, requests: int) -> None:
-        """A replica has so many, from all routers together: what is more than ours is of others.
+        """Note a replica's requests from all routers together: a number above ours belongs to other routers.
 
-        A report is older than what is known here: ours are as many as they were at most since the last but one.
+        A report is older than this router's counts: ours count as the most since the last report but one.
         """
         if replica in self._others:
             ours = self._ours[replica]
@@ -67,7 +68,7 @@ class ReplicaLoad:
 
 @dataclass(slots=True)
 class _Demand:
-    """One adapter's; `busy_s` are the request-seconds of the bucket that is being filled."""
+    """An adapter's requests; `busy_s` are the request-seconds of the current bucket."""
 
     bucket: int
     seen_s: float
@@ -79,12 +80,12 @@ class _Demand:
 
 
 class LoadEstimator:
-    """How many replicas each adapter should be on, by the requests that it has in flight.
+    """How many replicas each adapter should be on, by the adapter's requests in flight.
 
-    These are averaged over buckets of `bucket_s`, and the averages exponentially, each new one with the weight
-    `smoothing`: one burst does not spread an adapter. More replicas are wanted at once, fewer only after `cool_down_s`
-    in which fewer would have done at all times. The least recently used of more than `REMEMBERED` adapters is
-    forgotten, and is on one replica again.
+    Requests are averaged over buckets of `bucket_s`, and the averages exponentially: each new average has the weight
+    `smoothing`, so a single burst does not spread an adapter. An adapter gets more replicas at once, and fewer only
+    after `cool_down_s` in which fewer would have done at all times. Of more than `REMEMBERED` adapters the least
+    recently used is forgotten, and is on a single replica again.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class LoadEstimator:
             demand.in_flight = max(0, demand.in_flight - 1)
 
     def average(self, adapter: str, now_s: float) -> float:
-        """The smoothed number of requests in flight, up to the last whole bucket."""
+        """Return the smoothed number of requests in flight, up to the last whole bucket."""
         demand = self._demands.get(adapter)
         if demand is None:
             return 0.0
@@ -124,7 +125,7 @@ class LoadEstimator:
         return demand.average
 
     def replicas(self, adapter: str, now_s: float) -> int:
-        """How many replicas the adapter should be on: 1 at least."""
+        """Return how many replicas the adapter should be on, at least 1."""
         demand = self._demands.get(adapter)
         if demand is None:
             return 1
@@ -139,6 +140,7 @@ class LoadEstimator:
         return demand.replicas
 
     def _advance(self, demand: _Demand, now_s: float) -> None:
+        # No time has passed since the last call.
         if now_s <= demand.seen_s:
             return
         bucket = int(now_s // self._bucket_s)
@@ -146,7 +148,7 @@ class LoadEstimator:
             ends_s = (demand.bucket + 1) * self._bucket_s
             demand.busy_s += demand.in_flight * max(0.0, ends_s - demand.seen_s)
             demand.average = self._keep * demand.average + (1 - self._keep) * demand.busy_s / self._bucket_s
-            # In the buckets between, as many were in flight all the time.
+            # In the buckets between, the same number of requests was in flight all the time.
             kept = self._keep ** (bucket - demand.bucket - 1)
             demand.average = kept * demand.average + (1 - kept) * demand.in_flight
             demand.bucket, demand.busy_s, demand.seen_s = bucket, 0.0, bucket * self._bucket_s

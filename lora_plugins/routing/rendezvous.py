@@ -1,10 +1,10 @@
-"""Rendezvous hashing whose best replicas are found without looking at every replica.
+"""Rendezvous hashing that finds the best replicas without looking at every replica.
 
 Every pair of an adapter and a replica has a fixed weight, and an adapter belongs to the replicas with the highest
-weights. So whoever computes it finds the same ones; a replica that joins takes only what is now best there, one that
-leaves loses only what it had. With a hash of the pair as weight, each choice would hash every replica. Here a replica
-has `POINTS` points on a circle and an adapter `PROBES`, and their weight is how near the nearest two are, clockwise;
-the highest weights are found by bisection in the sorted points, in O(PROBES log n).
+weights. So every router finds the same replicas; a joining replica takes only the adapters for which the replica is now
+best; a leaving replica loses only its own adapters. With a hash of the pair as weight, each choice would hash every
+replica. Here a replica has `POINTS` points on a circle and an adapter `PROBES`; the weight is the distance of the
+nearest point and probe, clockwise. Bisection in the sorted points finds the highest weights in O(PROBES log n).
 
 Source of the probes: B. Appleton, M. O'Reilly, "Multi-probe consistent hashing", arXiv:1505.00062.
 """
@@ -23,24 +23,24 @@ _CIRCLE = (1 << 64) - 1
 
 
 def hashed(text: str) -> tuple[int, int]:
-    """Two numbers of 64 bits, the same in every process and on every machine."""
+    """Return two numbers of 64 bits, the same in every process and on every machine."""
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
 
 
 class Rendezvous:
-    """The replicas of a cluster, and which of them are best for an adapter."""
+    """The replicas of a cluster, and the best replicas for an adapter."""
 
     def __init__(self) -> None:
         self._points = array("Q")  # sorted
-        self._owners: list[str] = []  # of the point at the same place
+        self._owners: list[str] = []  # the owner of the point with the same index
         self._replicas: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._replicas)
 
     def add(self, replica: str) -> None:
-        """Let a replica take its share; one that is there already keeps it."""
+        """Let a replica take its share; a known replica keeps its share."""
         if replica in self._replicas:
             return
         self._replicas.add(replica)
@@ -50,22 +50,23 @@ class Rendezvous:
             self._owners.insert(at, replica)
 
     def remove(self, replica: str) -> None:
-        """Share what a replica had among the others."""
+        """Share a replica's adapters among the others."""
         if replica not in self._replicas:
             return
         self._replicas.remove(replica)
+        # Linear, as joins and leaves are rare beside requests.
         kept = [(point, owner) for point, owner in zip(self._points, self._owners, strict=True) if owner != replica]
         self._points = array("Q", (point for point, _ in kept))
         self._owners = [owner for _, owner in kept]
 
     def walk(self, adapter: str) -> Iterator[str]:
-        """All replicas, best first; each further one takes O(log n) more, until few are left."""
+        """Yield all replicas, best first; each further replica takes O(log n), until few are left."""
         points, owners = self._points, self._owners
         size = len(points)
         if not size:
             return
         start, step = hashed(adapter)
-        # For each probe the nearest point that was not visited yet: its distance and its place.
+        # For each probe the nearest unvisited point: its distance and its index.
         nearest = []
         for _ in range(PROBES):
             at = bisect_left(points, start)
@@ -81,6 +82,8 @@ class Rendezvous:
             if owner not in seen:
                 seen.add(owner)
                 yield owner
+            # The probe's next point, clockwise: its distance grows by the gap, so the heap stays in the order of
+            # weights.
             following = at + 1 if at + 1 < size else 0
             heapreplace(nearest, (distance + ((points[following] - points[at]) & _CIRCLE), following))
 

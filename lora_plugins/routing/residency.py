@@ -1,4 +1,4 @@
-"""Which replica has which adapter: as replicas report it, and as this router's requests have changed it since."""
+"""Which replica has which adapter: by replicas' reports, and by this router's requests since."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 
+# Seconds, longer than the time between two reports: an older report must not undo a request's effect.
 GRACE_S = 15.0
+# Adapters in a host cache, until a replica reports its own capacity.
 UNKNOWN_CAPACITY = 64
 
 
 class Tier(IntEnum):
-    """Where a replica has an adapter; the lower, the sooner its first token.
+    """Where a replica has an adapter; the lower, the sooner the first token.
 
-    `LOADING`: a request went there for it, and neither was answered nor has the replica reported since.
+    `LOADING`: a request for the adapter went to the replica, without an answer or a report since.
     """
 
     SLOT = 0
@@ -27,12 +29,12 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica says of itself.
+    """A replica's report about itself.
 
     Attributes:
-        adapters: where it has which adapters; a name that is left out is nowhere.
-        capacity: how many adapters its host cache takes; None where that is unknown.
-        requests: how many it has in flight, held ones among them, from whichever router; None where that is unknown.
+        adapters: the tier of each adapter; a missing name is on no tier.
+        capacity: how many adapters the host cache takes; None where unknown.
+        requests: the requests in flight from all routers, held requests included; None where unknown.
     """
 
     adapters: Mapping[str, Tier]
@@ -45,7 +47,7 @@ _NONE: AbstractSet[str] = frozenset()
 
 
 class _Replica:
-    """One replica's: `used` are the adapters in its memory, least recently used first, `sent_s` when one was sent."""
+    """A replica's state: `used` has adapters in memory, least recently used first; `sent_s`, times of requests."""
 
     __slots__ = ("capacity", "sent_s", "stored", "used")
 
@@ -57,11 +59,11 @@ class _Replica:
 
 
 class Residency:
-    """Where each adapter is.
+    """The replicas and the tier of each adapter.
 
-    Between two reports a request changes it as it changes the replica: its adapter comes into memory, and the least
-    recently used one leaves, where there is no more room. What was sent less than `GRACE_S` ago stays, though a report
-    lacks it: the report may be older.
+    Between two reports a request changes `Residency` as the request changes the replica: the request's adapter comes
+    into memory, and in a full memory the least recently used adapter leaves. An adapter of a request less than
+    `GRACE_S` ago stays, even where a report lacks the adapter: the report may be older.
     """
 
     def __init__(self) -> None:
@@ -70,11 +72,11 @@ class Residency:
         self._stored: dict[str, set[str]] = {}
 
     def join(self, replica: str) -> None:
-        """A replica without adapters, as far as is known."""
+        """Add a replica without known adapters."""
         self._replicas.setdefault(replica, _Replica())
 
     def leave(self, replica: str) -> None:
-        """Forget a replica and what it had."""
+        """Forget a replica and its adapters."""
         state = self._replicas.pop(replica, None)
         if state is not None:
             for adapter in state.used:
@@ -82,20 +84,20 @@ class Residency:
             self._set_stored(replica, state, set())
 
     def of(self, adapter: str) -> Mapping[str, Tier]:
-        """The replicas that have an adapter in memory or load it, and where."""
+        """Return the replicas that have or load an adapter in memory, and the tiers."""
         return self._where.get(adapter, _NOWHERE)
 
     def stored(self, adapter: str) -> AbstractSet[str]:
-        """The replicas that have reported an adapter's files."""
+        """Return the replicas that have reported an adapter's files."""
         return self._stored.get(adapter, _NONE)
 
     def has_room(self, replica: str) -> bool:
-        """Whether one more adapter fits into a replica's memory, and none has to leave it."""
+        """Whether another adapter fits into a replica's memory without an eviction."""
         state = self._replicas[replica]
         return len(state.used) < state.capacity
 
     def routed(self, adapter: str, replica: str, now_s: float) -> None:
-        """A request for an adapter went there: unless the replica has it in memory, it loads it now."""
+        """Note a request for an adapter: unless the replica has the adapter in memory, the replica now loads it."""
         state = self._replicas.get(replica)
         if state is None:
             return
@@ -104,11 +106,12 @@ class Residency:
             state.used.move_to_end(adapter)
             return
         self._put(adapter, replica, state, Tier.LOADING)
+        # The replica's own cache evicts in the same order, so the forecast mostly holds until the next report.
         while len(state.used) > state.capacity:
             self._forget(next(iter(state.used)), replica, state)
 
     def completed(self, adapter: str, replica: str) -> None:
-        """A request for it has ended there: what was loading is loaded, or the next report says otherwise."""
+        """Note the end of a request: an adapter that was loading is loaded, or the next report corrects the note."""
         state = self._replicas.get(replica)
         if state is not None and state.used.get(adapter) is Tier.LOADING:
             state.used[adapter] = self._where[adapter][replica] = Tier.HOST

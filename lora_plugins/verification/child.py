@@ -1,6 +1,6 @@
-"""The process that reads and converts adapters: one request at a time from stdin, its answer on stdout, under limits.
+"""The process that reads and converts adapters, under limits: a request at a time on stdin, answers on stdout.
 
-It imports neither vLLM nor torch, gets none of the server's variables, and ends when its parent does.
+The process imports neither vLLM nor torch, gets none of the server's variables, and ends when its parent does.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from lora_plugins.verification.limits import (
 from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     Answer,
-    Failed,
-    Found,
     Landed,
     Part,
     Read,
+    ReadAdapter,
     Ready,
     Refused,
     Request,
     Tensors,
     Verified,
     Write,
+    WriteFailed,
     Written,
     answer_of,
     decode_request,
@@ -52,20 +52,21 @@ from lora_plugins.verification.messages import (
 
 _LOOK_AT_PARENT_MS = 1000
 _MAX_KEPT_KIB = 256 << 10
-_NICENESS = 10  # what engines compute at the same time goes first
+_NICENESS = 10  # the engine's computation goes first
 _LANDED_BYTES = 4 << 20
 
 
 def main() -> None:
-    """Answer until stdin ends."""
-    # Whatever a library prints must not be taken for an answer.
+    """Answer requests until stdin ends."""
+    # Descriptor 1 becomes stderr: a library's print must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.nice(_NICENESS)
+    # No core dump: an adapter that crashes this process must not fill the disk with its memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_NOFILE, MAX_FILES)
-    import numpy as np  # noqa: F401 - now, and not while somebody waits
+    import numpy as np  # noqa: F401 - now, and not while a request waits
 
     _send(answers, Ready())
     while True:
@@ -76,7 +77,7 @@ def main() -> None:
             _send(answers, answer)
         answers.flush()
         if _most_memory_kib() > _MAX_KEPT_KIB or _has_computed_long():
-            return  # what it took, it may never free, and the next adapter may need all of the time
+            return  # memory may never be freed, and the next adapter may need all of the time
 
 
 def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
@@ -90,18 +91,19 @@ def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
                 expected=f"at most {MAX_CONFIG_BYTES}",
                 remedy="train it with one rank and alpha",
             )
-        yield from answer_of(Found(verified, canonical))
+        yield from answer_of(ReadAdapter(verified, canonical))
     except LoRAPluginsError as error:
         yield Refused(_of_limits(error).plain())
+    # Of the limit RLIMIT_DATA, or of the machine; `too_much_memory` finds out.
     except MemoryError:
         yield Refused(too_much_memory().plain())
-    except Exception as unforeseen:  # noqa: BLE001 - a mistake of ours, and no adapter's
+    except Exception as unforeseen:  # noqa: BLE001 - a mistake of ours, not the adapter's
         what = f"a failure to read it: {type(unforeseen).__name__}: {str(unforeseen)[:200]}"
         yield Refused(SourceUnavailable(what, expected="an adapter", remedy="report it with the adapter").plain())
 
 
 def _of_limits(error: LoRAPluginsError) -> LoRAPluginsError:
-    """What of the server's process or its machine has brought this about, if anything has; else the error itself."""
+    """Return an error that names the lacking resource of the server's process or machine, or else the error itself."""
     if getattr(error.__cause__, "errno", None) == errno.EMFILE:
         return too_low("RLIMIT_NOFILE", str(MAX_FILES))
     if isinstance(error.__cause__, MemoryError):
@@ -109,8 +111,8 @@ def _of_limits(error: LoRAPluginsError) -> LoRAPluginsError:
     return error
 
 
-def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed | Refused]:
-    """Write tensors, and say from time to time how far that is."""
+def _written(request: Write, answers: BinaryIO) -> Iterator[Written | WriteFailed | Refused]:
+    """Write tensors, and report the bytes written from time to time."""
     more_bytes = 4 * request.largest_bytes
     _set_limits(request, more_bytes)
     directory = Path(os.fsdecode(request.directory))
@@ -130,21 +132,23 @@ def _written(request: Write, answers: BinaryIO) -> Iterator[Written | Failed | R
         write_weights(tensors, lambda file: directory / (file or WEIGHTS_FILE), target, landed)
         yield Written()
     except OSError as error:
-        yield Failed(error.errno or 0, error.strerror or type(error).__name__)
+        yield WriteFailed(error.errno or 0, error.strerror or type(error).__name__)
     except MemoryError:
         yield Refused(too_much_memory(more_bytes).plain())
 
 
 def _set_limits(request: Read | Write, more_memory_bytes: int = 0) -> None:
-    """The kernel ends this process once it has computed for so long from now."""
+    """Limit memory, and the processor's time from now on."""
     _limit(resource.RLIMIT_DATA, MAX_MEMORY_BYTES + more_memory_bytes)
+    # Rounded up: RLIMIT_CPU is in whole seconds.
     _limit(resource.RLIMIT_CPU, int(_computed_s() + cpu_s(os.fsdecode(request.directory))) + 1)
 
 
 def _limit(kind: int, most: int) -> None:
-    """Set a limit, or as much of it as whoever has started this process allows.
+    """Set a limit, up to the limit that the starter of this process allows.
 
-    At that limit of computing the kernel kills, which is nothing that the bytes have done; at ours it sends SIGXCPU.
+    At the starter's limit of computing the kernel kills, and the bytes are not at fault; at ours the kernel sends
+    SIGXCPU.
     """
     allowed = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (most if allowed == resource.RLIM_INFINITY else min(most, allowed), allowed))
@@ -156,22 +160,24 @@ def _computed_s() -> float:
 
 
 def _has_computed_long() -> bool:
-    """Whether half of the time is over that this process is allowed."""
+    """Whether half of this process's allowed computing time is over."""
     allowed_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
     return allowed_s != resource.RLIM_INFINITY and _computed_s() > allowed_s / 2
 
 
 def _most_memory_kib() -> int:
-    """What this program had at most, where `ru_maxrss` says what the server had when it started it, if that is more.
+    """Return the largest memory of this program; `ru_maxrss` would include the server's memory at the start.
 
     Source: Linux, fs/exec.c, `exec_mmap`.
     """
+    # Fresh after `exec`: VmHWM belongs to the address space of this program alone.
     with Path("/proc/self/status").open() as status:
         return next((int(line.split()[1]) for line in status if line.startswith("VmHWM:")), 0)
 
 
 def _send(answers: BinaryIO, answer: Answer) -> None:
     answers.write(framed(encode(answer)))
+    # Other answers are flushed together, at the end of a request.
     if isinstance(answer, Ready):
         answers.flush()
 
@@ -184,9 +190,10 @@ def _receive() -> Request | None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A parent that is killed closes no request that is being answered."""
+    """End this process when the parent is gone: a killed parent cannot end a request in progress."""
     poll = select.poll()
     poll.register(0, 0)
+    # A hang-up of stdin, or a new parent: a process that the server forked may hold the pipe open.
     while not any(event & select.POLLHUP for _, event in poll.poll(_LOOK_AT_PARENT_MS)) and os.getppid() == parent:
         pass
     os._exit(0)

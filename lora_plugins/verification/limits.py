@@ -1,4 +1,4 @@
-"""How much a process that reads adapters may take, and how long."""
+"""How much memory and time a reading process may take."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 
-MAX_MEMORY_BYTES = 2 << 30  # a header of 500,000 tensors takes half of it
+MAX_MEMORY_BYTES = 2 << 30  # a header of 500,000 tensors takes half
 _MEMORY = Path("/proc/meminfo")
 _STACK_BYTES = 1 << 20  # Python's own limit of recursion comes first
 MAX_FILES = 320  # `MAX_SHARDS` of weights, and a few
 # Every expert of Kimi K2 takes 5 s, and the values of 8 GiB another 2 s, on a core of an AMD EPYC of 2021.
+# Seconds of a processor for any adapter, and bytes a second beyond; then bytes a second of a slow disk, and seconds of
+# waiting for a busy machine.
 _CPU_S = 30.0
 _CPU_BYTES_PER_S = 100e6
 _READ_BYTES_PER_S = 10e6
@@ -26,19 +28,19 @@ _LONG_HEADER_BYTES = 512 << 10  # some 4,000 tensors
 
 
 def cpu_s(directory: str) -> float:
-    """Time of a processor that reading these files may take, in seconds."""
+    """Return the seconds of a processor that reading these files may take."""
     return _CPU_S + _size_bytes(directory) / _CPU_BYTES_PER_S
 
 
 def wall_s(directory: str) -> float:
-    """Time that it may take on a slow disk and a busy machine, in seconds."""
+    """Return the seconds that reading may take on a slow disk and a busy machine."""
     return _WAIT_S + _CPU_S + _size_bytes(directory) / _READ_BYTES_PER_S
 
 
 def too_much_memory(more_bytes: int = 0) -> LoRAPluginsError:
-    """The error of an adapter that has taken all the memory there is for it: `MAX_MEMORY_BYTES` and `more_bytes`.
+    """Return the error of an adapter that has taken all its memory: `MAX_MEMORY_BYTES` and `more_bytes`.
 
-    The adapter is at fault only where this process may have so much, and the machine has it.
+    The adapter is at fault only where this process may have so much memory, and the machine has the memory.
     """
     max_bytes = MAX_MEMORY_BYTES + more_bytes
     return lack_of_memory(max_bytes) or InvalidAdapter(
@@ -49,12 +51,13 @@ def too_much_memory(more_bytes: int = 0) -> LoRAPluginsError:
 
 
 def lack_of_memory(max_bytes: int = MAX_MEMORY_BYTES) -> SourceUnavailable | None:
-    """The error that names what keeps this process from so much memory, a limit or the machine, if anything does.
+    """Return an error that names the limit or the machine that keeps this process from so much memory, or None.
 
-    The process that reads sets RLIMIT_DATA itself, as far as its hard limit allows.
+    The reading process sets RLIMIT_DATA itself, up to its hard limit.
     """
     for name, which, enough_bytes in (
         ("RLIMIT_DATA", 1, max_bytes),
+        # RLIMIT_AS counts mapped files and libraries too, so more must be allowed.
         ("RLIMIT_AS", 0, max_bytes + MAX_MEMORY_BYTES),
         ("RLIMIT_STACK", 0, _STACK_BYTES),
     ):
@@ -71,7 +74,7 @@ def lack_of_memory(max_bytes: int = MAX_MEMORY_BYTES) -> SourceUnavailable | Non
 
 
 def too_low(name: str, wanted: str) -> SourceUnavailable:
-    """The error that names a limit of the server's own process."""
+    """Return the error that names a limit of the server's own process."""
     return SourceUnavailable(
         f"too low a limit of the server's own process: {name}",
         expected=f"{wanted}, or no limit",
@@ -84,7 +87,7 @@ def takes_long(directory: str) -> bool:
     if _size_bytes(directory) > _LONG_BYTES:
         return True
     header_bytes = 0
-    with suppress(LoRAPluginsError, OSError):  # whatever is wrong with them, reading them says so
+    with suppress(LoRAPluginsError, OSError):  # reading the files reports every fault
         for name in os.listdir(directory):
             if name == CONFIG_FILE or name.endswith(".safetensors"):
                 with open_regular(Path(directory, name)) as (file, size_bytes):

@@ -1,7 +1,7 @@
-"""What a server and a process that reads adapters say to each other: MessagePack of known types, in short frames.
+"""Messages between a server and a reading process: MessagePack of known types, in short frames.
 
-Not pickled: who reads hostile bytes may be what they have made of it. An answer is any number of `Part`s, in each a few
-tensors, so that a server decodes none for more than a millisecond or two, and then `Verified` or `Refused`.
+Never pickle: hostile bytes may have taken over the process that reads them. An answer is any number of `Part`s, each
+with a few tensors, so that a server never decodes for more than a millisecond or two, and then `Verified` or `Refused`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.settings import Settings
 
 _T = TypeVar("_T")
+# Bytes of the length before a frame, of a frame, and of a whole answer: larger numbers come from a process that hostile
+# bytes control.
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 1 << 29
@@ -32,7 +34,7 @@ _BYTES_IN_A_PART = 1 << 18
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Verify the adapter in a directory, without a base model, as these settings say."""
+    """Verify the adapter in a directory, without a base model, by these settings."""
 
     directory: bytes
     max_adapter_bytes: int
@@ -41,9 +43,10 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def settings(self) -> Settings:
-        """The settings that say so."""
+        """The settings with these values."""
         return Settings(
-            store_dir=Path(),  # not read here, and its default needs the home of a user who may have none
+            # `store_dir` is not read here, and its default needs the home directory, which a user may lack.
+            store_dir=Path(),
             max_adapter_bytes=self.max_adapter_bytes,
             allow_pickle=self.allow_pickle,
             check_finite=self.check_finite,
@@ -51,7 +54,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Write the tensors that follow, in `count` messages, to `target`, of the files of weights in `directory`."""
+    """Write the tensors of the following `count` messages to `target`, from the files of weights in `directory`."""
 
     directory: bytes
     target: bytes
@@ -60,7 +63,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tensors(msgspec.Struct, frozen=True, tag=True):
-    """Some of what is to be written."""
+    """Some of the tensors to write."""
 
     tensors: tuple[NewTensor, ...]
 
@@ -70,7 +73,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A part of what was read."""
+    """A part of the adapter that was read."""
 
     pairs: tuple[LoraPair, ...] = ()
     base_embeddings: tuple[tuple[str, TensorInfo], ...] = ()
@@ -91,16 +94,16 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes are written."""
+    """The number of bytes written so far."""
 
     size_bytes: int
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The end of an answer: all of it is."""
+    """The end of an answer: everything is written."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class WriteFailed(msgspec.Struct, frozen=True, tag=True):
     """The end of an answer: the file system has failed."""
 
     errno: int
@@ -108,41 +111,41 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The end of an answer: an error of ours, as `plain()` says it."""
+    """The end of an answer: an error of ours, in the form of `plain()`."""
 
     error: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What was read: an adapter, without its `target_modules`, and the configuration that engines read of it."""
+class ReadAdapter:
+    """An adapter that was read, without its `target_modules`, and the configuration that engines read."""
 
     adapter: VerifiedAdapter
     canonical: bytes
 
 
 Request = Read | Write | Tensors
-Answer = Ready | Part | Verified | Landed | Written | Failed | Refused
+Answer = Ready | Part | Verified | Landed | Written | WriteFailed | Refused
 encode = msgspec.msgpack.Encoder().encode
 decode_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def framed(data: bytes) -> bytes:
-    """With its length before it."""
+    """Return the data with its length before."""
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
 def requests_of(tensors: Sequence[NewTensor], directory: bytes, target: bytes) -> Iterator[Write | Tensors]:
-    """The messages that ask for these to be written."""
+    """Yield the messages that ask for these tensors to be written."""
     parts = [Tensors(some) for some in _some(tuple(tensors), _NEW_TENSORS_IN_A_PART)]
     sizes = (math.prod(tensor.info.shape) * DTYPE_BYTES[tensor.info.dtype] for tensor in tensors)
     yield Write(directory, target, len(parts), max(sizes, default=0))
     yield from parts
 
 
-def answer_of(found: Found) -> Iterator[Part | Verified]:
-    """The messages that say this."""
+def answer_of(found: ReadAdapter) -> Iterator[Part | Verified]:
+    """Yield the messages of an answer."""
     verified, canonical = found.adapter, found.canonical
     weights, config = verified.weights or Weights(()), verified.config
     for pairs in _some(weights.pairs, _TENSORS_IN_A_PART):
@@ -157,13 +160,14 @@ def answer_of(found: Found) -> Iterator[Part | Verified]:
         yield Part(alphas=alphas)
     for begin in range(0, len(canonical), _BYTES_IN_A_PART):
         yield Part(canonical=canonical[begin : begin + _BYTES_IN_A_PART])
+    # Targets may be long, and a server never needs them: the canonical configuration has the targets.
     small = replace(config, targets=None, rank_pattern={}, alpha_pattern={})
     has_weights = verified.weights is not None
     yield Verified(small, verified.size_bytes, verified.notes, has_weights, weights.name_in_keys)
 
 
-def found_of(parts: Sequence[Part], end: Verified) -> Found:
-    """What `answer_of` was given, but for the targets."""
+def found_of(parts: Sequence[Part], end: Verified) -> ReadAdapter:
+    """Return the argument of `answer_of`, without the targets."""
     weights = Weights(
         tuple(pair for part in parts for pair in part.pairs),
         tuple(embedding for part in parts for embedding in part.base_embeddings),
@@ -176,7 +180,7 @@ def found_of(parts: Sequence[Part], end: Verified) -> Found:
         alpha_pattern=dict(item for part in parts for item in part.alphas),
     )
     verified = VerifiedAdapter(config, weights if end.has_weights else None, end.size_bytes, end.notes)
-    return Found(verified, b"".join(part.canonical for part in parts))
+    return ReadAdapter(verified, b"".join(part.canonical for part in parts))
 
 
 def _some(items: tuple[_T, ...], count: int) -> Iterator[tuple[_T, ...]]:

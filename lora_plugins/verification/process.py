@@ -1,4 +1,4 @@
-"""One process that reads adapters: started, asked, and ended when it has overstepped its limits."""
+"""A reading process: started, asked, and ended after a breach of its limits."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lora_plugins.verification.messages import (
     MAX_ANSWER_BYTES,
     MAX_FRAME_BYTES,
     Answer,
-    Failed,
-    Found,
     Landed,
     Part,
     Read,
+    ReadAdapter,
     Ready,
     Refused,
     Request,
     Tensors,
     Verified,
     Write,
+    WriteFailed,
     Written,
     decode_answer,
     encode,
@@ -49,23 +49,24 @@ sys.path[:] = json.loads(sys.argv[1])
 from lora_plugins.verification.child import main
 main()
 """
-# None of the server's own: there are keys and secrets among them.
+# None of the server's own variables: some are keys and secrets.
 _VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "TZ")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _START_S = 60.0
 _EXIT_S = 5.0
 _PIECE_BYTES = 1 << 16
-_LOOK_S = 1.0  # how often it is looked at while it says nothing
+_LOOK_S = 1.0  # how often a silent process is looked at
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
-_EXCEPTION = 1  # Python's code of one that nobody caught: what reading the bytes raises is caught, and said
-# Crashes, which bytes may bring about that some library cannot read; so may a lack of memory or a faulty machine, so
-# they count where each process crashes that is given the same bytes, with memory to spare. Other signals come from
-# elsewhere, SIGBUS from a disk below a file in memory.
+# Python's code of an uncaught exception. The child catches and reports everything that reading the bytes raises.
+_EXCEPTION = 1
+# Crashes that bytes may cause by a library's fault. A lack of memory or a faulty machine crashes too, so a crash counts
+# only where each process crashes on the same bytes, with memory to spare. Other signals come from elsewhere; SIGBUS
+# comes from a disk below a mapped file.
 _CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE})
 
 
 class Lost(Exception):
-    """It has ended before it has answered; `error` is for where that is so each time, and may be of the bytes."""
+    """The process ended before its answer; `error` is for bytes that end every process, and may blame the bytes."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -81,22 +82,26 @@ class ReadingProcess:
     """A process that answers one request at a time.
 
     Raises at construction:
-        SourceUnavailable: it does not start.
+        SourceUnavailable: the process does not start.
     """
 
     def __init__(self) -> None:
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter
+                # -I: neither PYTHONPATH nor the working directory may bring in modules; the parent passes its import
+                # path.
                 [sys.executable, "-I", "-c", _PROGRAM, json.dumps(import_path())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**variables_of_children(), **_ONE_THREAD},
                 cwd="/",
-                start_new_session=True,  # no Ctrl-C of a terminal reaches it
+                # A terminal's Ctrl-C reaches the server alone, which ends its children itself.
+                start_new_session=True,
             )
         except OSError as error:
             raise _not_started(str(error)) from error
+        # Bytes of a message that `os.read` cut; bytes left at the end make the process unusable.
         self._left = bytearray()
         try:
             first = next(self._answers(time.monotonic() + _START_S))
@@ -111,27 +116,28 @@ class ReadingProcess:
         """The process's id."""
         return self._process.pid
 
-    def read(self, request: Read) -> Found:
-        """What the adapter is, and the configuration that engines read of it; see `verify_adapter`.
+    def read(self, request: Read) -> ReadAdapter:
+        """Return the adapter, and the configuration that engines read; see `verify_adapter`.
 
-        Where it has overstepped a limit, `is_alive` is false afterwards.
+        After a breach of a limit `is_alive` is false.
 
         Raises:
-            InvalidAdapter: also where it has overstepped a limit.
-            SourceUnavailable: it does not answer in time, which says nothing of the bytes.
+            InvalidAdapter: the adapter is at fault, a breach of a limit included.
+            SourceUnavailable: no answer in time; the bytes are not to blame.
             Lost: ask another process.
         """
         parts: list[Part] = []
         for answer in self._conversation([request], request.directory):
             if isinstance(answer, Part):
                 parts.append(answer)
+                # Between two messages other threads of the server get the interpreter's lock.
                 time.sleep(_PAUSE_S)
             elif isinstance(answer, Verified):
                 return found_of(parts, answer)
         raise Lost(0)
 
     def write(self, requests: Sequence[Write | Tensors], directory: bytes, landed: Callable[[int], None]) -> None:
-        """Have tensors written, of the files in `directory`; `landed` is called with the bytes that are there so far.
+        """Write tensors of the files in `directory`; call `landed` with the bytes written so far.
 
         Raises:
             OSError: a file cannot be read or written.
@@ -140,14 +146,14 @@ class ReadingProcess:
         for answer in self._conversation(requests, directory):
             if isinstance(answer, Landed):
                 landed(answer.size_bytes)
-            elif isinstance(answer, Failed):
+            elif isinstance(answer, WriteFailed):
                 raise OSError(answer.errno, answer.strerror)
             elif isinstance(answer, Written):
                 return
         raise Lost(0)
 
     def _conversation(self, requests: Sequence[Request], directory: bytes) -> Iterator[Answer]:
-        """Its answers to this, which is about the files in `directory`."""
+        """Yield the answers to `requests`, which are about the files in `directory`."""
         limit_s = wall_s(os.fsdecode(directory))
         try:
             for request in requests:
@@ -155,7 +161,7 @@ class ReadingProcess:
             for answer in self._answers(time.monotonic() + limit_s):
                 if isinstance(answer, Refused):
                     raise error_of(answer.error)
-                if isinstance(answer, Ready):  # only once
+                if isinstance(answer, Ready):  # only at the start: a second `Ready` breaks the protocol
                     break
                 yield answer
             raise EOFError
@@ -168,23 +174,24 @@ class ReadingProcess:
             ) from None
         except (EOFError, BrokenPipeError, msgspec.MsgspecError):
             code = self.end(wait_s=_EXIT_S)
-            if code == -signal.SIGXCPU:  # at our limit, of time that it has computed: that of the host kills
+            if code == -signal.SIGXCPU:  # our limit of computing; the host's limit kills
                 raise _too_much("that takes too long to read") from None
             raise Lost(code) from None
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked again."""
+        """Whether the process can take another request."""
         return self._process.poll() is None and not self._left
 
     def _is_stopped(self) -> bool:
-        """Whether somebody has stopped it, and nobody continues it."""
+        """Whether somebody has stopped the process (SIGSTOP) without continuing it."""
+        # WNOWAIT: the status stays for `Popen.wait`.
         with contextlib.suppress(ChildProcessError):
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         return False
 
     def end(self, wait_s: float = 0.0) -> int:
-        """End it where it still runs after this time; how it ended."""
+        """End the process if it still runs after `wait_s`; return its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         self._process.kill()
@@ -201,15 +208,16 @@ class ReadingProcess:
         self._process.stdin.flush()
 
     def _answers(self, ends_at: float) -> Iterator[Answer]:
-        """Its messages as they come.
+        """Yield the process's messages as they come.
 
         Raises:
-            TimeoutError, EOFError: they end. MsgspecError: it says something else.
+            TimeoutError, EOFError: no further message. MsgspecError: a message of another form.
         """
         total = 0
         while True:
             frame_bytes = int.from_bytes(self._receive(LENGTH_BYTES, ends_at), "little")
             total += frame_bytes
+            # The limits stop a process under hostile control from filling the server's memory.
             if frame_bytes > MAX_FRAME_BYTES or total > MAX_ANSWER_BYTES:
                 raise EOFError
             yield decode_answer.decode(self._receive(frame_bytes, ends_at))
@@ -226,7 +234,7 @@ class ReadingProcess:
                 if left_s <= _LOOK_S:
                     raise TimeoutError
                 if self._is_stopped():
-                    self._process.kill()  # another is asked in its place
+                    self._process.kill()  # another process takes the request
                 continue
             piece = os.read(descriptor, _PIECE_BYTES)
             if not piece:
@@ -238,14 +246,14 @@ class ReadingProcess:
 
 
 def variables_of_children() -> dict[str, str]:
-    """The environment of a process that needs none of the server's own variables."""
+    """Return the environment of a process that needs none of the server's own variables."""
     return {name: value for name, value in environment().items() if name in _VARIABLES}
 
 
 def import_path() -> list[str]:
-    """`sys.path` for a child of another working directory that imports what this process does."""
+    """Return a `sys.path` for a child in another working directory that imports this process's modules."""
     root = str(Path(lora_plugins.__file__).resolve().parents[1])
-    path = [entry for entry in sys.path if entry]  # "" is the working directory, which is another there
+    path = [entry for entry in sys.path if entry]  # "" is the working directory, and the child has another
     return path if root in path else [*path, root]
 
 

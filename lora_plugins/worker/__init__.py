@@ -1,1 +1,1 @@
-"""The worker's half: it carries out what the scheduler plans, and reports; it decides nothing."""
+"""The worker's half: the worker carries out the scheduler's plan, and reports; the worker decides nothing."""

@@ -1,8 +1,8 @@
 """Several workers of one engine (tensor or pipeline parallelism) agree on the result of a job.
 
-Only one worker's output reaches the scheduler, so that one has to know of the others. Each publishes its own results
-under the job's number in the key-value store by which torch.distributed met; so it does not matter in which order, at
-which step, or in which thread they finish, and no worker waits for another. Source: torch.distributed's `Store`.
+Only one worker's output reaches the scheduler, so the reporting worker has to know of the others. Each worker publishes
+its own results under the job's number, in the key-value store by which torch.distributed met. So neither order, step
+nor thread of the results matters, and no worker waits for another. Source: torch.distributed's `Store`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lora_plugins.scheduler.messages import Failed, Report, merged
 
 
 class KeyValueStore(Protocol):
-    """The part of torch.distributed's `Store` that is used."""
+    """The methods of torch.distributed's `Store` that `Agreement` calls."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -29,10 +29,10 @@ class Agreement:
     """Results by job, of all workers together.
 
     Args:
-        rank: this worker's, of `world_size`. store: None where there is one worker only.
+        rank: this worker's, of `world_size`. store: None for a single worker.
         prefix: keeps the engines of one store apart.
-        is_reporting: whether this worker's output reaches the scheduler. It alone reports, and deletes what others
-            have published.
+        is_reporting: whether this worker's output reaches the scheduler. The reporting worker alone reports, and
+            deletes all published results.
     """
 
     rank: int = 0
@@ -40,34 +40,37 @@ class Agreement:
     store: KeyValueStore | None = None
     prefix: str = ""
     is_reporting: bool = True
-    _waiting: list[Report] = field(default_factory=list)  # done here, and not everywhere
-    _ending: set[int] = field(default_factory=set)  # jobs that nothing more is reported of
+    _waiting: list[Report] = field(default_factory=list)  # done here, and not yet on every worker
+    # Jobs without a further report, whose published results are still to be deleted.
+    _ending: set[int] = field(default_factory=set)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something that was done here is not done everywhere."""
+        """Whether a result of this worker lacks another worker's result."""
         return bool(self._waiting)
 
     def publish(self, report: Report) -> None:
         """Publish the result of a job here; called in the background."""
         if self.store is not None:
-            # What is published is of our own processes, over the store that they trust for everything else.
+            # pickle is safe here: only our own processes publish, and the workers trust the store for everything else.
             self.store.set(self._key(report.job, self.rank), pickle.dumps(report))
 
     def done_here(self, report: Report, *, is_wanted: bool = True) -> None:
-        """Note the result of a job here; nothing is reported of one that is not wanted any more.
+        """Note the result of a job here; an unwanted result is never reported.
 
-        Called, as `reports`, in the engine loop, after `publish` or before.
+        The engine loop calls `done_here` and `reports`, after `publish` or before.
         """
         if not self.is_reporting:
             return
         if is_wanted:
             self._waiting.append(report)
+        # An evicted adapter's job still has published results; `reports` deletes the results once all workers have
+        # published.
         else:
             self._ending.add(report.job)
 
     def reports(self) -> list[Report]:
-        """What is done everywhere since the last call, in the order in which it was done here."""
+        """Return the results that all workers have since the last call, in this worker's order."""
         reports, waiting = [], []
         for report in self._waiting:
             of_all = self._of_all(report)
@@ -81,10 +84,11 @@ class Agreement:
         return reports
 
     def _of_all(self, report: Report) -> Report | None:
-        """The result of a job everywhere, of which this is the one here; None while a worker is not done yet."""
+        """Return the result of all workers, given this worker's `report`; None while a worker has none."""
         if self.store is None:
             return report
         published = [self._published(report.job, rank) for rank in range(self.world_size)]
+        # A single failure fails the job at once: the scheduler need not wait for slower workers.
         failed = next((one for one in (report, *published) if isinstance(one, Failed)), None)
         if failed is not None:
             return failed
@@ -92,9 +96,10 @@ class Agreement:
         return merged(done) if len(done) == self.world_size else None
 
     def _end(self, job: int) -> bool:
-        """Delete what was published of a job; whether all have published by now."""
+        """Delete all published results of a job; return False while a worker has still to publish."""
         if self.store is not None:
             keys = [self._key(job, rank) for rank in range(self.world_size)]
+            # Deleting earlier would leave the late worker's key in the store for ever.
             if not self.store.check(keys):
                 return False
             for key in keys:
@@ -113,7 +118,7 @@ class Agreement:
 
 
 def agreement_of(vllm_config: Any) -> Agreement:
-    """For this process, whose workers have met.
+    """Return the agreement of this process, whose workers have met.
 
     Raises:
         InvalidSettings: workers that met in another way than by torch.distributed (elastic expert parallelism).
@@ -130,11 +135,13 @@ def agreement_of(vllm_config: Any) -> Agreement:
             expected="workers that can agree on what was loaded",
             remedy="leave --enable-elastic-ep out, or lora_lru_manager",
         )
+    # vLLM reads outputs of the first rank of the last pipeline stage only (`_get_output_rank` of its executors, 0.30 to
+    # 0.33).
     asked = parallel.world_size - parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     return Agreement(
         rank=parallel.rank,
         world_size=parallel.world_size,
-        store=distributed_c10d._get_default_store(),  # noqa: SLF001 - torch names no public way to it
+        store=distributed_c10d._get_default_store(),  # noqa: SLF001 - torch has no public name for the store
         prefix=f"lora_plugins/{parallel.data_parallel_rank}",  # engines may share one store
         is_reporting=parallel.rank == asked,
     )

@@ -1,4 +1,4 @@
-"""A background thread that parses, packs and copies adapters, so that the engine loop does not have to."""
+"""A background thread that parses, packs and copies adapters in the place of the engine loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BackgroundThread:
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` soon; it handles its own errors."""
+        """Run `job` soon; the job handles its own errors."""
         self._jobs.put(job)
 
     def _run(self) -> None:
@@ -35,19 +35,19 @@ class BackgroundThread:
             try:
                 with _short_switch_interval:
                     job()
-            except BaseException:  # noqa: BLE001 - the thread serves the others
+            except BaseException:  # noqa: BLE001 - the thread must live on for other jobs
                 logger.exception("A background job raised")
 
     def close(self) -> None:
-        """End the thread after the jobs that wait."""
+        """End the thread after the waiting jobs."""
         self._jobs.put(None)
         self._thread.join(timeout=10)
 
 
 class _SwitchInterval:
-    """Has threads hand the interpreter on after 0.2 ms, not 5, while any job of this process runs.
+    """Makes threads hand the interpreter on after 0.2 ms, not 5, while any job of this process runs.
 
-    The engine loop wants it after each of its operations.
+    The engine loop needs the interpreter's lock after each of its operations on tensors.
     """
 
     def __init__(self) -> None:
@@ -69,11 +69,14 @@ class _SwitchInterval:
                 sys.setswitchinterval(self._usual_s)
 
 
-_short_switch_interval = _SwitchInterval()  # of the interpreter, of which a process has one
+# A process has a single interpreter with a single interval, so all threads share the counter.
+_short_switch_interval = _SwitchInterval()
 
 
 def _leave_compute_cores() -> None:
-    """Move this thread off the cores that the worker is bound to, if its parent may use others."""
+    """Move this thread off the cores that the worker is bound to, if the parent process may use others."""
+    # vLLM's CPU worker binds itself to the cores of OpenMP (VLLM_CPU_OMP_THREADS_BIND); a new thread inherits the
+    # binding, and would compete with the engine's compute threads.
     with contextlib.suppress(OSError, AttributeError):
         compute = os.sched_getaffinity(os.getpid())
         others = os.sched_getaffinity(os.getppid()) | set(range(os.cpu_count() or 1))

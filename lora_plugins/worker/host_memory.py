@@ -1,28 +1,35 @@
-"""One block of host memory for each adapter, so that loading it costs few page faults and freeing it one call.
+"""Host memory with few page faults: a single block for each adapter, and zeros that take no memory.
 
-A tensor that safetensors hands out is a window into the mapped file: each of its pages is a fault at the first read,
-folding the scaling in makes a private copy of each page, and with tensors allocated one by one the kernel's map of the
-process is changed hundreds of times while the engine runs on it.
+A tensor of safetensors is a window into the mapped file: each page of the window is a fault at the first read, and
+folding the scaling in makes a private copy of each page. Tensors allocated one by one change the kernel's map of the
+process hundreds of times while the engine runs. A `Block` costs few page faults, and one call to free.
+
+torch.zeros writes the memory that it returns. `UntouchedZeros`, for rows of slots that nobody ever writes, returns
+memory that the system has only promised: the system fills a page with zeros at the first write, and a page that is only
+read takes no memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
+# Bytes: `packing.ALIGNMENT`, which panels need.
 ALIGNMENT = 64
 _SPARE_RATIO = 1.2
 
 
 class Block:
-    """Memory of at least this many bytes, handed out piece by piece; it lives as long as any of the pieces.
+    """Memory of at least `size_bytes`, handed out piece by piece; the memory lives as long as any of the pieces.
 
     Args:
         is_pinned: page-locked, for copies to a CUDA device that do not wait.
@@ -33,20 +40,21 @@ class Block:
             self._memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, pin_memory=True)
         else:
             mapping = _spare_for(size_bytes) or _map(size_bytes)
-            # The pieces hold the array, the array holds the mapping; when the last piece goes, the mapping is spare.
+            # Each piece holds the array, and the array holds the mapping; when the last piece goes, the mapping becomes
+            # spare.
             array = np.frombuffer(mapping, dtype=np.uint8)
             weakref.finalize(array, _spares.append, mapping)
             self._memory = torch.from_numpy(array)
         self._used = 0
 
     def acquire(self, size_bytes: int) -> torch.Tensor:
-        """The next bytes, one-dimensional and aligned."""
+        """Return the next bytes, one-dimensional and aligned."""
         piece = self._memory[self._used : self._used + size_bytes]
         self._used += room(size_bytes)
         return piece
 
     def copy(self, tensor: torch.Tensor, scaling: float = 1) -> torch.Tensor:
-        """A contiguous copy of `tensor`, times `scaling`, in its dtype."""
+        """Return a contiguous copy of `tensor`, times `scaling`, in its dtype."""
         if tensor.numel() == 0:
             return tensor.clone()
         place = self.acquire(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
@@ -55,8 +63,9 @@ class Block:
         return torch.mul(tensor, scaling, out=place)
 
 
-# A full host cache drops one adapter for each that it loads: the next one gets the memory of the last one, with its
-# pages, and nothing is unmapped in the engine loop. One block at most, so that this much is held beyond the budget.
+# A full host cache drops an adapter for each adapter that it loads: the next adapter gets the memory of the last, with
+# its pages, and nothing is unmapped in the engine loop. A single block at most, because a spare block lies beyond the
+# budget.
 _spares: deque[mmap.mmap] = deque(maxlen=1)
 
 
@@ -74,17 +83,39 @@ def _map(size_bytes: int) -> mmap.mmap:
 
 
 def room(size_bytes: int) -> int:
-    """What a piece of so many bytes takes of a block."""
+    """Return the bytes that a piece of `size_bytes` takes of a block."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def tensors_of(side: Any) -> Iterator[torch.Tensor]:
-    """The tensors of one side of a module's weights, which is a tensor, None, or a list of these."""
+    """Yield the tensors of one side of a module's weights: a tensor, None, or a list of both."""
     for tensor in side if isinstance(side, list) else [side]:
         if tensor is not None:
             yield tensor
 
 
 def bytes_of(side: Any) -> int:
-    """What a copy of one side takes of a block."""
+    """Return the bytes that a copy of one side takes of a block."""
     return sum(room(tensor.numel() * tensor.element_size()) for tensor in tensors_of(side))
+
+
+_MAP_NORESERVE = 0x4000  # Linux's value; Python's mmap has the name since 3.13
+
+
+class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
+    """Makes `torch.zeros` of CPU tensors return memory without pages, within the context."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        # Other arguments (out, layout, requires_grad, pin_memory) keep torch's own zeros.
+        if func is torch.zeros and is_on_cpu and kwargs.keys() <= {"size", "dtype", "device"}:
+            shape = kwargs["size"] if "size" in kwargs else args[0] if isinstance(args[0], Sequence) else args
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            n_bytes = math.prod(shape) * dtype.itemsize
+            if n_bytes:
+                memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+                return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(dtype).view(tuple(shape))
+        return func(*args, **kwargs)

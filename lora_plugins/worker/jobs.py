@@ -1,9 +1,9 @@
-"""Carrying out the scheduler's commands: loads and slot writes in background threads, reports when they are done.
+"""Carries out the scheduler's commands: loads and slot writes in background threads, and reports at their end.
 
-`begin_step` and `reports` are called in the engine loop; the jobs run in threads of this module, but for a load that is
-shorter than a step: that one is done before the batch, since in a thread beside the batch it would make several steps
-slower. On CUDA a slot is written on a side stream, which waits until everything that was launched before the command is
-done with the slot; the loop's stream waits for the copies before it computes with them.
+The engine loop calls `begin_step` and `reports`; jobs run in threads of this module. A load that is shorter than a step
+is the exception: the engine loop does such a load before the batch, because a thread beside the batch would make
+several steps slower. On CUDA a side stream writes a slot. The side stream waits until all work launched before the
+command has finished with the slot; the loop's stream waits for the copies before a batch computes with the slot.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ from lora_plugins.worker.background import BackgroundThread
 from lora_plugins.worker.load_times import LoadTimes
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.loading import explained
-from lora_plugins.worker.materialise import Materialiser
+from lora_plugins.worker.materialise import MissingFilesFetcher
 from lora_plugins.worker.slot_stream import SlotStream
 
+# Seconds: several workers' results are polled in the store; a local thread wakes the loop by its event.
 _POLL_INTERVAL_S = 0.0005
 _FINISH_INTERVAL_S = 0.05
 
 
 class SlotOwners(Protocol):
-    """Which adapter each slot belongs to, for the batches that follow (`PlannedModelManager`)."""
+    """The owners of slots in the batches that follow (`PlannedModelManager`)."""
 
     def own(self, slot: int, key: int | None) -> None: ...
     def reserve(self, slot: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
-class HeldAdapter:
-    """One adapter that the scheduler had this worker load.
+class WorkerAdapter:
+    """An adapter that this worker loads, or has loaded, for the scheduler.
 
     Attributes:
-        adapter: None until it is loaded. slot: the one that is or will be its own.
-        is_evicted: the scheduler has evicted it; jobs that still run for it change nothing. is_removed: a caller has
-            removed it, and the scheduler will evict it.
-        writing: held while its slot is written.
+        adapter: None until the load has ended. slot: the present or coming slot.
+        is_evicted: the scheduler has evicted the adapter; jobs that still run change nothing.
+        is_removed: a caller has removed the adapter, and the scheduler will evict it.
+        writing: held while the adapter's slot is written.
     """
 
     key: int
@@ -74,32 +75,32 @@ class HeldAdapter:
 class _Done:
     """The end of a job."""
 
-    entry: HeldAdapter
+    entry: WorkerAdapter
     report: Report
     written_event: Any = None
 
 
 class Jobs:
-    """Everything that this worker holds, by key, and what it is doing.
+    """Everything that this worker holds, by key, and its present jobs.
 
     Attributes:
-        given: what callers have added past the plan, with its engine id, by number, until it is planned.
+        given: adapters that callers have added past the plan, with their engine ids, by number, until planned.
 
     Args:
         read: parses and checks the adapter in a directory.
-        files: where directories come from. owners: notified which adapter has which slot.
+        files: fetches directories. owners: notified which adapter has which slot.
         stream: writes slots. agreement: with the other workers.
     """
 
     def __init__(
         self,
         read: Callable[[AdapterSpec, str], LoadedAdapter],
-        files: Materialiser,
+        files: MissingFilesFetcher,
         owners: SlotOwners,
         stream: SlotStream,
         agreement: Agreement,
     ) -> None:
-        self.entries: dict[int, HeldAdapter] = {}
+        self.entries: dict[int, WorkerAdapter] = {}
         self.given: dict[int, tuple[int, LoadedAdapter]] = {}
         self.times = LoadTimes()
         self._read = read
@@ -111,13 +112,13 @@ class Jobs:
         self._fetcher = BackgroundThread("lora-plugins-fetching")
         self._done: deque[_Done] = deque()
         self._something_done = threading.Event()
-        self._running: set[int] = set()  # jobs that the threads have not ended yet
+        self._running: set[int] = set()  # jobs that still run in a thread
         self._reports: list[Report] = []
 
     # --- in the engine loop ---
 
     def begin_step(self, commands: Sequence[Command], *, has_batch: bool = False) -> None:
-        """Take over what was done in the background, then carry out what the scheduler says for this step."""
+        """Take over results of the background, then carry out the scheduler's commands for this step."""
         self._take_over()
         self.times.begin_step(has_batch=has_batch)
         for command in commands:
@@ -134,7 +135,7 @@ class Jobs:
             self.times.begin_batch()
 
     def reports(self, wait_s: float = 0.0) -> list[Report]:
-        """What has been done everywhere since the last call; waits for something for so long, while a job runs."""
+        """Return the jobs done by all workers since the last call; wait up to `wait_s` while a job runs."""
         self.times.end_batch()
         deadline = time.monotonic() + wait_s
         while True:
@@ -143,35 +144,37 @@ class Jobs:
                 reports, self._reports = self._reports, []
                 return reports
             if self._agreement.is_waiting:
-                time.sleep(_POLL_INTERVAL_S)  # for the other workers
+                # Other workers' results come by the store, which wakes nobody.
+                time.sleep(_POLL_INTERVAL_S)
             else:
                 self._something_done.wait(max(0.0, deadline - time.monotonic()))
 
     def finish(self) -> None:
-        """Wait until the threads have ended all jobs of this worker; the next call for reports returns theirs."""
+        """Wait until the threads have ended all jobs; the next call of `reports` returns the results."""
         while self._running:
             self._take_over()
             self._something_done.wait(_FINISH_INTERVAL_S)
 
     def rewrite_slots(self) -> None:
-        """Write the slot of every adapter that has one, here and now."""
+        """Write the slot of every adapter with a slot, here and now."""
         for entry in self.entries.values():
-            with entry.writing:  # a job that is writing it ends first
+            with entry.writing:  # wait for the end of a job that writes the slot
                 if entry.slot is not None and entry.adapter is not None:
                     entry.adapter.write(entry.slot)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any job is not reported yet."""
+        """Whether a job is still to be reported."""
         return bool(self._running or self._done or self._agreement.is_waiting)
 
     def close(self) -> None:
-        """End the threads after the jobs that wait."""
+        """End the threads after the waiting jobs."""
         self._loader.close()
         self._fetcher.close()
 
     def _load(self, command: Load) -> None:
-        entry = self.entries[command.key] = HeldAdapter(command.key, command.spec)
+        entry = self.entries[command.key] = WorkerAdapter(command.key, command.spec)
+        # A load beside running jobs goes to the loader thread too, behind the earlier loads.
         is_alone = not self._running
         self._running.add(command.job)
         spec = command.spec
@@ -183,11 +186,12 @@ class Jobs:
         else:
             self._loader.submit(partial(self._run_load, command.job, entry))
 
-    def _take_given(self, job: int, entry: HeldAdapter) -> None:
+    def _take_given(self, job: int, entry: WorkerAdapter) -> None:
         _, adapter = self.given.pop(entry.spec.given, (0, None))
         entry.adapter = adapter
         if adapter is None:
             error = AdapterNotFound("an adapter that workers were given, and have lost", remedy="add it again")
+            # Callers' adapters are in no store: the error of the failed load asks for the adapter again.
             self._fail(job, entry, error)
         else:
             self._finish(_Done(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, 0.0, adapter.rank)))
@@ -195,18 +199,18 @@ class Jobs:
 
     @property
     def engine_ids(self) -> set[int]:
-        """Of all adapters that are here, and that nobody has removed."""
+        """Engine ids of all adapters that are here, except the removed ones."""
         here = (it for it in self.entries.values() if it.adapter is not None and not it.is_removed)
         return {entry.spec.engine_id for entry in here} | {engine_id for engine_id, _ in self.given.values()}
 
     def forget(self, engine_id: int) -> None:
-        """A caller has removed an adapter: what is planned of it stays until it is evicted."""
+        """Note that a caller has removed an adapter; its planned generations stay until the scheduler evicts them."""
         self.forget_given([number for number, (of, _) in self.given.items() if of == engine_id])
         for entry in self.entries.values():
             entry.is_removed = entry.is_removed or entry.spec.engine_id == engine_id
 
     def forget_given(self, numbers: Iterable[int]) -> None:
-        """Drop what callers have added, and is not planned yet."""
+        """Drop added adapters that are not planned yet."""
         for number in numbers:
             self.given.pop(number, None)
 
@@ -214,15 +218,17 @@ class Jobs:
         entry = self.entries.get(command.key)
         if entry is None or entry.adapter is None:
             raise RuntimeError(f"no loaded adapter {command.key} to activate")
-        self._leave(entry, entry.adapter)  # an adapter has one slot
+        self._leave(entry, entry.adapter)  # an adapter has a single slot
         for other in self.entries.values():
             if other.slot == command.slot:
                 other.slot = None
         entry.slot = command.slot
+        # Without a job the slot is written here, before this step's batch.
         if command.job is None:
             entry.adapter.write(command.slot)
             self._owners.own(command.slot, command.key)
             return
+        # Reserved first: the slot has no owner while the thread writes, so no batch reads half an adapter.
         self._owners.reserve(command.slot)
         self._running.add(command.job)
         self._loader.submit(partial(self._write, command.job, entry, command.slot, self._stream.idle_event()))
@@ -232,19 +238,20 @@ class Jobs:
         if entry is None:
             return
         entry.is_evicted = True
-        with entry.writing:  # a job that is writing its slot ends first
+        with entry.writing:  # wait for the end of a job that writes the slot
             adapter, entry.adapter = entry.adapter, None
         self._leave(entry, adapter)
 
     def _move(self, command: Move) -> None:
         entry, source = self.entries[command.key], self.entries.pop(command.source)
+        # Requests that run with `key` compute with `source`'s weights from this step's batch on.
         self._leave(source, source.adapter)
         with entry.writing:
             entry.spec, entry.adapter = source.spec, source.adapter
             if entry.slot is not None and entry.adapter is not None:
                 entry.adapter.write(entry.slot)
 
-    def _leave(self, entry: HeldAdapter, adapter: LoadedAdapter | None) -> None:
+    def _leave(self, entry: WorkerAdapter, adapter: LoadedAdapter | None) -> None:
         if entry.slot is not None:
             self._owners.own(entry.slot, None)
             if adapter is not None:
@@ -252,12 +259,14 @@ class Jobs:
         entry.slot = None
 
     def _take_over(self) -> None:
+        # Cleared before the queue is read: a job that ends in between sets the event again, and is not missed.
         self._something_done.clear()
         while self._done:
             done = self._done.popleft()
             entry, report = done.entry, done.report
             self._running.discard(report.job)
             self._agreement.done_here(report, is_wanted=not entry.is_evicted)
+            # An evicted adapter's slot may have another owner by now.
             if isinstance(report, Activated) and not entry.is_evicted and entry.slot is not None:
                 self._stream.wait_for(done.written_event)
                 self._owners.own(entry.slot, entry.key)
@@ -265,26 +274,26 @@ class Jobs:
 
     # --- in the background ---
 
-    def _run_load(self, job: int, entry: HeldAdapter) -> None:
+    def _run_load(self, job: int, entry: WorkerAdapter) -> None:
         path = entry.spec.path
         if entry.spec.lora_request is not None or self._files.is_here(path):
             self._read_from(job, entry, path)
         elif os.path.isabs(path):
-            self._fetcher.submit(partial(self._fetch, job, entry))  # others need not wait for it
+            self._fetcher.submit(partial(self._fetch, job, entry))  # other loads need not wait for a source
         else:
             self._fetcher.submit(partial(self._read_from, job, entry, path))  # vLLM expands ~, and fetches from the Hub
 
-    def _fetch(self, job: int, entry: HeldAdapter) -> None:
+    def _fetch(self, job: int, entry: WorkerAdapter) -> None:
         spec = entry.spec
         try:
             path = self._files.fetch(spec.name, spec.path, spec.uri)
-        except BaseException as error:  # noqa: BLE001 - its requests are answered with it
+        except BaseException as error:  # noqa: BLE001 - the error answers the adapter's requests
             self._fail(job, entry, error)
             return
         self._loader.submit(partial(self._read_from, job, entry, path))
 
-    def _read_from(self, job: int, entry: HeldAdapter, path: str) -> None:
-        """Read the adapter in this directory, in the background or in the engine loop."""
+    def _read_from(self, job: int, entry: WorkerAdapter, path: str) -> None:
+        """Read the adapter in `path`, in the background or in the engine loop."""
         spec, began_at = entry.spec, time.perf_counter()
         try:
             try:
@@ -293,11 +302,12 @@ class Jobs:
                 with self.times.of_load(spec.size_bytes):
                     adapter = self._read(spec, path)
             finally:
-                self._files.release(path)  # before the end of the job is known
-        except BaseException as error:  # whatever vLLM raises, the engine and all others go on
+                # Before the end of the job is known: whoever waits for the job then finds the lease ended.
+                self._files.release(path)
+        except BaseException as error:  # whatever vLLM raises, the engine and all other adapters go on
             self._fail(job, entry, error)
             if not isinstance(error, Exception):
-                raise  # what ends a process, where this is the engine loop
+                raise  # KeyboardInterrupt and SystemExit must end the process, where this thread is the engine loop
             return
         with entry.writing:
             if not entry.is_evicted:
@@ -305,25 +315,27 @@ class Jobs:
         load_s = time.perf_counter() - began_at
         self._finish(_Done(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, load_s, adapter.rank)))
 
-    def _write(self, job: int, entry: HeldAdapter, slot: int, idle_event: Any) -> None:
+    def _write(self, job: int, entry: WorkerAdapter, slot: int, idle_event: Any) -> None:
         began_at = time.perf_counter()
         try:
             with entry.writing:
                 if entry.adapter is None:
                     raise _evicted(entry.spec)
                 event = self._stream.write(idle_event, partial(entry.adapter.write, slot))
-        except BaseException as error:  # noqa: BLE001 - its requests are answered with it, all others go on
+        except BaseException as error:  # noqa: BLE001 - the error answers the adapter's requests, all others go on
             if not entry.is_evicted:
                 logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
             self._fail(job, entry, error)
             return
         self._finish(_Done(entry, Activated(job, time.perf_counter() - began_at), event))
 
-    def _fail(self, job: int, entry: HeldAdapter, error: BaseException) -> None:
+    def _fail(self, job: int, entry: WorkerAdapter, error: BaseException) -> None:
+        # `explained` makes one of our errors: the report crosses processes, and a class of vLLM's or torch's may not
+        # unpickle.
         self._finish(_Done(entry, Failed(job, explained(error, entry.spec.name))))
 
     def _finish(self, done: _Done) -> None:
-        self._done.append(done)  # first: who hears of it from the others finds it here
+        self._done.append(done)  # first: the engine loop may hear of the job from another worker's store entry at once
         self._agreement.publish(done.report)
         self._something_done.set()
 

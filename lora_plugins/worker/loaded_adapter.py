@@ -1,8 +1,8 @@
 """An adapter in a worker's host memory, in the form in which its slot is written.
 
 Source: `LoRAModel` in vllm/lora/lora_model.py and `LoRAModelManager.activate_adapter` in vllm/lora/model_manager.py,
-0.32; only attributes are read. Where the kernels offer a packer for a layer (`lora_plugins.kernels.packing`), its
-weights are packed here, once, and a slot is pointed at them; else they are copied into the slot.
+0.32; only attributes are read. Where the kernels offer a packer for a layer (`lora_plugins.kernels.packing`), `build`
+packs the layer's weights once, and a slot points at the panels. Otherwise the weights are copied into the slot.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ WriteSlot = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """One adapter, nothing of which is on disk any more.
+    """An adapter that needs no file any more.
 
     Attributes:
         size_bytes: of all its tensors. is_instant: whether `write` copies nothing.
-        writes: what writes each layer's slot. packers: of the layers that may point at its memory.
-        rank: the largest of its modules'.
+        writes: a function for each layer that writes the layer's slot.
+        packers: of the layers that may point at the adapter's memory.
+        rank: the largest rank of any module.
     """
 
     name: str
@@ -41,20 +42,20 @@ class LoadedAdapter:
     rank: int = 0
 
     def write(self, slot: int) -> None:
-        """Have every layer compute with this adapter where a row's slot is `slot`."""
+        """Let every layer compute with this adapter where a row's slot is `slot`."""
         with at_once():
             for write in self.writes:
                 write(slot)
 
     def leave(self, slot: int) -> None:
-        """Have the slot point at nothing of this adapter's memory."""
+        """Let the slot point at no memory of this adapter."""
         for packer in self.packers:
             packer.place(slot, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer of the model, and an adapter's weights for it; `scalings` are still to be multiplied into each B."""
+    """A layer of the model, and an adapter's weights; `scalings` are still to be multiplied into each B."""
 
     module: Any
     lora_a: Any
@@ -63,7 +64,7 @@ class _Layer:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of a block, packed or copied."""
+        """Bytes of a block that the weights take, packed or copied."""
         packer = packer_of(self.module)
         if packer is not None:
             return packer.size_bytes(self.lora_a, self.lora_b)
@@ -71,10 +72,10 @@ class _Layer:
 
 
 def take_scalings(model: Any) -> dict[int, float]:
-    """Take the scalings off a parsed adapter, before vLLM multiplies them in; returns them by the id of each B.
+    """Take the scalings off a parsed adapter, before vLLM multiplies them in; return the scalings by the id of each B.
 
-    Multiplying there would make private copies of the mapped file's pages. A mixture of experts is left to vLLM, which
-    stacks its weights before they could be distinguished.
+    vLLM's multiplication would make private copies of the mapped file's pages. A mixture of experts keeps its scalings:
+    vLLM stacks the weights of experts before `build` could tell the B's apart.
     """
     if any(".experts" in name for name in model.loras):
         return {}
@@ -87,7 +88,7 @@ def take_scalings(model: Any) -> dict[int, float]:
 
 
 def rank_of(model: Any) -> int:
-    """The largest rank of any module of a parsed adapter; after vLLM has merged modules, not all are there."""
+    """Return the largest rank of any module of a parsed adapter; vLLM's merging of modules drops some modules."""
     return max((int(weights.rank) for weights in model.loras.values()), default=0)
 
 
@@ -97,8 +98,8 @@ def build(
     """Copy a parsed and merged adapter off its file, into memory of our own.
 
     Args:
-        name: what errors call it.
-        path: where it was read from.
+        name: the adapter's name in errors.
+        path: the directory that the adapter was read from.
         manager: vLLM's `LoRAModelManager`.
         model: its `LoRAModel`.
         scalings: of `take_scalings`.
@@ -119,6 +120,7 @@ def build(
         layers.append(_Layer(module, weights.lora_a, weights.lora_b, [scalings.get(id(b), 1.0) for b in of_slices]))
     sizes = [layer.size_bytes for layer in layers]
     tensors = [t for _, full in heads if full is not None for t in (full.weight, full.bias) if t is not None]
+    # A single block for the whole adapter: freeing the adapter is one call.
     block = Block(sum(sizes) + bytes_of(tensors), is_pinned=is_pinned)
     is_instant = all(full is None for _, full in heads) and all(packer_of(layer.module) for layer in layers)
     for layer, size_bytes in zip(layers, sizes, strict=True):
@@ -137,7 +139,7 @@ def build(
 
 def _empty(module: Any, slot: int) -> None:
     ranks = watched_ranks(module)
-    if ranks is None or any(ranks[slot]):  # else nothing of the slot is written
+    if ranks is None or any(ranks[slot]):  # else the slot is empty, and nothing is written
         module.reset_lora(slot)
 
 

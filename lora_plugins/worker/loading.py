@@ -1,6 +1,6 @@
-"""What is checked of a parsed adapter before it may enter the host cache: that all of it lands in the model, and fits.
+"""Checks a parsed adapter before it enters the host cache: every module must land in the model, and fit.
 
-Source: `LoRAModel` and `LoRALayerWeights` in vllm/lora, 0.32 and 0.33, of which only attributes are read.
+Source: `LoRAModel` and `LoRALayerWeights` in vllm/lora, 0.32 and 0.33; only attributes are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lora_plugins.adapter.landing import ReadPair, check_pairs
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -25,33 +25,34 @@ from lora_plugins.worker.host_memory import tensors_of
 
 _Shape = tuple[int, ...]
 
-_TORCH_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # RuntimeErrors, of the CPU and of CUDA
+_TORCH_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # messages of RuntimeErrors, of the CPU and of CUDA
 
 
 def check_described(
     model: Any, manager: Any, modules: ModelModules, *, is_whole_model: bool = True, refuse_unmatched: bool = True
 ) -> tuple[str, ...]:
-    """Compare a parsed adapter with the whole model's modules, before vLLM merges it; returns notes.
+    """Compare a parsed adapter with the whole model's modules, before vLLM merges the adapter; return notes.
 
-    Once vLLM has stacked experts, an error says no more which was wrong; and of what is larger than a layer that is
-    divided among workers, each would take its part and never see the rest.
+    After vLLM has stacked experts, no error can name the wrong module. A layer that is divided among workers would hide
+    too large weights: each worker takes its part, and never sees the rest.
 
     Args:
         model: vLLM's `LoRAModel`.
         manager: its `LoRAModelManager`.
-        modules: what `describe` said of it.
+        modules: `describe`'s answer for the model.
         is_whole_model: whether these are all modules of the model.
         refuse_unmatched: see `check_pairs`.
 
     Raises:
         IncompatibleAdapter, InvalidAdapter: as `check_pairs`.
     """
-    # One pair for a module that adapters usually name by its parts: vLLM divides it, so only the slot can say.
+    # A single pair for a module that adapters usually name by its parts: vLLM divides the pair, so only the slot knows.
     undivided = {id(manager._get_lora_layer_weights(model, name)) for name in _modules_of_parts(modules)}  # noqa: SLF001
     pairs = [
         ReadPair(name, name, _shape(weights.lora_a), _shape(weights.lora_b), int(weights.rank))
         for name, weights in model.loras.items()
-        if id(weights) not in undivided and not isinstance(weights.lora_a, list)  # merged already, by who gave it
+        # A list: the caller has merged the adapter already.
+        if id(weights) not in undivided and not isinstance(weights.lora_a, list)
     ]
     if not pairs:
         return ()
@@ -65,9 +66,9 @@ def check_described(
     )
     landed = [(pair, place) for pair in pairs if (place := modules.place(pair.name)) is not None]
     for pair, place in landed:
-        if place.kind is Kind.EXPERTS:
+        if place.kind is ModuleKind.EXPERTS:
             _check_sharding(pair, place, manager.modules[place.module])
-    for name in {place.module for _, place in landed if place.kind is Kind.EXPERTS}:
+    for name in {place.module for _, place in landed if place.kind is ModuleKind.EXPERTS}:
         _check_padding(name, manager.modules[name])
     return notes
 
@@ -77,14 +78,14 @@ def _shape(side: Any) -> _Shape:
 
 
 def _experts_elsewhere(manager: Any, modules: ModelModules) -> set[str]:
-    """Names of the experts that vLLM loads on other workers only."""
+    """Return the names of the experts that vLLM loads on other workers only."""
     named: dict[str, list[str]] = {name: manager.packed_modules.get(name, []) for name in modules.experts}
     restrict = manager._restrict_to_local_experts  # noqa: SLF001 - as vLLM merges them
     return {part for name, parts in named.items() for part in set(parts).difference(restrict(name, parts))}
 
 
-def _check_sharding(pair: ReadPair, place: Place, module: Any) -> None:
-    """With `--fully-sharded-loras` each worker has a part of the rank of experts' w13, which vLLM asserts."""
+def _check_sharding(pair: ReadPair, place: ModulePlace, module: Any) -> None:
+    """Refuse a rank of experts' w13 that `--fully-sharded-loras` cannot divide among workers; vLLM only asserts."""
     if module.fully_sharded and module.tp_size > 1 and place.part != "w2" and pair.rank % module.tp_size:
         raise IncompatibleAdapter(
             f"rank {pair.rank} in module '{pair.name}'",
@@ -94,7 +95,10 @@ def _check_sharding(pair: ReadPair, place: Place, module: Any) -> None:
 
 
 def _check_padding(name: str, module: Any) -> None:
-    """VLLM before 0.33 takes a worker's part of experts at the padded size, and so other features than the worker's."""
+    """Refuse padded experts on several workers before vLLM 0.33.
+
+    vLLM before 0.33 takes a worker's part of the experts at the padded size, and so other features than the worker's.
+    """
     padded = module.moe_config.intermediate_size_per_partition
     own = module.moe_config.intermediate_size_per_partition_unpadded
     if module.tp_size > 1 and own not in (None, padded) and not hasattr(module, "_tp_shard_size"):
@@ -106,12 +110,12 @@ def _check_padding(name: str, module: Any) -> None:
 
 
 def check_slots(model: Any, manager: Any, modules: ModelModules) -> None:
-    """Compare merged weights with the slots of those modules of which only the engine can tell what fits.
+    """Compare merged weights with the slots of the modules whose sizes only the engine knows.
 
-    A copy that fails in the engine loop crashes the engine: there is no idle slot to try it in before.
+    A copy that fails in the engine loop crashes the engine, and there is no idle slot for a trial copy.
 
     Raises:
-        IncompatibleAdapter: another rank than fits, or other sizes than the module's.
+        IncompatibleAdapter: too large a rank, or other sizes than the module's.
     """
     unsaid = {place.module for place in modules.places.values() if None in (place.in_features, place.out_features)}
     for name in sorted(unsaid | _modules_of_parts(modules)):
@@ -121,8 +125,8 @@ def check_slots(model: Any, manager: Any, modules: ModelModules) -> None:
 
 
 def _modules_of_parts(modules: ModelModules) -> set[str]:
-    """Modules that are in `places` by their parts only; not experts, whose formats vLLM itself knows."""
-    linear = {place.module for place in modules.places.values() if place.kind is Kind.LINEAR}
+    """Return modules that `places` has by their parts only; not experts, whose formats vLLM itself knows."""
+    linear = {place.module for place in modules.places.values() if place.kind is ModuleKind.LINEAR}
     return linear.difference(modules.places)
 
 
@@ -147,7 +151,7 @@ def check_slot(name: str, module: Any, weights: Any) -> None:
 
 
 def _fits(a: _Shape, b: _Shape, slot_a: _Shape, slot_b: _Shape) -> bool:
-    """Whether A (rank, features) and B (features, rank), `()` where there is none, fill a slot but for its rank."""
+    """Whether A (rank, features) and B (features, rank), `()` for a missing side, fill a slot but for its rank."""
     return (not a or (a[0] <= slot_a[0] and a[1] == slot_a[1])) and (not b or (b[0] == slot_b[0] and b[1] <= slot_b[1]))
 
 
@@ -155,10 +159,12 @@ def check_finite(adapter: str, model: Any) -> None:
     """Look at every weight once, in the precision that is served.
 
     Raises:
-        InvalidAdapter: NaN or infinity, of which every answer would be made.
+        InvalidAdapter: NaN or infinity, which would reach every answer.
     """
     for name, weights in model.loras.items():
         for tensor in _sides(weights):
+            # `aminmax` reads each weight once and passes NaN on: two numbers to test, without a mask as large as the
+            # tensor.
             if tensor.numel() and not all(torch.isfinite(edge) for edge in torch.aminmax(tensor)):
                 raise InvalidAdapter(
                     f"NaN or infinity in the weights of {name}",
@@ -174,7 +180,7 @@ def _sides(weights: Any) -> Iterator[torch.Tensor]:
 
 
 def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
-    """One of our errors for whatever vLLM raised over an adapter."""
+    """Return an error of ours for any error that vLLM raised over an adapter."""
     if isinstance(error, LoRAPluginsError):
         error.adapter = error.adapter or adapter
         return error
@@ -192,6 +198,7 @@ def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
             remedy="put them back, or load it again",
             adapter=adapter,
         )
+    # vLLM may raise another error from the OSError; the errno is on the cause then.
     failed = next((one for one in (error, error.__cause__) if isinstance(one, OSError) and one.errno), None)
     if failed is not None:
         return SourceUnavailable(

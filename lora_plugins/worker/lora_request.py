@@ -8,22 +8,23 @@ from lora_plugins.ledger import Patch
 
 
 def lora_request(name: str, engine_id: int, path: str, *, is_3d: bool = False) -> Any:
-    """One that names an adapter by these, and nothing else."""
+    """Return a request that names an adapter by its name, engine id and path, and nothing else."""
     from vllm.lora.request import LoRARequest
 
     request = LoRARequest(lora_name=name, lora_int_id=engine_id, lora_path=path)
-    if is_3d:  # a class of Unsloth's, which may stand in the place of vLLM's, has no such field
+    # Unsloth's class, which may stand in the place of vLLM's, has no field `is_3d_lora_weight`.
+    if is_3d:
         request.is_3d_lora_weight = True
     return request
 
 
 def is_vllms(request: Any) -> bool:
-    """Whether its class is vLLM's: all that there is to load is at its path then."""
+    """Whether the request's class is vLLM's: then the path has everything that there is to load."""
     return type(request).__module__ == "vllm.lora.request"
 
 
 def is_inplace(request: Any) -> bool:
-    """Whether it has an adapter loaded again, in the place of what its id has stood for; not every class can say so."""
+    """Whether the request replaces the adapter of its id; other classes may lack the field."""
     return bool(getattr(request, "load_inplace", False))
 
 

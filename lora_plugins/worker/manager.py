@@ -1,6 +1,6 @@
-"""vLLM's worker LoRA manager, whose adapters come and go as the scheduler says.
+"""vLLM's worker LoRA manager, with adapters that come and go by the scheduler's commands.
 
-Source: `LRUCacheWorkerLoRAManager` in vllm/lora/worker_manager.py, 0.30 to 0.33; what is not overridden stays vLLM's.
+Source: `LRUCacheWorkerLoRAManager` in vllm/lora/worker_manager.py, 0.30 to 0.33; methods not overridden stay vLLM's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, take_scalings
 from lora_plugins.worker.lora_request import is_inplace
 from lora_plugins.worker.lora_request import lora_request as request_of
-from lora_plugins.worker.materialise import Materialiser, Resolver
+from lora_plugins.worker.materialise import MissingFilesFetcher, Resolver
 from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.model_modules import describe
@@ -40,10 +40,10 @@ from lora_plugins.worker.slot_stream import SlotStream
 
 
 class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
-    """Holds what the scheduler had loaded, and computes with what it had put into slots.
+    """Holds the adapters that the scheduler had loaded, and computes with the adapters in slots.
 
-    What vLLM itself adds (warm-up, dummy batches) is treated as in vLLM; once there is a plan, dummies are computed
-    without an adapter. What callers add and remove in workers is planned from then on.
+    Adapters that vLLM itself adds (warm-up, dummy batches) are treated as in vLLM. Once there is a plan, dummies are
+    computed without an adapter. Adapters that callers add and remove in workers are planned from then on.
     """
 
     _manager_cls = PlannedModelManager
@@ -57,9 +57,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         make_resolver: Callable[[str, ModelModules | None], Resolver | None] = lambda *_: None,
         **kwargs: Any,
     ) -> None:
-        """As vLLM's; `make_resolver` makes what finds adapters whose files are not on this machine.
+        """Take vLLM's arguments; `make_resolver` makes a resolver for adapters whose files are not on this machine.
 
-        It is given the model's path, and its modules where they are known here, by which adapters are converted.
+        `make_resolver` gets the model's path, and the model's modules where this worker knows the modules: the resolver
+        converts adapters by the modules.
         """
         self._settings = settings
         self._make_resolver = make_resolver
@@ -71,15 +72,15 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._changes: list[tuple[Change, LoadedAdapter | None]] = []
 
     def create_lora_manager(self, model: torch.nn.Module, vllm_config: Any) -> Any:
-        """As vLLM's, with the threads that load beside it."""
+        """Do as vLLM does, and start the loading threads."""
         result = super().create_lora_manager(model, vllm_config)
         self._modules = describe(self._adapter_manager)
-        # With pipeline parallelism a worker has only some of the model's modules.
+        # With pipeline parallelism a worker has only a part of the model's modules.
         self._is_whole_model = vllm_config.parallel_config.pipeline_parallel_size == 1
         path = vllm_config.model_config.model
         self.jobs = Jobs(
             self._read,
-            Materialiser(path, lambda: self._make_resolver(path, self._modules_of_model())),
+            MissingFilesFetcher(path, lambda: self._make_resolver(path, self._modules_of_model())),
             self._adapter_manager,
             SlotStream(torch.device(self.device)),
             agreement_of(vllm_config),
@@ -90,49 +91,49 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         return result
 
     def _modules_of_model(self) -> ModelModules | None:
-        """The whole model's, which with pipeline parallelism only the API server knows: it says so (`whole_model`)."""
+        """Return the whole model's modules; with pipeline parallelism the API server sends them (`whole_model`)."""
         return self._modules if self._is_whole_model else self.whole_model
 
     @property
     def slots(self) -> Slots:
-        """What this worker has slots of; the same in every worker of an engine."""
+        """The slots of this worker, the same in every worker of an engine."""
         return self._adapter_manager.slots
 
     # --- the scheduler's commands, in the engine loop ---
 
     def begin_step(self, commands: Sequence[Command], *, has_batch: bool = False) -> None:
-        """Carry out what comes before this step's batch, if it has one."""
+        """Carry out the commands before this step's batch, if there is a batch."""
         self._is_planned = self._is_planned or bool(commands)
         self.jobs.begin_step(commands, has_batch=has_batch)
 
     def reports(self, wait_s: float = 0.0) -> list[Report]:
-        """What has been done since the last call; waits for something for so long, while a job runs."""
+        """Return the jobs done since the last call; wait up to `wait_s` for a result while a job runs."""
         return self.jobs.reports(wait_s)
 
     def rewrite_slots(self) -> None:
-        """Write every slot again from host memory, after the device's may have been lost."""
+        """Write every slot again from host memory, after the device's content may have been lost."""
         for module in self._adapter_manager.modules.values():
             forget(module)
         self._adapter_manager.empty()
         self.jobs.rewrite_slots()
 
     def lora_metrics(self) -> WorkerMetrics:
-        """Adapters, memory and performance of this worker."""
+        """Return adapters, memory and performance of this worker."""
         return metrics_of(self.jobs.entries, self._adapter_manager, self.device)
 
     # --- in the background ---
 
     def _read(self, spec: AdapterSpec, path: str) -> LoadedAdapter:
-        """Parse, check against the model, pack, and copy off the file: nothing is left that would be read later.
+        """Parse, check against the model, pack, and copy off the file: no byte is left to read later.
 
         Raises:
-            LoRAPluginsError, or whatever vLLM raises.
+            LoRAPluginsError, or any error of vLLM's.
         """
         request = spec.lora_request or request_of(spec.name, spec.engine_id, path, is_3d=spec.is_3d)
         manager = self._adapter_manager
         with describing(adapter=spec.name):
             model = self._load_adapter(request)
-            if hasattr(manager, "_validate_moe_lora_format"):  # from 0.32
+            if hasattr(manager, "_validate_moe_lora_format"):  # since vLLM 0.32
                 manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             notes = loading.check_described(
                 model, manager, self._modules,
@@ -143,7 +144,8 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             scalings, rank = take_scalings(model), rank_of(model)
             manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             loading.check_slots(model, manager, self._modules)
-            if self._settings.check_finite and not is_digest(Path(path).name):  # else the store has looked
+            # The store has checked a directory that is named by a digest.
+            if self._settings.check_finite and not is_digest(Path(path).name):
                 loading.check_finite(spec.name, model)
             is_pinned = torch.device(self.device).type == "cuda"
             return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned, rank=rank)
@@ -151,7 +153,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     # --- vLLM's manager API, in the engine loop ---
 
     def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
-        """As vLLM's; rows of dummies that are in no slot are computed without an adapter."""
+        """Do as vLLM does; rows of dummies without a slot are computed without an adapter."""
         self._apply_adapters(requests)
         if mapping is None:
             return
@@ -162,30 +164,31 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     def _apply_adapters(self, lora_requests: set[LoRARequest]) -> None:
         wanted = [request for request in lora_requests if request]
         for request in wanted:
-            self._adapter_manager.touch(request.lora_int_id)  # those that are here stay when others are added
+            # Refreshed first: adding others must not evict the batch's own.
+            self._adapter_manager.touch(request.lora_int_id)
         for request in wanted:
             if request.lora_int_id in self._adapter_manager.lora_index_to_id:
                 continue
             if request in self._dummies:
                 continue
-            if request.lora_int_id not in super().list_adapters():  # those of a warm-up
+            if request.lora_int_id not in super().list_adapters():  # vLLM's own, of a warm-up
                 raise RuntimeError(f"a batch with adapter '{request.lora_name}', which is in no slot")
             self._adapter_manager.activate_adapter(request.lora_int_id)
 
     def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
-        """As vLLM's before there is a plan; later, slots are not its to write."""
+        """Do as vLLM does before there is a plan; later, dummies get no slot."""
         if not self._is_planned:
             return bool(super().add_dummy_lora(lora_request, rank))
         self._dummies.add(lora_request)
         return True
 
     def add_adapter(self, lora_request: LoRARequest) -> bool:
-        """Load what a caller adds past the plan, here and now; the scheduler hears of it, and places it like any other.
+        """Load an adapter that a caller adds past the plan, here and now; the scheduler then plans the adapter.
 
-        As in vLLM, an id that is here stays as it is, unless it is to be loaded in place.
+        As in vLLM, an adapter whose id is here stays unchanged, unless the request is to be loaded in place.
 
         Raises:
-            LoRAPluginsError: it cannot be loaded; what was here before is unchanged.
+            LoRAPluginsError: the adapter cannot be loaded; earlier adapters are unchanged.
         """
         engine_id, name, path = lora_request.lora_int_id, lora_request.lora_name, lora_request.lora_path
         if engine_id in self.list_adapters() and not is_inplace(lora_request):
@@ -194,22 +197,23 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             adapter = self._read(AdapterSpec(engine_id, name, path, lora_request=lora_request), path)
         except Exception as error:
             raise loading.explained(error, name) from error
+        # The scheduler, which is in another process, learns of the change later (`take_changes`).
         spec = AdapterSpec(engine_id, name, path, size_bytes=adapter.size_bytes)
         self._changes.append((Change(engine_id, spec), adapter))
         return True
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Have no later request find an adapter; the scheduler hears of it, and evicts it once it is not used."""
+        """Hide an adapter from later requests; the scheduler evicts the adapter after its last request."""
         if adapter_id not in self.list_adapters():
             return False
-        super().remove_adapter(adapter_id)  # where vLLM has added it, as for a warm-up
+        super().remove_adapter(adapter_id)  # adapters of a warm-up, which vLLM has added
         self.jobs.forget(adapter_id)
         self._changes = [(change, None if change.engine_id == adapter_id else it) for change, it in self._changes]
         self._changes.append((Change(adapter_id), None))
         return True
 
     def take_changes(self, first_number: int) -> list[Change]:
-        """What callers have added and removed since the last call, in order, numbered from this one on."""
+        """Return callers' additions and removals since the last call, in order, numbered from `first_number`."""
         changes, self._changes = self._changes, []
         taken = []
         for number, (change, adapter) in enumerate(changes, first_number):
@@ -220,18 +224,18 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         return taken
 
     def remove_all_adapters(self) -> None:
-        """Remove what was not planned, such as vLLM's dummies."""
+        """Remove unplanned adapters, such as vLLM's dummies."""
         self._dummies.clear()
         super().remove_all_adapters()
 
     def list_adapters(self) -> set[int]:
-        """VLLM's ids of the adapters that are in host memory."""
+        """Return the engine ids of the adapters in host memory."""
         added = {change.engine_id for change, adapter in self._changes if adapter is not None}
         return self.jobs.engine_ids | added | set(super().list_adapters())
 
 
 def _without(mapping: LoRAMapping, owners: Sequence[int | None]) -> LoRAMapping:
-    """The mapping with 0, for no adapter, in the place of ids that are in no slot."""
+    """Return the mapping with 0, for no adapter, in the place of ids without a slot."""
     known = {owner for owner in owners if owner is not None}
     changed = copy.copy(mapping)
     changed.index_mapping = tuple(owner if owner in known else 0 for owner in mapping.index_mapping)
@@ -241,10 +245,10 @@ def _without(mapping: LoRAMapping, owners: Sequence[int | None]) -> LoRAMapping:
 
 @functools.cache  # once in a process
 def _freeze_heap() -> None:
-    """Keep the garbage collector from what is there by now: model, vLLM, torch.
+    """Hide all present objects (model, vLLM, torch) from the garbage collector.
 
-    Its first full pass over them stops every thread, and so the engine, for most of a second, sometime after the start.
-    vLLM's GPU worker does the same once it is warm (vllm/v1/worker/gpu_worker.py, 0.32); its CPU worker does not.
+    The first full pass over these objects would stop every thread, and so the engine, for most of a second. vLLM's GPU
+    worker freezes its heap once warm (vllm/v1/worker/gpu_worker.py, 0.32); vLLM's CPU worker does not.
     """
     freeze_gc_heap()
 

@@ -1,8 +1,8 @@
-"""Fetch an adapter to this machine where its directory is missing: another node's store, or one that was deleted.
+"""Fetches an adapter to this machine where its directory is missing: on another node, or deleted.
 
-A worker on another node than the API server gets a path that exists only there. The last part of a path of our
-store is the digest of the adapter's bytes, and the adapter's name, or the URI that it was loaded by, says where it
-comes from; so it is asked for here as the API server asked for it, and served only if its bytes are the same.
+A worker on another node than the API server gets a path that exists only there. The last part of a path in our store is
+the digest of the adapter's bytes; the adapter's name, or the URI that it was loaded by, names the source. So the worker
+asks the source as the API server did, and serves the answer only if the bytes have the same digest.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ class Resolved(Protocol):
 
 
 class Resolver(Protocol):
-    """What this process would ask for an adapter (`AdapterResolver`)."""
+    """The resolver of this process (`AdapterResolver`)."""
 
     async def latest(self, name: str, uri: str | None, base_path: str) -> Resolved | None:
-        """The newest version of a name or URI, fetched and leased; None where no source has it."""
+        """Return the newest version of a name or URI, fetched and leased; None where no source has the name."""
 
     @property
     def store(self) -> Store:
-        """This machine's."""
+        """This machine's store."""
 
 
-class Materialiser:
-    """Finds or fetches what a path stands for. For one thread, which may wait.
+class MissingFilesFetcher:
+    """Finds or fetches the directory of a path, in a single thread, which may wait.
 
     Args:
-        base_path: the served model's path or Hub id. make_resolver: called at the first use; None where there are none.
+        base_path: the served model's path or Hub id.
+        make_resolver: called at the first use; returns None without sources.
     """
 
     def __init__(self, base_path: str, make_resolver: Callable[[], Resolver | None]) -> None:
@@ -49,7 +50,7 @@ class Materialiser:
         self._make_resolver = make_resolver
         self._runner: asyncio.Runner | None = None
         self._resolver: Resolver | None = None
-        self._fetched: dict[str, list[str]] = {}  # the names of each path that are still to be read
+        self._fetched: dict[str, list[str]] = {}  # names whose files are still to be read, by path
         self._lock = threading.Lock()
 
     def is_here(self, path: str) -> bool:
@@ -59,15 +60,19 @@ class Materialiser:
     def fetch(self, name: str, path: str, uri: str | None = None) -> str:
         """Return a directory on this machine with the bytes that `path` stands for.
 
-        `uri`: what the API server loaded the adapter by, where it was not by its name.
+        Args:
+            name: the adapter's name.
+            path: the API server's directory.
+            uri: the URI that the API server loaded the adapter by, where there was one.
 
         Raises:
             AdapterNotFound: no source has the adapter any more, or the path is none of a store's.
             InvalidAdapter: the URI is not allowed in this process.
             SourceUnavailable: the sources have other bytes by now, or are unavailable.
-            LoRAPluginsError: what they have cannot be served.
+            LoRAPluginsError: the sources' adapter cannot be served.
         """
         digest = Path(path).name
+        # One event loop for all calls: the sources' connections belong to the loop that opened them.
         if self._runner is None:
             self._runner, self._resolver = asyncio.Runner(), self._make_resolver()
         if self._resolver is None or not is_digest(digest):
@@ -80,7 +85,7 @@ class Materialiser:
         found = self._resolver.store.acquire_sound(digest, name)
         if found is not None:
             return self._note(name, found)
-        # Not what this process remembers: the API server may have just taken up a version that is new.
+        # `latest`, not the resolver's memory: the API server may have just taken up a new version.
         resolved = self._runner.run(self._resolver.latest(name, uri, self._base_path))
         if resolved is None:
             raise AdapterNotFound(
@@ -90,6 +95,7 @@ class Materialiser:
                 adapter=name,
             )
         if resolved.path.name != digest:
+            # `latest` has leased the wrong version: end the lease, or the store could never remove the version.
             self._resolver.store.release(name, resolved.path)
             raise SourceUnavailable(
                 f"another version at the source (digest {resolved.path.name[:12]})",
@@ -105,7 +111,7 @@ class Materialiser:
         return str(path)
 
     def release(self, path: str) -> None:
-        """End the lease of what `fetch` returned; its bytes have been read. Callable from any thread."""
+        """End the lease of a path that `fetch` returned, after reading; callable from any thread."""
         if self._resolver is None:
             return
         with self._lock:
@@ -113,7 +119,7 @@ class Materialiser:
             if not names:
                 return
             name = names.pop()
-            if name not in names:  # else it was fetched once more, and has not been read since
+            if name not in names:  # else a second fetch of the same name is still to be read
                 self._resolver.store.release(name, path)
             if not names:
                 del self._fetched[path]

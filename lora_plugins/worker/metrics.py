@@ -1,4 +1,4 @@
-"""What `get_lora_metrics()` answers on each worker; its JSON has the names of these fields."""
+"""The answer of `get_lora_metrics()` on each worker; the JSON has the names of these fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lora_plugins.scheduler.messages import Slots
-from lora_plugins.worker.jobs import HeldAdapter
+from lora_plugins.worker.jobs import WorkerAdapter
 
 _MB = 1e6
 _STACKS = ("lora_a_stacked", "lora_b_stacked")
@@ -58,14 +58,14 @@ class WorkerMetrics:
     performance: PerformanceMetrics
 
 
-def metrics_of(entries: Mapping[int, HeldAdapter], manager: Any, device: Any) -> WorkerMetrics:
-    """Of the adapters that the scheduler had loaded; `manager` is our `PlannedModelManager`."""
+def metrics_of(entries: Mapping[int, WorkerAdapter], manager: Any, device: Any) -> WorkerMetrics:
+    """Return the metrics of the adapters that the scheduler had loaded; `manager` is our `PlannedModelManager`."""
     loaded = [(entry, entry.adapter.size_bytes) for entry in entries.values() if entry.adapter is not None]
     active = [key for key in manager.lora_index_to_id if key is not None and key > 0]
     host_bytes = sum(size for _, size in loaded)
     active_bytes = sum(size for entry, size in loaded if entry.key in active)
     adapter_mb: dict[str, float] = {}
-    for entry, size in loaded:  # perhaps several generations of one
+    for entry, size in loaded:  # several generations may share an engine id
         engine_id = str(entry.spec.engine_id)
         adapter_mb[engine_id] = adapter_mb.get(engine_id, 0.0) + size / _MB
     wrapper = next(iter(manager.punica_wrapper_mapping.values()), None)
@@ -87,12 +87,13 @@ def metrics_of(entries: Mapping[int, HeldAdapter], manager: Any, device: Any) ->
 
 
 def slot_bytes(modules: Mapping[str, Any], slots: Slots) -> int:
-    """Bytes that the slots of modules take: of slots that are pointed at weights, nothing is ever written."""
+    """Return the bytes that the modules' slots take; the rows of pointed slots are never written, and take none."""
     return sum(
+        # A stack of pointed slots is a view of a single zero: its storage is smaller than its shape.
         min(int(tensor[: slots.copied].nbytes), int(tensor.untyped_storage().nbytes()))
         for module in modules.values()
         for name in (*_STACKS, *_STACKS_OF_EXPERTS)
-        # A list, which layers of experts have beside their own stacks, is of views of these.
+        # Layers of experts also have a list, whose members are views of the stacks: skip the list.
         if not isinstance(stacks := getattr(module, name, ()), list)
         for tensor in ([stacks] if isinstance(stacks, torch.Tensor) else stacks)
     )

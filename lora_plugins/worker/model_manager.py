@@ -1,7 +1,7 @@
 """vLLM's table of slots, kept by the scheduler's commands.
 
-Source: `LRUCacheLoRAModelManager` in vllm/lora/model_manager.py, 0.30 to 0.33; what is not overridden stays vLLM's, and
-holds what others than the scheduler add (warm-up, dummy batches, `collective_rpc("add_lora")`).
+Source: `LRUCacheLoRAModelManager` in vllm/lora/model_manager.py, 0.30 to 0.33. Methods that are not overridden stay
+vLLM's, and hold adapters that others than the scheduler add (warm-up, dummy batches, `collective_rpc("add_lora")`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lora_plugins.kernels.packing import are_pointed
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.messages import Slots
-from lora_plugins.worker.untouched_zeros import UntouchedZeros
+from lora_plugins.worker.host_memory import UntouchedZeros
 
 
 class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
-    """Slots that belong to whom the scheduler says; one that is being written holds a negative id, of no adapter.
+    """Slots belong to the adapters that the scheduler names; a slot in the middle of a write has a negative id.
 
     Attributes:
-        slots: copied ones, `--max-loras`, and after them those that are only pointed at packed weights. Nothing is
-            written to the latter's rows, neither by the scheduler's commands nor by others.
+        slots: copied slots, `--max-loras`, then slots that only point at packed weights. Nobody writes to the rows of
+            pointed slots.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, whose signature this has."""
+        """Take the arguments of vLLM's class."""
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self.planned: set[int] = set()  # slots that the scheduler has assigned
         self.slots = slots_of(given["lora_config"], given["max_num_seqs"])
@@ -39,20 +39,21 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
 
     @property
     def lora_slots(self) -> int:
-        """Rows that vLLM makes in each layer."""
+        """The number of rows that vLLM makes in each layer."""
         return self.slots.total
 
     @property
     def capacity(self) -> int:
-        """The most adapters that others than the scheduler can add; vLLM wants as many as there are slots."""
+        """The most adapters that others than the scheduler can add; vLLM requires at least the number of slots."""
         return max(int(super().capacity), self.lora_slots)
 
     def _create_lora_modules(self) -> None:
+        # `torch.zeros` would touch, and so allocate, the rows of pointed slots, which nobody writes.
         with UntouchedZeros() if self.slots.pointed else nullcontext():
             super()._create_lora_modules()
 
     def empty(self) -> None:
-        """Empty the slots, and have the system give those that are written their pages now, not at the first use."""
+        """Empty all slots, so that the system allocates the pages of copied slots now, not at the first use."""
         with at_once():
             for module in self.modules.values():
                 for index in range(self.slots.copied):
@@ -63,10 +64,10 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
                         ranks.written(index, (0,) * len(ranks.largest))
 
     def own(self, slot: int, key: int | None) -> None:
-        """From the next batch on, the slot is this adapter's, or free."""
+        """Give the slot to an adapter, or free the slot, from the next batch on."""
         self._deactivate_unplanned(slot)
         if key is not None:
-            self.remove_adapter(key)  # where others have added it too: an id has one slot
+            self.remove_adapter(key)  # others may have added the adapter too: an id has a single slot
         self.lora_index_to_id[slot] = key
         if key is None:
             self.planned.discard(slot)
@@ -74,36 +75,39 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
             self.planned.add(slot)
 
     def reserve(self, slot: int) -> None:
-        """The slot is being written: it belongs to no adapter, and is not free."""
+        """Mark the slot as being written: the slot belongs to no adapter, and is not free."""
         self._deactivate_unplanned(slot)
+        # Negative: never an engine id, and unlike None not free for vLLM's activate_adapter.
         self.lora_index_to_id[slot] = -1 - slot
         self.planned.add(slot)
 
     def _deactivate_unplanned(self, slot: int) -> None:
         holder = self.lora_index_to_id[slot]
         if slot not in self.planned and holder is not None:
-            self.deactivate_adapter(holder)  # added by others; it is activated again where it is needed
+            self.deactivate_adapter(holder)  # added by others; vLLM activates the adapter again where a batch needs it
 
     def activate_adapter(self, lora_id: int) -> bool:
-        """As vLLM's, among the copied slots that the scheduler has not given away.
+        """Activate as vLLM does, among the copied slots that the scheduler has not given away.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no such slot is free.
         """
         copied = slice(self.slots.copied)
+        # vLLM counts its own active adapters only; slots of the scheduler's are full without being active there.
         if lora_id not in self._active_adapters and None not in self.lora_index_to_id[copied]:
             self._active_adapters.remove_oldest()
             if None not in self.lora_index_to_id[copied]:
                 raise ValueError("No free lora slots")
-        return bool(super().activate_adapter(lora_id))  # takes the first that is free
+        return bool(super().activate_adapter(lora_id))  # takes the first free slot
 
     def touch(self, lora_id: int) -> None:
-        """What others have added is used."""
+        """Note the use of an adapter that others have added."""
         self._registered_adapters.touch(lora_id)
         self._active_adapters.touch(lora_id)
 
     def remove_all_adapters(self) -> None:
-        """Remove what others than the scheduler have added, such as vLLM's dummies."""
+        """Remove the adapters that others than the scheduler have added, such as vLLM's dummies."""
+        # vLLM's method resets the whole table of slots (model_manager.py, 0.30 to 0.33), planned slots too.
         kept = {slot: self.lora_index_to_id[slot] for slot in self.planned}
         super().remove_all_adapters()
         for slot, holder in kept.items():
@@ -111,15 +115,18 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
 
 
 def slots_of(lora_config: Any, max_num_seqs: int) -> Slots:
-    """The slots of every worker with this configuration: one for each adapter in host memory where that costs nothing.
+    """Return the slots of every worker with this configuration.
+
+    Where slots can point at packed weights, each adapter in host memory has a slot.
 
     Args:
         lora_config: vLLM's, with a dtype.
-        max_num_seqs: the most requests, and so adapters, of one batch.
+        max_num_seqs: the most requests, and so adapters, of a batch.
     """
     is_pointed = current_platform.get_punica_wrapper() == CPU_WRAPPER and are_pointed(
         lora_config.lora_dtype, fully_sharded=lora_config.fully_sharded_loras
     )
+    # A batch never has more adapters than requests; more pointed slots than requests would only cost rows of ranks.
     return Slots(lora_config.max_loras, min(lora_config.max_cpu_loras, max_num_seqs) if is_pointed else 0)
 
 

@@ -1,4 +1,4 @@
-"""What the model of this worker has for LoRA, read off vLLM's own manager once it has wrapped the model's layers.
+"""The modules for LoRA in this worker's model, read off vLLM's manager after vLLM has wrapped the model's layers.
 
 Source: `LoRAModelManager` in vllm/lora/model_manager.py, the layers in vllm/lora/layers, 0.30 to 0.33.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place, Unadapted
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.ledger import Patch
 from lora_plugins.worker.unadapted import unadapted
 from lora_plugins.worker.uncalled import uncalled
 
 
 def describe(manager: Any) -> ModelModules:
-    """The modules that adapters can be for.
+    """Return the modules that adapters can be for.
 
     Args:
-        manager: vLLM's `LoRAModelManager`, or a subclass of it.
+        manager: vLLM's `LoRAModelManager`, or a subclass.
     """
     from vllm import __version__
 
@@ -34,7 +34,9 @@ def describe(manager: Any) -> ModelModules:
         skipped=tuple(getattr(model, "lora_skip_prefixes", None) or ()),
         without_model_prefix=bool(manager.is_pooling_model),
         experts={
-            name: _experts(manager, name) for name, module in manager.modules.items() if _kind(module) is Kind.EXPERTS
+            name: _experts(manager, name)
+            for name, module in manager.modules.items()
+            if _kind(module) is ModuleKind.EXPERTS
         },
         model_type=str(getattr(getattr(model, "config", None), "model_type", "")),
         text_prefix=_text_prefix(manager),
@@ -43,44 +45,48 @@ def describe(manager: Any) -> ModelModules:
 
 
 def _text_prefix(manager: Any) -> str:
-    """From 0.33 on, a text model's adapter fits the multimodal model that it is part of."""
+    """Return the prefix of a multimodal model's text model; since vLLM 0.33 a text model's adapter fits there."""
     if not hasattr(manager, "_get_text_lora_names") or not manager.supports_mm:
         return ""
     return str(manager.mm_mapping.language_model[0]).rstrip(".")
 
 
-def _places(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
+def _places(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:
     module = manager.modules[name]
     kind = _kind(module)
-    if kind is Kind.EXPERTS:
+    if kind is ModuleKind.EXPERTS:
         yield from _places_of_experts(manager, name)
         return
     inputs, outputs = _sizes(module, kind)
     parts: Sequence[str] = manager.packed_modules.get(name, ())
     if not parts:
         total = None if None in outputs else sum(size for size in outputs if size is not None)
-        matrices = _matrices(module.base_layer) if kind is Kind.LINEAR else ()
-        # With --max-lora-cls-labels, vLLM takes heads of other numbers of labels, and compares these itself.
-        is_open = kind is Kind.CLASSIFIER and bool(getattr(manager.lora_config, "max_lora_cls_labels", None))
-        is_max = kind is Kind.HEAD or is_open
-        yield name, Place(name, kind, inputs, total, is_max, matrices=matrices if sum(matrices) == total else ())
+        matrices = _matrices(module.base_layer) if kind is ModuleKind.LINEAR else ()
+        # With --max-lora-cls-labels, vLLM takes heads of other numbers of labels, and compares the numbers itself.
+        is_open = kind is ModuleKind.CLASSIFIER and bool(getattr(manager.lora_config, "max_lora_cls_labels", None))
+        is_max = kind is ModuleKind.HEAD or is_open
+        yield name, ModulePlace(name, kind, inputs, total, is_max, matrices=matrices if sum(matrices) == total else ())
         return
-    # Where vLLM has other parts than slices (`in_proj_qkvz` is two parts of four slices), only it can tell their sizes.
+    # Where vLLM's parts are no slices (`in_proj_qkvz` is two parts of four slices), only vLLM can tell the parts'
+    # sizes.
     known = outputs if len(outputs) == len(parts) else [None] * len(parts)
     for part, size in zip(parts, known, strict=True):
-        yield part, Place(name, kind, inputs, size)
+        yield part, ModulePlace(name, kind, inputs, size)
 
 
-def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, Place]]:
-    """Per expert where the engine wants them so, and as PEFT stacks them: `experts` and `experts.base_layer`."""
+def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:
+    """Yield places per expert where the engine wants so, and as PEFT stacks: `experts` and `experts.base_layer`."""
     experts = _experts(manager, name)
     hidden, inner = experts.hidden_size, experts.intermediate_size
     sizes = {"w1": (hidden, inner), "w2": (inner, hidden), "w3": (hidden, inner), "w13": (hidden, 2 * inner)}
     for part, role in zip(manager.packed_modules.get(name, ()), _roles(manager, name), strict=True):
-        yield part, Place(name, Kind.EXPERTS, *sizes[role], part=role)
+        yield part, ModulePlace(name, ModuleKind.EXPERTS, *sizes[role], part=role)
     if ExpertFormat.STACKED in experts.formats:
-        yield name, Place(name, Kind.EXPERTS, *sizes["w2"], part="w2", stacked=experts.count)
-        yield f"{name}.base_layer", Place(name, Kind.EXPERTS, *sizes["w13"], part="w13", stacked=experts.count)
+        yield name, ModulePlace(name, ModuleKind.EXPERTS, *sizes["w2"], part="w2", stacked=experts.count)
+        yield (
+            f"{name}.base_layer",
+            ModulePlace(name, ModuleKind.EXPERTS, *sizes["w13"], part="w13", stacked=experts.count),
+        )
 
 
 def _experts(manager: Any, name: str) -> Experts:
@@ -89,7 +95,7 @@ def _experts(manager: Any, name: str) -> Experts:
     parts = [part.rsplit(".", 1)[-1] for part in manager.packed_modules.get(name, ())]
     return Experts(
         count=int(module.global_num_experts),
-        # A backend may have padded them.
+        # A backend may have padded the sizes.
         hidden_size=int(moe.hidden_dim_unpadded or moe.hidden_dim),
         intermediate_size=module.tp_size
         * int(moe.intermediate_size_per_partition_unpadded or moe.intermediate_size_per_partition),
@@ -110,14 +116,14 @@ def _formats(manager: Any, module: Any) -> tuple[ExpertFormat, ...]:
 
 
 def _roles(manager: Any, name: str) -> list[str]:
-    """What each packed part of experts is, by its position, as vLLM packs them (`PackedLoRALayerWeights.pack_moe`)."""
+    """Return each packed part's role, by position, as vLLM packs experts (`PackedLoRALayerWeights.pack_moe`)."""
     parts = manager.packed_modules.get(name, ())
     roles = ("w1", "w2", "w3") if len(parts) == 3 or not manager._is_non_gated_moe else ("w1", "w2")  # noqa: SLF001
     return [roles[i % len(roles)] for i in range(len(parts))]
 
 
 def _names_of_experts(model: Any) -> dict[str, str]:
-    """What an adapter per expert would call the parts, where the engine takes none; empty where it cannot tell."""
+    """Return an adapter's names for the parts of an expert, where the engine packs none; empty where unknown."""
     from vllm.model_executor.utils import get_moe_expert_mapping
 
     try:
@@ -128,21 +134,22 @@ def _names_of_experts(model: Any) -> dict[str, str]:
     return {role: name.rsplit(".", 1)[-1] for role, name in names.items()}
 
 
-def _kind(module: Any) -> Kind:
+def _kind(module: Any) -> ModuleKind:
+    # By attributes, not classes: subclasses, such as fully sharded layers, keep the attributes of their kind.
     if hasattr(module, "w2_lora_a_stacked"):
-        return Kind.EXPERTS
+        return ModuleKind.EXPERTS
     if hasattr(module, "full_weight_stacked"):
-        return Kind.CLASSIFIER
+        return ModuleKind.CLASSIFIER
     if hasattr(module, "lora_a_stacked_2d"):
-        return Kind.EMBEDDING
-    return Kind.LINEAR if isinstance(module.lora_a_stacked, tuple) else Kind.HEAD
+        return ModuleKind.EMBEDDING
+    return ModuleKind.LINEAR if isinstance(module.lora_a_stacked, tuple) else ModuleKind.HEAD
 
 
-def _sizes(module: Any, kind: Kind) -> tuple[int | None, list[int | None]]:
-    """Inputs, and the outputs of each slice, of the whole layer."""
-    if kind is Kind.EMBEDDING:
+def _sizes(module: Any, kind: ModuleKind) -> tuple[int | None, list[int | None]]:
+    """Return the inputs, and the outputs of each slice, of the whole layer."""
+    if kind is ModuleKind.EMBEDDING:
         return int(module.lora_a_stacked.shape[1]), [int(module.lora_b_stacked.shape[2])]
-    if kind is Kind.HEAD:
+    if kind is ModuleKind.HEAD:
         return int(module.lora_a_stacked.shape[-1]), [int(module.lora_b_stacked.shape[2])]
     slots_a, slots_b = module.lora_a_stacked, module.lora_b_stacked
     slices = [int(slot.shape[2]) for slot in slots_b]
@@ -152,8 +159,10 @@ def _sizes(module: Any, kind: Kind) -> tuple[int | None, list[int | None]]:
 
 
 def _whole_sizes(layer: Any, slices: Sequence[int]) -> tuple[int | None, list[int | None]]:
-    """As `_sizes`, of a layer that is divided among workers."""
+    """Return the sizes of a layer that is divided among workers, as `_sizes` does."""
     inputs = getattr(layer, "input_size", None)
+    # QKVParallelLinear's `output_sizes` count key and value heads that are replicated among workers (vLLM's linear.py);
+    # the total numbers of heads do not.
     if hasattr(layer, "total_num_kv_heads"):
         query = layer.total_num_heads * layer.head_size
         key = layer.total_num_kv_heads * layer.head_size
@@ -166,7 +175,7 @@ def _whole_sizes(layer: Any, slices: Sequence[int]) -> tuple[int | None, list[in
 
 
 def _matrices(layer: Any) -> tuple[int, ...]:
-    """Outputs of each matrix that a fused layer joins; empty for a layer of one."""
+    """Return the outputs of each matrix that a fused layer joins; empty for a layer of a single matrix."""
     if hasattr(layer, "total_num_kv_heads"):
         _, outputs = _whole_sizes(layer, (0, 0, 0))
         return tuple(size for size in outputs if size is not None)
@@ -175,7 +184,7 @@ def _matrices(layer: Any) -> tuple[int, ...]:
 
 
 def _renames(model: Any) -> dict[str, Any]:
-    """The model's mapping of checkpoint names, as `WorkerLoRAManager._load_adapter` takes it, in plain values."""
+    """Return the model's mapping of checkpoint names, as `WorkerLoRAManager._load_adapter` uses it, in plain values."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}

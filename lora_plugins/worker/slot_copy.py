@@ -1,8 +1,8 @@
-"""Writing an adapter into a slot at its own rank: its rows, and zeros only where a larger one has been.
+"""Writes an adapter into a slot at its own rank: the adapter's rows, and zeros only over the rest of a larger rank.
 
-vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements are in the layer classes, so all who
-write a slot (vLLM's manager in the engine loop, ours in a background thread) and all who watch writes (`kernels/`)
-call them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32.
+vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements are in the layer classes, so all
+writers (vLLM's manager in the engine loop, ours in a background thread) and all watchers of writes (`kernels/`) call
+them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ Ranks = tuple[tuple[int, int], ...]  # rows of A and columns of B, for each slic
 
 
 def exact_set_lora(whole: SetLora) -> SetLora:
-    """`set_lora(index, lora_a, lora_b)` of linear layers; `whole` is vLLM's, for what has another shape than a slot."""
+    """Return `set_lora(index, lora_a, lora_b)` of linear layers; `whole` is vLLM's, for weights of other shapes."""
 
     def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
         held = _held(self)
         sides = _filling_sides(self, lora_a, lora_b)
-        before = held.pop(index, None)  # while it is written, it may hold anything
+        # A failure in the middle of the write then leaves an unknown slot, not a wrong rank.
+        before = held.pop(index, None)
         if sides is None:
-            whole(self, index, lora_a, lora_b)  # resets the slot first; how far it writes is not known here
+            whole(self, index, lora_a, lora_b)  # resets the slot first; writes to an unknown rank
+            # `whole` calls the patched reset_lora, which notes an empty slot: no longer true after the write.
             held.pop(index, None)
             return
         for a, b, stack_a, stack_b in zip(*sides, self.lora_a_stacked, self.lora_b_stacked, strict=True):
@@ -48,7 +50,7 @@ def exact_set_lora(whole: SetLora) -> SetLora:
 
 
 def exact_reset_lora(whole: ResetLora) -> ResetLora:
-    """`reset_lora(index)` of linear layers: zeros where something is; `whole` is vLLM's, for a slot not written yet."""
+    """Return `reset_lora(index)` of linear layers: zeros the written ranks; `whole` is vLLM's, for an unknown slot."""
 
     def reset_lora(self: Any, index: int) -> None:
         held = _held(self)
@@ -64,12 +66,12 @@ def exact_reset_lora(whole: ResetLora) -> ResetLora:
 
 
 def forget(layer: Any) -> None:
-    """Note that its stacks may hold anything, in every slot."""
+    """Note that the layer's stacks may hold anything, in every slot."""
     layer.__dict__.pop(_HELD, None)
 
 
 def _filling_sides(layer: Any, lora_a: Any, lora_b: Any) -> tuple[list[Any], list[Any]] | None:
-    """What goes into each slice; None where these weights do not fill the slot's width."""
+    """Return the side of each slice; None where the weights do not fill the slot's width."""
     stacks_a, stacks_b = layer.lora_a_stacked, layer.lora_b_stacked
     sides = sides_of_slices(layer, len(stacks_b), lora_a, lora_b)
     if sides is None:
@@ -81,16 +83,17 @@ def _filling_sides(layer: Any, lora_a: Any, lora_b: Any) -> tuple[list[Any], lis
 
 
 def _held(layer: Any) -> dict[int, Ranks]:
-    """By slot, the ranks beyond which it has zeros. What is not known is missing; new stacks: nothing is known."""
+    """Return by slot the ranks beyond which the slot has zeros; unknown slots are missing."""
     stacks = layer.lora_a_stacked, layer.lora_b_stacked
     known: tuple[tuple[Any, Any], dict[int, Ranks]] | None = layer.__dict__.get(_HELD)
+    # A layer may have new stacks since the last note: then nothing is known.
     if known is None or known[0][0] is not stacks[0] or known[0][1] is not stacks[1]:
         known = layer.__dict__[_HELD] = stacks, {}
     return known[1]
 
 
 def _clear(layer: Any, index: int, ranks: Ranks, left: Ranks | None) -> None:
-    """Zero what lies beyond `ranks`: as far as `left`, where earlier adapters have been, or to the slot's end."""
+    """Zero the slot beyond `ranks`: up to `left`, the earlier adapter's ranks, or to the slot's end."""
     for i, (rank_a, rank_b) in enumerate(ranks):
         stack_a, stack_b = layer.lora_a_stacked[i], layer.lora_b_stacked[i]
         left_a, left_b = left[i] if left else (stack_a.shape[2], stack_b.shape[3])
@@ -101,10 +104,11 @@ def _clear(layer: Any, index: int, ranks: Ranks, left: Ranks | None) -> None:
 
 
 def patch_set_lora() -> None:
-    """Replace what vLLM's linear layers write their slots with; a second call changes nothing."""
+    """Replace the methods by which vLLM's linear layers write their slots; a second call changes nothing."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
 
+    # The mark is on vLLM's class: vLLM may call a plugin more than once in a process.
     if hasattr(BaseLinearLayerWithLoRA, _PATCHED):
         return
     setattr(BaseLinearLayerWithLoRA, _PATCHED, True)

@@ -1,4 +1,4 @@
-"""The stream on which slots are written, so that no batch that computes reads a slot that is written."""
+"""The stream that writes slots, so that no batch reads a slot in the middle of a write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class SlotStream:
-    """Writes slots on the device that has them: on CUDA in a side stream, elsewhere at once.
+    """Writes slots on their device: on CUDA in a side stream, elsewhere at once.
 
     Source: the rules of torch's CUDA streams.
     """
@@ -18,7 +18,7 @@ class SlotStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def idle_event(self) -> Any:
-        """After this, nothing that was launched until now reads a slot; None where launching is computing."""
+        """Return an event after all work launched so far; None where launching means computing."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -26,7 +26,7 @@ class SlotStream:
         return event
 
     def write(self, idle_event: Any, write: Callable[[], None]) -> Any:
-        """Write once the slot is idle, and wait for the end of it; returns the event of that."""
+        """Write once the slot is idle, and wait for the end of the copies; return the event of the end."""
         if self._stream is None:
             write()
             return None
@@ -35,10 +35,12 @@ class SlotStream:
             write()
             event = torch.cuda.Event()
             event.record()
+        # The copies read page-locked host memory asynchronously: the thread waits, so nobody frees the adapter too
+        # early.
         event.synchronize()
         return event
 
     def wait_for(self, written_event: Any) -> None:
-        """Have what is launched from here on see what was written."""
+        """Order all later launches of the current stream after the copies."""
         if written_event is not None:
             torch.cuda.current_stream().wait_event(written_event)

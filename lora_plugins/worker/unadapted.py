@@ -1,7 +1,7 @@
 """Modules of a worker's model that take no adapter in this engine, and why.
 
-Source: `LoRAModelManager._create_lora_modules` in vllm/lora/model_manager.py, 0.30 to 0.33, which passes over them with
-a log line at most; and vLLM leaves out, without a word, what an adapter has for them.
+Source: `LoRAModelManager._create_lora_modules` in vllm/lora/model_manager.py, 0.30 to 0.33, passes over such modules
+with a log line at most. vLLM then leaves out the adapters' weights for the modules, without a word.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from lora_plugins.ledger import Patch
 
 
 def unadapted(manager: Any) -> dict[str, Unadapted]:
-    """By the names that adapters have for them: the modules themselves, and the parts of fused ones.
+    """Return the reason by module name: of the modules themselves, and of the parts of fused modules.
 
     Args:
-        manager: vLLM's `LoRAModelManager`, or a subclass of it.
+        manager: vLLM's `LoRAModelManager`, or a subclass.
     """
     from torch import nn
     from vllm.model_executor.layers.fused_moe import MoERunner
@@ -25,7 +25,7 @@ def unadapted(manager: Any) -> dict[str, Unadapted]:
 
     kinds = LinearBase, VocabParallelEmbedding, MoERunner, nn.Linear, nn.Embedding
     found: dict[str, Unadapted] = {}
-    passed: set[str] = set()  # whose inside is vLLM's
+    passed: set[str] = set()  # modules that are settled: everything inside is vLLM's
     for name, module in manager.model.named_modules(remove_duplicate=False):
         if name in manager.modules or name.rpartition(".")[0] in passed:
             passed.add(name)
@@ -44,11 +44,11 @@ def _reason(manager: Any, name: str, module: Any) -> Unadapted:
     if not is_supported_lora_module(name, module, manager.supported_lora_modules):
         return Unadapted.KIND
     config = manager.lora_config
-    if manager._get_punica_wrapper(name) is None:  # noqa: SLF001 - as vLLM finds them; a text model has one for all
+    if manager._get_punica_wrapper(name) is None:  # noqa: SLF001 - as vLLM calls; a text model has one for all
         is_off = manager.model.supports_tower_connector_lora and not config.enable_tower_connector_lora
         prefixes = (*manager.mm_mapping.tower_model, *manager.mm_mapping.connector)
         return Unadapted.TOWER if is_off and name.startswith(prefixes) else Unadapted.KIND
-    if not manager._match_target_modules(name):  # noqa: SLF001 - all match where none are named
+    if not manager._match_target_modules(name):  # noqa: SLF001 - without named targets every module matches
         return Unadapted.TARGET
     return Unadapted.KIND
 

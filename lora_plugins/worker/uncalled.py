@@ -1,15 +1,17 @@
-"""Modules that vLLM wraps for LoRA and whose wrapper it never calls: adapters of these are without effect.
+"""Modules that vLLM wraps for LoRA without ever calling the wrapper: adapters of such modules have no effect.
 
-With multi-head latent attention (MLA: DeepSeek-V2 and -V3, Kimi, GLM-5), attention calls the `kv_b_proj` that it was
-made with, before vLLM wrapped the layer, for prompts, and computes decode with weights that are made of it (`W_UK`,
-`W_UV`). Source: `MLAAttention` in vllm/model_executor/layers/attention/mla_attention.py, 0.30 to 0.33; vllm#48974.
+With multi-head latent attention (MLA: DeepSeek-V2 and -V3, Kimi, GLM-5), attention keeps the `kv_b_proj` from before
+vLLM wrapped the layer. Attention calls the old layer for prompts, and computes decode with weights made from the old
+layer (`W_UK`, `W_UV`). Source: `MLAAttention` in vllm/model_executor/layers/attention/mla_attention.py, 0.30 to 0.33;
+vllm#48974.
 
 Layers of state spaces and linear attention read the weight of their depthwise convolution (`conv1d`) and call a kernel.
 
-Calls are not counted while an engine starts: of a compiled model that comes from a cache Python calls no module; vLLM's
-profiling run has no attention metadata, so attention itself computes nothing; an eager engine on the CPU has no such
-run. A layer may also call its wrapper for prompts and not for decode, as that of vllm/models/kimi_k3 would. Who
-holds a layer is the same in each engine, and `tests/models/test_computed_modules.py` compares that with real requests.
+Counting calls while an engine starts would not tell. A compiled model from a cache calls no module in Python. vLLM's
+profiling run has no attention metadata, so attention computes nothing; an eager engine on the CPU has no profiling run.
+A layer may also call its wrapper for prompts and not for decode, as the layer of vllm/models/kimi_k3 would. The holder
+of a layer is the same in each engine, and `tests/models/test_computed_modules.py` compares `uncalled` with real
+requests.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from lora_plugins.ledger import Patch
 
 
 def uncalled(manager: Any) -> frozenset[str]:
-    """Their names, of those in `manager.modules`.
+    """Return the names of such modules, from `manager.modules`.
 
     Args:
-        manager: vLLM's `LoRAModelManager`, or a subclass of it.
+        manager: vLLM's `LoRAModelManager`, or a subclass.
     """
     names: dict[int, str] = {}
     found: set[str] = set()
     for name, module in manager.modules.items():
         layer = getattr(module, "base_layer", module)
+        # Attention may hold the wrapper or the layer inside.
         names |= {id(module): name, id(layer): name}
         if _is_convolution(layer):
             found.add(name)
@@ -38,15 +41,15 @@ def uncalled(manager: Any) -> frozenset[str]:
 
 
 def _is_convolution(layer: Any) -> bool:
-    """Whether a linear layer only holds a depthwise convolution's weight, which vLLM makes (channels, 1, kernel)."""
+    """Whether a linear layer only holds a depthwise convolution's weight, of vLLM's shape (channels, 1, kernel)."""
     shape: tuple[int, ...] = tuple(getattr(getattr(layer, "weight", None), "shape", ()))
     return len(shape) == 3 and shape[1] == 1
 
 
 def _held_by_attention(model: Any) -> Iterator[Any]:
-    """What implementations of attention have: they are no modules, so vLLM wraps nothing inside them.
+    """Yield the attributes of attention's implementations: no modules, so vLLM wraps nothing inside them.
 
-    `kv_b_proj` of their layers too, which some implementations leave to the layer.
+    Some implementations leave `kv_b_proj` to the layer, so the layer's own `kv_b_proj` comes too.
     """
     for layer in model.modules():
         implementation = vars(layer).get("impl")

@@ -1,8 +1,8 @@
-"""Reading an adapter's safetensors file without what the safetensors library leaves behind at each read.
+"""Reads an adapter's safetensors file without the memory that the safetensors library leaks at each read.
 
-Its `get_tensor` for torch (0.8.0, built with PyO3 0.28.3) never frees the two Python integers of the slice that it cuts
-a tensor out by: 64 bytes for each tensor, for ever. An adapter of 500 tensors costs 32 kB each time that it is loaded.
-Its `load(bytes)` frees them, but copies the file twice, in memory and with the interpreter's lock held.
+`get_tensor` of safetensors for torch (0.8.0, built with PyO3 0.28.3) never frees the two Python integers of a tensor's
+slice: 64 bytes for each tensor, for ever. Loading an adapter of 500 tensors leaks 32 kB each time. `load(bytes)` of
+safetensors frees the integers, but copies the file twice, in memory and with the interpreter's lock held.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class MappedTensors(dict[str, torch.Tensor]):
-    """The part of `safetensors.safe_open` that vLLM reads adapters by; keys are in the order of the tensors' bytes.
+    """The part of `safetensors.safe_open` by which vLLM reads adapters; keys are in the order of the tensors' bytes.
 
-    Tensors are windows into the file, private when written, and keep it mapped for as long as one of them lives.
+    Tensors are windows into the file, private when written; the file stays mapped for as long as a tensor lives.
 
     Raises:
-        InvalidAdapter: not a safetensors file of floating-point tensors. OSError: it cannot be read.
+        InvalidAdapter: not a safetensors file of floating-point tensors. OSError: the file cannot be read.
     """
 
     get_tensor = dict.__getitem__
@@ -36,6 +36,7 @@ class MappedTensors(dict[str, torch.Tensor]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         with open(path, "rb") as file:
             header = read_header(file, os.fstat(file.fileno()).st_size)
+            # ACCESS_COPY: vLLM multiplies scalings in place, which must never reach the file in the store.
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         for info in header:
             dtype = _DTYPES[info.dtype]
@@ -46,11 +47,11 @@ class MappedTensors(dict[str, torch.Tensor]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The mapping goes with the last tensor."""
+        """Close nothing: the mapping ends with the last tensor."""
 
 
 def open_weights(path: str | os.PathLike[str], framework: str = "pt") -> Any:
-    """`safetensors.safe_open`, for torch on the CPU, by `MappedTensors` where these know the file.
+    """Open a file as `safetensors.safe_open` for torch on the CPU does, by `MappedTensors` where it reads the file.
 
     Raises:
         SafetensorError, OSError: as the library raises them.
@@ -58,13 +59,14 @@ def open_weights(path: str | os.PathLike[str], framework: str = "pt") -> Any:
     try:
         return MappedTensors(path)
     except InvalidAdapter:
-        return safetensors.safe_open(path, framework=framework)  # says what is wrong, or knows a rarer dtype
+        return safetensors.safe_open(path, framework=framework)  # names the fault, or reads a rarer dtype
 
 
 def patch_safetensors() -> None:
-    """Have vLLM read adapters by `open_weights`; a second call changes nothing."""
+    """Let vLLM read adapters by `open_weights`; a second call changes nothing."""
     from vllm.lora import lora_model
 
+    # The name in vLLM's module alone: other users of safetensors in the process keep the library's safe_open.
     lora_model.safetensors = SimpleNamespace(**{**vars(safetensors), "safe_open": open_weights})
 
 

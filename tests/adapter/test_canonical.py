@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lora_plugins.adapter.canonical import canonical_bytes, with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig, parse_config
-from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS, Deadline
+from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS, PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, parameter_of
 from tests.make import config_bytes
@@ -23,7 +23,7 @@ KNOWN = {
 
 
 def pairs(config: AdapterConfig, modules: list[str]) -> list[LoraPair]:
-    deadline, rank_of, alpha_of = Deadline(), config.ranks(), config.alphas()
+    deadline, rank_of, alpha_of = PatternBudget(), config.ranks(), config.alphas()
     info = TensorInfo("a", "F32", (1, 1), 0, 4)
     names = {module: parameter_of(module) for module in modules}
     return [
@@ -101,7 +101,7 @@ def test_ranks_of_every_module_are_a_pattern_for_each_rank():
     found = canonical(config, modules)
     assert len(found.rank_pattern) < 15
     assert max(map(len, found.rank_pattern)) <= MAX_PATTERN_CHARACTERS
-    of_module, no_time = found.ranks(), Deadline(0.0)
+    of_module, no_time = found.ranks(), PatternBudget(0.0)
     assert [of_module(module, no_time) for module in modules] == [1 + n % 3 for n in range(len(modules))]
 
 
@@ -118,7 +118,7 @@ def test_every_module_keeps_its_rank_and_alpha(modules, data):
     }
     given_pairs = [LoraPair(module, info, info, *wanted[module]) for module in modules]
     written = canonical_bytes(with_exact_patterns(AdapterConfig(4, 8.0, None), given_pairs))
-    found, deadline = parse_config(written), Deadline(30)
+    found, deadline = parse_config(written), PatternBudget(30)
     for module, (rank, alpha) in wanted.items():
         assert as_vllm_reads(found, module) == (rank, alpha)
         assert found.ranks()(parameter_of(module), deadline) == rank

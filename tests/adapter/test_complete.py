@@ -10,22 +10,22 @@ import pytest
 
 from lora_plugins.adapter.complete import lost_modules
 from lora_plugins.adapter.config import AdapterConfig, parse_config
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace
 from tests.make import config_bytes
 
 LAYERS = range(3)
 PARTS = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "o_proj": "o_proj"}
 ATTENTION = {
-    f"model.layers.{layer}.self_attn.{part}": Place(f"model.layers.{layer}.self_attn.{module}")
+    f"model.layers.{layer}.self_attn.{part}": ModulePlace(f"model.layers.{layer}.self_attn.{module}")
     for layer in LAYERS
     for part, module in PARTS.items()
 }
 PLACES = {
     **ATTENTION,
-    **{f"model.layers.{layer}.mlp.experts.0.down_proj": Place("experts", Kind.EXPERTS) for layer in LAYERS},
-    **{f"vision.layers.{layer}.self_attn.q_proj": Place(f"vision.layers.{layer}.qkv") for layer in LAYERS},
-    "model.embed_tokens": Place("model.embed_tokens", Kind.EMBEDDING),
-    "lm_head": Place("lm_head", Kind.HEAD),
+    **{f"model.layers.{layer}.mlp.experts.0.down_proj": ModulePlace("experts", ModuleKind.EXPERTS) for layer in LAYERS},
+    **{f"vision.layers.{layer}.self_attn.q_proj": ModulePlace(f"vision.layers.{layer}.qkv") for layer in LAYERS},
+    "model.embed_tokens": ModulePlace("model.embed_tokens", ModuleKind.EMBEDDING),
+    "lm_head": ModulePlace("lm_head", ModuleKind.HEAD),
 }
 MODEL = ModelModules("Some", "0.32.0", PLACES)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, MAX_RANK, AdapterConfig, parse_config
-from lora_plugins.adapter.patterns import Deadline
+from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from tests.make import config, config_bytes
 
@@ -174,9 +174,9 @@ def test_a_float_in_rank_pattern_is_refused_as_vllm_does():
 
 def test_rank_pattern_decides_a_modules_rank():
     parsed = parse_config(config_bytes(r=4, rank_pattern={"q_proj": 8, r"layers\.1\..*": 2}))
-    assert parsed.ranks()(Q, Deadline()) == 8
-    assert parsed.ranks()(V, Deadline()) == 2
-    assert parsed.ranks()("model.layers.0.self_attn.v_proj", Deadline()) == 4
+    assert parsed.ranks()(Q, PatternBudget()) == 8
+    assert parsed.ranks()(V, PatternBudget()) == 2
+    assert parsed.ranks()("model.layers.0.self_attn.v_proj", PatternBudget()) == 4
     assert parsed.max_rank == 8
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lora_plugins.adapter.landing import Model, check_landing
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter
@@ -24,12 +24,12 @@ def model(*formats: ExpertFormat) -> ModelModules:
     for part, last in NAMES.items():
         if ExpertFormat.PER_EXPERT in formats:
             for expert in range(COUNT):
-                places[f"{BLOCK}.{expert}.{last}"] = Place(BLOCK, Kind.EXPERTS, *SIZES[part], part=part)
+                places[f"{BLOCK}.{expert}.{last}"] = ModulePlace(BLOCK, ModuleKind.EXPERTS, *SIZES[part], part=part)
         if ExpertFormat.SHARED in formats:
-            places[f"{BLOCK}.{part}"] = Place(BLOCK, Kind.EXPERTS, *SIZES[part], part=part)
+            places[f"{BLOCK}.{part}"] = ModulePlace(BLOCK, ModuleKind.EXPERTS, *SIZES[part], part=part)
     if ExpertFormat.STACKED in formats:
         for name, part in ((BLOCK, "w2"), (f"{BLOCK}.base_layer", "w13")):
-            places[name] = Place(BLOCK, Kind.EXPERTS, *SIZES[part], part=part, stacked=COUNT)
+            places[name] = ModulePlace(BLOCK, ModuleKind.EXPERTS, *SIZES[part], part=part, stacked=COUNT)
     return dataclasses.replace(MODULES, places=places, experts={BLOCK: Experts(COUNT, HIDDEN, INNER, formats, NAMES)})
 
 
@@ -42,7 +42,7 @@ def pairs(of: ModelModules) -> dict[str, LoraPair]:
     """As the model wants them."""
     found = {}
     for name, place in of.places.items():
-        if place.kind is Kind.EXPERTS:
+        if place.kind is ModuleKind.EXPERTS:
             inputs, outputs = SIZES[place.part]
             a, b = (RANK * place.stacked, inputs), (outputs, RANK * place.stacked)
             if of.experts[BLOCK].formats == (ExpertFormat.SHARED,):

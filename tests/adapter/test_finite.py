@@ -1,4 +1,4 @@
-"""Values: one NaN or infinity anywhere is found, and every finite value is let through."""
+"""Values: NaN, infinity and numbers too large for a served dtype are found, and every other value is let through."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.adapter import finite
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.finite import check_finite
 from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter
+from tests.adapter.verdicts import refused, verified
+from tests.make import (
+    config_bytes,
+    safetensors,
+    weights,
+)
 
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 KIND = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}
@@ -131,3 +139,20 @@ def test_numpy_agrees_about_any_bits(dtype, data):
         assert not np.isfinite(values).all()
     else:
         assert np.isfinite(values).all()
+
+
+@pytest.mark.parametrize("alpha", [1e30, 1e300])
+def test_an_alpha_that_no_dtype_can_hold_is_refused(adapter, alpha):
+    for changes in ({"lora_alpha": alpha}, {"alpha_pattern": {"q_proj": alpha}}):
+        (adapter / CONFIG_FILE).write_bytes(config_bytes(**changes))
+        assert "q_proj" in refused(InvalidAdapter, adapter, WEIGHTS_FILE).found
+        assert verified(adapter, check_finite=False)
+
+
+@pytest.mark.parametrize(("side", "factor"), [("lora_A", 1e25), ("lora_B", 1e25), ("lora_B", 1e7)])
+def test_weights_that_no_dtype_can_hold_are_refused(adapter, side, factor):
+    tensors = weights()
+    for name in tensors:
+        tensors[name] *= factor if side in name else 1
+    (adapter / WEIGHTS_FILE).write_bytes(safetensors(tensors))
+    assert "float16" in refused(InvalidAdapter, adapter, WEIGHTS_FILE).expected

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.adapter.landing import Model, ReadPair, check_landing, check_pairs
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place, Unadapted
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter
@@ -24,7 +24,7 @@ def lora(module: str = Q, wide: int = 8, high: int = 8, rank: int = 4, prefix: s
     return LoraPair(module, TensorInfo(a, "F32", (rank, wide), 0, 0), TensorInfo(b, "F32", (high, rank), 0, 0), rank, 8)
 
 
-def modules(**places: Place) -> ModelModules:
+def modules(**places: ModulePlace) -> ModelModules:
     return dataclasses.replace(MODULES, places={**MODULES.places, **places})
 
 
@@ -136,8 +136,10 @@ def test_each_reason_is_named_once_with_its_remedy():
 
 def test_a_text_models_adapter_lands_in_the_multimodal_model():
     """From 0.33 on; `LoRAModelManager._get_text_lora_names` has the rule, the other way round."""
-    place = Place("language_model.model.layers.0.q_proj", Kind.LINEAR, 8, 8)
-    of = modules(**{place.module: place, "language_model.lm_head": Place("language_model.lm_head", Kind.HEAD, 8, 64)})
+    place = ModulePlace("language_model.model.layers.0.q_proj", ModuleKind.LINEAR, 8, 8)
+    of = modules(
+        **{place.module: place, "language_model.lm_head": ModulePlace("language_model.lm_head", ModuleKind.HEAD, 8, 64)}
+    )
     names = ["model.layers.0.q_proj", "lm_head"]
     with pytest.raises(IncompatibleAdapter, match="2 of 2"):
         check(lora(names[0]), lora(names[1], 8, 64), of=of)
@@ -151,7 +153,7 @@ def test_a_text_models_adapter_lands_in_the_multimodal_model():
 
 
 def test_a_head_may_know_fewer_words_and_no_more():
-    of = modules(lm_head=Place("lm_head", Kind.HEAD, 8, 64, max_out_features=True))
+    of = modules(lm_head=ModulePlace("lm_head", ModuleKind.HEAD, 8, 64, max_out_features=True))
     assert check(lora("lm_head", 8, 64), of=of) == check(lora("lm_head", 8, 60), of=of) == ()
     with pytest.raises(IncompatibleAdapter, match="65 outputs"):
         check(lora("lm_head", 8, 65), of=of)
@@ -161,8 +163,8 @@ def test_a_head_may_know_fewer_words_and_no_more():
     ("pair", "place"),
     [
         (lora(prefix=""), None),  # without PEFT's prefix
-        (lora("in_proj", 7, 9), Place("in_proj_qkvz")),  # sizes that only the engine knows are left to it
-        (lora("mlp.gate", 8, 4), Place("mlp.gate", Kind.LINEAR, 8, 4)),  # a router, like any linear module
+        (lora("in_proj", 7, 9), ModulePlace("in_proj_qkvz")),  # sizes that only the engine knows are left to it
+        (lora("mlp.gate", 8, 4), ModulePlace("mlp.gate", ModuleKind.LINEAR, 8, 4)),  # a router, like any linear module
     ],
 )
 def test_these_land_too(pair, place):

@@ -15,7 +15,7 @@ from lora_plugins.adapter import pace
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.model_modules import ModelModules, Place
+from lora_plugins.adapter.model_modules import ModelModules, ModulePlace
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.settings import Settings
@@ -58,7 +58,7 @@ def test_a_header_of_70_000_tensors_leaves_the_loop_running(tmp_path, pieces_s):
     files = {CONFIG_FILE: config_bytes(r=1), WEIGHTS_FILE: with_header(json.dumps(header).encode(), bytes(at))}
     put(tmp_path, files)
     modules = ModelModules(
-        "Moe", "0.32.0", {module: Place(module, in_features=2, out_features=2) for module in MODULES}
+        "Moe", "0.32.0", {module: ModulePlace(module, in_features=2, out_features=2) for module in MODULES}
     )
     base = BaseModel("org/tiny", model=Model(modules, read_name))
     gc.disable()  # its pauses are those of the whole process's objects, of which a server freezes its own

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.model_modules import Kind, Place
+from lora_plugins.adapter.model_modules import ModuleKind, ModulePlace
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter
@@ -106,8 +106,12 @@ def test_quantised_tensors_are_told_what_to_do(adapter, dtype):
 @pytest.mark.parametrize(
     ("name", "place", "ends"),
     [
-        ("lm_head", Place("lm_head", Kind.HEAD, 8, 32, max_out_features=True), (".lora_A.weight", ".lora_B.weight")),
-        ("model.embed_tokens", Place("model.embed_tokens", Kind.EMBEDDING, 32, 8), None),
+        (
+            "lm_head",
+            ModulePlace("lm_head", ModuleKind.HEAD, 8, 32, max_out_features=True),
+            (".lora_A.weight", ".lora_B.weight"),
+        ),
+        ("model.embed_tokens", ModulePlace("model.embed_tokens", ModuleKind.EMBEDDING, 32, 8), None),
     ],
 )
 def test_words_added_in_training_are_counted(tmp_path, name, place, ends):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lora_plugins.adapter.model_modules import Kind, Place
+from lora_plugins.adapter.model_modules import ModuleKind, ModulePlace
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import Settings
@@ -14,7 +14,7 @@ from tests.make import MODULES, PEFT, adapter_files, put, weights
 
 
 def classifier(name="score", **fields):
-    return base_of({**MODULES.places, name: Place(name, Kind.CLASSIFIER, 8, 3, **fields)})
+    return base_of({**MODULES.places, name: ModulePlace(name, ModuleKind.CLASSIFIER, 8, 3, **fields)})
 
 
 def with_head(tmp_path, *shape, name="score", bias=None):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from lora_plugins.adapter.model_modules import Kind, Place, Unadapted
+from lora_plugins.adapter.model_modules import ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import Settings
@@ -117,7 +117,7 @@ def below(prefix, places=MODULES.places, **changes):
     }
 
 
-HEAD = {"lm_head": Place("lm_head", Kind.HEAD, 8, 32)}
+HEAD = {"lm_head": ModulePlace("lm_head", ModuleKind.HEAD, 8, 32)}
 TOWER = below("model.vision_model.encoder.", in_features=6, out_features=6)
 
 

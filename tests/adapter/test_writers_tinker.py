@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, Place
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModuleKind, ModulePlace
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import base_of, convert, delta
 from tests.make import MODULES, PEFT, adapter_files, pair, put, weights
 
-HEAD = {"lm_head": Place("lm_head", Kind.HEAD, 8, 32)}
+HEAD = {"lm_head": ModulePlace("lm_head", ModuleKind.HEAD, 8, 32)}
 MOE = "model.layers.0.mlp.experts"
 COUNT, HIDDEN, INNER, RANK = 3, 8, 6, 4
 NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -26,7 +26,7 @@ SIZES = {"w1": (HIDDEN, INNER), "w2": (INNER, HIDDEN), "w3": (HIDDEN, INNER)}
 
 def base_with_experts(*formats):
     places = {
-        f"{MOE}.{expert}.{name}": Place(MOE, Kind.EXPERTS, *SIZES[role], part=role)
+        f"{MOE}.{expert}.{name}": ModulePlace(MOE, ModuleKind.EXPERTS, *SIZES[role], part=role)
         for expert in range(COUNT)
         for role, name in NAMES.items()
     }

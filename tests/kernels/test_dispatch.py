@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels import crossover, dispatch, processor, tuning
+from lora_plugins.kernels import dispatch, processor, tuning
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.dispatch import (
     CPU_WRAPPER,
@@ -165,12 +165,12 @@ AMX = Processor("x86_64", X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16", "a
     ],
 )
 def test_bfloat16_goes_by_the_processors_instructions(this, rows):
-    assert crossover.torch_from_rows("bfloat16", this) == rows
+    assert processor.torch_from_rows("bfloat16", this) == rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_other_dtypes_are_always_compiled(dtype):
-    assert crossover.torch_from_rows(dtype, AMX) is None
+    assert processor.torch_from_rows(dtype, AMX) is None
 
 
 def test_flags_are_read_as_the_kernel_writes_them(monkeypatch, tmp_path):

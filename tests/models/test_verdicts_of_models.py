@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_plugins.adapter.model_modules import Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace
 from testbed.architectures import ARCHITECTURES, BY_NAME
 from testbed.forked_engines import Engine, ForkedEngines
 
@@ -46,11 +46,11 @@ PEFT = "base_model.model."
 RANK = 4
 
 
-def tensors_of(name: str, place: Place) -> Tensors:
+def tensors_of(name: str, place: ModulePlace) -> Tensors:
     """The pair of one module, as PEFT names and shapes it."""
     ends = (
         (".lora_embedding_A", ".lora_embedding_B")
-        if place.kind is Kind.EMBEDDING
+        if place.kind is ModuleKind.EMBEDDING
         else (".lora_A.weight", ".lora_B.weight")
     )
     rank = RANK * (place.stacked or 1)
@@ -136,12 +136,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @st.composite
-def adapters(draw: Any, places: dict[str, Place]) -> tuple[Tensors, dict[str, Any], list[str]]:
+def adapters(draw: Any, places: dict[str, ModulePlace]) -> tuple[Tensors, dict[str, Any], list[str]]:
     tensors: Tensors = {}
     notes = []
     names = draw(st.lists(st.sampled_from(sorted(places)), min_size=1, max_size=5, unique=True))
     if draw(st.booleans()):  # all experts of a layer, as vLLM wants them
-        layers = {places[name].module for name in names if places[name].kind is Kind.EXPERTS}
+        layers = {places[name].module for name in names if places[name].kind is ModuleKind.EXPERTS}
         names += [name for name, place in places.items() if place.module in layers and name not in names]
     changed = draw(st.integers(0, len(names) - 1)) if draw(st.integers(0, 3)) else None
     for number, name in enumerate(names):

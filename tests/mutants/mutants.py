@@ -323,7 +323,7 @@ MUTANTS = (
     ),
     Mutant(
         "observability: a name forges a line of the log",
-        "lora_plugins/observability/unknown_names.py",
+        "lora_plugins/observability/logs.py",
         '    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)\n',
         "    shown = cut\n",
         ("tests/observability/test_unknown_names.py",),

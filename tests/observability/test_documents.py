@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.event_metrics import CountEvents
-from lora_plugins.observability.scrape import MetricsCollector, Reports
-from lora_plugins.observability.store_metrics import StoreUsage
+from lora_plugins.observability.scrape import MetricsCollector, Reports, StoreUsage
 from tests.observability.test_engine_metrics import engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from lora_plugins.observability.adapter_labels import OTHERS
 from lora_plugins.observability.engine_metrics import families
-from lora_plugins.observability.store_metrics import StoreUsage, StoreUsageReader
+from lora_plugins.observability.scrape import StoreUsage, StoreUsageReader
 from lora_plugins.scheduler.messages import AdapterState, PlannerFigures
 from lora_plugins.scheduler.stats import BOUNDS_S, FoundIn, Histogram, Stats
 from lora_plugins.store.manifest import Manifest

@@ -29,9 +29,8 @@ from lora_plugins.events import (
     StoreDamaged,
     StoreEvicted,
 )
-from lora_plugins.observability.adapter_labels import OTHERS
+from lora_plugins.observability.adapter_labels import OTHERS, keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
-from lora_plugins.observability.latest_series import keep_latest
 
 
 class Counted:

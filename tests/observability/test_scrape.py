@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, make_asgi_app
 
-from lora_plugins.observability.scrape import CachedAnswer, MetricsCollector, RefreshBeforeScrape, Reports
-from lora_plugins.observability.store_metrics import StoreUsage
+from lora_plugins.observability.scrape import CachedAnswer, MetricsCollector, RefreshBeforeScrape, Reports, StoreUsage
 from tests.observability.test_engine_metrics import engine
 from tests.virtual_time import run_in_virtual_time
 

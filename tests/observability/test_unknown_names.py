@@ -6,7 +6,7 @@ import pytest
 
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.events import AdapterUnknown
-from lora_plugins.observability.unknown_names import UnknownNames
+from lora_plugins.observability.logs import UnknownNames
 
 
 class Clock:

@@ -11,7 +11,7 @@ from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.resolvers import versions
 from lora_plugins.settings import Settings
-from lora_plugins.verification.messages import Found
+from lora_plugins.verification.messages import ReadAdapter
 
 
 class InThisProcess:
@@ -20,11 +20,11 @@ class InThisProcess:
     def warm(self) -> None:
         """Nothing is to be started."""
 
-    def read(self, directory: Path, settings: Settings) -> Future[Found]:
-        found: Future[Found] = Future()
+    def read(self, directory: Path, settings: Settings) -> Future[ReadAdapter]:
+        found: Future[ReadAdapter] = Future()
         try:
             verified = verify_adapter(directory, None, settings)
-            found.set_result(Found(verified, canonical_bytes(verified.config)))
+            found.set_result(ReadAdapter(verified, canonical_bytes(verified.config)))
         except Exception as error:
             found.set_exception(error)
         return found

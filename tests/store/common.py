@@ -17,7 +17,7 @@ from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
-from lora_plugins.verification.messages import Found
+from lora_plugins.verification.messages import ReadAdapter
 
 
 def adapter_files(rank: int = 4, hidden: int = 16, seed: int = 0) -> dict[str, bytes]:
@@ -58,9 +58,9 @@ class DownloadSpec:
             arriving.landed(name, len(data))
 
 
-def check(directory: Path) -> Found:
+def check(directory: Path) -> ReadAdapter:
     verified = verify_adapter(directory, None, Settings())
-    return Found(verified, canonical_bytes(verified.config))
+    return ReadAdapter(verified, canonical_bytes(verified.config))
 
 
 def obtain(store: Store, wanted: DownloadSpec) -> StoredAdapter:

@@ -11,7 +11,7 @@ import pytest
 from lora_plugins.settings import Settings
 from lora_plugins.verification import process
 from lora_plugins.verification.children import Children
-from lora_plugins.verification.messages import Found
+from lora_plugins.verification.messages import ReadAdapter
 from tests.make import adapter_files, put
 
 HOLD = "import time; from lora_plugins.verification import child; child.verify_adapter = lambda *_: time.sleep(600)"
@@ -39,7 +39,7 @@ def adapter(tmp_path: Path) -> Path:
     return put(tmp_path / "sql", adapter_files())
 
 
-def read(children: Children, directory: Path, **changes: object) -> Found:
+def read(children: Children, directory: Path, **changes: object) -> ReadAdapter:
     return children.read(directory, replace(Settings(), **changes)).result(120)
 
 

@@ -97,7 +97,7 @@ from lora_plugins.verification import child
 child.verify_adapter = lambda directory, *_: """
 PATTERN = (
     "[setattr(patterns := __import__('lora_plugins.adapter.patterns').adapter.patterns, 'MAX_REPEATS', 1 << 62), "
-    "patterns.Deadline().matches('(?:(?:(?:a+){1000}){1000}){1000}', 'a', field='rank_pattern')]"
+    "patterns.PatternBudget().matches('(?:(?:(?:a+){1000}){1000}){1000}', 'a', field='rank_pattern')]"
 )
 ENDS = "__import__('os').abort()"
 DEEP = "repr(__import__('functools').reduce(lambda inner, _: [inner], range(900), []))"  # within Python's own limit

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Kind, ModelModules
+from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind
 from lora_plugins.settings import Settings
 from tests.worker.small_model import MAX_RANK, Adapter
 
@@ -181,13 +181,13 @@ def tensors_for(modules: ModelModules, of_format: ExpertFormat, rank: int) -> di
     is_stacked, is_shared = of_format is ExpertFormat.STACKED, of_format is ExpertFormat.SHARED
     tensors = {}
     for name, place in modules.places.items():
-        if place.kind is Kind.EXPERTS and (place.stacked > 1) is not is_stacked:
+        if place.kind is ModuleKind.EXPERTS and (place.stacked > 1) is not is_stacked:
             continue
-        ends = ("lora_embedding_A", "lora_embedding_B") if place.kind is Kind.EMBEDDING else _ENDS
+        ends = ("lora_embedding_A", "lora_embedding_B") if place.kind is ModuleKind.EMBEDDING else _ENDS
         assert place.in_features is not None
         assert place.out_features is not None
         shapes = [[rank * place.stacked, place.in_features], [place.out_features, rank * place.stacked]]
-        if is_shared and place.kind is Kind.EXPERTS:
+        if is_shared and place.kind is ModuleKind.EXPERTS:
             shapes = [[1, *shapes[0]], [EXPERTS, *shapes[1]]]
             if place.part == "w2":
                 shapes[0][0], shapes[1][0] = EXPERTS, 1

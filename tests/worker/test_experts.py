@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Kind, ModelModules
+from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.scheduler.messages import Failed
 from lora_plugins.worker.metrics import slot_bytes
@@ -124,7 +124,9 @@ def test_experts_of_other_shapes_fail_in_the_background(
     tensors = tensors_for(modules, of_format, RANK)
     is_3d = of_format is ExpertFormat.STACKED
     parts = [
-        part for part, place in modules.places.items() if place.kind is Kind.EXPERTS and (place.stacked > 1) is is_3d
+        part
+        for part, place in modules.places.items()
+        if place.kind is ModuleKind.EXPERTS and (place.stacked > 1) is is_3d
     ]
     for number, change in enumerate(CHANGES, 1):
         part = parts[number % len(parts)]

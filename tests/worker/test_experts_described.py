@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.worker.model_modules import describe
 from tests.worker.real_models import EXPERTS, HIDDEN, INNER, PER_EXPERT
 
@@ -28,26 +28,26 @@ def described(make_real_manager: Callable[..., Any]) -> Callable[..., ModelModul
     return describe_model
 
 
-def expected(name: str, *formats: ExpertFormat) -> tuple[dict[str, Place], Experts]:
+def expected(name: str, *formats: ExpertFormat) -> tuple[dict[str, ModulePlace], Experts]:
     block = BLOCKS.get(name, "model.layers.0.mlp.experts")
     names = NAMES.get(name, {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})
     places = {}
     if ExpertFormat.PER_EXPERT in formats:
         for expert in range(EXPERTS):
             for part, last in names.items():
-                places[f"{block}.{expert}.{last}"] = Place(block, Kind.EXPERTS, *SIZES[part], part=part)
+                places[f"{block}.{expert}.{last}"] = ModulePlace(block, ModuleKind.EXPERTS, *SIZES[part], part=part)
     if ExpertFormat.STACKED in formats:
         for module, part in ((block, "w2"), (f"{block}.base_layer", "w13")):
-            places[module] = Place(block, Kind.EXPERTS, *SIZES[part], part=part, stacked=EXPERTS)
+            places[module] = ModulePlace(block, ModuleKind.EXPERTS, *SIZES[part], part=part, stacked=EXPERTS)
     if ExpertFormat.SHARED in formats:
         for part in names:
-            places[f"{block}.{part}"] = Place(block, Kind.EXPERTS, *SIZES[part], part=part)
+            places[f"{block}.{part}"] = ModulePlace(block, ModuleKind.EXPERTS, *SIZES[part], part=part)
         names = {part: part for part in names}
     return places, Experts(EXPERTS, HIDDEN, INNER, formats, names, name == "gpt-oss")
 
 
-def check(found: ModelModules, places: dict[str, Place], experts: Experts) -> None:
-    assert {name: place for name, place in found.places.items() if place.kind is Kind.EXPERTS} == places
+def check(found: ModelModules, places: dict[str, ModulePlace], experts: Experts) -> None:
+    assert {name: place for name, place in found.places.items() if place.kind is ModuleKind.EXPERTS} == places
     assert list(found.experts.values()) == [experts]
     assert {place.module for place in places.values()} == set(found.experts)
 
@@ -57,7 +57,7 @@ def test_experts_of_pairs_are_described_with_names_and_sizes(described: Any, nam
     found = described(name)
     check(found, *expected(name, ExpertFormat.PER_EXPERT))
     router = next(place for name, place in found.places.items() if name.endswith(".gate"))
-    assert (router.kind, router.in_features, router.out_features) == (Kind.LINEAR, HIDDEN, EXPERTS)
+    assert (router.kind, router.in_features, router.out_features) == (ModuleKind.LINEAR, HIDDEN, EXPERTS)
 
 
 def test_stacked_experts_are_described_by_what_peft_stacks(described: Any) -> None:
@@ -80,7 +80,7 @@ def test_experts_without_gate_proj_have_two_parts(described: Any) -> None:
     assert found.experts == {
         block: Experts(EXPERTS, HIDDEN, INNER, (ExpertFormat.PER_EXPERT,), {"w1": "up_proj", "w2": "down_proj"})
     }
-    experts = [(name, place.part) for name, place in found.places.items() if place.kind is Kind.EXPERTS]
+    experts = [(name, place.part) for name, place in found.places.items() if place.kind is ModuleKind.EXPERTS]
     assert experts == [
         (f"{block}.{expert}.{last}", part)
         for expert in range(EXPERTS)

@@ -20,7 +20,7 @@ from lora_plugins.scheduler.messages import AdapterSpec, Failed, Load, Loaded
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 from lora_plugins.vllm_patches.model_modules import model_of
-from lora_plugins.worker.materialise import Materialiser
+from lora_plugins.worker.materialise import MissingFilesFetcher
 from lora_plugins.worker.model_modules import describe
 from tests.worker.small_model import Adapter, bring, ended, evict, holds, load, make_adapter, serve, step
 
@@ -35,7 +35,7 @@ class Node:
         self.store = Store(store)
         self.resolver = AdapterResolver(settings, Events(), self.store, [FilesystemSource(adapters)])
         self.resolver.base = base
-        self.materialiser = Materialiser(BASE, lambda: self.resolver)
+        self.materialiser = MissingFilesFetcher(BASE, lambda: self.resolver)
 
     def serve(self, name: str) -> Path:
         resolved = asyncio.run(self.resolver.resolve(name, BASE))
@@ -154,7 +154,7 @@ def test_a_path_of_no_store_is_not_found(there: Node, path: str) -> None:
     with pytest.raises(AdapterNotFound, match="no such directory in this worker"):
         there.materialiser.fetch("adapter-1", path)
     with pytest.raises(AdapterNotFound, match="name a resolver"):
-        Materialiser(BASE, lambda: None).fetch("adapter-1", "/store/" + "a" * 64)
+        MissingFilesFetcher(BASE, lambda: None).fetch("adapter-1", "/store/" + "a" * 64)
 
 
 def test_what_one_machine_has_converted_another_converts_alike(

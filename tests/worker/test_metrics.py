@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lora_plugins.scheduler.messages import AdapterSpec, Slots
-from lora_plugins.worker.jobs import HeldAdapter
+from lora_plugins.worker.jobs import WorkerAdapter
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.metrics import metrics_of, slot_bytes
 
@@ -32,9 +32,9 @@ def manager_of(*index_to_id: int | None) -> SimpleNamespace:
     )
 
 
-def entry(adapter_id: int, size_bytes: int | None, *, is_instant: bool = False) -> HeldAdapter:
+def entry(adapter_id: int, size_bytes: int | None, *, is_instant: bool = False) -> WorkerAdapter:
     loaded = None if size_bytes is None else LoadedAdapter("a", "/a", size_bytes, is_instant, ())
-    return HeldAdapter(adapter_id, AdapterSpec(adapter_id, "a", "/a"), loaded)
+    return WorkerAdapter(adapter_id, AdapterSpec(adapter_id, "a", "/a"), loaded)
 
 
 def test_metrics_have_three_groups_by_name() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lora_plugins.adapter.model_modules import Kind, ModelModules
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.scheduler.messages import Failed
 from lora_plugins.worker.model_modules import describe
 from tests.worker import small_model
@@ -30,7 +30,7 @@ def test_every_module_of_a_model_is_described_with_its_sizes(manager: Any) -> No
     }
     words = {"embed_tokens": (WORDS, small_model.WIDTH), "lm_head": (small_model.WIDTH, WORDS)}
     assert sizes == expected | words | {"fused": (small_model.WIDTH, sum(FUSED))}
-    assert {name for name, place in found.places.items() if place.kind is not Kind.LINEAR} == set(words)
+    assert {name for name, place in found.places.items() if place.kind is not ModuleKind.LINEAR} == set(words)
     assert found.places["layers.0.k_proj"].module == "layers.0.qkv_proj"
     assert (found.architecture, found.vocabulary) == ("SmallModel", WORDS)
     assert ModelModules.of_plain(json.loads(json.dumps(found.plain()))) == found
@@ -46,7 +46,7 @@ def test_what_is_described_loads_and_other_sizes_do_not(manager: Any, tmp_path: 
     found = describe(manager._adapter_manager)
     numbers = iter(range(1, 100))
     for name, place in found.places.items():
-        if place.kind is Kind.EMBEDDING or name.startswith("layers.1"):
+        if place.kind is ModuleKind.EMBEDDING or name.startswith("layers.1"):
             continue
         for inputs, outputs, fits in (
             (place.in_features, place.out_features, True),

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from lora_plugins.kernels import crossover
+from lora_plugins.kernels import processor
 from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.scheduler.messages import Activate, Load, Loaded, Slots
+from lora_plugins.worker.host_memory import UntouchedZeros
 from lora_plugins.worker.model_manager import slots_of as slots_for
-from lora_plugins.worker.untouched_zeros import UntouchedZeros
 from tests.worker import small_model
 from tests.worker.small_model import (
     WIDTH,
@@ -90,7 +90,7 @@ def test_where_slots_are_written_there_are_as_many_as_vllms(
     make_manager: Make, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     config = SimpleNamespace(max_loras=3, max_cpu_loras=9, lora_dtype=torch.bfloat16, fully_sharded_loras=False)
-    monkeypatch.setattr(crossover, "torch_from_rows", lambda _: 16 if change == "AMX" else None)
+    monkeypatch.setattr(processor, "torch_from_rows", lambda _: 16 if change == "AMX" else None)
     if change != "AMX":
         assert slots_for(config, 64) == Slots(3, 9)
         assert slots_for(config, 5) == Slots(3, 5), "no batch has more"

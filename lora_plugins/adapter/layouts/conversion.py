@@ -1,4 +1,4 @@
-"""Plan how an adapter is brought into the engine's form, from names and shapes alone; nothing is read or written."""
+"""Plans a conversion into the engine's form, from names and shapes alone; nothing is read or written."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Conversion:
     """An adapter in the engine's form.
 
     Attributes:
-        weights: its pairs, those that are still to be written among them.
-        config: with ranks and alphas by which each pair computes what it computed before.
-        kept: tensors that stay as they are. made: pairs that are still to be written.
-        changes: what was changed, a line for each kind of change; empty where the adapter is in this form already.
+        weights: the adapter's pairs, including pairs that are still to be written.
+        config: with ranks and alphas by which each pair computes the same as before.
+        kept: unchanged tensors. made: pairs that are still to be written.
+        changes: a line for each kind of change; empty where the adapter has the engine's form already.
     """
 
     weights: Weights
@@ -41,9 +41,9 @@ class Conversion:
 
 
 def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Conversion:
-    """Bring what does not land in the model as it is into a form that does, where a rule knows how.
+    """Bring the pairs that do not land in the model into a form that lands, where a rule knows a form.
 
-    What no rule knows stays as it is, for `check_landing` to refuse.
+    Pairs without a rule stay unchanged, for `check_landing` to refuse.
 
     Raises:
         InvalidAdapter: two pairs of the adapter are for one module of the engine.
@@ -55,6 +55,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         (landed if names.lands(pair) else left).append(pair)
     others = tuple(tensor for _, tensor in weights.base_embeddings) + weights.others
     plan = _by_rules(left, names, model.respellings)
+    # Spellings come last: a rule that fits proves more than a renaming of all keys.
     if plan.left:
         plan = _spelled(left, landed, names, model, weights) or plan
     left, made, changes = plan.left, plan.made, plan.changes
@@ -66,6 +67,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     if not described:
         return Conversion(weights, config)
     pairs = (*landed, *left, *(new.pair for new in made))
+    # A rule may make a pair for a module that another pair already has.
     _check_once(pairs)
     return Conversion(
         replace(weights, pairs=pairs, name_in_keys=None),
@@ -78,7 +80,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the rules make of some pairs, and the pairs that no rule takes."""
+    """The pairs that the rules make, and the pairs that no rule takes."""
 
     left: list[LoraPair]
     made: list[NewPair]
@@ -96,6 +98,7 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
                 gone |= {pair.a.name for pair in taken}
                 made += new
                 changes[text] += len(new)
+            # By A's name in the file: a spelling changes modules' names, never tensors' names.
             left = [pair for pair in left if pair.a.name not in gone]
     return _Plan(left, made, changes)
 
@@ -103,7 +106,7 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
 def _spelled(
     left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names, model: Model, weights: Weights
 ) -> _Plan | None:
-    """All names that land nowhere in another spelling, where one has every tensor land and fit; else None."""
+    """Return the plan of the only other spelling by which every tensor lands and fits; None without such a spelling."""
     for kind in spellings(left, landed, names):
         found: dict[tuple[str, ...], _Plan] = {}
         for spelling in kind:
@@ -113,6 +116,7 @@ def _spelled(
                 plan.changes[spelling.text] += sum(spelling.respell(pair.module) != pair.module for pair in left)
                 del plan.changes[_RENAMED]
                 found[tuple(names.read(new.module) for new in plan.made)] = plan
+        # Two spellings that fit would be a guess: refuse instead.
         if len(found) == 1:
             return found.popitem()[1]
     return None
@@ -135,7 +139,7 @@ def _respelled(pair: LoraPair, respell: Respell) -> LoraPair:
 
 
 def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Pairs that land under the names that PEFT gives this module."""
+    """Yield pairs that land under the names that PEFT gives the pairs' modules."""
     for pair in paced(pairs):
         if names.place(pair.module, is_looked_up=pair.is_looked_up) is None:
             continue

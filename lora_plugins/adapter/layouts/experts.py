@@ -1,9 +1,9 @@
 """Mixtures of experts: a pair for each expert's matrices, or all experts of a layer stacked in two pairs.
 
 PEFT stacks experts that Transformers 5 keeps in two parameters (`target_parameters`): w1 and w3 as w13 under
-`experts.base_layer`, w2 under `experts`. Of E experts with rank r, A is `(E * r, in)`, expert by expert, and B
-`(out, r * E)`, in which the experts alternate. Source: `_stack_moe_lora_weights` and `_convert_3d_to_2d_moe_lora` in
-vllm/lora/model_manager.py, 0.32, of which the second does this for engines of both formats.
+`experts.base_layer`, w2 under `experts`. Of E experts with rank r, A is `(E * r, in)`, expert by expert, and B `(out, r
+* E)`, with alternating experts. Source: `_stack_moe_lora_weights` and `_convert_3d_to_2d_moe_lora` in
+vllm/lora/model_manager.py, 0.32; the second function unstacks for engines of both formats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROLES = {"w1": "w1", "gate_proj": "w1", "w2": "w2", "down_proj": "w2", "w3": "w
 
 
 def unstack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Stacked experts, for an engine that takes a pair for each matrix of each expert."""
+    """Yield stacked experts as a pair for each matrix of each expert, for an engine of the format per expert."""
     layers: dict[str, list[LoraPair]] = defaultdict(list)
     for pair in pairs:
         if pair.module.endswith((".experts", ".experts.base_layer")):
@@ -32,13 +32,14 @@ def unstack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         if experts is None or ExpertFormat.PER_EXPERT not in experts.formats or len(experts.names) != 3:
             continue
         by_role = {role: pair for pair in found if (role := _stacked_role(pair, experts)) is not None}
+        # A pair of neither shape, or two of the same role: leave the layer to `check_landing`.
         if len(by_role) != len(found):
             continue
         yield found, list(_unstacked(module, by_role, experts)), "stacked experts split into a pair each"
 
 
 def _stacked_role(pair: LoraPair, experts: Experts) -> str | None:
-    """Whether this is w13 or w2 of all experts, by its shape: one parameter alone is saved under `experts`."""
+    """Return whether the pair is w13 or w2 of all experts, by shape: PEFT saves a parameter alone under `experts`."""
     rank = experts.count * pair.rank
     shapes = (pair.a.shape, pair.b.shape)
     if shapes == ((rank, experts.hidden_size), (2 * experts.intermediate_size, rank)):
@@ -48,7 +49,7 @@ def _stacked_role(pair: LoraPair, experts: Experts) -> str | None:
 
 
 def _unstacked(module: str, by_role: Mapping[str, LoraPair], experts: Experts) -> Iterator[NewPair]:
-    """A pair for each matrix of each expert; vLLM wants all three, so those that are missing are zeros."""
+    """Yield a pair for each matrix of each expert; vLLM wants all three matrices, so a missing matrix is zeros."""
     rows = {**_rows_in_w13(experts), "w2": (0, experts.hidden_size, 1)}
     for expert in range(experts.count):
         for role in ("w1", "w2", "w3"):
@@ -68,7 +69,7 @@ def _unstacked(module: str, by_role: Mapping[str, LoraPair], experts: Experts) -
 
 
 def stack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """A pair for each matrix of each expert, for an engine that takes all experts of a layer stacked."""
+    """Yield pairs for each expert's matrices as stacked pairs, for an engine of the stacked format."""
     layers: dict[str, dict[tuple[int, str], LoraPair]] = defaultdict(dict)
     for pair in pairs:
         module, _, leaf = pair.module.rpartition(".")
@@ -79,9 +80,11 @@ def stack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         experts = names.experts(module)
         if experts is None or experts.formats != (ExpertFormat.STACKED,):
             continue
+        # A pair that does not fit stays as it is, so that the error names the pair.
         if not all(_fits(expert, role, pair, experts) for (expert, role), pair in found.items()):
             continue
         first = next(iter(found.values()))
+        # A stacked pair has a single rank, alpha and dtype for all experts.
         if any((pair.rank, pair.alpha, pair.a.dtype, pair.b.dtype) != _kind(first) for pair in found.values()):
             continue
         yield list(found.values()), _stacked(module, found, experts, names), "experts stacked"
@@ -102,7 +105,7 @@ def _sizes(role: str, experts: Experts) -> tuple[int, int]:
 
 
 def _rows_in_w13(experts: Experts) -> dict[str, _Rows]:
-    """Which rows of w13's B are w1's and w3's: the first, the end, the step."""
+    """Return which rows of w13's B belong to w1 and to w3: the first, the end, the step."""
     inner = experts.intermediate_size
     step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
     return {"w1": (0, step * inner, step), "w3": (begin_of_w3, 2 * inner, step)}
@@ -113,6 +116,7 @@ def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Ex
     inner, hidden, rank = experts.intermediate_size, experts.hidden_size, first.rank
     present = {role for _, role in found}
     rows = {role: its_rows for role, its_rows in _rows_in_w13(experts).items() if role in present}
+    # Side by side: w1 and w3 have an A each, so w13 needs both ranks and zeros between.
     w13_rank = rank * max(1, len(rows))
     return [
         _stack_of(
@@ -143,7 +147,7 @@ def _stack_of(
     rank: int,
     alpha: float,
 ) -> NewPair:
-    """All experts' matrices of some roles, each with ranks of its own beside the others', and rows of B."""
+    """Return all experts' matrices of some roles as a pair; each role has its own ranks, and its own rows of B."""
     count, inputs, outputs = sizes
     roles = list(rows)
     places = [(expert, role) for expert, role in found if role in roles]
@@ -164,9 +168,10 @@ def _stack_of(
 
 
 def unshare(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Tinker's experts, for an engine that takes a pair for each: w1, w2 and w3 of three dimensions.
+    """Yield Tinker's experts as a pair for each: w1, w2 and w3 of three dimensions.
 
-    A side with one matrix is all experts'. Source: `expand_expert_lora_tensors` in tinker_cookbook/weights/_merge.py.
+    A side with a single matrix is shared by all experts. Source: `expand_expert_lora_tensors` in
+    tinker_cookbook/weights/_merge.py.
     """
     layers: dict[str, dict[str, LoraPair]] = defaultdict(dict)
     for pair in pairs:
@@ -209,6 +214,6 @@ def _of_expert(prefix: str, expert: int, role: str, found: Mapping[str, LoraPair
 
 
 def _zeros(module: str, like: LoraPair, inputs: int, outputs: int) -> NewPair:
-    """A pair that adds nothing."""
+    """Return a pair that adds nothing."""
     a, b = (like.rank, inputs), (outputs, like.rank)
     return new_pair(module, ([like.a], a, Zeros(a)), ([like.b], b, Zeros(b)), like.rank, like.alpha)

@@ -1,8 +1,8 @@
-"""Fused modules and their parts: an adapter has one form, the engine the other.
+"""Fused modules and their parts: an adapter has the one form, the engine the other.
 
-A fused module's B stacks its parts' rows, `(out_q + out_k + out_v, rank)`, and they share A. So a fused pair is split
-without loss: each part takes A, and its rows of B. Parts are joined into one pair of the sum of their ranks: A stacks
-theirs, B has each part's block on its diagonal.
+A fused module's B stacks its parts' rows, `(out_q + out_k + out_v, rank)`, and the parts share A. So a fused pair is
+split without loss: each part takes A, and its rows of B. Parts are joined into a pair of the sum of their ranks: A
+stacks the parts' A, B has each part's block on its diagonal.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterator, Sequence
 from lora_plugins.adapter.layouts.moves import OnDiagonal, Rows, Same, Stacked
 from lora_plugins.adapter.layouts.names import Names
 from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
-from lora_plugins.adapter.model_modules import Kind
+from lora_plugins.adapter.model_modules import ModuleKind
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair
 
-# Only modules whose parts lie one after the other in every model that has them (others interleave heads).
+# Only modules whose parts lie one after the other in every model with the module (others interleave heads).
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _FUSED = {part: fused for fused, parts in _PARTS.items() for part in parts}
 
 
 def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Fused pairs for which the engine has parts."""
+    """Yield fused pairs as parts, where the engine has parts."""
     for pair in paced(pairs):
         parent, _, leaf = pair.module.rpartition(".")
         if leaf not in _PARTS:
@@ -49,7 +49,7 @@ def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 
 
 def join(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Parts for which the engine has one fused module, all or some of them."""
+    """Yield all or some parts as a fused pair, where the engine has a single fused module."""
     groups: dict[str, dict[str, LoraPair]] = defaultdict(dict)
     for pair in paced(pairs):
         parent, _, leaf = pair.module.rpartition(".")
@@ -58,7 +58,7 @@ def join(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
     for module, found in groups.items():
         parts = _PARTS[module.rpartition(".")[2]]
         place = names.place(module)
-        if place is None or place.kind is not Kind.LINEAR or len(place.matrices) != len(parts):
+        if place is None or place.kind is not ModuleKind.LINEAR or len(place.matrices) != len(parts):
             continue
         sizes = dict(zip(parts, place.matrices, strict=True))
         taken = [(part, found[part]) for part in parts if part in found]
@@ -69,13 +69,13 @@ def join(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 
 
 def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str, int], names: Names) -> NewPair | None:
-    """One pair for the parts; None where their inputs, outputs, dtypes or scalings do not go together."""
+    """Return a pair for the parts; None where inputs, outputs, dtypes or scalings differ."""
     scalings = [names.scaling(pair) for _, pair in taken]
     kinds = {(pair.a.dtype, pair.b.dtype, pair.a.shape[1]) for _, pair in taken}
     if len(kinds) != 1 or any(pair.b.shape[0] != sizes[part] for part, pair in taken):
         return None
     if not all(math.isclose(scaling, scalings[0]) for scaling in scalings):
-        return None  # one of them would have to be multiplied into B, and rounded
+        return None  # a factor would have to be multiplied into B, and rounded
     ranks = [pair.a.shape[0] for _, pair in taken]
     begins, begin = {}, 0
     for part, size in sizes.items():

@@ -1,7 +1,7 @@
-"""How one tensor is made of others, as values that another process can be sent.
+"""How a tensor is made of other tensors, as values that can be sent to another process.
 
-Each takes arrays of the sources, in their shapes, as unsigned integers of their elements' width, and returns one of the
-new shape: elements are moved, none is computed.
+Each move takes arrays of the sources, in their shapes, as unsigned integers of their elements' width, and returns an
+array of the new shape: elements are moved, none is computed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Same(msgspec.Struct, frozen=True, tag=True):
-    """The one source as it is."""
+    """The only source, unchanged."""
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """See the module."""
@@ -21,7 +21,7 @@ class Same(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rows(msgspec.Struct, frozen=True, tag=True):
-    """Some rows of the one source."""
+    """Some rows of the only source."""
 
     begin: int
     count: int
@@ -42,7 +42,7 @@ class Stacked(msgspec.Struct, frozen=True, tag=True):
 
 
 class OnDiagonal(msgspec.Struct, frozen=True, tag=True):
-    """Each source in a block of its own (first row, rows, first column, columns), and zeros around."""
+    """Each source in its own block (first row, rows, first column, columns), and zeros around."""
 
     shape: tuple[int, int]
     blocks: tuple[tuple[int, int, int, int], ...]
@@ -51,7 +51,7 @@ class OnDiagonal(msgspec.Struct, frozen=True, tag=True):
         """See the module."""
         import numpy as np
 
-        made = np.zeros(self.shape, arrays[0].dtype)  # bits of 0.0 in every floating-point dtype
+        made = np.zeros(self.shape, arrays[0].dtype)  # the bits of 0.0 in every floating-point dtype
         for array, (row, rows, column, columns) in zip(arrays, self.blocks, strict=True):
             made[row : row + rows, column : column + columns] = array
         return made
@@ -70,7 +70,7 @@ class Zeros(msgspec.Struct, frozen=True, tag=True):
 
 
 class ColumnsOfExpert(msgspec.Struct, frozen=True, tag=True):
-    """Of B of all experts, in which they alternate, one expert's columns and some rows (first, end, step)."""
+    """An expert's columns and some rows (first, end, step) of B of all experts, in which experts alternate."""
 
     expert: int
     count: int
@@ -99,7 +99,7 @@ class StackedA(msgspec.Struct, frozen=True, tag=True):
 
 
 class StackedB(msgspec.Struct, frozen=True, tag=True):
-    """B of all experts, in which they alternate: each source at its place (expert, first rank) and rows of its own."""
+    """B of all experts, in which experts alternate: each source at its place (expert, first rank) and own rows."""
 
     shape: tuple[int, int, int]
     places: tuple[tuple[int, int, tuple[int, int, int]], ...]

@@ -1,4 +1,4 @@
-"""What the rules ask: where a name lands in the engine's model, and what a rank and an alpha scale by."""
+"""Answers the rules' questions: where a name lands in the engine's model, and the scaling of a rank and an alpha."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterable
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.model_modules import Experts, Place
+from lora_plugins.adapter.model_modules import Experts, ModulePlace
 from lora_plugins.adapter.weights import LoraPair
 
 
 class Names:
-    """Where the names of one adapter land, and what its scalings mean."""
+    """The places of an adapter's names, and the meaning of its scalings."""
 
     def __init__(self, config: AdapterConfig, model: Model) -> None:
         self._config = config
         self._model = model
 
     def lands(self, pair: LoraPair) -> bool:
-        """Whether vLLM reads this pair as it is, or leaves it out on purpose."""
+        """Whether vLLM reads this pair unchanged, or leaves the pair out on purpose."""
         if self._model.modules.skips(pair.a.name):
             return True
         return self._place(pair.a.name) is not None
 
-    def place(self, module: str, *, is_looked_up: bool = False) -> Place | None:
-        """Where the pair of this module lands, under the names that PEFT gives it."""
+    def place(self, module: str, *, is_looked_up: bool = False) -> ModulePlace | None:
+        """Return where the pair of a module lands, under the names that PEFT gives the pair."""
         name = ".lora_embedding_A" if is_looked_up else ".lora_A.weight"
         return self._place(f"base_model.model.{module}{name}")
 
@@ -35,30 +35,30 @@ class Names:
         return self._model.modules.places
 
     def read(self, module: str) -> str:
-        """The engine's name for a module; the name as it is where the engine reads none of it."""
+        """Return the engine's name for a module; the same name where the engine reads no such name."""
         try:
             return self._model.read_name(f"base_model.model.{module}.lora_A.weight")[0]
         except ValueError:
             return module
 
     def is_unadapted(self, pair: LoraPair) -> bool:
-        """Whether the model has the module of this pair, and the engine does not adapt it."""
+        """Whether the model has the module of this pair, and the engine does not adapt the module."""
         return self._model.modules.why_unadapted(self.read(pair.module)) is not None
 
     def experts(self, module: str) -> Experts | None:
-        """The mixture of experts that the engine has under this name of an adapter's."""
+        """Return the engine's mixture of experts for an adapter's name of a module."""
         return self._model.modules.experts.get(self.read(module))
 
-    def _place(self, tensor: str) -> Place | None:
+    def _place(self, tensor: str) -> ModulePlace | None:
         try:
             return self._model.modules.place(self._model.read_name(tensor)[0])
         except ValueError:
             return None
 
     def scaling(self, pair: LoraPair) -> float:
-        """What the pair's product is multiplied by."""
+        """Return the factor of the pair's product."""
         return self._config.scaling(pair.rank, pair.alpha)
 
     def alpha_for(self, scaling: float, rank: int) -> float:
-        """The alpha with which a pair of this rank has this scaling."""
+        """Return the alpha that gives a pair of this rank this scaling."""
         return scaling * (math.sqrt(rank) if self._config.use_rslora else rank)

@@ -1,6 +1,6 @@
 """Other spellings of all names of an adapter: without wrappers, under another prefix, a head by PEFT's name.
 
-A spelling holds only where every tensor then lands and fits, and no other spelling of the same kind does so too.
+A spelling holds only where every tensor then lands and fits, and no other spelling of the same kind does.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from lora_plugins.adapter.weights import LoraPair
 from lora_plugins.adapter.writers import in_words, unwrapped, wrappers_in
 
 _MODEL = "model."
-_TINKERS_HEAD = re.compile(r"\b(model\.)?unembed_tokens$")  # `build_name_remaps` of tinker-cookbook has this step too
+_TINKERS_HEAD = re.compile(r"\b(model\.)?unembed_tokens$")  # `build_name_remaps` of tinker-cookbook has the same step
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<layers>[^.]+)\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How names are spelled otherwise, and what is said of that."""
+    """Another spelling of names, and its description."""
 
     respell: Respell
     text: str
 
 
 def spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names) -> Iterator[list[Spelling]]:
-    """Spellings of the names that land nowhere, by kinds; of one kind, one holds at most.
+    """Yield spellings of the names that land nowhere, by kinds; of a kind at most one spelling holds.
 
     Args:
         left: pairs that land nowhere.
@@ -46,7 +46,7 @@ def spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names
     if texts:
         yield [Spelling(inner, ", ".join(texts))]
     if any(_numbered(pair.module) for pair in landed) or any(names.is_unadapted(pair) for pair in left):
-        return  # it has this model's names, and some modules more
+        return  # the adapter has this model's names, and further modules
     modules = [inner(pair.module) for pair in left]
     yield [
         Spelling(_then(inner, partial(_moved, old, new)), ", ".join([*texts, _moved_text(old, new)]))
@@ -63,7 +63,7 @@ def _numbered(module: str) -> re.Match[str] | None:
 
 
 def _prefixes(modules: Sequence[str], names: Names) -> Iterator[tuple[str, str]]:
-    """What names may begin with here (`AutoModel`, a text model), and with what the engine's do."""
+    """Yield prefixes of an adapter's names (`AutoModel`, a text model), each with a prefix of the engine's names."""
     found = [match for module in modules if (match := _numbered(module))]
     old = {match["prefix"] for match in found}
     if old != {_MODEL}:
@@ -77,7 +77,7 @@ def _prefixes(modules: Sequence[str], names: Names) -> Iterator[tuple[str, str]]
 
 
 def _moved(old: str, new: str, module: str) -> str:
-    """Below the other prefix; a head is beside `model.`, not below it."""
+    """Return the name below the other prefix; a head is beside `model.`, not below."""
     if module.startswith(old):
         return new + module.removeprefix(old)
     return new.removesuffix(_MODEL) + module

@@ -1,4 +1,4 @@
-"""Tensors that are made of an adapter's own by moving elements, without arithmetic; numpy arrays of their bits."""
+"""Tensors that are made of an adapter's own tensors by moving elements, without arithmetic; numpy arrays of bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_plugins.adapter.weights import LoraPair
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor that is not in the adapter's files: its name, dtype and shape (`info`), and what it is made of."""
+    """A tensor that is not in the adapter's files: its name, dtype and shape (`info`), its sources and its making."""
 
     info: TensorInfo
     sources: tuple[TensorInfo, ...]
@@ -21,7 +21,7 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewPair:
-    """A pair as the engine wants it, with the rank and alpha that keep what it computes."""
+    """A pair as the engine wants the pair, with the rank and alpha that keep its product."""
 
     module: str
     a: NewTensor
@@ -32,11 +32,11 @@ class NewPair:
 
     @property
     def pair(self) -> LoraPair:
-        """As a pair of a file that is still to be written."""
+        """Return the pair of the file that is still to be written."""
         return LoraPair(self.module, self.a.info, self.b.info, self.rank, self.alpha, self.is_looked_up)
 
 
-# The pairs that a rule takes, what it makes of them, and what it says of that.
+# The pairs that a rule takes, the pairs that the rule makes, and a description.
 Change = tuple[list[LoraPair], list[NewPair], str]
 
 
@@ -49,7 +49,7 @@ def new_pair(
     *,
     is_looked_up: bool = False,
 ) -> NewPair:
-    """A pair for `module`; A and B are each given by sources (of one dtype), shape, and how they are made."""
+    """Return a pair for `module`; A and B are each given by sources (of one dtype), shape, and move."""
     name_a, name_b = LoraPair(module, a[0][0], b[0][0], rank, alpha, is_looked_up).names
     return NewPair(module, _tensor(name_a, *a), _tensor(name_b, *b), rank, alpha, is_looked_up)
 

@@ -1,4 +1,4 @@
-"""Write an adapter's weights in the engine's form: one safetensors file of the bytes of its own."""
+"""Writes an adapter's weights in the engine's form: a single safetensors file of the adapter's own bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def weights_bytes(conversion: Conversion) -> int:
-    """How large the file of weights will be."""
+    """Return how large the file of weights will be."""
     header = _header(tensors_of(conversion))
     return LENGTH_BYTES + len(header) + sum(_size(tensor.info) for tensor in tensors_of(conversion))
 
@@ -28,9 +28,9 @@ def write_weights(
     """Write all tensors to `target`.
 
     Args:
-        tensors: what to write, in this order (`tensors_of`).
-        target: where to.
-        source: the path of one of the adapter's files, by `TensorInfo.file`.
+        tensors: the tensors to write, in this order (`tensors_of`).
+        target: the file to write.
+        source: returns the path of an adapter's file, by `TensorInfo.file`.
         landed: called with the bytes that are written so far.
 
     Raises:
@@ -43,6 +43,7 @@ def write_weights(
     with target.open("wb") as file:
         file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
         for tensor in tensors:
+            # Mapped, not read: a conversion may take a few tensors of a file of gigabytes.
             for info in tensor.sources:
                 if info.file not in files:
                     files[info.file] = np.memmap(source(info.file), mode="r", dtype=np.uint8)
@@ -50,12 +51,12 @@ def write_weights(
             data = np.ascontiguousarray(tensor.make(arrays)).reshape(-1).view(np.uint8).data
             for begin in range(0, len(data), _PIECE_BYTES):
                 file.write(data[begin : begin + _PIECE_BYTES])
-                file.flush()  # what has landed is read again at once
+                file.flush()  # the caller reads landed bytes again at once
                 landed(file.tell())
 
 
 def tensors_of(conversion: Conversion) -> list[NewTensor]:
-    """All of its tensors, in the order in which they are written."""
+    """Return all tensors of the conversion, in the order of writing."""
     kept = [NewTensor(info, (info,), Same()) for info in conversion.kept]
     made = [tensor for new in conversion.made for tensor in (new.a, new.b)]
     # Larger elements first, so that each tensor begins at a multiple of its elements' size.
@@ -71,6 +72,7 @@ def _header(tensors: Sequence[NewTensor]) -> bytes:
         entries[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # safetensors' own alignment: the header is filled up with spaces to a multiple of 8.
     return text + b" " * (-len(text) % LENGTH_BYTES)
 
 
@@ -79,5 +81,5 @@ def _size(info: TensorInfo) -> int:
 
 
 def _array(file: Any, info: TensorInfo) -> Any:
-    """The bits of a tensor, as unsigned integers."""
+    """Return the bits of a tensor, as unsigned integers."""
     return file[info.begin : info.end].view(f"<u{DTYPE_BYTES[info.dtype]}").reshape(info.shape)

@@ -1,8 +1,8 @@
-"""Loading what `lora.c` compiles to: as the wheel brings it, or made for this machine, in every process.
+"""Loads the library of `lora.c`: an object from the wheel, or compiled for this machine, in every process.
 
-A wheel has objects for levels of processors (`prebuilt.py`). Where there are none, or none that can be used, it is
-compiled, once for each dtype, and nothing is kept: a library found in a cache would be somebody's code to run, made for
-somebody's processor. vLLM's CPU platform too expects a compiler, wherever it compiles models.
+A wheel has objects for levels of processors (`prebuilt.py`). Without a usable object, every process compiles `lora.c`
+for each dtype, and keeps nothing: a library found in a cache would be somebody's code to run, made for somebody's
+processor. vLLM's CPU platform expects a compiler too, wherever vLLM compiles models.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from lora_plugins.log import logger
 
 COMPILERS = ("cc", "gcc", "clang")
 ELEMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "FLOAT16"}  # dtypes, as lora.c names them
+# Without -ffast-math: an overflow must stay an infinity, and NaN must stay NaN.
 ANY_PROCESSOR = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
 FLAGS = (*ANY_PROCESSOR, "-march=native")
+# Seconds of a compiler run; a slow machine with a stalled disk must not hold up the start for ever.
 TIMEOUT_S = 60
 _EMPTY_FILE = ("-x", "c", "/dev/null")
 
@@ -33,11 +35,12 @@ class CannotCompile(Exception):
 
 @functools.cache
 def problem() -> str | None:
-    """Why there is no compiled product here, in one line; None where there is one.
+    """Return in one line why there is no compiled product here, or None.
 
-    Asked before the model's dtype is known, and in processes that compute nothing: where the wheel has no object, only
-    an empty file is compiled.
+    Callers ask before the model's dtype is known, and in processes that compute nothing: where the wheel has no object,
+    only an empty file is compiled.
     """
+    # float32 stands for all dtypes: a processor of any level has an object of float32.
     found, why_not = _of_wheel("float32")
     try:
         if found is None:
@@ -49,10 +52,10 @@ def problem() -> str | None:
 
 @functools.cache
 def product(dtype: str = "float32") -> Product:
-    """The compiled product of this process for `float32`, `bfloat16` or `float16`.
+    """Return the compiled product of this process for `float32`, `bfloat16` or `float16`.
 
     Raises:
-        CannotCompile: there is none.
+        CannotCompile: there is no product.
     """
     found, _ = _of_wheel(dtype)
     return found or product_of(_compiled(f"-DELEMENT={ELEMENTS[dtype]}", str(prebuilt.SOURCE)))
@@ -60,7 +63,7 @@ def product(dtype: str = "float32") -> Product:
 
 @functools.cache
 def _of_wheel(dtype: str) -> tuple[Product | None, str]:
-    """The product as the wheel brings it, and else why what the wheel brings cannot be used, if it brings any."""
+    """Return the wheel's product, or why the wheel's objects cannot be used; the reason is empty without objects."""
     try:
         file = prebuilt.find(dtype, this_processor())
         if file is None:
@@ -85,6 +88,7 @@ def _compiled(*source: str) -> ctypes.CDLL:
         raise CannotCompile(f"no C compiler is on the PATH ({', '.join(COMPILERS)})")
     try:
         with tempfile.TemporaryDirectory(prefix="lora-plugins-") as directory:
+            # The file may go once the library is mapped: Linux keeps the mapping.
             return _compiled_to(Path(directory) / "lora.so", compiler, *source)
     except OSError as error:
         raise CannotCompile(f"there is no temporary directory to compile in: {error}") from error

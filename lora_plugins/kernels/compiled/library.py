@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
+# Fields in the order and with the widths of the C structures: lora.c reads the memory directly.
 class Slice(ctypes.Structure):
     """`struct slice` of `lora.c`."""
 
@@ -41,12 +42,12 @@ class Product:
     Attributes:
         add: `add(groups, n_groups, in, parts, scale, x, x_stride, y, y_stride)`, pointers and strides in elements;
             unchecked.
-        parts: `parts(groups, n_groups, in)`, into how many parts the first product's sum is best divided; of each
-            group's `shrunk` there are as many.
-        pack: `pack(from, stride, columns, depth, panels, first, total)`, which writes columns into panels; unchecked.
-        panel: columns of a full panel of A or B. lanes: columns of a narrow one, and what a panel is filled up to.
+        parts: `parts(groups, n_groups, in)`, into how many parts the first product's sum is best divided; each group's
+            `shrunk` has as many parts.
+        pack: `pack(from, stride, columns, depth, panels, first, total)` writes columns into panels; unchecked.
+        panel: columns of a full panel of A or B. lanes: columns of a narrow panel; panels are filled up to a multiple.
         pair: elements of one column that lie side by side in a panel.
-        threads: `threads()`, how many it would use now.
+        threads: `threads()`, the number of threads that the product would use now.
     """
 
     add: Any
@@ -59,11 +60,12 @@ class Product:
 
 
 def product_of(loaded: ctypes.CDLL) -> Product:
-    """The functions of a library that was compiled of `lora.c`.
+    """Return the functions of a library compiled from `lora.c`.
 
     Raises:
-        AttributeError: it is another one.
+        AttributeError: the library has another source.
     """
+    # ctypes takes every argument for a C int without argtypes: addresses above 2³¹ would be cut.
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.lora_add.argtypes = [pointer, number, number, number, ctypes.c_float, pointer, number, pointer, number]
     loaded.lora_add.restype = None

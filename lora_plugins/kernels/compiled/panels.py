@@ -1,23 +1,24 @@
-"""One module of one adapter as the compiled product reads it: panels of columns, at the true ranks.
+"""One module of one adapter as the compiled product reads the module: panels of columns, at the true ranks.
 
-A panel holds `Product.panel` columns of the product's result, one row of them for each step of the sum. The last one
-may be narrow, `Product.lanes` columns, and is filled up with zeros, of which nothing reaches `y`. In bfloat16 the steps
-go in pairs (`Product.pair`), a last odd one with a zero beside it.
+A panel holds `Product.panel` columns of the product's result, and a row of the columns for each step of the sum. The
+last panel may be narrow, `Product.lanes` columns, filled up with zeros; no zero reaches `y`. In bfloat16 the steps go
+in pairs (`Product.pair`); a zero stands beside a last odd step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_plugins.kernels.compiled.library import Product, Slice
+from lora_plugins.kernels.compiled.library import Group, Product, Slice
 from lora_plugins.kernels.ranks import SlotRanks
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer: columns of `x`, of each slice of `y`, and the dtype."""
+    """The shape of a layer: columns of `x`, columns of each slice of `y`, and the dtype."""
 
     inn: int
     widths: tuple[int, ...]
@@ -25,17 +26,17 @@ class Shape:
 
     @classmethod
     def of(cls, a: Sequence[Any], b: Sequence[Any]) -> Shape:
-        """That of stacks `[slots, 1, max_rank, in]` and `[slots, 1, out, max_rank]`, one of each for a slice."""
+        """Return the shape of stacks `[slots, 1, max_rank, in]` and `[slots, 1, out, max_rank]`, a pair for a slice."""
         return cls(int(a[0].shape[-1]), tuple(int(b_i.shape[2]) for b_i in b), a[0].dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Panels:
-    """One module of one adapter; it owns its memory, or holds on to the block that it was given.
+    """One module of one adapter; the panels own their memory, or keep the given block alive.
 
     Attributes:
-        shape: of the layers that can compute with it. ranks: of each slice.
-        flat: all panels, those of A first. slices: those that have a rank, as `lora.c` wants them.
+        shape: of the layers that can compute with the panels. ranks: of each slice.
+        flat: all panels, A's first. slices: the slices with a rank, as `lora.c` wants the slices.
     """
 
     shape: Shape
@@ -50,24 +51,26 @@ class Panels:
 
 
 def size(product: Product, shape: Shape, ranks: Sequence[int]) -> int:
-    """Elements of the panels of a module of this shape and these ranks."""
+    """Return the number of elements in the panels of a module of this shape and these ranks."""
     return _side(product, sum(ranks), shape.inn) + sum(
         _side(product, width, rank) for width, rank in zip(shape.widths, ranks, strict=True)
     )
 
 
 def fill(product: Product, flat: Any, shape: Shape, sides: Sequence[tuple[Any, Any]]) -> Panels:
-    """Write A `[rank, in]` and B `[out, rank]` of each slice into `flat`.
+    """Write A `[rank, in]` and B `[out, rank]` of each slice into `flat`, and return the panels.
 
     The rows of A and B are contiguous. `flat` has `size` elements of their dtype, of any content.
     """
     ranks = tuple(int(a.shape[0]) for a, _ in sides)
     own = [i for i, rank in enumerate(ranks) if rank]
     slices = (Slice * len(own))()
+    # Slices without a rank get no entry: the product would compute nothing for such a slice.
     total = sum(ranks)
     into_a = flat.data_ptr()
     into_b = into_a + _side(product, total, shape.inn) * flat.element_size()
     top = 0
+    # `lora.c` computes the A's of all slices as a single product: `top` is the slice's first row in the shared A.
     for place, i in zip(slices, own, strict=True):
         (a, b), rank, width = sides[i], ranks[i], shape.widths[i]
         product.pack(a.data_ptr(), a.stride(0), rank, shape.inn, into_a, top, total)
@@ -80,18 +83,18 @@ def fill(product: Product, flat: Any, shape: Shape, sides: Sequence[tuple[Any, A
 
 
 def _side(product: Product, columns: int, depth: int) -> int:
-    """Elements of the panels of so many columns, each the sum of `depth` steps."""
+    """Return the elements in the panels of so many columns, each column a sum of `depth` steps."""
     return filled(product, columns) * -(-depth // product.pair) * product.pair
 
 
 def filled(product: Product, columns: int) -> int:
-    """So many columns, up to a whole register."""
+    """Return the number of columns, up to a whole register."""
     return -(-columns // product.lanes) * product.lanes
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a slot has: panels, whether they are an adapter's own, and `SlotRanks.stamp` of when it got them."""
+    """A slot's panels, whether the panels are an adapter's own, and `SlotRanks.stamp` at the time of the entry."""
 
     panels: Panels
     is_placed: bool
@@ -99,12 +102,12 @@ class _Held:
 
 
 class SlotPanels:
-    """The panels of a module's slots: an adapter's own that the slot points at, or made once of what the slot holds.
+    """The panels of a module's slots: an adapter's own panels, or panels made once of the slot's content.
 
     Args:
-        product: whose panels.
+        product: the compiled product that reads the panels.
         a, b: vLLM's stacks, as for `Shape.of`; read only.
-        ranks: what lies in them.
+        ranks: true ranks of the stacks' content.
     """
 
     def __init__(self, product: Product, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
@@ -112,10 +115,13 @@ class SlotPanels:
         self.shape = Shape.of(a, b)
         self._stacks = tuple(zip(a, b, strict=True))
         self._of_slot: dict[int, _Held] = {}
-        ranks.listen(self._forget)  # what an unloaded adapter left behind is memory
+        ranks.listen(self._forget)  # an unloaded adapter's panels must not keep memory
 
     def of(self, slot: int) -> Panels:
-        """The panels of what this slot holds now, copied at the first call; nobody is writing the slot."""
+        """Return the panels of the slot's content, copied at the first call.
+
+        Callers ensure that no thread writes the slot.
+        """
         held = self._current(slot)
         if held is None:
             ranks, stamp = self.ranks[slot], self.ranks.stamp(slot)
@@ -127,19 +133,72 @@ class SlotPanels:
         return held.panels
 
     def place(self, slot: int, panels: Panels | None) -> None:
-        """Point the slot at these panels, or at nothing, until it is written or placed again."""
+        """Point the slot at `panels`, or at nothing, until the next write or placement."""
+        # `written` first: `written` changes the stamp and calls `_forget`, which would drop a new entry.
         self.ranks.written(slot, panels.ranks if panels else (0,) * len(self.shape.widths))
         if panels and panels.slices:
             self._of_slot[slot] = _Held(panels, True, self.ranks.stamp(slot))
 
     def is_placed(self, slot: int) -> bool:
-        """Whether the slot points at an adapter's own panels: its stacks hold something else."""
+        """Whether the slot points at an adapter's own panels; the stacks then hold other content."""
         held = self._current(slot)
         return held is not None and held.is_placed
 
     def _current(self, slot: int) -> _Held | None:
         held = self._of_slot.get(slot)
+        # A stamp that differs means a write since: the panels are of earlier content.
         return held if held is not None and held.stamp == self.ranks.stamp(slot) else None
 
     def _forget(self, slot: int) -> None:
         self._of_slot.pop(slot, None)
+
+
+Take = Callable[[tuple[int, ...]], Any]
+
+
+def step(
+    product: Product, panels: Mapping[int, Panels], rows: Mapping[int, Any], inn: int, scale: float, take: Take
+) -> Callable[[Any, Any], None]:
+    """Return `run(y, x)`, which adds to `y` `[rows, out]` the outputs of these slots for `x` `[rows, inn]`.
+
+    Args:
+        product: for the dtype of `x`, `y` and the panels.
+        panels: by slot.
+        rows: by slot, the rows of the batch with this adapter, int32, ascending.
+        inn: columns of `x`.
+        scale: factor of the addition.
+        take: gives a float32 buffer of a shape, undefined in content, that no other code uses until `run` has returned.
+    """
+    groups = (Group * len(panels))()
+    for group, (slot, found) in zip(groups, panels.items(), strict=True):
+        group.rows, group.n_rows = rows[slot].data_ptr(), len(rows[slot])
+        group.a, group.rank = found.flat.data_ptr(), found.rank
+        group.slices, group.n_slices = ctypes.addressof(found.slices), len(found.slices)
+    add, address, n_groups = product.add, ctypes.addressof(groups), len(groups)
+    parts = product.parts(address, n_groups, inn)
+    sizes = [parts * group.n_rows * filled(product, group.rank) for group in groups]
+    buffer = take((sum(sizes),))
+    shrunk = buffer.data_ptr()
+    for group, size in zip(groups, sizes, strict=True):
+        group.shrunk = shrunk
+        # 4 bytes: shrunk rows are float32 in every dtype.
+        shrunk += 4 * size
+    n_rows = 1 + max(int(rows[slot][-1]) for slot in panels)
+    width = max(place.first + place.width for found in panels.values() for place in found.slices)
+    # The structures hold addresses only; `run` keeps the tensors behind the addresses alive.
+    kept = (groups, dict(panels), dict(rows), buffer)
+
+    def run(y: Any, x: Any, _kept: Any = kept) -> None:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        x_rows, x_width = x.shape
+        y_rows, y_width = y.shape
+        # The compiled product checks nothing: a shape beyond these bounds would write outside of `y`.
+        if x_rows < n_rows or y_rows < n_rows or x_width != inn or y_width < width or y.stride(1) != 1:
+            raise ValueError(
+                f"x {tuple(x.shape)} and y {tuple(y.shape)} with strides {y.stride()}: "
+                f"the product needs {n_rows} rows, {inn} columns of x and {width} adjacent ones of y"
+            )
+        add(address, n_groups, inn, parts, scale, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+
+    return run

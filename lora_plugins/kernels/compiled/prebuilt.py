@@ -1,8 +1,8 @@
-"""Objects of `lora.c` that a wheel brings along, so that no compiler is needed; pure.
+"""Objects of `lora.c` in a wheel, so that no compiler is needed; pure.
 
-`tools/build_wheel.py` compiles them, for the levels of processors below, into `prebuilt/` of the wheel; a source
+`tools/build_wheel.py` compiles the objects, for the levels of processors below, into `prebuilt/` of the wheel; a source
 distribution or an editable installation has none. Only a file that `objects.json` lists with its digest, made of the
-very source beside, is ever loaded: a truncated or foreign file can end the process when it is mapped.
+`lora.c` beside, is ever loaded: a truncated or foreign file can end the process when mapped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ SOURCE = Path(__file__).with_name("lora.c")
 
 
 class Unusable(Exception):
-    """The objects that are there cannot be used; says why in one line."""
+    """The installed objects cannot be used; says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A kind of processor that objects are made for.
+    """A kind of processor with objects of its own.
 
     Attributes:
-        name: in the objects' names. architecture, flags: what the processor must be and have.
-        compiler_flags: for GCC and clang. dtypes: of the objects that gain by it.
+        name: in the objects' names.
+        architecture, flags: the processor's architecture, and the flags that the processor must have.
+        compiler_flags: for GCC and clang. dtypes: dtypes of the objects that gain by the level.
     """
 
     name: str
@@ -55,7 +56,7 @@ LEVELS = (
 
 
 def level(dtype: str, processor: Processor) -> Level | None:
-    """The best level that this processor has, None where it has none."""
+    """Return the best level that this processor has, or None."""
     return next(
         (
             level
@@ -67,7 +68,7 @@ def level(dtype: str, processor: Processor) -> Level | None:
 
 
 def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path | None:
-    """The object of this dtype for this processor, as it was built; None where none was installed.
+    """Return the unchanged object of this dtype for this processor; None where no objects were installed.
 
     Raises:
         Unusable: objects were installed, and none can be used here.
@@ -75,6 +76,7 @@ def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path |
     folder = folder or FOLDER
     if not folder.is_dir():
         return None
+    # The digests catch a damaged file before the file is mapped: a truncated library ends the process with SIGBUS.
     wanted = level(dtype, processor)
     if wanted is None:
         levels = ", ".join(level.name for level in LEVELS)
@@ -82,6 +84,7 @@ def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path |
     file = folder / wanted.file_name(dtype)
     try:
         listed = json.loads((folder / LIST).read_bytes())
+        # The list names the digest of the source too: after an edit of lora.c the objects are stale.
         made_of, digest = listed["source"], listed["objects"][file.name]
         found = digest_of(file)
         own = digest_of(SOURCE)

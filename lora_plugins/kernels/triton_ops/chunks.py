@@ -1,9 +1,9 @@
-"""Rows of a batch grouped by slot and cut into chunks, on the device, without the host ever waiting for it.
+"""Rows of a batch grouped by slot and cut into chunks, on the device; the host never waits.
 
-A chunk is a run of rows of one slot in slot order, of at most `size` rows. Kernels launch one row of programs for every
-chunk that a batch of that many rows could have; those without a chunk find 0 rows and leave. So a grid depends on the
-number of rows alone, and a CUDA graph that was captured for it serves every mapping. Ideas: Punica's SGMV
-(arXiv:2310.18547), and the tile tables of grouped matrix products.
+A chunk is a run of at most `size` rows of one slot, in slot order. Kernels launch programs for as many chunks as a
+batch of so many rows could have; programs without a chunk find 0 rows and leave. So a grid depends on the number of
+rows alone, and a captured CUDA graph serves every mapping. Ideas: Punica's SGMV (arXiv:2310.18547), and the tile tables
+of grouped matrix products.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import triton.language as tl
 from lora_plugins.kernels.tuning import CHUNK_SIZES as SIZES  # neighbours differ by a factor of 2, see _cut_kernel
 
 _CHUNKS_AT_ONCE = 64
-_TILE = 64 * 128  # chunks at once times slots, which one program compares: more would not fit into its registers
+# Chunks at once times slots, compared by a single program: a larger tile would not fit into the program's registers.
+_TILE = 64 * 128
 
 
 def chunks_at_most(rows: int, size: int, slots: int) -> int:
-    """How many chunks of `size` rows a batch of `rows` rows can have: every slot may end in one that is not full."""
+    """Return how many chunks of `size` rows a batch of `rows` rows can have: each slot may end in a partial chunk."""
     return min(rows, rows // size + slots)
 
 
 class Chunks:
-    """The chunks of the batch at hand, in buffers that keep their place for as long as this lives.
+    """The chunks of the current batch, in buffers whose addresses never change: captured CUDA graphs read them.
 
     Attributes:
         order: int64 `[max_rows]`, row numbers in the order of their slots.
         table: int32 `[len(SIZES), 3, capacity]`; for each chunk its slot, its first place in `order`, its rows (or 0).
-        rows: of the batch, as far as the host knows.
+        rows: rows of the batch, as far as the host knows.
     """
 
     def __init__(self, max_rows: int, slots: int, device: Any) -> None:
@@ -39,22 +40,26 @@ class Chunks:
         self.capacity = max(1, chunks_at_most(max_rows, SIZES[0], slots))
         self.order = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.table = torch.zeros(len(SIZES), 3, self.capacity, dtype=torch.int32, device=device)
+        # Old slots beyond `rows` stay: `_first_not_below` reads up to `rows` only.
         self._sorted = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
 
     @classmethod
     def over(cls, order: Any, table: Any, slots: int, rows: int) -> Chunks:
-        """The chunks that another object's `order` and `table` hold; `cut` is that object's business."""
+        """Return the chunks in another object's `order` and `table`; only the other object calls `cut`."""
         chunks = cls.__new__(cls)
         chunks.slots, chunks.rows, chunks.capacity = slots, rows, table.shape[2]
         chunks.order, chunks.table = order, table
         return chunks
 
     def at_most(self, rows: int, size: int) -> int:
-        """How many chunks hold what a layer that sees the first `rows` rows needs; they may lie among all others."""
+        """Return how many chunks to launch for a layer that sees the first `rows` rows.
+
+        The chunks of these rows may lie among all other chunks, so the count follows the larger number of rows.
+        """
         return chunks_at_most(max(rows, self.rows), size, self.slots) if rows else 0
 
     def cut(self, slot_of_row: Any) -> None:
-        """Group the rows of a new batch; everything stays on the device.
+        """Group the rows of a new batch; all data stays on the device.
 
         Args:
             slot_of_row: int64 `[rows]` on the device, with `rows` at most `max_rows`; negative for the base model.
@@ -77,7 +82,7 @@ class Chunks:
         )
 
     def of_size(self, size: int) -> Any:
-        """The table for this chunk size, int32 `[3, capacity]`."""
+        """Return the table for this chunk size, int32 `[3, capacity]`."""
         return self.table[SIZES.index(size)]
 
 
@@ -93,8 +98,10 @@ def _cut_kernel(
     STEPS: tl.constexpr,
 ) -> None:
     """Fill one chunk size's table (program 0), `AT_ONCE` chunks of it (program 1)."""
+    # Sizes double from `SMALLEST` on: a shift gives the size without a load.
     size = SMALLEST << tl.program_id(0)
     slot = tl.arange(0, SLOTS)
+    # Rows of the base model have negative slots, sort first, and lie before every `begin`.
     begin = _first_not_below(sorted_slots, slot, rows, SLOTS, STEPS)
     count = _first_not_below(sorted_slots, slot + 1, rows, SLOTS, STEPS) - begin
     full = (count + size - 1) // size
@@ -102,13 +109,14 @@ def _cut_kernel(
 
     chunk = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     owner = tl.sum((ends[None, :] <= chunk[:, None]).to(tl.int32), 1)
-    mine = slot[None, :] == owner[:, None]  # no slot's, beyond the last chunk
+    mine = slot[None, :] == owner[:, None]  # all False beyond the last chunk
     number_in_slot = chunk - tl.sum(tl.where(mine, (ends - full)[None, :], 0), 1)
     first = tl.sum(tl.where(mine, begin[None, :], 0), 1) + number_in_slot * size
     left = tl.sum(tl.where(mine, count[None, :], 0), 1) - number_in_slot * size
     there = owner < SLOTS
     kept = chunk < capacity
     out = table + tl.program_id(0) * 3 * capacity + chunk
+    # Places without a chunk get slot -1 and 0 rows: kernels read the rows first, and leave.
     tl.store(out, tl.where(there, owner, -1), mask=kept)
     tl.store(out + capacity, tl.where(there, first, 0), mask=kept)
     tl.store(out + 2 * capacity, tl.where(there, tl.minimum(left, size), 0), mask=kept)
@@ -118,7 +126,7 @@ def _cut_kernel(
 def _first_not_below(
     sorted_slots: tl.tensor, slot: tl.tensor, rows: tl.tensor, SLOTS: tl.constexpr, STEPS: tl.constexpr
 ) -> tl.tensor:
-    """Binary search: for each slot the first place whose slot is not below it."""
+    """Binary search: for each slot the first place whose slot is not smaller."""
     low = tl.zeros((SLOTS,), dtype=tl.int32)
     high = tl.zeros((SLOTS,), dtype=tl.int32) + rows
     for _ in range(STEPS):

@@ -1,6 +1,7 @@
 """The dense path: a batch of one adapter, as plain matrix products of the slot's true rank.
 
-For long prefills, where the library's products win. What it does is decided on the host, so it is never captured.
+The dense path serves long prefills, where the library's products win. The host chooses the path and the rank, so the
+path is never captured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def dense(
     offset: int = 0,
     add_inputs: bool = True,
 ) -> None:
-    """Add `scale * B A x` to the slices' columns of `y`, or put it there.
+    """Add `scale * B A x` to the slices' columns of `y`, or replace the columns.
 
     Args:
         y: `[rows, columns]`.
@@ -32,13 +33,14 @@ def dense(
         b: one slot's `[out_i, max_rank]` for each slice.
         ranks: the slot's rank for each slice.
         output_slices: `out_i`.
-        scale: what the shrink is multiplied with.
+        scale: factor of the shrink.
         offset: the first slice's first column in `y`.
-        add_inputs: whether what is in `y` counts.
+        add_inputs: whether to add to `y`, or to replace.
     """
     for a_i, b_i, rank, width in zip(a, b, ranks, output_slices, strict=True):
         into = y[:, offset : offset + width]
         offset += width
+        # Rank 0 adds nothing; a product with an inner size of 0 would launch a kernel for nothing.
         if rank:
             t = torch.mm(x, a_i[:rank].t())
             torch.addmm(into, t, b_i[:width, :rank].t(), beta=int(add_inputs), alpha=scale, out=into)

@@ -1,15 +1,15 @@
-"""Expand: `y += B t` for every row with its slot's adapter, over no more than the slot's rank.
+"""Expand: `y += B t` for every row with its slot's adapter, up to the slot's rank.
 
-All slices of a packed module, of whatever widths, go in one launch. Partial sums of a split shrink are added here, in
-one order.
+All slices of a packed module, of whatever widths, go in one launch. The kernel adds the partial sums of a split shrink,
+always in the same order.
 
-Fused, for few rows, every program computes what it needs of `t = A x` itself. A is read once for each tile of output
-columns, out of the second-level cache after the first. That costs less than a second launch only where A is small and
-rows are few; the tuning table says where.
+Fused, for few rows, every program computes its part of `t = A x` itself. Each tile of output columns reads A once,
+after the first tile from the second-level cache. Fusing costs less than a second launch only where A is small and rows
+are few; the tuning table says where.
 
-The left factor of the product lies in registers. ptxas before 13.3 miscompiles that on sm_90 where loads are pipelined
-(triton-lang/triton#9433); tables therefore keep `stages` at 1 for an expand, which costs nothing, as a rank is one or
-two tiles.
+The left factor of the product lies in registers. ptxas before 13.3 miscompiles a left factor in registers on sm_90
+where loads are pipelined (triton-lang/triton#9433); tables therefore keep `stages` at 1 for an expand. A single stage
+costs nothing, as a rank is one or two tiles.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ def expand(
     *,
     add_inputs: bool = True,
 ) -> None:
-    """Add `B t` to the slices' columns of `y`, or put it there; base rows and other columns are not touched.
+    """Add `B t` to the slices' columns of `y`, or replace the columns; base rows and other columns are not touched.
 
     Args:
         y: `[rows, columns]`, contiguous in its last axis.
-        t: float `[splits, slices, rows, max_rank]`, contiguous in its last axis; nothing beyond the rank is read.
-        module: the stacked B of all slices and where their columns begin.
+        t: float `[splits, slices, rows, max_rank]`, contiguous in its last axis; read up to the true rank.
+        module: the stacked B of all slices and their first columns.
         ranks: int32 `[slices, slots]` on the device.
         chunks: the batch, cut.
-        size: the chunk size to use, one of `SIZES`.
+        size: the chunk size to use, an element of `SIZES`.
         tile: how the work is cut.
-        add_inputs: whether what is in `y` counts.
+        add_inputs: whether to add to `y`, or to replace.
     """
     t_strides = (t.stride(2), t.stride(0), t.stride(1))
+    # IN is not used without FUSED; 16 is the smallest tile that Triton's `dot` takes.
     cut = {"FUSED": False, "SPLITS": t.shape[0], "IN": 16, "RANK": tile.rank, "OUT": tile.columns}
     _launch(y, t, t_strides, 0, 1.0, module, ranks, chunks, size, tile, cut, add_inputs=add_inputs)
 
@@ -73,18 +74,18 @@ def fused(
     *,
     add_inputs: bool = True,
 ) -> None:
-    """Add `scale * B A x` to the slices' columns of `y`, or put it there; the rest of `y` is not touched.
+    """Add `scale * B A x` to the slices' columns of `y`, or replace the columns; the rest of `y` is not touched.
 
     Args:
         y: as for `expand`.
         x: `[rows, in]`, contiguous in its last axis.
         module: the stacked A and B of all slices.
-        ranks: as for `expand`, and so all others.
+        ranks: as for `expand`.
         chunks: the batch, cut.
         size: the chunk size.
         tile: how the work is cut.
-        scale: what every sum of the shrink is multiplied with.
-        add_inputs: whether what is in `y` counts.
+        scale: factor of every sum of the shrink.
+        add_inputs: whether to add to `y`, or to replace.
     """
     columns_in = columns(tile.columns_in, module.dtype)
     cut = {"FUSED": True, "SPLITS": 1, "IN": columns_in, "RANK": tile.rank, "OUT": tile.columns_out}
@@ -107,6 +108,7 @@ def _launch(
     add_inputs: bool,
 ) -> None:
     rows = y.shape[0]
+    # Tiles of the widest slice for every slice: programs beyond a narrow slice leave at once.
     tiles = triton.cdiv(module.widest, cut["OUT"])
     grid = (chunks.at_most(rows, size) * module.slices * tiles,)
     if not grid[0]:
@@ -167,7 +169,7 @@ def _expand_kernel(
     OUT: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    """One chunk, slice and tile of its columns; programs of one chunk are neighbours. `source` is t, or x if FUSED."""
+    """Compute a chunk, slice and tile of columns; programs of a chunk are neighbours. `source` is t, or x if FUSED."""
     program = tl.program_id(0)
     tile = program % tiles
     slice_ = program // tiles % SLICES
@@ -178,8 +180,10 @@ def _expand_kernel(
     width = number(module, 2 * SLICES + slice_, ALIGNED)
     if tile * OUT >= width:
         return
+    # int64: slot times stride exceeds 2³¹ elements for large vocabularies.
     slot = tl.load(chunks + chunk).to(tl.int64)
     rank = tl.load(ranks + slice_ * ranks_stride + slot * ranks_slot_stride)
+    # Without ADD a rank of 0 still stores zeros: the columns must not keep old content.
     if ADD:
         if rank == 0:
             return
@@ -187,8 +191,10 @@ def _expand_kernel(
     n = tile * OUT + tl.arange(0, OUT)
     a = pointer(module, slice_, ELEMENT, ALIGNED) + slot * a_slot_stride
     b = pointer(module, SLICES + slice_, ELEMENT, ALIGNED)
+    # B's rows differ by slice: rows (the table's fifth row) times the stride is the distance from slot to slot.
     b += slot * (tl.load(module + 4 * SLICES + slice_) * b_row_stride)
     total = tl.zeros((ROWS, OUT), dtype=tl.float32)
+    # The loop ends at the slot's true rank: beyond the rank, memory may hold anything.
     for rank_begin in range(0, rank, RANK):
         r = rank_begin + tl.arange(0, RANK)
         if FUSED:

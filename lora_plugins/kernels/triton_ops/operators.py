@@ -1,8 +1,8 @@
 """The kernels as torch operators, so that torch.compile and CUDA graphs take each call as one opaque step.
 
-An operator chooses dense path, fused kernel or shrink and expand by the rows of its input and the tuning table. What it
-needs to know of the batch comes in tensors: `order` and `table` of `Chunks` on the device, and `host`, four numbers on
-the CPU (see `Batch`). A Python number would be frozen into a compiled graph.
+An operator chooses dense path, fused kernel or shrink and expand by the rows of its input and the tuning table. Facts
+about the batch come in tensors: `order` and `table` of `Chunks` on the device, and `host`, four numbers on the CPU (see
+`Batch`). A Python number would be frozen into a compiled graph.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lora_plugins.kernels.triton_ops.shrink import partials, shrink
 from lora_plugins.kernels.tuning import Plan, ShrinkTile, Table
 
 NAMESPACE = "lora_plugins"
-_FULLY_SHARDED = ShrinkTile()  # its result is gathered, so it has to be whole
+_FULLY_SHARDED = ShrinkTile()  # a fully sharded layer gathers the result, so the result must not be split
 
 
 class Batch:
-    """What operators know of a batch: the chunks of its rows, and what the host knows without asking the device.
+    """A batch as operators see the batch: the chunks of its rows, and facts that the host knows without the device.
 
     Attributes:
-        host: int64 `[4]` on the CPU: rows, whether any has an adapter, the one slot of all rows or -1, and the number
-            of the `Operators` that compute it.
+        host: int64 `[4]` on the CPU: rows; whether any row has an adapter; the single slot of all rows, or -1; the
+            number of the `Operators` that compute the batch.
     """
 
     def __init__(self, max_rows: int, slots: int, device: Any, operators: Operators | None = None) -> None:
-        """Room for `max_rows` rows; computed by `operators`, or by those `in_use` then."""
+        """Make room for `max_rows` rows, computed by `operators`, or by the `Operators` of `use` where None."""
         self.chunks = Chunks(max_rows, slots, device)
         self.host = torch.tensor([0, 0, -1, operators.number if operators else _WHAT_IS_IN_USE])
 
@@ -46,26 +46,27 @@ class Batch:
 
         Args:
             slot_of_row: int64 `[rows]` on the device, negative for the base model.
-            slots_in_use: what the host knows to be in it.
+            slots_in_use: the batch's slots, as the host knows.
             base_rows: whether the host knows of rows without an adapter.
         """
         single = next(iter(slots_in_use)) if len(slots_in_use) == 1 and not base_rows else -1
+        # Written in place: a compiled graph holds the address of `host`.
         self.host[0], self.host[1], self.host[2] = slot_of_row.shape[0], int(bool(slots_in_use)), single
         self.chunks.cut(slot_of_row)
 
     @property
     def tensors(self) -> tuple[Any, Any, Any]:
-        """What every operator takes, in its order."""
+        """The batch's tensors, in the order of every operator's arguments."""
         return self.chunks.order, self.chunks.table, self.host
 
 
 @dataclass
 class _Known:
-    """A module's ranks, on the device and, where it is registered, on the host.
+    """A module's ranks, on the device and, for a registered module, on the host.
 
     Attributes:
-        stacks: whose addresses the module is known by: while it is known, nothing else comes to lie there.
-        reserved_rows: of the largest batch whose memory `reserve` has taken.
+        stacks: tensors whose addresses name the module; kept alive, so no other tensor gets the same address.
+        reserved_rows: rows of the largest batch whose memory `reserve` has taken.
     """
 
     device: Any
@@ -80,12 +81,13 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Operators:
-    """What the operators need beyond their arguments. Each punica wrapper has its own, with the layers that call it.
+    """The operators' knowledge beyond their arguments; each punica wrapper has its own, with the layers that call it.
 
     Attributes:
-        table: how work is cut. batch_invariant: one plan for all batches. captured_rows: sizes up to this one are
-        captured in CUDA graphs, and so never take the dense path, whose choice the host makes.
-        number: by which a batch names it, since torch calls operators by name, with tensors and numbers only.
+        table: how work is cut. batch_invariant: one plan for all batches.
+        captured_rows: sizes up to this number are captured in CUDA graphs, and never take the dense path, which the
+            host chooses.
+        number: the name of this object in a batch; torch passes operators tensors and numbers only.
     """
 
     table: Table
@@ -99,7 +101,7 @@ class Operators:
         _by_number[self.number] = self
 
     def register(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
-        """Learn the ranks of a module, of which an embedding's A `[slots, vocabulary, max_rank]` is not ours to read.
+        """Learn a module's ranks; an embedding's A `[slots, vocabulary, max_rank]` is never read.
 
         A module whose A and B differ in rank (sharded by rank) is computed at its slots' largest rank.
         """
@@ -108,33 +110,38 @@ class Operators:
             return
         known = _Known(self._device_ranks(b[0].device).follow(ranks, b[0].shape[0]), ranks, (*a, *b))
         self._known[b[0].data_ptr()] = known
+        # An embedding's A is no operand of a kernel: only B's address names the module.
         if not embedding:
             self._known[a[0].data_ptr()] = known
 
     def forget(self) -> None:
-        """Drop all modules, and so their weights; for where a process outlives them."""
+        """Drop all modules, and so their weights, where a process outlives its model."""
         self._known.clear()
         self._ranks.clear()
 
     def plan(self, rows: int, n_in: int, n_out: int) -> Plan:
-        """How a batch of these sizes is cut."""
+        """Return how a batch of these sizes is cut."""
         return self.table.invariant() if self.batch_invariant else self.table.plan(rows, n_in, n_out)
 
     def module(
         self, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int
     ) -> tuple[PackedModule, _Known]:
-        """What is known of the module with these stacks; one that is not registered has the largest ranks.
+        """Return the module with these stacks, packed, and its ranks; an unregistered module has the largest ranks.
 
         Raises:
-            RuntimeError: one that is new while a CUDA graph is captured.
+            RuntimeError: a new module while a CUDA graph is captured.
         """
         first = (a or b)[0]
         known = self._known.get(first.data_ptr())
         if known is None:
+            # A new module copies its table to the device: a captured copy would run again at each replay, from host
+            # memory that is gone.
             _refuse_while_capturing()
             largest = [part.shape[-2] for part in a] or [part.shape[-1] for part in b]
             known = _Known(self._device_ranks(first.device).constant(largest, first.shape[0]), None, (*a, *b))
             self._known[first.data_ptr()] = known
+        # A linear layer calls with A and B, a fully sharded layer with one of the two: each call has a packed form of
+        # its own.
         key = (len(a), b[0].data_ptr() if b else 0, *output_slices, offset)
         packed = known.packed.get(key)
         if packed is None:
@@ -143,9 +150,10 @@ class Operators:
         return packed, known
 
     def reserve(self, x: Any, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int) -> None:
-        """Take, for a moment, what memory a batch of these rows or fewer would need of its own if it had adapters.
+        """Take, for a moment, the memory that a batch of up to these rows would need if the batch had adapters.
 
-        vLLM runs the largest batch without adapters, and gives the memory that it has not seen in use to its KV cache.
+        vLLM profiles memory with the largest batch, without adapters, and gives all memory that was unused then to the
+        KV cache.
         """
         rows = x.shape[0]
         known = self._known.get(a[0].data_ptr())
@@ -156,6 +164,7 @@ class Operators:
         plans = (self.table.invariant(),) if self.batch_invariant else self.table.plans
         within = [plan for plan in plans if plan.holds(min(rows, plan.max_rows), x.shape[1], module.widest)]
         most = max(plan.shrink.splits * min(rows, plan.max_rows) for plan in within)
+        # Not kept: PyTorch's allocator keeps the block, and vLLM's profile counts the peak.
         torch.empty(most, module.slices, module.max_rank, dtype=torch.float32, device=x.device)
 
     def takes_dense_path(self, y: Any, x: Any, batch: Any) -> bool:
@@ -183,13 +192,13 @@ _by_number: WeakValueDictionary[int, Operators] = WeakValueDictionary()
 
 
 def use(operators: Operators) -> None:
-    """Have `operators` compute the batches that name none, in programs that need one for all of the process."""
+    """Let `operators` compute the batches that name no `Operators`, in programs with one for the process."""
     global _operators  # noqa: PLW0603 - what `in_use` returns
     _operators = operators
 
 
 def in_use(number: int = _WHAT_IS_IN_USE) -> Operators:
-    """Those of this number, which a batch names; without one, those in use in this process."""
+    """Return the `Operators` of this number, or the process's `Operators` for number 0."""
     operators = _by_number.get(number) if number else _operators
     if operators is None:
         raise RuntimeError("the Triton kernels were called before they were set up, or after their wrapper was gone")
@@ -209,11 +218,13 @@ def lora_linear(
     offset: int,
     add_inputs: bool,
 ) -> None:
-    """`y[:, slice i] += scale * B_i A_i x`: `y` `[rows, out]`, `x` `[rows, in]`, stacks as in `PackedModule`."""
+    """Add `scale * B_i A_i x` to slice i of `y`: `y` `[rows, out]`, `x` `[rows, in]`, stacks as in `PackedModule`."""
+    # A tensor on the CPU: reading the numbers waits for nothing.
     batch = host.tolist()
     if not x.shape[0]:
         return
     operators = in_use(batch[3])
+    # No row has an adapter, as in vLLM's profiling run: nothing to add.
     if not batch[1]:
         operators.reserve(x, a, b, output_slices, offset)
         return
@@ -221,6 +232,7 @@ def lora_linear(
     x = _rows(x, module)
     if operators.takes_dense_path(y, x, batch):
         rows, _, slot, _ = batch
+        # `x` may have more rows than the batch: vLLM pads for CUDA graphs. The dense path leaves padding alone.
         ranks = known.host[slot] if known.host else (module.max_rank,) * module.slices
         dense(
             y[:rows],
@@ -253,7 +265,8 @@ def lora_shrink(
     host: torch.Tensor,
     scale: float,
 ) -> None:
-    """`y[i] = scale * A_i x`, 0 beyond the rank and in base rows: float32 `y` `[slices, rows, max_rank]`."""
+    """Compute `y[i] = scale * A_i x`, 0 beyond the rank and in base rows: float32 `y` `[slices, rows, max_rank]`."""
+    # The caller gathers `y` from all workers: rows without an adapter must be zeros, not old memory.
     y.zero_()
     batch = host.tolist()
     if not batch[1] or not x.shape[0]:
@@ -277,7 +290,7 @@ def lora_expand(
     offset: int,
     add_inputs: bool,
 ) -> None:
-    """`y[:, slice i] += B_i t[i]`: `y` `[rows, out]`, `t` `[slices, rows, max_rank]`."""
+    """Compute `y[:, slice i] += B_i t[i]`: `y` `[rows, out]`, `t` `[slices, rows, max_rank]`."""
     batch = host.tolist()
     if not batch[1] or not y.shape[0]:
         return
@@ -315,7 +328,7 @@ def _register() -> None:
         library.define(name + torch.library.infer_schema(function, mutates_args=("y",)))
         library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_args: None, lib=library)
-    _libraries.append(library)  # an operator lives as long as its library
+    _libraries.append(library)  # torch drops an operator together with its library
 
 
 _libraries: list[Any] = []

@@ -1,4 +1,4 @@
-"""Where the stacked weights of a packed module lie, as a small table on the device, so that one launch serves all."""
+"""A table on the device with the addresses of a packed module's stacked weights, so that one launch serves all."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lora_plugins.kernels.triton_ops.chunks import Chunks
 ELEMENTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # as Triton read it when it made these kernels
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # as Triton read the variable when Triton made these kernels
 
 
 def precision(dtype: Any) -> str:
-    """How tiles are to be multiplied: float32 as float32, not rounded to TF32.
+    """Return how tiles are to be multiplied: float32 as float32, not rounded to TF32.
 
-    Triton's interpreter (3.6) multiplies the bits of bfloat16 as integers, so there they are widened first.
+    Triton's interpreter (3.6) multiplies the bits of bfloat16 as integers, so the kernels widen bfloat16 first.
     """
     if INTERPRETED and dtype == torch.bfloat16:
         return "widened"
@@ -29,7 +29,7 @@ def precision(dtype: Any) -> str:
 
 
 def columns(of_two_bytes: int, dtype: Any) -> int:
-    """A tile's columns for `dtype`; tables are made for 2 bytes, and as many of 4 would not fit into registers."""
+    """Return a tile's columns for `dtype`; tables count elements of 2 bytes, and as many of 4 exceed the registers."""
     return max(16, of_two_bytes * 2 // int(dtype.itemsize))
 
 
@@ -45,13 +45,15 @@ class PackedModule:
     def __init__(self, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset_start: int = 0) -> None:
         """Describe `a[i]`: `[slots, 1, max_rank, in]`, `b[i]`: `[slots, 1, out_i, max_rank]` (the 1 may be missing).
 
-        Either may be empty where only the other product is wanted.
+        Either may be empty where a caller wants only the other product.
 
         Raises:
-            ValueError: shapes or strides that one launch cannot serve. TypeError: a dtype that the kernels do not have.
+            ValueError: shapes or strides that a single launch cannot serve. TypeError: a dtype that the kernels do not
+                have.
         """
         a, b = tuple(_three_axes(part) for part in a), tuple(_three_axes(part) for part in b)
         check_stacks(a, b, output_slices)
+        # Either side has the slots and the dtype; `check_stacks` has compared both.
         first = (a or b)[0]
         self.slices, self.slots = len(a or b), first.shape[0]
         self.dtype = first.dtype
@@ -59,7 +61,7 @@ class PackedModule:
         self.a_strides = (a[0].stride(0), a[0].stride(1)) if a else (0, 0)
         self.b_row_stride = b[0].stride(1) if b else 0
         self.widest = max(output_slices, default=0)
-        self.kept = (a, b)  # the table has only their addresses
+        self.kept = (a, b)  # the table holds addresses only, so the tensors must live as long
         none = [0] * self.slices
         widths = list(output_slices) if b else none
         columns = list(accumulate(widths[:-1], initial=offset_start)) if b else none
@@ -68,11 +70,12 @@ class PackedModule:
             value % 8 == 0 for value in (*widths, *columns)
         )
         rows = [of_a, of_b, widths, columns, [part.shape[1] for part in b] or none]
+        # Built on the host and copied once: reading addresses back from the device would wait.
         self.table = torch.tensor(rows, dtype=torch.int64).to(first.device)
 
 
 def check_stacks(a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int]) -> None:
-    """Refuse stacks `[slots, max_rank, in]` and `[slots, out, max_rank]` that one launch cannot serve.
+    """Refuse stacks `[slots, max_rank, in]` and `[slots, out, max_rank]` that a single launch cannot serve.
 
     Raises:
         ValueError: their shapes or strides. TypeError: a dtype that the kernels do not have.
@@ -93,14 +96,14 @@ def check_stacks(a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int
 
 
 def batch_arguments(module: PackedModule, ranks: Any, chunks: Chunks, size: int, rows: int) -> tuple[Any, ...]:
-    """What every kernel is given of the module and of the batch, in its order."""
+    """Return the arguments of every kernel that describe module and batch, in the kernels' order."""
     return (
         module.table, ranks, chunks.order, chunks.of_size(size), chunks.capacity, rows, *ranks.stride(),
     )  # fmt: skip
 
 
 def constants(module: PackedModule, size: int) -> dict[str, Any]:
-    """What every kernel is compiled for."""
+    """Return the constants that every kernel is compiled for."""
     return {
         "ELEMENT": ELEMENTS[module.dtype],
         "ALIGNED": module.aligned,

@@ -1,8 +1,8 @@
-"""The slots' true ranks where kernels can read them: int32 tables on the device that keep their place.
+"""The slots' true ranks for kernels to read: int32 tables on the device whose addresses never change.
 
-A CUDA graph that was captured with them sees every later change. The ranks of one slot lie together, those of all
-modules, and are copied from a table on the host: one copy when a slot has been written, on the current stream, like
-vLLM's own copies of the weights before it. So what orders the one orders the other, and the host never waits.
+A captured CUDA graph sees every later change. The ranks of one slot lie together for all modules. A write of a slot
+copies the ranks once from a table on the host, on the current stream, like vLLM's own copies of the weights before. So
+the stream orders ranks and weights alike, and the host never waits.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 
 from lora_plugins.kernels.ranks import SlotRanks, after_writing
 
-_SLICES_AT_ONCE = 1024  # of one table; a model of 80 layers has 560
+_SLICES_AT_ONCE = 1024  # slices of one table; a model of 80 layers has 560
 
 
 class DeviceRanks:
-    """Hands out int32 `[slices, slots]` views of tables and follows `SlotRanks`."""
+    """Hands out int32 `[slices, slots]` views of tables, and keeps the views equal to `SlotRanks`."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
         self._table: _Table | None = None
 
     def follow(self, ranks: SlotRanks, slots: int) -> Any:
-        """A module's view: what is known now, and from now on whatever is written.
+        """Return a module's view, with the present ranks and all later ones.
 
         Must not be called while a CUDA graph is captured.
         """
@@ -35,10 +35,10 @@ class DeviceRanks:
         return table.view(first, len(ranks.largest))
 
     def constant(self, largest: list[int], slots: int) -> Any:
-        """For a module that is not registered: the largest rank everywhere, which is right at any true rank.
+        """Return the largest rank everywhere, for an unregistered module: right at any true rank.
 
-        In memory of its own: a sleep of level 2 discards what was made while the model was loaded, and only slots are
-        written again.
+        The ranks have memory of their own: vLLM's sleep of level 2 discards all memory from the model's loading, and
+        only slots are written again.
         """
         every_slot = torch.tensor(largest, dtype=torch.int32).unsqueeze(1).expand(-1, slots)
         return every_slot.contiguous().to(self._device)
@@ -57,13 +57,16 @@ class _Table:
 
     def __init__(self, slots: int, slices: int, device: Any) -> None:
         self.slots, self.slices, self.used = slots, slices, 0
-        with torch.inference_mode(mode=False):  # what is made within inference mode may not be written outside it
+        # PyTorch refuses to write tensors of inference mode outside of inference mode.
+        with torch.inference_mode(mode=False):
             self._host = torch.zeros(slots, slices, dtype=torch.int32)
             self._device = torch.zeros(slots, slices, dtype=torch.int32, device=device)
-        self._copy(0)  # so that the first activation finds page-locked memory of this size, which takes long to get
+        # The first copy takes page-locked memory, which is slow to get; the first activation then finds the memory
+        # cached.
+        self._copy(0)
 
     def view(self, first: int, slices: int) -> Any:
-        """int32 `[slices, slots]` on the device, of these slices, as they are now known."""
+        """Return int32 `[slices, slots]` on the device, with the present ranks of these slices."""
         columns = slice(first, first + slices)
         self._device[:, columns] = self._host[:, columns].to(self._device.device)
         return self._device[:, columns].T
@@ -73,12 +76,13 @@ class _Table:
         self._host[slot, first : first + len(ranks)] = torch.tensor(ranks, dtype=torch.int32)
 
     def put(self, slot: int, first: int, ranks: tuple[int, ...]) -> None:
-        """Note the ranks, and copy all that is known of the slot to the device."""
+        """Note the ranks, and copy the slot's row to the device."""
         self.note(slot, first, ranks)
         after_writing((id(self), slot), lambda: self._copy(slot))
 
     def _copy(self, slot: int) -> None:
         row = self._host[slot]
         if self._device.is_cuda:
-            row = row.pin_memory()  # a copy of its own, which a later write does not change while it is on its way
+            # A separate copy in page-locked memory: a later `note` must not change ranks on their way to the device.
+            row = row.pin_memory()
         self._device[slot].copy_(row, non_blocking=True)

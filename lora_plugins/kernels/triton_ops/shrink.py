@@ -1,7 +1,7 @@
-"""Shrink: `A x` for every row with its slot's adapter, over no more than the slot's rank.
+"""Shrink: `A x` for every row with its slot's adapter, up to the slot's rank.
 
-All slices of a packed module go in one launch. The input axis may be split over programs; each stores its own partial
-sum, and whoever reads them adds them in one order. There are no atomics, so a result never depends on timing.
+All slices of a packed module go in one launch. The input axis may be split over programs; each program stores a partial
+sum, and the reader adds the partial sums in a fixed order. There are no atomics, so a result never depends on timing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def shrink(
         module: the stacked A of all slices.
         ranks: int32 `[slices, slots]` on the device.
         chunks: the batch, cut.
-        size: the chunk size to use, one of `SIZES`.
+        size: the chunk size to use, an element of `SIZES`.
         tile: how the work is cut.
-        scale: what every sum is multiplied with.
+        scale: factor of every sum.
     """
     rows, n_in = x.shape
     max_rank = module.max_rank
@@ -55,7 +55,7 @@ def shrink(
         SPLITS=tile.splits,
         RANK_PROGRAMS=rank_programs,
         num_warps=tile.warps,
-        num_stages=tile.stages if x.dtype == module.dtype else 1,  # see expand
+        num_stages=tile.stages if x.dtype == module.dtype else 1,  # a conversion puts x into registers, see expand.py
     )
 
 
@@ -97,7 +97,7 @@ def _shrink_kernel(
     SPLITS: tl.constexpr,
     RANK_PROGRAMS: tl.constexpr,
 ) -> None:
-    """One chunk, slice, part of the rank and part of the input axis; programs of one chunk are neighbours."""
+    """Compute one chunk, slice, part of the rank and part of the input axis; programs of one chunk are neighbours."""
     program = tl.program_id(0)
     split = program % SPLITS
     rank_program = program // SPLITS % RANK_PROGRAMS
@@ -106,8 +106,10 @@ def _shrink_kernel(
     rows_here = tl.load(chunks + 2 * capacity + chunk)
     if rows_here == 0:
         return
+    # int64: slot times stride exceeds 2³¹ elements for large vocabularies.
     slot = tl.load(chunks + chunk).to(tl.int64)
     rank = tl.load(ranks + slice_ * ranks_stride + slot * ranks_slot_stride)
+    # The grid is made for the largest rank: programs beyond the slot's rank leave.
     if rank_program * RANK >= rank:
         return
     row, mine = rows_of_chunk(order, chunks, capacity, chunk, rows_here, rows, ROWS)

@@ -15,10 +15,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 from prometheus_client.core import Metric
 
 from lora_plugins.ledger import Patch
+from lora_plugins.observability.adapter_labels import keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
-from lora_plugins.observability.latest_series import keep_latest
-from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBeforeScrape, Reports
-from lora_plugins.observability.store_metrics import StoreUsage
+from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBeforeScrape, Reports, StoreUsage
 from lora_plugins.process import Process
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, planner_of
 

@@ -11,7 +11,7 @@ from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.layouts.writing import tensors_of, weights_bytes, write_weights
-from lora_plugins.adapter.model_modules import Kind, Place
+from lora_plugins.adapter.model_modules import ModuleKind, ModulePlace
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.settings import Settings
@@ -19,13 +19,15 @@ from tests.make import BASE, LAYER, MODULES, PEFT, adapter_files, put, read_name
 
 MLP = "model.layers.{}.mlp.{}"
 PARTS = {
-    MLP.format(layer, part): Place(MLP.format(layer, "gate_up_proj"), Kind.LINEAR, 8, 12)
+    MLP.format(layer, part): ModulePlace(MLP.format(layer, "gate_up_proj"), ModuleKind.LINEAR, 8, 12)
     for layer in range(2)
     for part in ("gate_proj", "up_proj")
 }
 FUSED = {
-    LAYER.format(0, "qkv_proj"): Place(LAYER.format(0, "qkv_proj"), Kind.LINEAR, 8, 16, matrices=(8, 4, 4)),
-    MLP.format(0, "gate_up_proj"): Place(MLP.format(0, "gate_up_proj"), Kind.LINEAR, 8, 24, matrices=(12, 12)),
+    LAYER.format(0, "qkv_proj"): ModulePlace(LAYER.format(0, "qkv_proj"), ModuleKind.LINEAR, 8, 16, matrices=(8, 4, 4)),
+    MLP.format(0, "gate_up_proj"): ModulePlace(
+        MLP.format(0, "gate_up_proj"), ModuleKind.LINEAR, 8, 24, matrices=(12, 12)
+    ),
 }
 
 
@@ -61,9 +63,9 @@ def convert(tmp_path: Path, tensors, base, files=None, **config) -> tuple[Verifi
 def delta(tensors, module: str, config_path: Path) -> np.ndarray:
     """What the pair adds to the module's weight, by the configuration beside it."""
     config = parse_config(config_path.read_bytes())
-    from lora_plugins.adapter.patterns import Deadline
+    from lora_plugins.adapter.patterns import PatternBudget
 
-    rank, alpha = config.ranks()(module, Deadline()), config.alphas()(module, Deadline())
+    rank, alpha = config.ranks()(module, PatternBudget()), config.alphas()(module, PatternBudget())
     a, b = (tensors[f"{PEFT}{module}.lora_{side}.weight"].astype(np.float64) for side in "AB")
     assert a.shape[0] == b.shape[1] == rank
     return b @ a * config.scaling(rank, alpha)

@@ -10,7 +10,7 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, Kind, ModelModules, Place
+from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import Settings
@@ -27,14 +27,14 @@ def base_of(kind: ExpertFormat, *, is_interleaved: bool = False):
     experts = Experts(COUNT, HIDDEN, INNER, (kind,), NAMES, is_interleaved)
     if kind is ExpertFormat.PER_EXPERT:
         places = {
-            f"{MODULE}.{expert}.{NAMES[role]}": Place(MODULE, Kind.EXPERTS, *SIZES[role], part=role)
+            f"{MODULE}.{expert}.{NAMES[role]}": ModulePlace(MODULE, ModuleKind.EXPERTS, *SIZES[role], part=role)
             for expert, role in product(range(COUNT), ("w1", "w2", "w3"))
         }
     else:
         stacked = {"part": "w13", "stacked": COUNT}
         places = {
-            f"{MODULE}.base_layer": Place(MODULE, Kind.EXPERTS, HIDDEN, 2 * INNER, **stacked),
-            MODULE: Place(MODULE, Kind.EXPERTS, INNER, HIDDEN, part="w2", stacked=COUNT),
+            f"{MODULE}.base_layer": ModulePlace(MODULE, ModuleKind.EXPERTS, HIDDEN, 2 * INNER, **stacked),
+            MODULE: ModulePlace(MODULE, ModuleKind.EXPERTS, INNER, HIDDEN, part="w2", stacked=COUNT),
         }
     modules = ModelModules("TinyForCausalLM", "0.32.0", places, experts={MODULE: experts})
     return dataclasses.replace(BASE, max_rank=None, model=Model(modules, read_name))

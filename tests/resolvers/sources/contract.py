@@ -25,7 +25,7 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.testing import SourceHarness
-from lora_plugins.verification.messages import Found
+from lora_plugins.verification.messages import ReadAdapter
 from tests.make import BASE, adapter_files, config_bytes, content, sharded, weights
 
 ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
@@ -58,9 +58,9 @@ def verify(directory: Path, settings: Settings | None = None) -> int:
     return verify_adapter(directory, BASE, settings or Settings()).config.rank
 
 
-def check(directory: Path, settings: Settings | None = None) -> Found:
+def check(directory: Path, settings: Settings | None = None) -> ReadAdapter:
     verified = verify_adapter(directory, BASE, settings or Settings())
-    return Found(verified, canonical_bytes(verified.config))
+    return ReadAdapter(verified, canonical_bytes(verified.config))
 
 
 def ranked(rank: int) -> dict[str, bytes]:

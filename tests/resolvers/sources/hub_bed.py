@@ -20,7 +20,7 @@ from lora_plugins.resolvers.sources.hub_repos import HubPatterns
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store, StoredAdapter
-from lora_plugins.verification.messages import Found
+from lora_plugins.verification.messages import ReadAdapter
 from testbed.hub import Hub
 from tests.make import adapter_files, content
 
@@ -71,11 +71,11 @@ class Bed:
         return list(self.store.layout.folder("tmp").rglob("*"))
 
 
-def check(directory: Path) -> Found:
+def check(directory: Path) -> ReadAdapter:
     # Nothing but the adapter's own files is ever published.
     assert all(entry.is_file(follow_symlinks=False) for entry in os.scandir(directory))
     verified = verify_adapter(directory, None, Settings())
-    return Found(verified, canonical_bytes(verified.config))
+    return ReadAdapter(verified, canonical_bytes(verified.config))
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
