@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 
 from testbed.bed import Bed, prepare
-from tests.front_ends.front_end import FRONT_ENDS, FrontEnd, Kind, opened
+from tests.front_ends.front_end import FrontEnd, Kind, opened
 
 
 @pytest.fixture(scope="session")
 def bed() -> Bed:
     return prepare()
-
-
-@pytest.fixture(scope="module", params=[pytest.param(kind, id=kind.name, marks=kind.marks) for kind in FRONT_ENDS])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

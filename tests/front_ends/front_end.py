@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from lora_plugins.server.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed
@@ -37,7 +36,6 @@ share = 0.1
 keys = ["{KEY}"]
 admin = true
 """
-_SAID = "names, swaps, pushes, pins, unloads, blocks, policy and shares are the same on each"
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ class Kind:
     count: int = 1
     cell: str = ""
     is_nightly: bool = False
-
-    @property
-    def marks(self) -> list[pytest.MarkDecorator]:
-        marks = [pytest.mark.deployment(self.cell, "tested", _SAID)] if self.cell else []
-        return [*marks, pytest.mark.nightly] if self.is_nightly else marks
 
 
 FRONT_ENDS = (
