@@ -39,8 +39,8 @@ test-long: set-up ## all tests, nightly ones too, with as many examples and repe
 OF_API_SERVERS := access admin by_path damaged_and_full_stores digests in_flight push restart
 API_SERVERS = 2
 test-api-servers: set-up ## what must hold with several API servers too: admin, pushes, swaps, damage, restarts (API_SERVERS=4)
-	@API_SERVERS=$(API_SERVERS) $(RUN) -m pytest $(OF_API_SERVERS:%=tests/e2e/test_%.py) \
-		--deselect tests/e2e/test_access.py::test_a_tenant_over_its_share_waits_for_itself
+	@API_SERVERS=$(API_SERVERS) $(RUN) -m pytest $(OF_API_SERVERS:%=tests/e2e/test_%.py)
+	@$(RUN) -m pytest tests/front_ends -m "nightly or not nightly"
 
 ONLY =
 mutants: set-up ## mistakes in the product that its tests must catch, each in a copy of the tree (10 minutes; ONLY="its name")

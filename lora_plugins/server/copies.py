@@ -14,7 +14,7 @@ import math
 import time
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Copies:
         self._server = server
         self._registry, self._resolver, self._store = server.registry, server.resolver, server.resolver.store
         budgets_bytes = (self._store.max_bytes, self._resolver.settings.host_max_bytes)
-        self.shares = Shares(server.vllm.host_places, min((it for it in budgets_bytes if it is not None), default=None))
+        max_bytes = min((it for it in budgets_bytes if it is not None), default=None)
+        self._shares = Shares(server.vllm.host_places, max_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
         self._pressed_at: int | None = None
@@ -58,14 +59,19 @@ class Copies:
         Raises:
             NoFreeSlot: it is more than its `share`. LoRAPluginsError: it is gone or damaged, and cannot be had again.
         """
-        adapter, holder = self._registry.get(request.lora_name), object()
-        size_bytes = adapter.version.size_bytes if adapter is not None and adapter.version is not None else 0
-        async with self.shares.using(share, request.lora_name, size_bytes):
+        holder = object()
+        async with self.sharing(share, request.lora_name):
             request = await self._with_copy(request, holder)
             try:
                 yield request
             finally:
                 self._store.release(holder, request.lora_path)
+
+    def sharing(self, share: Share | None, name: str) -> AbstractAsyncContextManager[None]:
+        """Inside, a request of `share` uses what a name stands for; raises as `Shares.using`."""
+        adapter = self._registry.get(name)
+        size_bytes = adapter.version.size_bytes if adapter is not None and adapter.version is not None else 0
+        return self._shares.using(share, name, size_bytes)
 
     @asynccontextmanager
     async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:

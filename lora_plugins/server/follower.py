@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, error_of
 from lora_plugins.log import logger
 from lora_plugins.server.frames import Frame, receive, send
 from lora_plugins.server.leader import SOCKET
@@ -87,25 +88,35 @@ class Follower:
         await self._is_ready.wait()
 
     async def call(self, name: str, /, **arguments: Any) -> Frame:
-        """Have the leader do something; what it changes is in the table when this returns.
+        """Have the leader do something; what it changes is in the table when this returns. Raises as `lasting`."""
+        async with self.lasting(name, **arguments) as frame:
+            return frame
+
+    @asynccontextmanager
+    async def lasting(self, name: str, /, **arguments: Any) -> AsyncIterator[Frame]:
+        """Inside, what the leader has given with its answer is this process's.
 
         Raises:
-            SourceUnavailable: the leader is gone, or cannot do it.
+            LoRAPluginsError: what the leader refuses it with. SourceUnavailable: the leader is gone, or cannot do it.
         """
         number = next(self._numbers)
+        self._send({"call": name, "id": number, **arguments})
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"call": name, "id": number, **arguments})
             frame: Frame = await answer
+            if "refused" in frame:
+                raise error_of(frame["refused"])
+            if frame.get("failed"):
+                raise SourceUnavailable(
+                    "the first API server, which could not answer",
+                    expected="its answer",
+                    remedy="see the server's log, and ask again",
+                )
+            yield frame
         finally:
             del self._answers[number]
-        if frame.get("failed"):
-            raise SourceUnavailable(
-                "the first API server, which could not answer",
-                expected="its answer",
-                remedy="see the server's log, and ask again",
-            )
-        return frame
+            if self._writer is not None:
+                send(self._writer, {"end": number})
 
     def used(self, engine_id: int) -> None:
         """Tell the leader, once in a second, that a request for an adapter has come."""

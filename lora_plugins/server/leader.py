@@ -14,17 +14,18 @@ from __future__ import annotations
 import asyncio
 from collections import UserDict
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.log import logger
 from lora_plugins.server.frames import Frame, receive, send
 
 SOCKET = "api-servers.sock"
 _ALL_HAVE_S = 60.0
 
-Call = Callable[[Frame], Awaitable[Frame]]
+Call = Callable[[Frame, AsyncExitStack], Awaitable[Frame]]  # what enters the stack is left when the follower says so
 Carried = Callable[[Frame, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -129,10 +130,11 @@ class Leader:
                 remedy="look at what is served (GET /v1/loras), and call again",
             ) from None
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _tell(self, name: str, request: Any) -> None:
         adapter = None if request is None else self.plain_of(request)
@@ -151,7 +153,7 @@ class Leader:
             send(follower.writer, frame)
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: Call) -> None:
-        follower = _Follower(writer)
+        follower, calls = _Follower(writer), dict[int, asyncio.Task[None]]()
         for name, request in self.table.items():
             send(writer, _change(self.number, name, self.plain_of(request)))
         send(writer, {"all": self.number})
@@ -163,9 +165,15 @@ class Leader:
                 if "has" in frame:
                     follower.has = frame["has"]
                     follower.news.set()
+                elif "end" in frame:
+                    calls.pop(frame["end"]).cancel()
+                elif "id" in frame:
+                    calls[frame["id"]] = self._in_background(_answer(writer, frame, call))
                 else:
                     self._in_background(_answer(writer, frame, call))
         finally:
+            for one in calls.values():
+                one.cancel()
             self._followers.discard(follower)
             follower.is_gone = True
             follower.news.set()
@@ -182,10 +190,14 @@ async def _has(follower: _Follower, number: int) -> None:
 
 
 async def _answer(writer: asyncio.StreamWriter, frame: Frame, call: Call) -> None:
-    try:
-        answer = await call(frame)
-    except Exception:  # noqa: BLE001 - the caller is told
-        logger.exception("An API server's call '%s' failed", frame.get("call"))
-        answer = {"failed": True}
-    if "id" in frame:
-        send(writer, {**answer, "id": frame["id"]})
+    async with AsyncExitStack() as held:
+        try:
+            answer = await call(frame, held)
+        except LoRAPluginsError as error:
+            answer = {"refused": error.plain()}
+        except Exception:  # noqa: BLE001 - the caller is told
+            logger.exception("An API server's call '%s' failed", frame.get("call"))
+            answer = {"failed": True}
+        if "id" in frame:
+            send(writer, {**answer, "id": frame["id"]})
+            await asyncio.Future()  # until the follower ends the call, or is gone

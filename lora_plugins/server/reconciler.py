@@ -331,10 +331,8 @@ class Reconciler:
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        """Write until nothing has changed meanwhile: one writer at a time, so that the last state wins."""
-        delay_s = _WRITE_DELAY_S
+        """Write at once, and what changes meanwhile together: one writer at a time, so that the last state wins."""
         while not self._is_written:
-            await asyncio.sleep(delay_s)  # many changes come together
             self._is_written = True
             started = time.perf_counter()
             served = await self._what_is_served()
@@ -342,7 +340,7 @@ class Reconciler:
                 await asyncio.to_thread(self._served.write, served)
             except OSError as error:
                 logger.warning("What is served cannot be written to %s: %s", self._served.path, error)
-            delay_s = max(_WRITE_DELAY_S, _WRITE_PAUSE * (time.perf_counter() - started))
+            await asyncio.sleep(max(_WRITE_DELAY_S, _WRITE_PAUSE * (time.perf_counter() - started)))
 
     async def _what_is_served(self) -> list[DesiredAdapter]:
         """In steps: what changes meanwhile is written the next time."""

@@ -6,14 +6,17 @@ The leader leases versions for names. A follower leases what its requests need, 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import asdict
 from typing import Any
 
-from lora_plugins.errors import SourceUnavailable, error_of
+from lora_plugins.errors import SourceUnavailable
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.copies import CHANGES, Copies
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.leader import Leader
+from lora_plugins.server.shares import Share
 from lora_plugins.store.errors import DamagedCopy
 
 
@@ -44,6 +47,12 @@ class FollowedCopies(Copies):
         if before is not None and (now is None or now.lora_path != before.lora_path):
             self._store.release(name, before.lora_path)
 
+    @asynccontextmanager
+    async def sharing(self, share: Share | None, name: str) -> AsyncIterator[None]:
+        """As `Copies.sharing`: a share is of all API servers, and the leader has its places."""
+        async with nullcontext() if share is None else self._follower.lasting("use", name=name, share=asdict(share)):
+            yield
+
     async def relieve(self) -> None:
         """End all names' leases: what must stay in the store, the leader leases."""
         idle = [(digest, name, None) for name, request in list(self._follower.table.items())
@@ -59,8 +68,6 @@ class FollowedCopies(Copies):
             if digest is None or await self._is_leased(request, digest, holder):
                 return request
             answer = await self._follower.call("have", name=request.lora_name, engine_id=request.lora_int_id)
-            if "error" in answer:
-                raise error_of(answer["error"])
             present = self._follower.table.get(request.lora_name)
             if present is None:
                 return request  # unloaded meanwhile, which the engine answers

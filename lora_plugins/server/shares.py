@@ -28,7 +28,7 @@ class Share:
 
 
 class Shares:
-    """Those of one API server. For one event loop."""
+    """Those of all API servers of one deployment, in the first. For one event loop."""
 
     def __init__(self, places: int, max_bytes: int | None, *, wait_s: float = _WAIT_S) -> None:
         """Divide `places` for adapters in host memory, and bytes of them; None for no limit of these."""

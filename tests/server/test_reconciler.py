@@ -354,6 +354,23 @@ async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytes
     assert await world.ask("sql") == "/store/sql"
 
 
+@runs
+async def test_a_kill_forgets_no_change_that_came_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is written at once; only those of a crowd wait for each other."""
+    monkeypatch.setattr(reconciler, "_WRITE_DELAY_S", 0.5)
+    world, file = world_with("sql", "chat"), ServedFile(tmp_path / "served.json")
+    await reconciling(world, Settings(preload=("sql",)), file).start()
+    await asyncio.sleep(1)
+    await world.lifecycle.pin("sql")
+    await asyncio.sleep(0.01)
+    assert file.read() == [DesiredAdapter("sql", is_pinned=True)]
+    await world.lifecycle.load("chat")
+    await asyncio.sleep(0.01)
+    assert len(file.read()) == 1
+    await asyncio.sleep(0.5)
+    assert len(file.read()) == 2
+
+
 class SlowFile(ServedFile):
     """A disk that keeps the first writer waiting until it is let go."""
 

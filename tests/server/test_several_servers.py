@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lora_plugins.server.carrying import CarryToLeader, answer_carried
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
+from lora_plugins.server.shares import Share, Shares
 
 NAMES = ["sql", "chat", "team/poet"]
 
@@ -40,6 +41,7 @@ class Servers:
         self.changed: list[tuple[str, Any]] = []
         self.aborted: list[str] = []
         self.relieved = 0
+        self.shares = Shares(4, None)
         self._app = app
 
     async def start(self, folder: Path) -> None:
@@ -48,8 +50,10 @@ class Servers:
 
         await self.leader.listen(folder, self._call, carried)
 
-    async def _call(self, frame: Frame) -> Frame:
+    async def _call(self, frame: Frame, held: AsyncExitStack) -> Frame:
         self.calls.append(frame)
+        if frame["call"] == "use":
+            await held.enter_async_context(self.shares.using(Share("team-a", 0.5), frame["name"]))
         if frame["call"] == "fail":
             raise ValueError("not for followers")
         if frame["call"] == "resolve":
@@ -150,6 +154,45 @@ def test_what_a_call_changes_is_there_before_its_answer(tmp_path: Path) -> None:
     run(tmp_path, steps)
 
 
+def test_places_of_followers_are_released_in_every_way(tmp_path: Path) -> None:
+    """Two places for three servers: one leaves, one goes away while it waits, one dies."""
+
+    async def steps(some: Servers) -> None:
+        one, other, dying = [await some.join() for _ in range(3)]
+
+        async def use(follower: Follower, name: str, entered: asyncio.Event, leave: asyncio.Event) -> None:
+            async with follower.lasting("use", name=name):
+                entered.set()
+                await leave.wait()
+
+        entered, leave = ([asyncio.Event() for _ in range(5)] for _ in range(2))
+        holders = [asyncio.create_task(use(who, f"a-{number}", entered[number], leave[number]))
+                   for number, who in enumerate((one, dying))]  # fmt: skip
+        await asyncio.gather(*(it.wait() for it in entered[:2]))
+        impatient = asyncio.create_task(use(other, "a-2", entered[2], leave[2]))
+        last = asyncio.create_task(use(other, "a-3", entered[3], leave[3]))
+        await other.call("said", name="")
+        impatient.cancel()
+        await other.call("said", name="")
+        assert not entered[2].is_set()
+        assert not entered[3].is_set()
+        leave[0].set()
+        await entered[3].wait()
+        final = asyncio.create_task(use(one, "a-4", entered[4], leave[4]))
+        await one.call("said", name="")
+        assert not entered[4].is_set()
+        dying.close()
+        await entered[4].wait()
+        for event in leave:
+            event.set()
+        await asyncio.gather(*holders, impatient, last, final, return_exceptions=True)
+        await one.call("said", name="")
+        async with some.shares.using(Share("team-a", 0.5), "a-5"), some.shares.using(Share("team-a", 0.5), "a-6"):
+            pass
+
+    run(tmp_path, steps)
+
+
 def test_a_follower_says_each_second_which_adapters_are_used(tmp_path: Path) -> None:
     async def steps(some: Servers) -> None:
         follower = await some.join()
@@ -200,7 +243,7 @@ def test_a_call_ends_with_the_leader(tmp_path: Path) -> None:
     async def steps(some: Servers) -> None:
         asked = asyncio.Event()
 
-        async def never(frame: Frame) -> Frame:
+        async def never(frame: Frame, _: AsyncExitStack) -> Frame:
             asked.set()
             return await asyncio.Future()
 

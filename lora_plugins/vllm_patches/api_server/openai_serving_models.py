@@ -219,7 +219,7 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
         lifecycle.registry.blocked.refuse(lora_name)
         if share is not None and not await this_process().resolver.has(lora_name, lifecycle.server.vllm.base_path):
             share = None  # what no source has takes nothing of it
-        async with lifecycle.copies.shares.using(share, lora_name):
+        async with lifecycle.copies.sharing(share, lora_name):
             return await lifecycle.resolving.run(lora_name, resolve)
     except LoRAPluginsError as error:
         raise http_error(error) from None

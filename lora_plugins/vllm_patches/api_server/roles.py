@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
-from lora_plugins.errors import InvalidSettings, LoRAPluginsError
+from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
 from lora_plugins.process import Process, this_process
 from lora_plugins.server.carrying import answer_carried
@@ -22,6 +23,7 @@ from lora_plugins.server.follower import Follower
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.shared_copies import FollowedCopies
+from lora_plugins.server.shares import Share
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
@@ -68,7 +70,10 @@ async def listen(models: Any, leader: Leader) -> None:
     """Let followers in."""
     app = this_process().app
 
-    async def call(frame: Frame) -> Frame:
+    async def call(frame: Frame, held: AsyncExitStack) -> Frame:
+        if frame["call"] == "use":
+            await held.enter_async_context(lifecycle_of(models).copies.sharing(Share(**frame["share"]), frame["name"]))
+            return {}
         return await _CALLS[frame["call"]](models, leader, frame)
 
     async def carried(first: Frame, *streams: Any) -> None:
@@ -180,10 +185,7 @@ def _exception_of(status: int, text: str, headers: dict[str, str]) -> Exception:
 
 
 async def _have(models: Any, _: Leader, frame: Frame) -> Frame:
-    try:
-        return {"is_had": await lifecycle_of(models).copies.have(frame["name"], frame["engine_id"])}
-    except LoRAPluginsError as error:
-        return {"error": error.plain()}
+    return {"is_had": await lifecycle_of(models).copies.have(frame["name"], frame["engine_id"])}
 
 
 async def _used(models: Any, _: Leader, frame: Frame) -> Frame:

@@ -1,0 +1,517 @@
+"""What every front end answers: one list of cases for each way to start API servers, on real ones.
+
+`LLM` and `AsyncLLM` have neither names nor an admin API: what holds there is in tests/e2e/test_offline.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lora_plugins.server.response import HEADER
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.models import PROMPT
+from testbed.which_server import HEADER as WHICH
+from tests.e2e.admin import HEADERS, KEY
+from tests.e2e.broken import BROKEN
+from tests.e2e.digests import CHAT, of_files
+from tests.e2e.standing_still import LONGEST_S
+from tests.front_ends.front_end import FRONT_ENDS, GREEDY, TENANT, FrontEnd, Kind, opened, put, tokens
+
+NIGHTLY = pytest.mark.nightly
+LONG = 900  # tokens of an answer that goes on while something is done
+
+
+SAID = "names, swaps, pushes, pins, unloads, blocks, policy and shares are the same on each"
+
+
+def marks(kind: Kind) -> list[pytest.MarkDecorator]:
+    evidence = [pytest.mark.deployment(kind.cell, "tested", SAID)] if kind.cell else []
+    return [*evidence, NIGHTLY] if kind.is_nightly else evidence
+
+
+@pytest.fixture(scope="module", params=[pytest.param(kind, id=kind.name, marks=marks(kind)) for kind in FRONT_ENDS])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param  # type: ignore[no-any-return]
+
+
+# --- names ---
+
+
+def test_there_are_as_many_servers_as_asked_for(front_end: FrontEnd, kind: Kind) -> None:
+    assert len(front_end.every) == kind.count
+    for answer in front_end.everywhere(None):
+        assert tokens(answer) == front_end.bed.answers[None]
+        assert HEADER not in answer.headers
+
+
+def test_an_unknown_name_is_served_in_the_same_version(front_end: FrontEnd) -> None:
+    for name in ("sql", "chat", "team/poet"):
+        front_end.is_everywhere(name, name)
+    assert {"sql", "chat", "team/poet"} <= {one["lora_name"] for one in front_end.done("GET", "/v1/loras")["loras"]}
+
+
+def test_a_name_that_no_source_has_is_vllms_404(front_end: FrontEnd) -> None:
+    assert "The model `nobody` does not exist." in front_end.is_nowhere("nobody")
+
+
+@NIGHTLY
+@pytest.mark.parametrize("name", ["../sql", "/sql", "team/../sql", "sql/", "sql\n", "sql@" + "0" * 64, "sql@nothing"])
+def test_a_wrong_name_is_refused_alike(front_end: FrontEnd, name: str) -> None:
+    statuses = {answer.status_code for answer in front_end.everywhere(name)}
+    assert len(statuses) == 1
+    assert statuses <= {400, 404}
+
+
+@NIGHTLY
+@pytest.mark.parametrize("fault", ["truncated", "wrong-shapes"])
+def test_a_broken_adapter_is_refused_until_it_is_repaired(front_end: FrontEnd, fault: str) -> None:
+    case = next(case for case in BROKEN if case.name == fault)
+    case.make(front_end.publish(fault, "sql"))
+    text = front_end.is_nowhere(fault, case.status)
+    assert all(part in text for part in case.texts)
+    assert all(fault not in answer.text for answer in front_end.called_everywhere("GET", "/v1/models"))
+    front_end.publish(fault, "sql", 1)
+    front_end.is_everywhere(fault, "sql")
+
+
+@NIGHTLY
+def test_a_cold_adapter_asked_for_everywhere_is_loaded_once(front_end: FrontEnd) -> None:
+    front_end.publish("cold", "chat")
+    answers = front_end.everywhere("cold", count=30)
+    assert all(tokens(answer) == front_end.bed.answers["chat"] for answer in answers)
+    log = front_end.server.log()
+    assert log.count("Adapter 'cold' from filesystem") == log.count("Resolved and loaded LoRA adapter 'cold'") == 1
+    lists = [answer.json()["loras"] for answer in front_end.called_everywhere("GET", "/v1/loras")]
+    assert len({one["lora_id"] for of_one in lists for one in of_one if one["lora_name"] == "cold"}) == 1
+
+
+@NIGHTLY
+def test_an_older_version_is_served_by_its_digest(front_end: FrontEnd) -> None:
+    digest = of_files(front_end.publish("versioned", "sql"))
+    front_end.done("POST", "/v1/loras", {"lora_name": "versioned"})
+    front_end.is_everywhere(f"versioned@{digest[:12]}", "sql", digest)
+    front_end.publish("versioned", "chat", 1)
+    front_end.done("POST", "/v1/loras/versioned/refresh")
+    front_end.is_everywhere(f"versioned@{digest}", "sql", digest)
+    front_end.is_everywhere("versioned", "chat")
+
+
+@NIGHTLY
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_every_route_says_the_version(front_end: FrontEnd, path: str, stream: bool) -> None:
+    more = {"messages": CHAT} if path != "/v1/completions" else {}
+    for answer in front_end.everywhere("sql", path=path, stream=stream, **more):
+        assert (answer.status_code, answer.headers[HEADER]) == (200, of_files(front_end.root / "sql")), answer.text
+
+
+@NIGHTLY
+def test_routes_that_do_not_generate_know_names_too(front_end: FrontEnd) -> None:
+    assert {answer.status_code for answer in front_end.everywhere("sql", path="/tokenize")} == {200}
+    front_end.is_nowhere("nobody", path="/tokenize")
+
+
+# --- lists ---
+
+
+def test_every_server_lists_the_same(front_end: FrontEnd) -> None:
+    front_end.everywhere("sql")
+    for path, names_of in (("/v1/models", lambda it: [(one["id"], one["root"]) for one in it["data"]]),
+                           ("/v1/loras", lambda it: [one["lora_name"] for one in it["loras"]])):  # fmt: skip
+        lists = [names_of(answer.json()) for answer in front_end.called_everywhere("GET", path)]
+        assert all(of_one == lists[0] for of_one in lists)
+        assert any("sql" in one for one in lists[0])
+
+
+@NIGHTLY
+def test_pages_go_on_at_whichever_server_is_asked(front_end: FrontEnd) -> None:
+    whole = sorted(one["lora_name"] for one in front_end.done("GET", "/v1/loras")["loras"])
+    seen, after = list[str](), dict[str, Any]()
+    while True:
+        page = front_end.done("GET", "/v1/loras", limit=1, **after)
+        seen += [one["lora_name"] for one in page["loras"]]
+        if page.get("next") is None:
+            break
+        after = {"after": page["next"]}
+    assert seen == whole
+
+
+@NIGHTLY
+def test_metrics_are_of_all_servers(front_end: FrontEnd) -> None:
+    def requests(text: str) -> float:
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
+                   if line.startswith("lora_plugins_requests_total"))  # fmt: skip
+
+    before = requests(front_end.call("GET", "/metrics").text)
+    answers = front_end.everywhere("sql", max_tokens=1)
+    ends_at = time.monotonic() + LONGEST_S
+    while requests(front_end.call("GET", "/metrics").text) != before + len(answers):
+        assert time.monotonic() < ends_at
+        time.sleep(0.1)
+
+
+# --- swaps ---
+
+
+def test_after_a_swap_every_server_answers_with_the_new_version(front_end: FrontEnd) -> None:
+    for number, original in enumerate(["sql", "chat"] * 3):
+        front_end.publish("swapped", original, number)
+        digest = of_files(front_end.root / "swapped")
+        path, body = ("/v1/loras/swapped/refresh", None) if number else ("/v1/loras", {"lora_name": "swapped"})
+        assert front_end.done("POST", path, body)["digest"] == digest
+        front_end.is_everywhere("swapped", original)
+
+
+def test_answers_during_swaps_are_of_the_version_in_the_header(front_end: FrontEnd) -> None:
+    originals = {of_files(front_end.publish("beside", "sql", 100)): "sql"}
+    front_end.done("POST", "/v1/loras", {"lora_name": "beside"})
+
+    async def swaps_and_answers() -> tuple[list[httpx.Response], list[tuple[int, str]]]:
+        answers: list[httpx.Response] = []
+        begun_before: list[tuple[int, str]] = []  # after each swap's answer: where later answers begin, and the digest
+        is_over = False
+
+        async def keep_asking() -> None:
+            while not is_over:
+                answers.append(await front_end.asked("beside"))
+
+        askers = [asyncio.create_task(keep_asking()) for _ in range(6)]
+        for number, original in enumerate(["chat", "wide", "sql", "stable"] * 2):
+            digest = of_files(await asyncio.to_thread(front_end.publish, "beside", original, number))
+            originals[digest] = original
+            change = await asyncio.to_thread(front_end.done, "POST", "/v1/loras/beside/refresh")
+            assert change["digest"] == digest
+            fresh = await asyncio.gather(*(front_end.asked("beside") for _ in range(6)))
+            begun_before += [(number, digest) for answer in fresh if answer.headers[HEADER] != digest]
+            answers += fresh
+        is_over = True
+        await asyncio.gather(*askers)
+        return answers, begun_before
+
+    answers, stale = asyncio.run(swaps_and_answers())
+    assert stale == []
+    assert {answer.headers[WHICH] for answer in answers} == front_end.every
+    wrong = [answer for answer in answers if tokens(answer) != front_end.bed.answers[originals[answer.headers[HEADER]]]]
+    assert wrong == []
+
+
+@NIGHTLY
+def test_requests_that_a_swap_overtakes_end_on_their_version(front_end: FrontEnd) -> None:
+    old = of_files(front_end.publish("overtaken", "sql"))
+    front_end.done("POST", "/v1/loras", {"lora_name": "overtaken"})
+
+    async def run() -> list[Stream]:
+        running = await begun(front_end, "overtaken")
+        await asyncio.to_thread(front_end.publish, "overtaken", "chat", 1)
+        await asyncio.to_thread(front_end.done, "POST", "/v1/loras/overtaken/refresh")
+        return list(await asyncio.gather(*running))
+
+    for answer in asyncio.run(run()):
+        assert (answer.digest, answer.reason) == (old, "length")
+        assert answer.ids[:MAX_TOKENS] == front_end.bed.answers["sql"]
+    front_end.is_everywhere("overtaken", "chat")
+
+
+@NIGHTLY
+def test_a_broken_update_leaves_the_old_version_serving(front_end: FrontEnd) -> None:
+    served = of_files(front_end.publish("updated", "sql"))
+    front_end.done("POST", "/v1/loras", {"lora_name": "updated"})
+    next(case for case in BROKEN if case.name == "truncated").make(front_end.publish("updated", "chat", 1))
+    answers = front_end.called_everywhere("POST", "/v1/loras/updated/refresh")
+    assert {answer.status_code for answer in answers} == {400}
+    front_end.is_everywhere("updated", "sql", served)
+    assert all("L005" in answer.text for answer in front_end.called_everywhere("GET", "/v1/loras/updated"))
+
+
+@NIGHTLY
+def test_a_change_of_an_unexpected_version_is_refused(front_end: FrontEnd) -> None:
+    served = of_files(front_end.publish("matched", "sql"))
+    front_end.done("POST", "/v1/loras", {"lora_name": "matched"})
+    for method, path in (("POST", "/refresh"), ("POST", "/rollback"), ("POST", "/pin"), ("DELETE", "")):
+        refused = httpx.request(method, f"{front_end.server.url}/v1/loras/matched{path}", timeout=LONGEST_S,
+                                headers={**HEADERS, "If-Match": f'"{"0" * 64}"'})  # fmt: skip
+        assert (refused.status_code, "[L010]" in refused.text) == (412, True), path
+    front_end.is_everywhere("matched", "sql", served)
+
+
+def test_a_push_a_pin_and_a_rollback_reach_every_server(front_end: FrontEnd) -> None:
+    (digest,) = {put(front_end, "pushed", "sql").raise_for_status().json()["digest"] for _ in range(4)}
+    front_end.done("POST", "/v1/loras/pushed/pin")
+    front_end.is_everywhere("pushed", "sql", digest)
+    view = front_end.view("pushed")
+    assert (view["pinned"], view["last_used_at"] is not None) == (True, True)
+    newest = put(front_end, "pushed", "chat").raise_for_status().json()
+    assert newest["swapped"]
+    front_end.is_everywhere("pushed", "chat", newest["digest"])
+    assert front_end.done("POST", "/v1/loras/pushed/rollback")["digest"] == digest
+    front_end.is_everywhere("pushed", "sql", digest)
+    front_end.done("POST", "/v1/loras/pushed/unpin")
+    assert {answer.json()["pinned"] for answer in front_end.called_everywhere("GET", "/v1/loras/pushed")} == {False}
+
+
+@NIGHTLY
+def test_a_push_that_is_no_adapter_changes_nothing(front_end: FrontEnd) -> None:
+    digest = put(front_end, "whole", "sql").raise_for_status().json()["digest"]
+    url = f"{front_end.server.url}/v1/loras/whole"
+    for _ in range(6):  # on new connections
+        refused = httpx.put(url, content=b"\xff" * 100_000, headers=HEADERS, timeout=LONGEST_S)
+        assert (refused.status_code, "[L005]" in refused.text) == (400, True)
+    front_end.is_everywhere("whole", "sql", digest)
+
+
+@NIGHTLY
+def test_a_uri_is_loaded_and_a_refused_one_leaves_nothing(front_end: FrontEnd) -> None:
+    body = {
+        "lora_name": "from/uri",
+        "source": {"uri": front_end.publish("by-uri", "sql", below=front_end.allowed).as_uri()},
+    }
+    loads = front_end.called_everywhere("POST", "/v1/loras", body)
+    assert len({answer.json()["lora_id"] for answer in loads}) == 1
+    front_end.is_everywhere("from/uri", "sql", of_files(front_end.allowed / "by-uri"))
+    count = front_end.done("GET", "/v1/loras")["count"]
+    for source, status in ((f"{front_end.allowed.as_uri()}/none", 404), ("s3://b/x", 400), ("file:///etc", 400)):
+        refused = front_end.called_everywhere("POST", "/v1/loras", {"lora_name": "x", "source": {"uri": source}})
+        assert {answer.status_code for answer in refused} == {status}, source
+    assert front_end.done("GET", "/v1/loras")["count"] == count
+    front_end.done("DELETE", "/v1/loras/from/uri")
+
+
+@NIGHTLY
+def test_prefetch_brings_an_adapter_into_host_memory(front_end: FrontEnd) -> None:
+    front_end.publish("fetched", "chat")
+    assert {answer.status_code for answer in front_end.called_everywhere("POST", "/v1/loras/fetched/prefetch")} == {200}
+    assert {"store", "host"} <= set(front_end.view("fetched")["tiers"])
+    front_end.is_everywhere("fetched", "chat")
+
+
+# --- unloads and blocks ---
+
+
+def test_what_is_unloaded_or_blocked_is_so_on_every_server(front_end: FrontEnd) -> None:
+    digest = of_files(front_end.publish("gone", "sql", 77))
+    assert front_end.done("POST", "/v1/loras", {"lora_name": "gone"})["digest"] == digest
+    front_end.is_everywhere("gone", "sql")
+    front_end.is_everywhere(f"gone@{digest}", "sql", digest)
+    front_end.done("DELETE", "/v1/loras/gone", block=True)
+    for name in ("gone", f"gone@{digest}"):
+        front_end.is_nowhere(name, says="blocked")
+    front_end.done("POST", "/v1/loras", {"lora_name": "gone"})
+    front_end.is_everywhere("gone", "sql")
+    shutil.rmtree(front_end.root / "gone")
+    front_end.done("DELETE", "/v1/loras/gone")
+    front_end.is_nowhere("gone")
+    assert {answer.status_code for answer in front_end.called_everywhere("DELETE", "/v1/loras/gone")} == {404}
+
+
+@NIGHTLY
+def test_an_unload_with_a_deadline_ends_requests_everywhere(front_end: FrontEnd) -> None:
+    front_end.publish("ended", "sql")
+
+    async def run() -> list[Stream]:
+        running = await begun(front_end, "ended")
+        await asyncio.to_thread(front_end.done, "DELETE", "/v1/loras/ended", timeout_s=0)
+        return list(await asyncio.gather(*running))
+
+    ended = set[str]()
+    for _ in range(10):  # an answer may be faster than the unload
+        ended |= {answer.server for answer in asyncio.run(run()) if answer.reason == "abort"}
+        if ended == front_end.every:
+            break
+    assert ended == front_end.every
+    assert front_end.engine_is_free_of("ended")
+
+
+@NIGHTLY
+def test_callers_that_leave_leave_nothing_in_flight(front_end: FrontEnd) -> None:
+    front_end.everywhere("sql", max_tokens=1)
+
+    async def run() -> None:
+        for one in await begun(front_end, "sql"):
+            one.cancel()
+
+    asyncio.run(run())
+    ends_at = time.monotonic() + LONGEST_S
+    while front_end.view("sql")["requests_in_flight"]:
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("again", ["refused", pytest.param("in place", marks=NIGHTLY)])
+def test_vllms_own_endpoints_reach_every_server(front_end: FrontEnd, again: str) -> None:
+    body = {"lora_name": "by-path", "lora_path": str(front_end.bed.adapters / "stable")}
+    loaded = front_end.call("POST", "/v1/load_lora_adapter", body)
+    assert loaded.status_code == 200, loaded.text
+    front_end.is_everywhere("by-path", "stable", of_files(front_end.bed.adapters / "stable"))
+    if again == "refused":
+        assert {one.status_code for one in front_end.called_everywhere("POST", "/v1/load_lora_adapter", body)} == {400}
+    else:
+        other = {"lora_path": str(front_end.bed.adapters / "chat"), "load_inplace": True}
+        assert front_end.call("POST", "/v1/load_lora_adapter", {**body, **other}).status_code == 200
+        front_end.is_everywhere("by-path", "chat", of_files(front_end.bed.adapters / "chat"))
+    gone = front_end.call("POST", "/v1/unload_lora_adapter", {"lora_name": "by-path"})
+    assert gone.status_code == 200, gone.text
+    front_end.is_nowhere("by-path")
+
+
+# --- policy ---
+
+
+def test_a_tenant_sees_its_own_adapters_only(front_end: FrontEnd) -> None:
+    front_end.publish("team-a-poet", "chat")  # of nobody but the operators
+    shutil.copytree(front_end.bed.adapters / "sql", front_end.root / "team-a" / "sql", dirs_exist_ok=True)
+    assert all(tokens(it) == front_end.bed.answers["sql"] for it in front_end.everywhere("team-a/sql", key=TENANT))
+    unknown = front_end.is_nowhere("team-a/none", key=TENANT).replace("team-a/none", "<name>")
+    for name in ("chat", "team-a-poet", "nobody"):
+        assert front_end.is_nowhere(name, key=TENANT).replace(name, "<name>") == unknown
+    front_end.is_nowhere("team-a/sql", 401, key="nobodys")
+
+
+@NIGHTLY
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/loras"),
+        ("POST", "/v1/loras/sql/refresh"),
+        ("DELETE", "/v1/loras/sql"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+    ],
+)
+def test_only_administrators_administer_at_every_server(front_end: FrontEnd, method: str, path: str) -> None:
+    body = {"lora_name": "sql", "lora_path": "/x"}
+    for key, status in ((TENANT, 403), ("nobodys", 401)):
+        for _ in range(8):  # on new connections
+            refused = httpx.request(method, f"{front_end.server.url}{path}", json=body, timeout=LONGEST_S,
+                                    headers={"Authorization": f"Bearer {key}"})  # fmt: skip
+            assert refused.status_code == status
+    front_end.is_everywhere("sql", "sql")
+
+
+def test_a_tenant_has_one_share_of_all_servers(front_end: FrontEnd) -> None:
+    """It may use one adapter at once, so no answer for another of its own begins before the last of the first ends."""
+    for name in ("one", "other"):
+        shutil.copytree(front_end.bed.adapters / "sql", front_end.root / "team-a" / name, dirs_exist_ok=True)
+        front_end.everywhere(f"team-a/{name}", key=TENANT, max_tokens=1)
+
+    async def run() -> tuple[list[Stream], list[Stream]]:
+        running = await begun(front_end, "team-a/one", key=TENANT)
+        waiting = [
+            asyncio.create_task(streamed(front_end, "team-a/other", key=TENANT, max_tokens=1)) for _ in range(12)
+        ]
+        return await asyncio.gather(*running), await asyncio.gather(*waiting)
+
+    first, other = asyncio.run(run())
+    assert {one.server for one in other} == {one.server for one in first} == front_end.every
+    # Of two connections the client may read the later one first; the first answers take seconds.
+    assert max(one.ended_at for one in first) - 0.2 < min(one.began_at for one in other)
+
+
+# --- ends, and starts again ---
+
+
+def test_all_that_ran_has_broken_nothing(front_end: FrontEnd) -> None:
+    for sign in ("EngineDeadError", "EngineCore encountered a fatal error", "Task exception was never retrieved"):
+        assert sign not in front_end.server.log()
+
+
+def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
+    front_end: FrontEnd, kind: Kind, home: Path, bed: Bed
+) -> None:
+    """The last of a front end. vLLM starts no API server again, so none serves what it has forgotten."""
+    kept = front_end.publish("kept", "sql", below=front_end.allowed)
+    front_end.done("POST", "/v1/loras", {"lora_name": "kept", "source": {"uri": kept.as_uri()}})
+    front_end.done("POST", "/v1/loras/kept/pin")
+    old = put(front_end, "rolled", "sql").raise_for_status().json()["digest"]
+    put(front_end, "rolled", "chat").raise_for_status()
+    front_end.done("DELETE", "/v1/loras/chat", block=True)
+    time.sleep(1)  # a change of a crowd is written half a second later
+    front_end.done("POST", "/v1/loras/rolled/rollback")
+    time.sleep(0.2)
+    is_first = len(front_end.every) == 3
+    killed = (
+        max(front_end.every)
+        if len(front_end.every) < 2
+        else front_end.leader()
+        if is_first
+        else max(front_end.every - {front_end.leader()})
+    )
+
+    async def run() -> list[Any]:
+        running = await begun(front_end, "kept")
+        os.kill(int(killed), signal.SIGKILL)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    ends = asyncio.run(run())
+    assert all(isinstance(end, Stream | httpx.HTTPError) for end in ends), ends
+    assert all(end.ids[:MAX_TOKENS] == bed.answers["sql"] for end in ends if isinstance(end, Stream))
+    ends_at = time.monotonic() + LONGEST_S
+    while front_end.server.process.poll() is None:
+        assert time.monotonic() < ends_at, front_end.server.log()[-2000:]
+        time.sleep(0.2)
+    if len(front_end.every) > 1:
+        assert f"(PID: {killed}) died with exit code" in front_end.server.log()
+    with opened(kind, bed, home, LORA_PLUGINS_RESTORE="1") as again:
+        again.is_everywhere("kept", "sql", of_files(kept))
+        assert again.view("kept")["pinned"]
+        again.is_everywhere("rolled", "sql", old)
+        again.is_nowhere("chat", says="blocked")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A whole streamed answer, who has sent it, and when its first and last bytes came."""
+
+    server: str
+    digest: str | None
+    ids: list[int]
+    reason: str | None
+    began_at: float
+    ended_at: float
+
+
+async def streamed(
+    front_end: FrontEnd, name: str, *, key: str = KEY, max_tokens: int = LONG, began: asyncio.Future[str] | None = None
+) -> Stream:
+    body = {"model": name, "prompt": PROMPT, "max_tokens": max_tokens, "stream": True, **GREEDY}
+    headers, ids, reason = {"Authorization": f"Bearer {key}"}, list[int](), None
+    try:
+        async with (
+            httpx.AsyncClient(base_url=front_end.server.url, timeout=LONGEST_S, headers=headers) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            began_at = time.monotonic()
+            assert answer.status_code == 200, await answer.aread()
+            if began is not None:
+                began.set_result(answer.headers[WHICH])
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                    ids += choice["token_ids"] or []
+                    reason = choice["finish_reason"] or reason
+            server, digest = answer.headers[WHICH], answer.headers.get(HEADER)
+            return Stream(server, digest, ids, reason, began_at, time.monotonic())
+    except BaseException as error:
+        if began is not None and not began.done():
+            began.set_exception(error)
+        raise
+
+
+async def begun(front_end: FrontEnd, name: str, *, key: str = KEY) -> list[asyncio.Task[Stream]]:
+    """Long answers that go on, from every API server at least one."""
+    running, servers = list[asyncio.Task[Stream]](), set[str]()
+    while servers != front_end.every:
+        started = [asyncio.get_running_loop().create_future() for _ in range(4)]
+        running += [asyncio.create_task(streamed(front_end, name, key=key, began=it)) for it in started]
+        servers |= set(await asyncio.gather(*started))
+    return running
