@@ -496,7 +496,10 @@ async def streamed(
                 began.set_result(answer.headers[WHICH])
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
-                    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                    said = json.loads(line.removeprefix("data: "))
+                    if "error" in said:  # vLLM's last word where the engine ends before the API server
+                        raise httpx.RemoteProtocolError(str(said["error"]))
+                    (choice,) = said["choices"]
                     ids += choice["token_ids"] or []
                     reason = choice["finish_reason"] or reason
             server, digest = answer.headers[WHICH], answer.headers.get(HEADER)

@@ -51,10 +51,7 @@ class Following:
 
     async def call(self, what: str, /, *, name: str, engine_id: int) -> Frame:
         self.asked.append(f"{what} {name}")
-        try:
-            return {"is_had": await self.leader.copies.have(name, engine_id)}
-        except LoRAPluginsError as error:
-            return {"error": error.plain()}
+        return {"is_had": await self.leader.copies.have(name, engine_id)}
 
 
 class Beside:
