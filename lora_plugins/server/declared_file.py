@@ -35,6 +35,17 @@ from lora_plugins.store.layout import is_digest
 VARIABLE = "LORA_PLUGINS_ADAPTERS_FILE"
 MAX_BYTES = 1 << 20  # as large as a ConfigMap may be
 _MAX_NAMED = 5
+# What pydantic finds, by its types of errors, in words for whoever writes YAML.
+_MEANING = {
+    "missing": "is missing",
+    "string_type": "not a text; put it into quotes",
+    "string_too_short": "empty",
+    "string_too_long": "longer than 512 characters",
+    "string_pattern_mismatch": "not a digest: 0 to 9 and a to f",
+    "bool_type": "neither true nor false",
+    "list_type": "not a list; each adapter begins with '- '",
+    "model_type": "not a mapping, such as {name: sql}",
+}
 
 
 class _Declared(BaseModel):
@@ -151,7 +162,7 @@ def _with_revision(declared: _Declared) -> str | None:
 
 def _problem(error: Any) -> str:
     place = [str(part) if isinstance(part, str) else f"entry {part + 1}" for part in error["loc"] if part != "adapters"]
-    text = str(error["msg"])
+    text = _MEANING.get(error["type"]) or str(error["msg"])
     if error["type"] == "extra_forbidden":
         known = [*_Declared.model_fields, "adapters"]
         close = get_close_matches(place[-1], known, n=1)
@@ -161,5 +172,7 @@ def _problem(error: Any) -> str:
 
 def _invalid(path: Path, found: str, expected: str, remedy: str = "") -> InvalidSettings:
     return InvalidSettings(
-        f"{VARIABLE}={path}: {found}", expected=expected, remedy=remedy or "correct the file; see docs/guides/admin.md"
+        f"{VARIABLE}={path}: {found}",
+        expected=expected,
+        remedy=remedy or "correct the file; see lora-plugins explain L007",
     )

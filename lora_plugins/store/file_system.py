@@ -60,7 +60,7 @@ def _try_users(made: os.stat_result, folder: Path) -> None:
         f"a store of user {owner}, who could not change what user {name_of(made.st_uid)} makes there",
         expected="one user, or several of one group with umask 002",
         remedy=(
-            f"run this as {owner}, set LORA_PLUGINS_STORE_DIR, or share the store by a group (docs/operate/store.md)"
+            f"run this as {owner}, set LORA_PLUGINS_STORE_DIR, or share the store by a group: lora-plugins explain L007"
         ),
     )
 

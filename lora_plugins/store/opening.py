@@ -26,5 +26,5 @@ def open_store(settings: Settings) -> Store:
         raise InvalidSettings(
             f"a store below {settings.store_dir} that answers '{error.strerror or type(error).__name__}'",
             expected="a directory that can be written",
-            remedy="set LORA_PLUGINS_STORE_DIR to one of this user's, or share it by a group (docs/operate/store.md)",
+            remedy="set LORA_PLUGINS_STORE_DIR to this user's, or share it by a group: lora-plugins explain L007",
         ) from error

@@ -36,8 +36,8 @@ def check_owners(root: Path) -> None:
                 f"a store below {path}, which belongs to user {name_of(found.st_uid)}",
                 expected=f"directories of user {name_of(os.geteuid())} or root: their owners can exchange the store",
                 remedy=(
-                    "set LORA_PLUGINS_STORE_DIR to a directory of this user, or share the store by a group "
-                    "(docs/operate/store.md)"
+                    "set LORA_PLUGINS_STORE_DIR to a directory of this user, or share the store by a group: "
+                    "lora-plugins explain L007"
                 ),
             )
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode):

@@ -72,7 +72,7 @@ def test_another_users_store_is_refused_at_start(root: Path) -> None:
         assert refused.startswith("[L007]")
         assert found in refused
         assert "set LORA_PLUGINS_STORE_DIR" in refused
-        assert "by a group (docs/operate/store.md)" in refused
+        assert "by a group: lora-plugins explain L007" in refused
     assert fetch(root, ANNA, *SEEDS) == "leased"
 
 
