@@ -108,6 +108,8 @@ class Versions:
         self._store = store
         self._served: LRUCache[Key, ResolvedAdapter] = LRUCache(_REMEMBERED_NAMES)
         self._origins: LRUCache[str, frozenset[str]] = LRUCache(_REMEMBERED_NAMES)
+        # (name, digest) → the last (URI, version) that the name had these bytes from: a manifest has the first alone.
+        self._had: LRUCache[tuple[str, str], tuple[str, str]] = LRUCache(_REMEMBERED_NAMES)
         self._refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
         self._warnings: LRUCache[str, tuple[str, ...]] = LRUCache(_REMEMBERED_WARNINGS)
         self._places = FetchPlaces(settings.fetch_timeout_s)
@@ -191,6 +193,7 @@ class Versions:
         name, asked_uri = key
         served = self._served[key] = replace(version, asked_uri=asked_uri)
         self._origins[name] = self._origins.get(name, frozenset()) | {version.uri}
+        self._had[name, version.digest] = version.uri, version.version
         return served
 
     async def _ready_from(
@@ -227,19 +230,17 @@ class Versions:
         if (of_any_name and not is_digest(digest_prefix)) or not (of_any_name or origins):
             return None
         attempt = object()
-        manifest = await asyncio.to_thread(self._leased_version, digest_prefix, origins, attempt)
+        manifest = await asyncio.to_thread(self._leased_version, name, digest_prefix, origins, attempt)
         if manifest is None:
             return None
+        uri, version = self._had.get((name, manifest.digest), (manifest.uri, manifest.version))
         found: StoredAdapter[ReadAdapter] = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
         try:
-            stored, verified = await self._ready(
-                found, manifest.uri, manifest.version, base, attempt, principal=principal
-            )
+            stored, verified = await self._ready(found, uri, version, base, attempt, principal=principal)
         except DamagedCopy:
             return None
         self._store.leases.hand_over(stored.digest, attempt, name)
-        source = _label_of(manifest.uri)
-        return _resolved(name, stored, verified, source=source, uri=manifest.uri, version=manifest.version)
+        return _resolved(name, stored, verified, source=_label_of(uri), uri=uri, version=version)
 
     async def _find_converted(
         self, adapter: RemoteAdapter, base: BaseModel | None, holder: object
@@ -352,8 +353,10 @@ class Versions:
         self._events.emit(fetched)
         return stored
 
-    def _leased_version(self, digest_prefix: str, origins: frozenset[str] | None, holder: object) -> Manifest | None:
-        """The one version that matches, from one of these places unless None, and leased."""
+    def _leased_version(
+        self, name: str, digest_prefix: str, origins: frozenset[str] | None, holder: object
+    ) -> Manifest | None:
+        """The one version that matches, leased; unless `origins` is None, only what the name or its places have had."""
         found = []
         with store_errors():
             for digest in self._store.published.matching(digest_prefix):
@@ -361,7 +364,7 @@ class Versions:
                     manifest = Manifest.read(self._store.layout.adapter(digest))
                 except InvalidAdapter:
                     continue
-                if origins is None or manifest.uri in origins:
+                if origins is None or manifest.uri in origins or (name, digest) in self._had:
                     found.append(manifest)
         if len(found) != 1 or self._store.acquire(found[0].digest, holder) is None:
             return None

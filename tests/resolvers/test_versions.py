@@ -212,6 +212,18 @@ def test_an_earlier_version_is_found_by_its_digest_without_asking(make):
     assert len(source.asked) == asked
 
 
+def test_bytes_that_another_name_brought_are_found_by_digest_too(make):
+    """A canary and the name that it became have the same bytes, which the store keeps once, from the first place."""
+    source = FakeSource("s3", {"canary": GOOD, "sql": GOOD, "other": turned()})
+    resolver = make(source)
+    canary, sql = resolver.ask("canary"), resolver.ask("sql")
+    resolver.ask("other")
+    assert canary.digest == sql.digest
+    found = of_digest(resolver, "sql", sql.digest[:8])
+    assert (found.name, found.path, found.uri, found.version) == ("sql", sql.path, sql.uri, sql.version)
+    assert of_digest(resolver, "other", sql.digest) is None, "no version of this name"
+
+
 def test_a_short_unknown_or_empty_prefix_finds_nothing(make):
     resolver = make(FakeSource("s3", {"sql": GOOD}))
     digest = resolver.ask().digest
