@@ -237,7 +237,8 @@ class Jobs:
         self._leave(entry, adapter)
 
     def _move(self, command: Move) -> None:
-        entry, source = self.entries[command.key], self.entries.pop(command.source)
+        source = self.entries.pop(command.source)
+        entry = self.entries.setdefault(command.key, HeldAdapter(command.key, source.spec))  # it may have been evicted
         self._leave(source, source.adapter)
         with entry.writing:
             entry.spec, entry.adapter = source.spec, source.adapter
