@@ -40,7 +40,7 @@ _SHARED = {
         ("test_answers", "test_refusals", "test_sources"),
         "world",
     ),
-    **dict.fromkeys(("test_admission", "test_in_flight"), "one_slot"),
+    **dict.fromkeys(("test_admission", "test_in_flight", "test_pause"), "one_slot"),
     **dict.fromkeys(("test_answers_of_models", "test_verdicts_of_models"), "models"),
 }
 _GPU_PROGRAMS = Path(__file__).parent / "benchmarks" / "gpu"

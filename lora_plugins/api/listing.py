@@ -102,7 +102,7 @@ async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncI
         states = [
             ServedState.BLOCKED
             if adapter.name in page.all_blocked or adapter.name.partition("@")[0] in page.all_blocked
-            else ServedState.SERVING
+            else serving_or_paused(adapter.name, registry)
             for adapter in adapters
         ]
         async for views in _looked_at(adapters, states, lifecycle, state_of):
@@ -113,6 +113,11 @@ async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncI
     for names in _parts(page.blocked):
         yield [blocked_view(name, lifecycle) for name in names]
         await asyncio.sleep(0)
+
+
+def serving_or_paused(name: str, registry: Registry) -> ServedState:
+    """What requests meet for a name that is served, and not blocked."""
+    return ServedState.PAUSED if name in registry.paused else ServedState.SERVING
 
 
 async def views_of(

@@ -14,6 +14,7 @@ class ServedState(StrEnum):
     """What requests for a name meet."""
 
     SERVING = "serving"
+    PAUSED = "paused"
     DRAINING = "draining"
     BLOCKED = "blocked"
 
@@ -61,7 +62,9 @@ class RollbackRequest(SwapRequest):
 class AdapterStatus(BaseModel):
     """What became of a request of the admin API."""
 
-    status: str = Field(description='"success", or "draining" where requests still run')
+    status: str = Field(
+        description='"success"; "draining" where requests still run, "resumed" where a pause ended early'
+    )
     message: str
     lora_name: str
     lora_id: int = Field(description="derived from the name: the same on every replica and after every restart")

@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from lora_plugins.api.access.principals import require_admin
 from lora_plugins.api.http_errors import http_error
-from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, views_of
+from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, serving_or_paused, views_of
 from lora_plugins.api.models import (
     AdapterList,
     AdapterStatus,
@@ -31,6 +31,8 @@ from lora_plugins.api.models import (
 )
 from lora_plugins.api.push_body import receive
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.scheduler.pauses import PauseMode
+from lora_plugins.server import pausing
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
@@ -186,7 +188,7 @@ async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     registry = lifecycle.registry
     adapter = registry.get(lora_name)
     if adapter is not None:
-        state = ServedState.BLOCKED if lora_name in registry.blocked else ServedState.SERVING
+        state = ServedState.BLOCKED if lora_name in registry.blocked else serving_or_paused(lora_name, registry)
     else:
         adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
         state = ServedState.DRAINING
@@ -241,6 +243,30 @@ async def unpin(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
     async with _as_http():
         await lifecycle.unpin(lora_name)
     return _status(lifecycle, lora_name, "unpinned")
+
+
+@router.post("/{lora_name:path}/pause")
+async def pause(
+    lora_name: str,
+    lifecycle: _Lifecycle,
+    mode: Annotated[
+        PauseMode, Query(description="whether requests that came before end, are aborted, or go on after the resume")
+    ] = PauseMode.WAIT,
+) -> AdapterStatus:
+    """Hold new requests for a name until it is resumed; answered once none runs. All others run on."""
+    async with _as_http():
+        is_paused = await pausing.pause(lifecycle.server, lora_name, mode)
+    if is_paused:
+        return _status(lifecycle, lora_name, "paused")
+    return _status(lifecycle, lora_name, "was resumed before its requests had ended", "resumed")
+
+
+@router.post("/{lora_name:path}/resume")
+async def resume(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
+    """Have the requests of a paused name go on."""
+    async with _as_http():
+        was_paused = await pausing.resume(lifecycle.server, lora_name)
+    return _status(lifecycle, lora_name, "resumed" if was_paused else "was not paused")
 
 
 @router.post("/{lora_name:path}/refresh")

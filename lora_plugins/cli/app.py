@@ -75,6 +75,8 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "pin": ("pin team/sql team/poet",),
     "unpin": ("unpin '*'",),
     "prefetch": ("prefetch team/sql team/poet", "prefetch --file adapters.txt"),
+    "pause": ("pause policy", "pause policy --mode keep"),
+    "resume": ("resume policy",),
 }
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""`load`, `unload`, `refresh`, `rollback`, `pin`, `unpin`, `prefetch`: the routes of a running server's admin API."""
+"""`load`, `unload`, `refresh`, `pause` and the other verbs: the routes of a running server's admin API."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, table
 from lora_plugins.cli.progress import counted
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.scheduler.pauses import PauseMode
 
 _AT_ONCE = 4
 
@@ -34,6 +35,12 @@ _OPTIONS: dict[str, Any] = {
         float | None,
         typer.Option(
             "--drain", min=0, help="Seconds that running requests have; LORA_PLUGINS_DRAIN_TIMEOUT_S without it."
+        ),
+    ],
+    "mode": Annotated[
+        PauseMode | None,
+        typer.Option(
+            help="Whether requests end by themselves, are aborted, or go on after the resume; wait without it."
         ),
     ],
     "to": Annotated[str | None, typer.Option("--to", help="The kept version whose digest begins so; for one name.")],
@@ -106,6 +113,8 @@ def _query(options: dict[str, Any]) -> str:
     query = {"block": "true"} if options.get("block") else {}
     if options.get("drain_s") is not None:
         query["timeout_s"] = str(options["drain_s"])
+    if options.get("mode") is not None:
+        query["mode"] = options["mode"].value
     return f"?{urlencode(query)}" if query else ""
 
 
@@ -145,6 +154,8 @@ VERBS = (
     Verb("pin", "Keep adapters in host memory and in slots."),
     Verb("unpin", "Let pinned adapters be evicted like any other."),
     Verb("prefetch", "Bring adapters into host memory before they are asked for."),
+    Verb("pause", "Hold the requests of adapters until a resume.", ("mode",)),
+    Verb("resume", "Have the requests of paused adapters go on."),
 )
 
 

@@ -41,6 +41,7 @@ class Held:
         request: the scheduler's own object; the planner reads none of its attributes.
         client: the client's request of which a beam or a choice is a part; empty where vLLM divides nothing.
         is_bound: the request named this generation, so no earlier generation may answer.
+        has_run: a pause has stopped the request after its admission.
     """
 
     request: Any
@@ -49,6 +50,7 @@ class Held:
     priority: int = 0
     client: str = ""
     is_bound: bool = False
+    has_run: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +76,7 @@ class Adapter:
         job: the number of the workers' present background job.
         slot: the number of its slot, from the activation's begin. is_active: whether the weights are in the slot.
         held: requests that are not admitted, by id. priorities: how many held requests have each priority.
+        stopped: requests that a pause has stopped, by id: they wait for its end, and for neither slot nor room.
         running: the time of admission and the client's request of each admitted request, by id.
         expected: clients' requests of which nothing runs now and more is expected, each until a time.
         waits_since: since when requests or calls wait, and nothing is admitted.
@@ -96,6 +99,7 @@ class Adapter:
     is_active: bool = False
     held: dict[str, Held] = field(default_factory=dict)
     priorities: dict[int, int] = field(default_factory=dict)
+    stopped: dict[str, Held] = field(default_factory=dict)
     running: dict[str, tuple[float, str]] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     calls: list[LoadCall] = field(default_factory=list)
@@ -126,6 +130,11 @@ class Adapter:
     def is_in_flight(self) -> bool:
         """Whether requests run, or the next part of a client's request is expected."""
         return bool(self.running or self.expected)
+
+    @property
+    def clients(self) -> set[str]:
+        """The clients' requests of which parts run, or are expected."""
+        return (self.expected.keys() | {client for _, client in self.running.values()}) - {""}
 
     @property
     def is_wanted(self) -> bool:
@@ -183,7 +192,7 @@ class Adapter:
             return list(self.held.items())
         if now - self.draining_since > LONGEST_DRAIN_S:
             return []
-        clients = (self.expected.keys() | {client for _, client in self.running.values()}) - {""}
+        clients = self.clients
         return [item for item in self.held.items() if item[1].client in clients] if clients else []
 
 

@@ -155,11 +155,24 @@ class Planner:
                 continue
             if request_id in adapter.held:
                 self.state.release(adapter, request_id)
+            elif request_id in adapter.stopped:
+                self.state.unstop(adapter, request_id)
             elif (client := self.state.ended(adapter, request_id, now)) and expects_more:
                 adapter.expected[client] = now + EXPECTED_S
             if not adapter.running or adapter.expected:
                 self.state.touched[adapter] = None
                 self._is_changed = True
+
+    def stop(self, request_id: str, request: Any, now: float, *, priority: int = 0) -> None:
+        """A pause has taken a request out of the scheduler; it keeps its generation, whatever becomes of that."""
+        self.state.stop(self.state.of_request[request_id], request_id, request, priority, now)
+        self._is_changed = True
+
+    def go_on(self, name: str, now: float) -> None:
+        """The pause of a name has ended: what was stopped waits for admission."""
+        for adapter in [it for it in self.state.adapters.values() if it.stopped and it.spec.name == name]:
+            self.state.go_on(adapter, now)
+            self._changed(adapter, now)
 
     # --- adapters ---
 
@@ -287,6 +300,7 @@ class Planner:
             adapter.retirements.append(future)
             adapter.replaces = None
             if refusal is not None:
+                state.go_on(adapter, now)
                 state.fail(adapter, refusal)
             self._retire(adapter, now)
         for key, waiting in state.evicting.items():
@@ -416,9 +430,10 @@ class Planner:
         moved = []
         for adapter in list(self.state.moving):
             runs = adapter.replaces
-            while runs is not None and not runs.is_in_flight:
+            while runs is not None and not (runs.is_in_flight or runs.stopped):
                 runs = runs.replaces
-            if runs is not None and not (runs.is_active and runs.is_instant == adapter.is_instant):
+            is_movable = runs is not None and runs.is_active and runs.is_instant == adapter.is_instant
+            if runs is not None and runs.is_in_flight and not is_movable:
                 runs = None  # what runs with it finishes
             self._replace(adapter, now, until=runs)
             if runs is not None:

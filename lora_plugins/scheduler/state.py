@@ -62,7 +62,7 @@ class PlannerState:
         self.adapters: dict[int, Adapter] = {}
         self.current: dict[int, Adapter] = {}
         self.of_request: dict[str, Adapter] = {}
-        self.held_count = 0
+        self.held_count = self.stopped_count = 0
         self.held_by_name: Counter[str] = Counter()
         self.absent, self.ready = WaitingOrder(), WaitingOrder()
         self._kept = tuple(dict[Adapter, None]() for _ in NOWHERE)
@@ -141,7 +141,7 @@ class PlannerState:
     def _forget(self, adapter: Adapter) -> None:
         if adapter.is_retired and adapter.is_loaded:
             self.evict(adapter)
-        elif adapter.residency is ABSENT and self.adapters.pop(adapter.key, None) is not None:
+        elif adapter.residency is ABSENT and not adapter.stopped and self.adapters.pop(adapter.key, None) is not None:
             if self.current.get(adapter.spec.engine_id) is adapter:
                 del self.current[adapter.spec.engine_id]
             if adapter.replaces is not None:
@@ -153,14 +153,19 @@ class PlannerState:
 
     def move(self, adapter: Adapter, before: Adapter) -> None:
         """Have what runs with the generation before go on with this one's weights, and all that waits with it."""
+        if not before.is_in_flight and before.residency is not ABSENT:
+            self.evict(before)  # only stopped requests go on with it, in whatever slot it has then
         self.commands.append(Move(before.key, adapter.key))
         self._release_slot(adapter)
         size_bytes = self.cache.remove(adapter.key)
+        if before.residency is ABSENT:
+            self.cache.reserve(before.key, size_bytes)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
         self._count_held(before, -len(before.held))  # by a name that may be another now
         before.spec, before.weights_key = adapter.spec, adapter.key
         self._count_held(before, len(before.held))
-        before.load_s, before.rank = adapter.load_s, adapter.rank
+        before.load_s, before.rank, before.is_instant = adapter.load_s, adapter.rank, adapter.is_instant
+        before.residency = LOADED
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
         adapter.residency = ABSENT
@@ -183,6 +188,33 @@ class PlannerState:
         self.touched[before] = None
 
     # --- requests ---
+
+    def stop(self, adapter: Adapter, request_id: str, request: object, priority: int, now: float) -> None:
+        """A pause stops a request, held or admitted: it waits for no slot until it goes on."""
+        if request_id in adapter.held:
+            adapter.stopped[request_id] = self.release(adapter, request_id)
+        else:
+            client = adapter.running[request_id][1]
+            held = Held(request, now, adapter.found, priority, client, is_bound=True, has_run=True)
+            adapter.stopped[request_id] = held
+            self.ended(adapter, request_id, now)
+        self.of_request[request_id] = adapter
+        self.stopped_count += 1
+        self.touched[adapter] = None
+
+    def unstop(self, adapter: Adapter, request_id: str) -> Held:
+        """A pause holds a request no more."""
+        self.stopped_count -= 1
+        del self.of_request[request_id]
+        self.touched[adapter] = None
+        return adapter.stopped.pop(request_id)
+
+    def go_on(self, adapter: Adapter, now: float) -> None:
+        """What a pause has stopped waits for its adapter again; what ran before comes before what was held."""
+        for request_id in sorted(adapter.stopped, key=lambda it: not adapter.stopped[it].has_run):
+            held = self.unstop(adapter, request_id)
+            held.arrived_at = now
+            self.hold(adapter, request_id, held)
 
     def hold(self, adapter: Adapter, request_id: str, held: Held) -> None:
         """A request waits for an adapter."""

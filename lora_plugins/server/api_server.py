@@ -87,6 +87,11 @@ class ApiServer:
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
 
         task = self.in_background(free())
+        if adapter.name in self.registry.paused:
+            self.registry.paused.discard(adapter.name)
+            self.in_background(
+                self.planner.resume(adapter.name)
+            )  # what was held meets the refusal, which is sent before
         done, _ = await asyncio.wait([task], timeout=self.drain_timeout_s if timeout_s is None else timeout_s)
         if not done:
             running = (await self.planner.states())(adapter.engine_id).running

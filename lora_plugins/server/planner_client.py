@@ -14,6 +14,7 @@ from cachetools import LRUCache
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterLoaded, Events, NotServed
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Outcome, PlannerFigures, from_plain, to_plain
+from lora_plugins.scheduler.pauses import PauseMode
 
 REMEMBERED = 10_000
 T = TypeVar("T")
@@ -113,6 +114,19 @@ class PlannerClient:
         With a `refusal`, requests that are not admitted yet, or still come, are refused with it.
         """
         await self._typed(Outcome, "lora_plugins_retire", engine_id, refusal)
+
+    async def pause(self, name: str, mode: PauseMode) -> list[str]:
+        """Have every engine hold new requests of a name; returns the engines' ids of all that there are."""
+        answers = await self._typed(list[str], "lora_plugins_pause", name, mode)
+        return [request_id for request_ids in answers.values() for request_id in request_ids]
+
+    async def paused(self, name: str) -> None:
+        """Wait until no engine runs a request of a paused name, or the pause has ended."""
+        await self._typed(type(None), "lora_plugins_paused", name)
+
+    async def resume(self, name: str) -> None:
+        """Have the engines go on with the requests of a name that a pause has held."""
+        await self._typed(type(None), "lora_plugins_resume", name)
 
     async def states(self) -> Callable[[int], AdapterState]:
         """Where each adapter is now, by engine id."""

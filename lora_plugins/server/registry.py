@@ -112,6 +112,7 @@ class Registry:
 
     Attributes:
         draining: adapters that were unloaded, with requests that still run, by engine id.
+        paused: names whose requests the engines hold until a resume.
     """
 
     def __init__(self, table: NameTable, version_of: Callable[[str], ResolvedAdapter | None], blocked: Blocks) -> None:
@@ -120,6 +121,7 @@ class Registry:
         self._adapters: dict[str, ServedAdapter] = {}
         self._names_of_ids: dict[int, str] = {}
         self.draining: dict[int, ServedAdapter] = {}
+        self.paused: set[str] = set()
         self.blocked = blocked
 
     def get(self, name: str) -> ServedAdapter | None:

@@ -243,8 +243,10 @@ class Jobs:
         self._leave(entry, adapter)
 
     def _move(self, command: Move) -> None:
-        entry, source = self.entries[command.key], self.entries.pop(command.source)
-        # Requests that run with `key` compute with `source`'s weights from this step's batch on.
+        source = self.entries.pop(command.source)
+        # Requests that run with `key` compute with `source`'s weights from this step's batch on. While an adapter is
+        # paused, `key` may have been evicted.
+        entry = self.entries.setdefault(command.key, WorkerAdapter(command.key, source.spec))
         self._leave(source, source.adapter)
         with entry.writing:
             entry.spec, entry.adapter = source.spec, source.adapter

@@ -46,6 +46,9 @@ def test_a_day_of_one_adapter(cli, server):
         ["pin", "team/sql"],
         ["unpin", "team/sql"],
         ["prefetch", "team/sql"],
+        ["pause", "team/sql", "--mode", "abort"],
+        ["resume", "team/sql"],
+        ["resume", "team/sql"],
         ["unload", "team/sql"],
         ["unload", "team/sql"],
     ]

@@ -57,7 +57,10 @@ ADMIN_CALLS: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/v1/loras/sql", None),
     ("POST", "/v1/loras", {"lora_name": "chat"}),
     ("DELETE", "/v1/loras/sql", None),
-    *(("POST", f"/v1/loras/sql/{verb}", None) for verb in ("prefetch", "pin", "unpin", "refresh", "rollback")),
+    *(
+        ("POST", f"/v1/loras/sql/{verb}", None)
+        for verb in ("prefetch", "pin", "unpin", "refresh", "rollback", "pause", "resume")
+    ),
     ("POST", "/v1/load_lora_adapter", {"lora_name": "by-path", "lora_path": "/x"}),
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql"}),
     ("POST", "/collective_rpc", {"method": "get_lora_metrics"}),

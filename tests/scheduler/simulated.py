@@ -71,9 +71,9 @@ class SimulatedWorkers:
                 case Activate():
                     self._activate(command, now)
                 case Move(key, source):
-                    assert {key, source} <= self.host.keys(), "nothing to move"
+                    assert source in self.host, "nothing to move"
                     assert source not in self.slots.values(), "it had a slot"
-                    assert self.is_instant(key) == self.is_instant(source)
+                    assert key not in self.slots.values() or self.is_instant(key) == self.is_instant(source)
                     self.host[key] = self.host.pop(source)
                 case Evict(key):
                     assert key in self.host or key in self.loading, "nothing to evict"
@@ -188,6 +188,7 @@ class SimulatedEngine:
         self.waiting: dict[str, Request] = {}  # admitted by the planner, no row yet
         self.running: dict[str, Request] = {}
         self.held: dict[str, Request] = {}
+        self.stopped: dict[str, Request] = {}  # by the pause of one adapter
         self.refused: list[tuple[Request, LoRAPluginsError]] = []  # in the last step
         self.steps = 0
         self.longest_step_s = 0.0
@@ -221,8 +222,29 @@ class SimulatedEngine:
                 self.planner.ended([request.id], self.now)
                 request.was_cancelled = True
                 del self.held[request.id]
+        elif self.stopped.pop(request.id, None) is not None:
+            self.planner.ended([request.id], self.now)
+            request.was_cancelled = True
         elif request.id in self.running or request.id in self.waiting:
             self._end([request])
+        self.check_state()
+
+    def stop(self, name: str) -> None:
+        """A pause of one adapter, which keeps the places of its requests."""
+        for requests in (self.held, self.waiting, self.running):
+            for request in list(requests.values()):
+                adapter = self.planner.state.of_request.get(request.id)
+                if adapter is not None and adapter.spec.name == name:
+                    self.stopped[request.id] = requests.pop(request.id)
+                    self.planner.stop(request.id, request, self.now, priority=request.priority)
+        self.check_state()
+
+    def go_on(self, name: str) -> None:
+        going_on = [it for it in self.stopped.values() if self.planner.state.of_request[it.id].spec.name == name]
+        self.planner.go_on(name, self.now)
+        for request in going_on:
+            self.held[request.id] = self.stopped.pop(request.id)
+            request.arrived_at, request.admitted_at = self.now, None
         self.check_state()
 
     def continue_session(self, request: Request, tokens: int) -> None:
@@ -268,6 +290,7 @@ class SimulatedEngine:
         for request, error in self.refused:
             request.refusal = error
             self.held.pop(request.id, None)
+            self.stopped.pop(request.id, None)
         for request in plan.admitted:
             request.admitted_at = self.now
             del self.held[request.id]
@@ -333,8 +356,9 @@ class SimulatedEngine:
             for adapter in references:
                 assert state.adapters.get(adapter.key) is adapter, "an adapter that was forgotten"
         for request_id, adapter in state.of_request.items():
-            assert (request_id in adapter.held) != (request_id in adapter.running)
-        assert len(state.of_request) == sum(len(it.held) + len(it.running) for it in adapters)
+            assert sum(request_id in some for some in (adapter.held, adapter.running, adapter.stopped)) == 1
+        assert len(state.of_request) == sum(len(it.held) + len(it.running) + len(it.stopped) for it in adapters)
+        assert state.stopped_count == sum(len(it.stopped) for it in adapters)
         assert state.held_count == sum(state.held_by_name.values()) == sum(len(it.held) for it in adapters)
         assert all(waiting > 0 for waiting in state.held_by_name.values())
         for pool in (state.copied, state.pointed):

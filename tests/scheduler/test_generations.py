@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lora_plugins.errors import InvalidAdapter
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 from lora_plugins.scheduler.messages import Change, Load
-from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, make_planner, spec
+from tests.scheduler.simulated import Pause, SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 
 def engine_with(is_instant=True, **options) -> SimulatedEngine:
@@ -144,3 +144,67 @@ def test_requests_held_across_a_move_count_by_its_name() -> None:
     assert dict(state.held_by_name) == {"renamed": 1, "adapter-2": 1}
     engine.run_until_idle()
     assert dict(state.held_by_name) == {}
+
+
+# --- one adapter is paused ---
+
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_stopped_requests_go_on_with_the_weights_that_came_meanwhile(is_evicted: bool) -> None:
+    """Under the key of their generation, by which the workers know them."""
+    engine = SimulatedEngine(make_planner(slots=1, max_adapters=2), SimulatedWorkers())
+    request = engine.submit(1, tokens=100)
+    engine.run(1)
+    key = engine.key_of(request)
+    engine.stop("adapter-1")
+    engine.submit(2)
+    if is_evicted:
+        engine.submit(3)
+    engine.run_until_idle()
+    assert (key in engine.workers.host) is not is_evicted
+    loaded = engine.planner.load(replace(spec(1), path="/adapters/1/new"), engine.now, moves=True)
+    engine.run_until_idle()
+    assert loaded.done()
+    assert engine.workers.host[key].path == "/adapters/1/new"
+    engine.go_on("adapter-1")
+    engine.run_until_idle()
+    assert (request.ended_at is not None, engine.workers.slots) == (True, {0: key})
+    engine.check_nothing_left()
+
+
+def test_stopped_requests_keep_a_generation_that_was_retired() -> None:
+    engine = SimulatedEngine(make_planner(slots=1), SimulatedWorkers())
+    request = engine.submit(1, tokens=100)
+    engine.run(1)
+    engine.stop("adapter-1")
+    retired = engine.planner.retire(1, engine.now, is_last=True)
+    engine.run_until_idle()
+    assert (engine.workers.host, retired.done()) == ({}, False), "its memory is free meanwhile"
+    engine.go_on("adapter-1")
+    engine.run_until_idle()
+    assert (request.ended_at is not None, request.refusal, retired.done()) == (True, None, True)
+    engine.check_nothing_left()
+
+
+def test_a_refusal_answers_stopped_requests_at_once() -> None:
+    engine = SimulatedEngine(make_planner(slots=1), SimulatedWorkers())
+    request = engine.submit(1, tokens=100)
+    engine.run(1)
+    engine.stop("adapter-1")
+    retired = engine.planner.retire(1, engine.now, AdapterNotFound("unloaded"), is_last=True)
+    engine.run_until_idle()
+    assert (isinstance(request.refusal, AdapterNotFound), retired.done()) == (True, True)
+    engine.check_nothing_left()
+
+
+def test_what_has_run_is_admitted_before_what_was_held() -> None:
+    engine = SimulatedEngine(make_planner(slots=1), SimulatedWorkers())
+    runs = engine.submit(1, tokens=100)
+    engine.run(1)
+    engine.pause = Pause.NEW
+    waits = engine.submit(1)
+    engine.step()
+    engine.stop("adapter-1")  # the one that is held first
+    engine.pause = Pause.NONE
+    engine.go_on("adapter-1")
+    assert engine.step().admitted == [runs, waits]

@@ -129,6 +129,10 @@ class PlannerMachine(RuleBasedStateMachine):
         if is_last:
             self.retired.add(key)
 
+    @rule(key=KEYS, goes_on=st.booleans())
+    def one_adapter_is_paused_or_resumed(self, key: int, goes_on: bool) -> None:
+        (self.engine.go_on if goes_on else self.engine.stop)(self.spec(key).name)
+
     @rule(mode=st.sampled_from(["abort", "wait", "keep", "resume"]))
     def pause_or_resume(self, mode: str) -> None:
         """`pause_generation` of every mode, also within a pause of another."""
@@ -190,7 +194,9 @@ class PlannerMachine(RuleBasedStateMachine):
         staying = {it.key for it in state.staying if it.is_loaded and it not in replaced}
         plan = engine.step()
         moved = {command.key for command in plan.commands if isinstance(command, Move)}
-        assert moved == {adapter.key for adapter in plan.moved} <= in_flight
+        assert moved == {adapter.key for adapter in plan.moved}
+        stopped = {adapter.key for adapter in state.adapters.values() if adapter.stopped}
+        assert moved <= in_flight | stopped
         assert not (moved and engine.is_paused)
         commanded = {command.key for command in plan.commands if not isinstance(command, Load | Move)}
         assert not commanded & in_flight, "an adapter in flight is moved"
@@ -216,6 +222,7 @@ class PlannerMachine(RuleBasedStateMachine):
         engine = self.engine
         engine.pause = Pause.NONE
         for key in range(1, 9):
+            engine.go_on(self.spec(key).name)
             engine.planner.unpin(key, engine.now)
         for adapter in list(engine.planner.state.staying):
             engine.planner.retire(adapter.spec.engine_id, engine.now)  # else what waits for its room is refused

@@ -19,6 +19,7 @@ from typing import Any
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report, Slots
+from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches.engine_core import engine_core
@@ -105,6 +106,7 @@ class _Scheduler(AdmittingScheduler):
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.specs = AdapterSpecs(planner.state)
+        self.pauses = Pauses(planner.state)
 
 
 class SimulatedEngine:
@@ -184,6 +186,7 @@ class SimulatedEngine:
                 if not admitted.done():
                     admitted.set_result(None)
             self._refuse(self.planner.take_refused())
+            self._core.scheduler.pauses.answer()
             await asyncio.sleep(STEP_S)
             self.planner.carried_out(plan.commands)
             self.planner.reported(self.worker.reports(), time.monotonic())

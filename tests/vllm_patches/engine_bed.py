@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report
+from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Move, Report
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
 from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
 
@@ -187,6 +187,9 @@ class Engine:
             self.commands.append(command)
             if isinstance(command, Evict):
                 self.in_memory.discard(command.key)
+            if isinstance(command, Move):
+                self.in_memory.remove(command.source)
+                self.in_memory.add(command.key)
             if isinstance(command, Load) and (error := self.fails.get(command.spec.engine_id)) is not None:
                 self._reports.append(Failed(command.job, error))
             elif isinstance(command, Load):

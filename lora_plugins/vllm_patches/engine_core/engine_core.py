@@ -16,8 +16,10 @@ from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Change, Outcome, PlannerFigures
+from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import PlannerState
+from lora_plugins.vllm_patches.engine_core.pausing import pause
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
 from lora_plugins.vllm_patches.wrapping import where, wrap
@@ -27,7 +29,7 @@ def patch() -> None:
     """Give every engine core of this process these utilities."""
     from vllm.v1.engine.core import EngineCore
 
-    for added in (_load, _pin, _unpin, _retire, _residency, _figures):
+    for added in (_load, _pin, _unpin, _retire, _pause, _paused, _resume, _residency, _figures):
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
     for method in _METHODS:
         wrap(EngineCore, method.__name__.removeprefix("_"), where(_has_planner, method))
@@ -76,13 +78,40 @@ def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Futu
 
 
 @utility
+def _pause(self: Any, name: str, mode: PauseMode) -> list[str]:
+    """Hold new requests of a name until a resume; returns the ids of all that there are."""
+    _planner(self)
+    return pause(self.scheduler, name, mode)
+
+
+@utility
+def _paused(self: Any, name: str) -> Future[None]:
+    """Wait until no request of a paused name runs, or its pause ends."""
+    _planner(self)
+    paused: Future[None] = self.scheduler.pauses.paused(name)
+    return paused
+
+
+@utility
+def _resume(self: Any, name: str) -> None:
+    """Have the requests that the pause of a name holds go on."""
+    _planner(self)
+    self.scheduler.resume(name)
+
+
+@utility
 def _residency(self: Any) -> list[AdapterState]:
     """What is known of each adapter: where it is, and which requests are held and run."""
     state = _planner(self).state
-    return [
-        replace(_state(state, adapter), held=tuple(adapter.held), running=tuple(adapter.running))
-        for adapter in state.adapters.values()
-    ]
+    states = {
+        it.spec.engine_id: replace(_state(state, it), held=(*it.held, *it.stopped), running=tuple(it.running))
+        for it in state.adapters.values()
+    }
+    for request in self.scheduler.pauses.held:
+        engine_id = request.lora_request.lora_int_id
+        known = states.get(engine_id) or AdapterState(engine_id, request.lora_request.lora_name)
+        states[engine_id] = replace(known, held=(*known.held, request.request_id))
+    return list(states.values())
 
 
 def _state(state: PlannerState, adapter: Adapter) -> AdapterState:
@@ -104,7 +133,7 @@ def _figures(self: Any) -> PlannerFigures:
     cache = state.cache
     return PlannerFigures(
         slots=state.slots.total,
-        held=state.held_count,
+        held=state.held_count + self.scheduler.pauses.held_count,
         host_bytes=cache.used_bytes,
         host_max_adapters=cache.max_adapters,
         host_max_bytes=cache.max_bytes,

@@ -24,11 +24,13 @@ from lora_plugins.process import this_process
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Slots
+from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches.answer_messages import VERSIONS, refused_output
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
+from lora_plugins.vllm_patches.engine_core.pausing import leave_queues, stop_kept
 from lora_plugins.vllm_patches.engine_core.request import (
     assign,
     client_of,
@@ -54,7 +56,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     Attributes:
         specs: the meaning of vLLM's `LoRARequest`s. given_numbers: the next number for what workers were given past the
-            plan.
+            plan. pauses: names whose requests wait for a resume.
     """
 
     lora_config: Any
@@ -62,6 +64,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = make_planner(vllm_config)
         self.specs = AdapterSpecs(self.planner.state)
+        self.pauses = Pauses(self.planner.state)
         self.given_numbers = 1
         rows_are_requests = vllm_config.speculative_config is None
         self._finite_answers = FiniteAnswers(self.planner.state.of_request, rows_are_requests=rows_are_requests)
@@ -69,7 +72,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._versions: dict[str, list[tuple[str, int]]] = {}
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._held_again: dict[str, Any] = {}  # sessions with a KV cache, held since this step
-        self._counts_held = True
+        self._counts_held = self._counts_paused = True
         super().__init__(vllm_config, *args, **kwargs)
 
     # --- requests ---
@@ -82,19 +85,24 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         was_idle = session is not None and session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         super().add_request(request)
         if was_idle and not session.is_finished() and self._is_to_be_held(session):
-            for name in ("waiting", "kv_holding_waiting", "skipped_waiting"):  # not every release has both of the last
-                if hasattr(self, name):
-                    getattr(self, name).remove_requests([session])
-            getattr(self, "deferred_waiting", set()).discard(session)
+            leave_queues(self, session)
             self._hold_again(session)
 
     def _enqueue_waiting_request(self, request: Any) -> None:
-        """As vLLM's, once a request's adapter has its place; before, the request is held."""
+        """As vLLM's, once a request's adapter has its place, and its name no pause; before, the request is held."""
         if self._is_to_be_held(request):
+            name = request.lora_request.lora_name
+            if self.pauses.holds(name, client_of(request.request_id)):
+                self.pauses.hold(name, request.request_id, request)
+                return
             spec, is_other = self.specs.adapter_for_request(request.lora_request)
             self._hold(request, spec, is_other=is_other)
-        else:
+        elif not self._is_stopped(request):  # a session whose next part was there already
             super()._enqueue_waiting_request(request)
+
+    def _is_stopped(self, request: Any) -> bool:
+        adapter = self.planner.state.of_request.get(request.request_id)
+        return adapter is not None and request.request_id in adapter.stopped and not self._has_ended(request.request_id)
 
     def _is_to_be_held(self, request: Any) -> bool:
         from vllm.v1.request import RequestStatus
@@ -107,6 +115,10 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def _hold_again(self, session: Any) -> None:
         """Hold a session for the weights that it began with, of which its KV cache is."""
+        if self.pauses.holds(name := session.lora_request.lora_name):
+            self.pauses.hold(name, session.request_id, session)
+            self._held_again[session.request_id] = session
+            return
         generations, key = self.planner.state.generations, session.lora_request.lora_int_id
         spec = self.specs.known(generations.engine_id_of(key))
         is_current = spec is not None and generations.key_of(spec.engine_id) == key
@@ -140,7 +152,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             time.monotonic(),
             is_other=is_other,
             is_bound=is_inplace(request.lora_request),
-            priority=request.priority if self._by_priority else 0,
+            priority=self.priority_of(request),
             client=client_of(request.request_id),
         )
         adapter = self.planner.state.of_request.get(request.request_id)
@@ -151,6 +163,10 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         else:
             self.planner.ended([request.request_id], time.monotonic())
             self.planner.state.refuse(request, error)
+
+    def priority_of(self, request: Any) -> int:
+        """The priority by which adapters are served; 0 where vLLM's own queue has none."""
+        return int(request.priority) if self._by_priority else 0
 
     def _assign(self, request: Any, adapter: Adapter) -> None:
         asked_for = request.lora_request.lora_path
@@ -163,8 +179,21 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         finished = super().finish_requests(request_ids, finished_status)
         self.planner.ended([request.request_id for request in finished], time.monotonic())
         for request in finished:
-            self._versions.pop(request.request_id, None)
+            self._forget(request.request_id)
         return finished
+
+    def _forget(self, request_id: str) -> None:
+        self._versions.pop(request_id, None)
+        self.pauses.ended([request_id])
+
+    def resume(self, name: str) -> None:
+        """Have the requests that a pause has stopped or held go on."""
+        self.planner.go_on(name, time.monotonic())
+        for request in self.pauses.resume(name):
+            if request.num_computed_tokens or request.num_preemptions:
+                self._hold_again(request)
+            else:
+                self._enqueue_waiting_request(request)
 
     # --- steps ---
 
@@ -182,8 +211,9 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def plan(self) -> list[Command]:
         """Admit the next requests; returns the work of the workers before these requests run."""
         state = self.planner.state
+        stop_kept(self)
         plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
-        self._move(plan.moved)
+        self._move([(name, adapter) for adapter in plan.moved for name in adapter.running])
         for request in plan.admitted:
             self._held_again.pop(request.request_id, None)
             adapter = state.of_request[request.request_id]
@@ -191,24 +221,34 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             if is_begun and adapter.key != request.lora_request.lora_int_id:  # another generation than its KV cache's
                 state.refuse(request, _replaced(request))
                 continue
+            if is_begun and self._has_other_weights(request, adapter):  # a pause has stopped it
+                self._move([(request.request_id, adapter)])
+                super()._enqueue_waiting_request(request)
+                continue
             self._assign(request, adapter)  # the generation of its arrival may have failed to load
             super()._enqueue_waiting_request(request)
         if self._held_again:
             self._preempt_held()
+        self.pauses.answer()
         return plan.commands
 
-    def _move(self, adapters: list[Adapter]) -> None:
-        for adapter in adapters:
-            for name in adapter.running:
-                request = self.requests[name]
-                if not (request.num_computed_tokens or request.num_output_tokens):
-                    assign(request, adapter)
-                    self._versions[name] = [(weights_of(adapter), 0)]
-                    continue
-                versions = self._versions.setdefault(name, [(name_of(request.lora_request.lora_path), 0)])
-                begins_at = request.num_output_tokens + request.num_output_placeholders  # computed, or on the way
-                versions.append((weights_of(adapter), begins_at))
-                move(request, adapter, self.hash_block_size)
+    def _move(self, running: list[tuple[str, Adapter]]) -> None:
+        """Have requests go on with the weights that their adapters have now."""
+        for name, adapter in running:
+            request = self.requests[name]
+            if not (request.num_computed_tokens or request.num_output_tokens):
+                assign(request, adapter)
+                self._versions[name] = [(weights_of(adapter), 0)]
+                continue
+            versions = self._versions.setdefault(name, [(name_of(request.lora_request.lora_path), 0)])
+            begins_at = request.num_output_tokens + request.num_output_placeholders  # computed, or on the way
+            versions.append((weights_of(adapter), begins_at))
+            move(request, adapter, self.hash_block_size)
+
+    def _has_other_weights(self, request: Any, adapter: Adapter) -> bool:
+        versions = self._versions.get(request.request_id)
+        name = versions[-1][0] if versions else name_of(request.lora_request.lora_path)
+        return bool(name != weights_of(adapter))
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """As vLLM's; a request that has moved is computed again with its present weights, and under their keys."""
@@ -229,7 +269,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                 if (versions := self._versions.get(output.request_id)) is not None:
                     output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
                 if output.finish_reason is not None and self._has_ended(output.request_id):
-                    self._versions.pop(output.request_id, None)
+                    self._forget(output.request_id)
                     self._finite_answers.has_ended(output)
                     self.planner.ended([output.request_id], now, expects_more=is_beam(output.request_id))
         self.planner.carried_out(attached(scheduler_output, StepCommands).commands)
@@ -239,6 +279,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self.lora_config = copy.copy(self.lora_config)
             self.lora_config.max_loras = slots  # vLLM's own limit never binds
         self._answer_refused(outputs)
+        self.pauses.answer()
         return outputs
 
     def _end_without_numbers(self, request: Any) -> None:
@@ -281,32 +322,42 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         From 0.31 on vLLM cuts long prompts, and spreads prefills, by how many requests there are.
         """
         running, waiting = super().get_request_counts()
-        return running, waiting + (self.planner.state.held_count if self._counts_held else 0)
+        return running, waiting + (self._held_count if self._counts_held else 0)
+
+    @property
+    def _held_count(self) -> int:
+        return self.planner.state.held_count + self.pauses.held_count
 
     def get_num_unfinished_requests(self) -> int:
         """As vLLM's, with held requests, unless new ones are paused."""
-        if not self.planner.state.held_count or self._is_paused:
+        if not self._held_count or self._is_paused:
             return int(super().get_num_unfinished_requests())
-        return sum(self.get_request_counts()) - int(self.num_waiting_for_streaming_input)
+        unfinished = sum(self.get_request_counts()) - int(self.num_waiting_for_streaming_input)
+        return unfinished if self._counts_paused else unfinished - self.pauses.held_count
 
     def has_finished_requests(self) -> bool:
         """As vLLM's, which compares what is queued with what it knows."""
         if not super().has_finished_requests():
             return False
         is_any_more = len(self.requests) > sum(self.get_request_counts())
-        return not self.planner.state.held_count or bool(self.finished_req_ids) or is_any_more
+        return not self._held_count or bool(self.finished_req_ids) or is_any_more
 
     def has_requests(self) -> bool:
-        """Whether to go on with steps: also for work of the workers without any request."""
-        has_work = super().has_requests() or self.planner.state.refused
+        """Whether to go on with steps: for work of the workers without any request too; not for what a pause holds."""
+        self._counts_paused = False
+        try:
+            has_work = super().has_requests() or self.planner.state.refused or self._held_again
+        finally:
+            self._counts_paused = True
+        has_work = has_work or (self.pauses.expects_parts and not self._is_paused)
         return bool(has_work) or self.planner.has_work(is_paused=self._is_paused, is_stopped=self.is_stopped)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, where held requests wait."""
         stats, state = super().make_stats(*args, **kwargs), self.planner.state
-        if stats is not None and state.held_count:
+        if stats is not None and self._held_count:
             stats.num_waiting_reqs = self.get_request_counts()[1] - stats.num_skipped_waiting_reqs
-            stats.waiting_lora_adapters.update(state.held_by_name)
+            stats.waiting_lora_adapters.update(state.held_by_name + self.pauses.held_by_name)
         return stats
 
 
@@ -386,8 +437,6 @@ LEDGER = (
         vllm.v1.core.kv_cache_manager:
             KVCacheManager.get_block_ids(self, request_id)
             KVCacheManager.evict_blocks(self, block_ids)
-        vllm.v1.core.sched.request_queue:
-            RequestQueue.remove_requests(self, requests)
         vllm.v1.core.sched.interface:
             SchedulerInterface.add_request(self, request)
             SchedulerInterface.finish_requests(self, request_ids, finished_status)
@@ -403,7 +452,9 @@ LEDGER = (
         vllm.v1.metrics.stats:
             SchedulerStats{num_waiting_reqs, num_skipped_waiting_reqs, waiting_lora_adapters}
         vllm.v1.request:
-            Request{request_id, lora_request, client_index, priority, status, pooling_params, trace_headers}
+            Request{
+                request_id, lora_request, client_index, priority, status, pooling_params, trace_headers,
+                num_preemptions}
             Request.take_events(self)
             Request.is_finished(self)
             RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ERROR}

@@ -1,0 +1,39 @@
+"""Pausing one name: its requests stop, new ones are held, and every other name runs on.
+
+The name of a request decides, so a pause outlives every swap of the name; unloading the name ends it, and so does the
+end of the server. A version that is asked for by its digest, `name@digest`, is a name of its own.
+"""
+
+from __future__ import annotations
+
+from lora_plugins.scheduler.pauses import PauseMode
+from lora_plugins.server.api_server import ApiServer
+
+
+async def pause(server: ApiServer, name: str, mode: PauseMode) -> bool:
+    """Hold new requests for a name, and return once none runs; False where the name was resumed meanwhile.
+
+    Raises:
+        AdapterNotFound: the name is blocked, or not served.
+    """
+    server.registry.require(name)
+    server.registry.paused.add(name)
+    request_ids = await server.planner.pause(name, mode)
+    if mode is PauseMode.ABORT:
+        await server.vllm.abort(request_ids)
+    await server.planner.paused(name)
+    return name in server.registry.paused
+
+
+async def resume(server: ApiServer, name: str) -> bool:
+    """Have the requests for a name go on; False where the name was not paused.
+
+    Raises:
+        AdapterNotFound: the name is neither paused nor served.
+    """
+    if name not in server.registry.paused:
+        server.registry.require(name)
+        return False
+    server.registry.paused.discard(name)
+    await server.planner.resume(name)
+    return True

@@ -1,0 +1,179 @@
+"""One adapter is paused on a real server with one slot: others have the slot meanwhile, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from testbed.models import PROMPT
+from testbed.reference import Reference
+from tests.e2e.conftest import OneSlot
+from tests.e2e.standing_still import LONGEST_S, TOKENS, is_held, seen
+from tests.e2e.test_in_flight import body, tokens_of, view_of
+
+
+@dataclass
+class Stream:
+    """A long answer while it comes."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+
+    async def read(self, client: httpx.AsyncClient, name: str) -> None:
+        async with client.stream("POST", "/v1/completions", json=body(name, TOKENS, stream=True)) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                self.error = event.get("error", self.error)
+                for choice in event.get("choices", []):
+                    self.tokens += choice.get("token_ids") or []
+                    self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+
+@asynccontextmanager
+async def streaming(client: httpx.AsyncClient, name: str) -> AsyncIterator[tuple[Stream, asyncio.Task[None]]]:
+    """Inside, a long answer of this adapter has begun."""
+    stream = Stream()
+    reading = asyncio.create_task(stream.read(client, name))
+
+    async def has_begun() -> bool:
+        return len(stream.tokens) > 3 or reading.done()
+
+    await seen(has_begun)
+    yield stream, reading
+
+
+async def pause(client: httpx.AsyncClient, name: str, mode: str) -> dict[str, Any]:
+    answer = await client.post(f"/v1/loras/{name}/pause", params={"mode": mode})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def resume(client: httpx.AsyncClient, name: str) -> None:
+    answer = await client.post(f"/v1/loras/{name}/resume")
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture(scope="module")
+def long_answers(one_slot: OneSlot) -> dict[str, list[int]]:
+    """PEFT's."""
+    reference = Reference(one_slot.bed.base)
+    ids = reference.prompt_ids(PROMPT)
+    return {name: reference.generate(one_slot.bed.adapters / name, ids, TOKENS) for name in ("sql", "chat")}
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_one_adapter_is_paused_and_all_others_run(
+    one_slot: OneSlot, long_answers: dict[str, list[int]], mode: str
+) -> None:
+    policy, other, expected = f"paused-{mode}", f"beside-{mode}", one_slot.bed.answers
+    one_slot.publish(policy, "sql", 1)
+    one_slot.publish(other, "chat", 1)
+
+    async def train() -> Stream:
+        async with one_slot.client() as client, streaming(client, policy) as (stream, reading):
+            begun = len(stream.tokens)
+            assert (await pause(client, policy, mode))["status"] == "success"
+            view = await view_of(client, policy)
+            assert (view["state"], view["requests_in_flight"]) == ("paused", 0)
+            assert view["requests_held"] == (mode == "keep")
+            if mode != "keep":
+                await reading
+            had = len(stream.tokens)
+            late = asyncio.create_task(tokens_of(client, policy))
+            await seen(lambda: is_held(client, policy))
+            for _ in range(2):
+                assert await tokens_of(client, other) == expected["chat"], "in the only slot"
+                assert await tokens_of(client, str(one_slot.bed.base)) == expected[None]
+            assert (late.done(), len(stream.tokens)) == (False, had)
+            assert begun <= had < TOKENS or mode == "wait"
+            await resume(client, policy)
+            assert await late == expected["sql"]
+            assert (await view_of(client, policy))["state"] == "serving"
+            await reading
+            return stream
+
+    stream = asyncio.run(train())
+    assert (stream.error, stream.finish_reason) == (None, "abort" if mode == "abort" else "length")
+    assert stream.tokens == long_answers["sql"][: len(stream.tokens)]
+    assert len(stream.tokens) == TOKENS or mode == "abort"
+
+
+@pytest.mark.parametrize("running", ["finish", "inflight"])
+def test_a_pause_outlives_a_swap(one_slot: OneSlot, long_answers: dict[str, list[int]], running: str) -> None:
+    policy = f"swapped-{running}"
+    folder = one_slot.publish(policy, "sql", 1)
+
+    async def train() -> tuple[Stream, list[int], list[int], int]:
+        async with one_slot.client() as client, streaming(client, policy) as (stream, reading):
+            await pause(client, policy, "keep")
+            early = asyncio.create_task(tokens_of(client, policy))
+            await seen(lambda: is_held(client, policy))
+            folder.rename(folder.with_name(f"old-{policy}"))
+            one_slot.publish(policy, "chat", 2)
+            swapped = await client.post(f"/v1/loras/{policy}/refresh", json={"running": running})
+            assert (swapped.status_code, swapped.json()["swapped"]) == (200, True), swapped.text
+            assert (await view_of(client, policy))["state"] == "paused"
+            late = asyncio.create_task(tokens_of(client, policy))
+            await seen(lambda: is_held(client, policy))
+            had = len(stream.tokens)
+            await resume(client, policy)
+            answers = await early, await late
+            await reading
+            return stream, *answers, had
+
+    stream, early, late, had = asyncio.run(train())
+    expected = one_slot.bed.answers
+    assert (stream.error, len(stream.tokens), late) == (None, TOKENS, expected["chat"])
+    if running == "finish":
+        assert (stream.tokens, early) == (long_answers["sql"], expected["sql"]), "they came for the version before"
+        return
+    assert early == expected["chat"]
+    reference, bed = Reference(one_slot.bed.base), one_slot.bed
+    again = reference.prompt_ids(PROMPT) + stream.tokens[:had]  # all is computed again, with the new weights
+    assert stream.tokens[:had] == long_answers["sql"][:had]
+    assert stream.tokens[had:] == reference.generate(bed.adapters / "chat", again, TOKENS - had)
+
+
+def test_an_unload_of_a_paused_name_answers_all_its_requests(one_slot: OneSlot) -> None:
+    one_slot.publish("left", "sql", 1)
+
+    async def train() -> tuple[Stream, httpx.Response, httpx.Response]:
+        async with one_slot.client() as client, streaming(client, "left") as (stream, reading):
+            await pause(client, "left", "keep")
+            held = asyncio.create_task(client.post("/v1/completions", json=body("left", 1)))
+
+            async def both_wait() -> bool:
+                return (await view_of(client, "left"))["requests_held"] == 2
+
+            await seen(both_wait)
+            async with asyncio.timeout(LONGEST_S):
+                unloaded = await client.delete("/v1/loras/left")
+                await reading
+                answer = await held
+            assert await tokens_of(client, "left") == one_slot.bed.answers["sql"], "the pause has ended with the name"
+            return stream, answer, unloaded
+
+    stream, answer, unloaded = asyncio.run(train())
+    assert (unloaded.status_code, answer.status_code, "[L001]" in answer.text) == (200, 503, True)
+    assert stream.error is not None, "the stream had begun"
+    assert "[L001]" in str(stream.error)
+
+
+def test_what_is_not_served_is_not_paused(one_slot: OneSlot) -> None:
+    async def ask() -> list[int]:
+        async with one_slot.client() as client:
+            paused = [await client.post(f"/v1/loras/nobody/{verb}") for verb in ("pause", "resume")]
+            wrong = await client.post("/v1/loras/nobody/pause", params={"mode": "later"})
+            return [answer.status_code for answer in (*paused, wrong)]
+
+    assert asyncio.run(ask()) in ([404, 404, 400], [404, 404, 422])

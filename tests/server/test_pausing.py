@@ -1,0 +1,66 @@
+"""Pausing one name of an API server, with the real planner before a made-up worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lora_plugins.errors import AdapterNotFound
+from lora_plugins.scheduler.pauses import PauseMode
+from lora_plugins.server.pausing import pause, resume
+from tests.server.world import World, serving
+from tests.virtual_time import runs
+
+
+@runs
+async def test_a_pause_is_answered_once_nothing_runs() -> None:
+    world = World()
+    await serving(world, "aa")
+    running = world.start("sql", 5.0)
+    await world.settled()
+    pausing = asyncio.create_task(pause(world.lifecycle.server, "sql", PauseMode.WAIT))
+    await asyncio.sleep(4.0)
+    assert (pausing.done(), world.lifecycle.registry.paused) == (False, {"sql"})
+    assert await running
+    assert await pausing
+    assert await resume(world.lifecycle.server, "sql")
+    assert not await resume(world.lifecycle.server, "sql"), "it was not paused"
+
+
+@runs
+async def test_an_abort_ends_what_runs() -> None:
+    world = World()
+    await serving(world, "aa")
+    running = world.start("sql", 500.0)
+    await world.settled()
+    async with asyncio.timeout(1):
+        assert await pause(world.lifecycle.server, "sql", PauseMode.ABORT)
+    assert (world.server.aborted, running.cancelled()) == (["running"], True)
+
+
+@runs
+async def test_a_resume_answers_a_pause_that_waits() -> None:
+    world = World()
+    await serving(world, "aa")
+    running = world.start("sql", 500.0)
+    await world.settled()
+    pausing = asyncio.create_task(pause(world.lifecycle.server, "sql", PauseMode.WAIT))
+    await world.settled()
+    assert await resume(world.lifecycle.server, "sql")
+    assert not await pausing
+    running.cancel()
+
+
+@runs
+async def test_a_swap_leaves_a_pause_and_an_unload_ends_it() -> None:
+    world = World()
+    await serving(world, "aa")
+    await pause(world.lifecycle.server, "sql", PauseMode.KEEP)
+    await serving(world, "aa", "bb")
+    assert world.lifecycle.registry.paused == {"sql"}
+    await world.lifecycle.unload("sql", block=False)
+    assert (world.lifecycle.registry.paused, world.engine.asked["lora_plugins_resume"]) == (set(), 1)
+    for change in (pause(world.lifecycle.server, "sql", PauseMode.KEEP), resume(world.lifecycle.server, "sql")):
+        with pytest.raises(AdapterNotFound):
+            await change

@@ -1,0 +1,226 @@
+"""One adapter is paused in vLLM's real schedulers: its requests stop, all others run, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from lora_plugins.errors import NoFreeSlot
+from lora_plugins.scheduler.pauses import PauseMode
+from lora_plugins.vllm_patches.answer_messages import error_in
+from lora_plugins.vllm_patches.engine_core.pausing import pause
+from tests.vllm_patches.engine_bed import Engine, Make, request
+from tests.vllm_patches.engine_core.test_request import V1, V2, asked, begin, load, spans
+from tests.vllm_patches.engine_core.test_request import bed as bed  # noqa: PLC0414 - a fixture
+
+NAME = "adapter-1"
+PAUSES = list(PauseMode)
+
+
+def running(make_engine: Make, **config: Any) -> Engine:
+    """An engine in which `runs` has answered three of twenty tokens with adapter 1."""
+    engine = make_engine(**config)
+    engine.scheduler.add_request(request("runs", 1, tokens=20))
+    while len(engine.tokens_of("runs")) < 3:
+        engine.step()
+    return engine
+
+
+def unpaused(make_engine: Make, name: str, tokens: int) -> list[int]:
+    engine = make_engine()
+    engine.scheduler.add_request(request(name, 1, tokens=tokens))
+    engine.run()
+    return engine.tokens_of(name)
+
+
+@pytest.mark.parametrize("mode", PAUSES)
+def test_new_requests_wait_for_the_resume_while_others_run(make_engine: Make, mode: PauseMode) -> None:
+    engine = make_engine(max_loras=1)
+    scheduler = engine.scheduler
+    assert pause(scheduler, NAME, mode) == []
+    assert scheduler.pauses.paused(NAME).done(), "nothing runs"
+    for name, lora in (("held", 1), ("other", 2), ("base", None)):
+        scheduler.add_request(request(name, lora))
+    engine.run()
+    assert [len(engine.tokens_of(name)) for name in ("held", "other", "base")] == [0, 3, 3]
+    assert (scheduler.has_requests(), scheduler.get_request_counts()) == (False, (0, 1)), "it waits, and spins nothing"
+    assert scheduler.get_num_unfinished_requests() == 1
+    stats = scheduler.make_stats()
+    assert (stats.num_waiting_reqs, dict(stats.waiting_lora_adapters)) == (1, {NAME: 1})
+    scheduler.resume(NAME)
+    engine.run()
+    assert engine.tokens_of("held") == unpaused(make_engine, "held", 3)
+    assert scheduler.get_num_unfinished_requests() == 0
+
+
+def test_a_pause_that_waits_is_answered_when_none_runs(make_engine: Make) -> None:
+    engine = running(make_engine)
+    assert pause(engine.scheduler, NAME, PauseMode.WAIT) == ["runs"]
+    paused = engine.scheduler.pauses.paused(NAME)
+    engine.scheduler.add_request(request("held", 1))
+    engine.step()
+    assert not paused.done()
+    engine.run()
+    assert paused.done()
+    assert (len(engine.tokens_of("runs")), engine.tokens_of("held")) == (20, [])
+
+
+def test_what_waits_for_a_slot_waits_for_the_resume(make_engine: Make) -> None:
+    engine = running(make_engine, max_loras=1)
+    engine.scheduler.add_request(request("waits", 2))
+    engine.step()
+    assert pause(engine.scheduler, "adapter-2", PauseMode.WAIT) == ["waits"]
+    assert engine.scheduler.pauses.paused("adapter-2").done()
+    engine.run()
+    assert (len(engine.tokens_of("runs")), engine.tokens_of("waits")) == (20, [])
+    engine.scheduler.resume("adapter-2")
+    engine.run()
+    assert len(engine.tokens_of("waits")) == 3
+
+
+def test_an_abort_names_what_runs_and_what_waits(make_engine: Make) -> None:
+    engine = running(make_engine)
+    pause(engine.scheduler, NAME, PauseMode.KEEP)
+    engine.scheduler.add_request(request("held", 1))
+    engine.step()
+    names = pause(engine.scheduler, NAME, PauseMode.ABORT)
+    assert sorted(names) == ["held", "runs"]
+    paused = engine.scheduler.pauses.paused(NAME)
+    engine.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert (paused.done(), engine.scheduler.requests, engine.scheduler.pauses.held_count) == (True, {}, 0)
+
+
+def test_kept_requests_give_up_slot_and_blocks_and_go_on(make_engine: Make) -> None:
+    engine = running(make_engine, max_loras=1)
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    pause(engine.scheduler, NAME, PauseMode.KEEP)
+    paused = engine.scheduler.pauses.paused(NAME)
+    engine.step()
+    engine.drain()
+    had, begun = len(engine.tokens_of("runs")), free()
+    assert (paused.done(), had < 6) == (True, True)
+    assert begun == engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1, "all but vLLM's own null block"
+    engine.scheduler.add_request(request("other", 2, tokens=30))
+    engine.run()
+    assert (len(engine.tokens_of("other")), len(engine.tokens_of("runs"))) == (30, had)
+    assert "runs" not in engine.known, "workers keep no place for it"
+    engine.scheduler.resume(NAME)
+    engine.run()
+    assert engine.tokens_of("runs") == unpaused(make_engine, "runs", 20)
+
+
+def test_kept_requests_in_vllms_queue_are_kept_too(make_engine: Make) -> None:
+    engine = make_engine()
+    for number in range(12):  # eight run at once
+        engine.scheduler.add_request(request(f"r{number:02}", 1, tokens=10))
+    for _ in range(4):
+        engine.step()
+    pause(engine.scheduler, NAME, PauseMode.KEEP)
+    engine.run()
+    assert (len(engine.scheduler.requests), engine.scheduler.get_request_counts()) == (12, (0, 12))
+    engine.scheduler.resume(NAME)
+    engine.run()
+    for number in range(12):
+        assert engine.tokens_of(f"r{number:02}") == unpaused(make_engine, f"r{number:02}", 10)
+    firsts = [next(i for i, it in enumerate(engine.outputs) if it.request_id == f"r{n:02}") for n in range(12)]
+    assert firsts == sorted(firsts), "in the order in which they came"
+
+
+@pytest.mark.parametrize("mode", PAUSES)
+def test_a_client_that_leaves_ends_what_is_held(make_engine: Make, mode: PauseMode) -> None:
+    engine = running(make_engine)
+    pause(engine.scheduler, NAME, mode)
+    engine.scheduler.add_request(request("held", 1))
+    engine.step()
+    engine.scheduler.finish_requests(["held", "runs"], RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    engine.scheduler.resume(NAME)
+    engine.run()
+    assert (engine.scheduler.requests, engine.tokens_of("held")) == ({}, [])
+
+
+def test_an_unload_answers_what_is_held_and_what_is_kept(make_engine: Make) -> None:
+    engine = running(make_engine)
+    pause(engine.scheduler, NAME, PauseMode.KEEP)
+    engine.scheduler.add_request(request("held", 1))
+    engine.run()
+    refusal = NoFreeSlot("unloaded")
+    retired = engine.scheduler.planner.retire(1, time.monotonic(), refusal, is_last=True)
+    engine.scheduler.resume(NAME)
+    engine.run()
+    assert retired.done()
+    for name in ("held", "runs"):
+        assert isinstance(error_in(engine.end_of(name).stop_reason), NoFreeSlot)
+    assert not engine.scheduler.requests
+
+
+def test_kept_requests_finish_on_a_version_that_was_replaced(make_engine: Make) -> None:
+    """A swap to an engine id of its own retires the old one while nothing of it is in flight."""
+    engine = running(make_engine)
+    pause(engine.scheduler, NAME, PauseMode.KEEP)
+    engine.run()
+    engine.scheduler.planner.retire(1, time.monotonic(), is_last=True)
+    engine.run()
+    assert 1 not in engine.in_memory
+    engine.scheduler.resume(NAME)
+    engine.run()
+    assert engine.tokens_of("runs") == unpaused(make_engine, "runs", 20)
+    assert 1 not in engine.in_memory
+
+
+def test_kept_requests_go_on_with_what_was_pushed_inflight(bed: Any) -> None:
+    engine = bed(max_loras=2, max_cpu_loras=4)
+    begin(engine, asked("a", V1, tokens=24))
+    pause(engine.scheduler, "adapter-7", PauseMode.KEEP)
+    engine.run()
+    had = len(engine.tokens_of("a"))
+    load(engine, V2, moves=True)
+    engine.scheduler.add_request(asked("held", V1, tokens=2))
+    engine.scheduler.resume("adapter-7")
+    engine.run()
+    assert (len(engine.tokens_of("a")), len(engine.tokens_of("held"))) == (24, 2)
+    assert spans(engine, "a") == [("1" * 64, 0), ("2" * 64, had)]
+    assert spans(engine, "held") == [("2" * 64, 0)]
+
+
+def test_parts_of_running_requests_do_not_wait(make_engine: Make) -> None:
+    """Beams: the client's request ends only if the next tokens of its beams are computed."""
+    engine = make_engine()
+    first, second = (f"c-{'0' * 16}-beam-{number}-{'a' * 8}" for number in (1, 2))
+    engine.scheduler.add_request(request(first, 1, tokens=1))
+    while not engine.tokens_of(first):
+        engine.step()
+    pause(engine.scheduler, NAME, PauseMode.WAIT)
+    paused = engine.scheduler.pauses.paused(NAME)
+    engine.scheduler.add_request(request(second, 1, tokens=1))
+    assert not paused.done()
+    engine.run(steps=10**6)
+    assert (paused.done(), len(engine.tokens_of(second))) == (True, 1)
+
+
+def test_a_session_that_waits_for_its_next_part_is_held(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.scheduler.add_request(request("s", 1, tokens=2, resumable=True))
+    engine.run()
+    pause(engine.scheduler, NAME, PauseMode.WAIT)
+    engine.scheduler.add_request(request("s", 1, tokens=2, resumable=True))
+    engine.run()
+    assert len(engine.tokens_of("s")) == 2
+    engine.scheduler.resume(NAME)
+    engine.run()
+    assert len(engine.tokens_of("s")) == 4
+
+
+def test_resuming_twice_and_resuming_what_is_not_paused_does_nothing(make_engine: Make) -> None:
+    engine = running(make_engine)
+    engine.scheduler.resume(NAME)
+    pause(engine.scheduler, NAME, PauseMode.KEEP)
+    engine.scheduler.resume(NAME)
+    engine.scheduler.resume(NAME)
+    engine.run()
+    assert engine.tokens_of("runs") == unpaused(make_engine, "runs", 20)
+    assert not engine.scheduler.pauses
