@@ -497,7 +497,7 @@ async def streamed(
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     said = json.loads(line.removeprefix("data: "))
-                    if "error" in said:  # vLLM's last word where the engine ends before the API server
+                    if "error" in said:  # the last word of a stream whose engine crashes
                         raise httpx.RemoteProtocolError(str(said["error"]))
                     (choice,) = said["choices"]
                     ids += choice["token_ids"] or []
