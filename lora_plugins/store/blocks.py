@@ -1,8 +1,8 @@
-"""Which names are refused until they are loaded again: one small file for each, so all servers of a store see it.
+"""Names that every server of a store refuses until an operator loads the name again: one small file for each name.
 
-A block is of a name with every revision and digest: that of `sql` is one of `sql@main` too. To ask is to look whether a
-file is there, without a lock or a copy of what was there before: what another server has blocked is refused from the
-next request on, on a network file system as soon as its cache of names lets it be seen.
+A block of a name covers every revision and digest: a block of `sql` covers `sql@main` too. A question looks whether a
+file exists, without a lock or a cache: servers refuse a name that another server has blocked from their next request
+on, on a network file system as soon as the cache of names there has expired.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lora_plugins.store.layout import Layout, replace_small, sync_directory
 
 
 def blocked(name: str) -> AdapterNotFound:
-    """What to raise where a name is asked for that was unloaded and blocked, by itself or without its revision."""
+    """The error for a request of a name that is blocked, by itself or without its revision."""
     return AdapterNotFound(
         "a name that was unloaded and blocked",
         expected="one that is served",
@@ -30,48 +30,49 @@ def blocked(name: str) -> AdapterNotFound:
 
 
 class Blocks:
-    """The blocked names of all servers that share a store; those of this process hold while the store is away too."""
+    """The blocked names of all servers that share a store; blocks of this process hold while the store is away, too."""
 
     def __init__(self, layout: Layout) -> None:
         self._folder = layout.folder("blocked")
         self._locks = layout.folder("locks")
-        self._unwritten: dict[str, str] = {}  # what is to stand in the file of a name
-        self._written: set[str] = set()  # by this process
+        self._unwritten: dict[str, str] = {}  # content of the file of each name that is not on disk yet
+        self._written: set[str] = set()  # names whose file this process has written
 
     def __contains__(self, text: str) -> bool:
         """Whether a name is blocked, by itself or without its revision."""
         return any(self._is_blocked(name) for name in {text.partition("@")[0], text})
 
     def refuse(self, text: str, *, but_itself: bool = False) -> None:
-        """What every way to a name asks: requests, loads, and changes of what is served.
+        """Raise for a blocked name; requests, loads, and changes of served adapters call `refuse` first.
 
-        `but_itself`: for an operator's load of just this name, which ends its own block, and none of all revisions.
+        `but_itself`: an operator's load of exactly `text`, which ends the block of `text` but none of all revisions.
 
         Raises:
-            AdapterNotFound: it is blocked.
+            AdapterNotFound: the name is blocked.
         """
         path, at, _ = text.partition("@")
+        # A load of `sql@main` does not lift the block of `sql`, so only the block of the bare path refuses the load.
         if (at and self._is_blocked(path)) if but_itself else text in self:
             raise blocked(text)
 
     def names(self) -> set[str]:
-        """The names that were blocked, as they were."""
+        """The blocked names, as operators wrote the names."""
         return {*self._unwritten, *self._read()}
 
     def among(self, texts: Iterable[str]) -> set[str]:
-        """Which of these names are blocked, after one look at the folder: for lists of many."""
+        """The blocked names among `texts`, after one listing of the folder: cheaper than a question for each name."""
         names = self.names()
         return {text for text in texts if text in names or text.partition("@")[0] in names} if names else set()
 
     def hold(self, name: str) -> None:
-        """Refuse a name in this process from here on; `write` has the others do so, and the next ones."""
+        """Refuse a name in this process from here on; `write` makes the block durable and visible to other servers."""
         self._unwritten[name] = json.dumps({"name": name, "id": os.urandom(8).hex()})
 
     def write(self, name: str) -> None:
-        """Have the block that `hold` has begun be on disk, power cuts included.
+        """Write the block that `hold` has begun to disk, so that the block survives a power cut.
 
         Raises:
-            OSError: it cannot be; it holds in this process only.
+            OSError: the file cannot be written; the block holds in this process only.
         """
         with self._guard():
             text = self._unwritten.get(name)
@@ -80,24 +81,26 @@ class Blocks:
             replace_small(self._file(name), text)
             sync_directory(self._folder)
             self._written.add(name)
+            # `hold` may have blocked the name again during the write; the newer block is then still to be written.
             if self._unwritten[name] == text:
                 del self._unwritten[name]
 
     def present(self, name: str) -> str | None:
-        """What marks the block of just this name, unlike any before or after it; None where there is none."""
+        """The content of the block of exactly this name, unlike any earlier or later block; None without a block."""
         text = self._unwritten.get(name)
         if text is None:
             try:
                 text = self._file(name).read_text()
             except OSError:
+                # An unreadable file must not read as "no block": a load would then serve a refused name.
                 text = "unread" if self._is_blocked(name) else None
         return text
 
     def lift(self, name: str, seen: str | None) -> bool:
-        """End the block that `present` has marked so; False where the name was blocked again since, and is so still.
+        """End the block with the content `seen`; False where somebody has blocked the name again since.
 
         Raises:
-            OSError: it cannot be ended.
+            OSError: the file cannot be removed.
         """
         if seen is None:
             return self.present(name) is None
@@ -124,16 +127,16 @@ class Blocks:
             try:
                 yield str(json.loads(Path(path).read_text())["name"])
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # lifted at this moment; or none of ours, which blocks no name that can be told
+                continue  # lifted at this moment, or a foreign file without a name
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}.json"
 
     def _guard(self) -> FileLock:
-        """Held for moments: nobody ends a block that another server makes at this moment.
+        """The lock of all changes of blocks, held for moments: `lift` must not remove a block that another server wrote.
 
         Raises:
             FileNotFoundError: the store is not there.
         """
-        self._locks.stat()  # FileLock would make it, in the place of a store that is away
+        self._locks.stat()  # FileLock would make the folder in the place of a store that is away
         return FileLock(self._locks / "blocks.guard", timeout=30)

@@ -1,4 +1,4 @@
-"""Put the configuration that an engine reads in the place of the source's, which is kept beside it."""
+"""Put the canonical configuration in the place of the source's file, which stays beside the new file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lora_plugins.store.manifest import StoredFile
 
 
 def put_canonical(directory: Path, canonical: bytes) -> StoredFile:
-    """Write it into a directory that nobody reads yet; it is not durable then.
+    """Write the configuration into a directory that no other process reads yet; the caller makes the file durable.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     os.rename(directory / CONFIG_FILE, directory / ORIGINAL_CONFIG_FILE)
     (directory / CONFIG_FILE).write_bytes(canonical)

@@ -1,4 +1,4 @@
-"""What the store's own file system answers, as errors of ours."""
+"""Errors of the store's own file system, as errors of this package."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Self
 from lora_plugins.adapter.files import map_os_error
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
 
-# The system's ways of saying that there is no room.
+# Answers of the system for "no room": a full disk, a quota, a limit of file sizes.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_FEW_INODES = 64  # an adapter takes some ten
+_FEW_INODES = 64  # an adapter takes about ten
 
 
 class DamagedCopy(SourceUnavailable):
-    """L006: what is in the store has other bytes than its digest says; it is not served."""
+    """L006: a copy in the store has other bytes than its digest says, and is not served."""
 
     @classmethod
     def of(cls, digest: str, then: str = "it is fetched again") -> Self:
-        """Of this entry; `then` says what becomes of it."""
+        """The error for the entry `digest`; `then` says how the store goes on."""
         return cls(
             f"a damaged copy in the store: the bytes of {digest[:12]} are not those of its digest, and {then}",
             expected="the bytes that were fetched",
@@ -35,7 +35,7 @@ class FullDisk(OutOfMemory):
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether what cannot be read of an entry is not there, or no file; else it cannot be read at the moment."""
+    """Whether an entry's file is missing or malformed; False where the file cannot be read at the moment."""
     if isinstance(error, InvalidAdapter):
         return True
     return isinstance(error, OSError) and not isinstance(map_os_error(error), SourceUnavailable)
@@ -43,10 +43,10 @@ def is_damage(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
-    """Raise what is inside, its OSErrors as ours.
+    """Raise OSErrors of the block as errors of this package.
 
     Raises:
-        FullDisk: there is no room.
+        FullDisk: the file system has no room.
         SourceUnavailable: the store cannot be read or written.
     """
     try:
@@ -71,14 +71,15 @@ def store_errors() -> Iterator[None]:
 
 
 def _lacks_inodes(error: OSError) -> bool:
-    """Whether a file could not be made for want of inodes; only what makes a file names one.
+    """Whether making a file failed for want of inodes.
 
-    Those of the files that were made before may be free again by now.
+    Only calls that make a file put a file name into their error. By now inodes may be free again, because the
+    failed call has removed files that it made before.
     """
     if error.errno != errno.ENOSPC or not isinstance(error.filename, (str, os.PathLike)):
         return False
     with contextlib.suppress(OSError, StopIteration):
         disk = os.statvfs(next(folder for folder in Path(error.filename).parents if folder.is_dir()))
-        # File systems that make inodes as they are needed say 0 of 0.
+        # File systems that make inodes on demand (btrfs) report 0 of 0.
         return disk.f_files > 0 and disk.f_favail < _FEW_INODES
     return False

@@ -1,4 +1,4 @@
-"""Room in the store: what was used longest ago and is not leased is removed until the rest fits."""
+"""Room in the store: remove the least recently used adapters without a lease until the new adapter fits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lora_plugins.store.manifest import Manifest
 
 _SHARE = 0.8
 _KEPT_FREE_SHARE, _KEPT_FREE_BYTES = 0.05, 1 << 30
-_OWN_FILES = 6  # of an adapter: its directory, manifest, index, time of use, and a lease in a directory
+_OWN_FILES = 6  # inodes of an adapter: directory, manifest, index, time of use, lease, directory of leases
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A published adapter, or something in quarantine.
+    """A published adapter, or an entry of the quarantine.
 
     Attributes:
-        used_at: its last use, in seconds since the epoch; 0 where that is not known.
-        manifest: None where it cannot be read.
+        used_at: the last use, in seconds since the epoch; 0 where unknown.
+        manifest: None where the manifest cannot be read.
     """
 
     digest: str
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What was removed, what stays because it is leased though it is older, and the bytes of all that is left."""
+    """Entries removed, older entries that stay because of a lease, and the bytes of all entries left."""
 
     removed: tuple[Entry, ...]
     leased: tuple[Entry, ...]
@@ -47,7 +47,7 @@ class Eviction:
 
 
 def entries(layout: Layout) -> list[Entry]:
-    """All published adapters, the one used longest ago first."""
+    """All published adapters, the least recently used first."""
     found = []
     for digest in layout.digests():
         manifest = None
@@ -68,9 +68,9 @@ def entries(layout: Layout) -> list[Entry]:
 
 
 def share_of_disk(layout: Layout, inventory: Inventory) -> tuple[int, int]:
-    """The budget where none is set, and what is to stay free on the disk, in bytes.
+    """The budget where the settings name none, and the bytes to keep free on the disk.
 
-    It is 80 % of what the store has and what is free beside it, so that it is the same after a restart.
+    The budget is 80 % of the store's bytes plus the free bytes, so that a restart finds the same budget.
     """
     disk = os.statvfs(layout.root)
     stored_bytes = inventory.look() + sum(entry.size_bytes for entry in quarantined(layout))
@@ -79,7 +79,7 @@ def share_of_disk(layout: Layout, inventory: Inventory) -> tuple[int, int]:
 
 
 def evict(known: Iterable[Entry], max_bytes: int, remove: Callable[[Entry], bool]) -> Eviction:
-    """Remove entries in their order until the rest fits; `remove` answers False for one that is leased."""
+    """Remove entries in their order until the rest fits; `remove` returns False for a leased entry."""
     known = list(known)
     left_bytes = sum(entry.size_bytes for entry in known)
     removed: list[Entry] = []
@@ -107,11 +107,11 @@ def make_room(
 ) -> None:
     """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
 
-    Before them goes what is in quarantine. Where the disk would have less than `kept_free_bytes` left, more of both go.
+    Entries of the quarantine go first. Where the disk would have less than `kept_free_bytes` left, more entries go.
 
     Raises:
-        OutOfMemory: it does not fit even in an empty store.
-        NoFreeSlot: what would have to go is leased.
+        OutOfMemory: the adapter does not fit even into an empty store.
+        NoFreeSlot: engines lease the adapters that would have to go.
     """
     if max_bytes is None:
         return
@@ -121,7 +121,7 @@ def make_room(
             expected=f"at most {max_bytes}, the store's budget",
             remedy="raise LORA_PLUGINS_STORE_MAX_BYTES",
         )
-    # First the downloads: what is published meanwhile is then counted twice, not never.
+    # Count downloads first: an adapter published between the two counts is then counted twice, not never.
     pending = pending_bytes(layout)
     stored_bytes = inventory.look()
     damaged = quarantined(layout)
@@ -139,7 +139,7 @@ def make_room(
         )
     room_bytes = budget_bytes - needed_bytes - pending
     chosen = _to_go(inventory, leases, stored_bytes - room_bytes)
-    if chosen is None:  # nothing is removed where the rest would not be enough
+    if chosen is None:  # keep all adapters where removing them would not free enough
         raise _all_used(max_bytes, needed_bytes)
     for entry in damaged:
         if damaged_bytes <= room_bytes - stored_bytes:
@@ -150,7 +150,7 @@ def make_room(
     in_order = itertools.chain(chosen, inventory.oldest(leases.is_ours))
     while over_bytes > 0:
         digest = next(in_order, None)
-        if digest is None:  # leased meanwhile
+        if digest is None:  # another process has leased the rest meanwhile
             raise _all_used(max_bytes, needed_bytes)
         over_bytes -= _evicted_bytes(layout, leases, inventory, digest, on_evict)
 
@@ -165,25 +165,27 @@ def give_way(
     on_evict: Callable[[str, int], None] | None = None,
     kept: str = "",
 ) -> bool:
-    """Remove adapters, but `kept`, from a full disk until so many bytes and files more have room; whether any is gone.
+    """Remove adapters from a full disk, but not `kept`, to free so many bytes and files; whether any entry is gone.
 
-    Before them goes what is in quarantine. Nothing is removed where the rest would not be enough. A quota does not say
-    how much is missing: one adapter goes.
+    Entries of the quarantine go first. Adapters stay where removing all of them would not free enough. A quota does not
+    tell how many bytes are missing: then one adapter goes.
     """
     damaged = quarantined(layout)
     for entry in damaged:
         discard_quarantined(layout, entry.digest)
     inventory.look()
     disk = os.statvfs(layout.root)
+    # Each file takes whole pages; `f_files` is 0 where the file system makes inodes on demand.
     wanted_bytes = needed_bytes + needed_files * _PAGE_BYTES - disk.f_bavail * disk.f_frsize
     wanted_files = needed_files + _OWN_FILES - disk.f_favail if disk.f_files else 0
+    # Each adapter frees `_OWN_FILES` inodes and at least two files of the source; the division rounds up.
     least = max(1, -(-wanted_files // (_OWN_FILES + 2)))
     chosen = _to_go(inventory, leases, wanted_bytes, least=0 if damaged else least, kept=kept)
     if chosen is None:
         return bool(damaged)
     has_gone = bool(damaged)
     for digest in chosen:
-        with contextlib.suppress(OSError):  # its guard may need an inode itself
+        with contextlib.suppress(OSError):  # the guard's file may need an inode itself
             has_gone = _evicted_bytes(layout, leases, inventory, digest, on_evict) > 0 or has_gone
     return has_gone
 
@@ -191,7 +193,7 @@ def give_way(
 def _evicted_bytes(
     layout: Layout, leases: Leases, inventory: Inventory, digest: str, on_evict: Callable[[str, int], None] | None
 ) -> int:
-    """Remove one adapter, unless it is leased; returns the bytes that this has freed."""
+    """Remove one adapter without a lease; returns the bytes freed."""
     size_bytes = inventory.size_bytes(digest)
     if leases.holders(digest) or not remove(layout, leases, digest):
         return 0
@@ -204,9 +206,9 @@ def _evicted_bytes(
 def _to_go(
     inventory: Inventory, leases: Leases, wanted_bytes: int, *, least: int = 0, kept: str = ""
 ) -> list[str] | None:
-    """What nobody leases and was used longest ago, but `kept`: of so many bytes, and `least` adapters.
+    """The least recently used adapters without a lease, but not `kept`: at least `wanted_bytes` and `least` adapters.
 
-    What only silent hosts lease goes after all else. None where all of it is not as much.
+    Adapters that only silent hosts lease go last. None where all adapters together free too little.
     """
     chosen: list[str] = []
     silent: list[str] = []
@@ -237,6 +239,8 @@ def remove(layout: Layout, leases: Leases, digest: str) -> bool:
     with leases.guard(digest):
         if leases.holders(digest):
             return False
+        # Rename under the guard, delete outside: a delete of gigabytes must not block other leases. A killed process
+        # leaves a directory that the next start sweeps.
         removed = layout.new_quarantine(digest, ".removed")
         index = _index_of(layout, digest)
         try:
@@ -247,6 +251,7 @@ def remove(layout: Layout, leases: Leases, digest: str) -> bool:
         if index is not None:
             index.unlink(missing_ok=True)
     shutil.rmtree(removed, ignore_errors=True)
+    # `damaged` goes too: the mark describes the removed copy, not the next copy.
     for folder in ("uses", "damaged"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(layout.folder(folder) / digest)
@@ -254,7 +259,7 @@ def remove(layout: Layout, leases: Leases, digest: str) -> bool:
 
 
 def _index_of(layout: Layout, digest: str) -> Path | None:
-    """Where the store says which version of its source an adapter is, by its manifest; None where that is not known."""
+    """The index file of an adapter, by the adapter's manifest; None where unknown, or of another digest."""
     with contextlib.suppress(InvalidAdapter, SourceUnavailable, OSError):
         manifest = Manifest.read(layout.adapter(digest))
         index = layout.index(manifest.uri, manifest.version, manifest.converted.form if manifest.converted else "")
@@ -264,12 +269,12 @@ def _index_of(layout: Layout, digest: str) -> Path | None:
 
 
 def pending_bytes(layout: Layout) -> int:
-    """Bytes that downloads under way will need."""
+    """Bytes that running downloads will need."""
     return sum(temporary.needed_bytes for temporary in layout.temporaries() if temporary.path.is_dir())
 
 
 def quarantined(layout: Layout) -> list[Entry]:
-    """What was damaged; no engine ever gets a path in there."""
+    """Damaged entries; no engine ever gets a path into the quarantine."""
     found = []
     for entry in os.scandir(layout.folder("quarantine")):
         size_bytes = sum(file.stat().st_size for file in os.scandir(entry.path)) if entry.is_dir() else 0
@@ -278,7 +283,7 @@ def quarantined(layout: Layout) -> list[Entry]:
 
 
 def discard_quarantined(layout: Layout, name: str) -> None:
-    """Remove one entry of the quarantine; one that is gone already is no error."""
+    """Remove one entry of the quarantine; a missing entry is no error."""
     shutil.rmtree(layout.folder("quarantine") / name, ignore_errors=True)
 
 

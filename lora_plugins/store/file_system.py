@@ -1,12 +1,12 @@
-"""Whether a file system can hold the store, and this user may share it: both are tried out.
+"""Try whether a file system can hold the store, and whether this user may share the store.
 
-`locks.py` takes the lock of a fetch by a hard link, which must fail where the lock is there; `leases.py` and the
-takeover of a dead owner's lock hold file locks (`flock`, through `filelock`), which must exclude each other. What other
-hosts see of them cannot be tried from here.
+`locks.py` takes the lock of a fetch by a hard link, which must fail where the lock exists; `leases.py` and the
+takeover of a dead owner's lock hold file locks (`flock`, through `filelock`), which must exclude each other. A trial
+on this host cannot tell whether other hosts see the locks.
 
-All users of a store change what the others made: locks, leases, times of use. Who could enter a store of another user,
-and would leave there what that one cannot change, is refused: else the other's requests would fail later, one adapter
-after the other.
+All users of a store change files that other users made: locks, leases, times of use. A user whose files the other
+users could not change is refused at the start: otherwise requests of the others would fail later, one adapter after
+the other.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pathlib import Path
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.store.owners import has_default_acl, name_of
 
-# What link and flock answer where the file system does not have them.
+# Errors of link and flock on file systems without hard links or locks.
 _MISSING = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOLCK})
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a local disk"
 
 
 def try_file_system(probe: Path, link: Path, *, folder: Path | None) -> None:
-    """Try it with two new files, which are removed again.
+    """Try links, locks and owners with two new files, which the function removes again.
 
-    `folder` is one that the store's first user made; None where there is no store yet.
+    `folder` is a folder that the store's first user made; None where there is no store yet.
 
     Raises:
-        InvalidSettings: there are no hard links or no working file locks, or the store's other users could not change
-            what this one makes there.
-        OSError: it cannot be written.
+        InvalidSettings: there are no hard links or no working file locks, or other users of the store could not change
+            files that this user makes there.
+        OSError: the store cannot be written.
     """
     try:
         probe.touch()
@@ -49,7 +49,7 @@ def try_file_system(probe: Path, link: Path, *, folder: Path | None) -> None:
 
 
 def _try_users(made: os.stat_result, folder: Path) -> None:
-    """Compare what this process makes with what the first user made: some file systems make all users one."""
+    """Compare a file of this process with the first user's folder: some file systems map all users to one user."""
     theirs = folder.stat()
     is_shared = stat.S_IWGRP & made.st_mode & theirs.st_mode and made.st_gid == theirs.st_gid
     is_everybodys = stat.S_IWOTH & made.st_mode & theirs.st_mode
@@ -88,6 +88,7 @@ def _no_links(found: str) -> InvalidSettings:
 
 
 def _try_locks(probe: Path) -> None:
+    # Two descriptors of one file: flock excludes them even within a process, unlike POSIX record locks.
     with probe.open("rb") as one, probe.open("rb") as other:
         try:
             fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +96,7 @@ def _try_locks(probe: Path) -> None:
         except BlockingIOError:
             return
         except OSError as error:
-            if error.errno == errno.EACCES:  # another word for a lock that is held
+            if error.errno == errno.EACCES:  # some systems answer EACCES for a held lock
                 return
             if error.errno in _MISSING:
                 raise _no_locks(f"without file locks (flock answers '{error.strerror}')") from error

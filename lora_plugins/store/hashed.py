@@ -1,4 +1,4 @@
-"""Which entries this process has hashed, known by the identity of their files, so that none is hashed twice."""
+"""Remember which entries this process has hashed, by the identity of their files, to hash no entry twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REMEMBERED = 20_000
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """One file; what is written to, or replaced, has another one."""
+    """The identity of one file; a write or a replacement changes the identity."""
 
     name: str
     inode: int
@@ -25,7 +25,7 @@ class FileIdentity:
 
     @property
     def content(self) -> tuple[str, int, int, int]:
-        """Without what a link or a change of mode changes, too."""
+        """The identity without `ctime_ns`, which a hard link or a change of mode changes without new content."""
         return self.name, self.inode, self.size_bytes, self.mtime_ns
 
 
@@ -33,7 +33,7 @@ Identity = tuple[FileIdentity, ...]
 
 
 def identity_of(directory: Path) -> Identity | None:
-    """Of all files in a directory; None where it cannot be read."""
+    """The identities of all files in a directory; None where the directory cannot be read."""
     found = []
     try:
         with os.scandir(directory) as entries:
@@ -49,14 +49,14 @@ def identity_of(directory: Path) -> Identity | None:
 
 
 class HashedEntries:
-    """Entries that were hashed and found to be what their digests say; the last 20,000. Callable from any thread."""
+    """The last 20,000 entries whose files matched their digests. Callable from any thread."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def note(self, digest: str, identity: Identity | None) -> None:
-        """These files have the bytes of this digest, as of now."""
+        """Remember that the files `identity` have the bytes of `digest`, as of now."""
         if identity is None:
             return
         with self._lock:
@@ -66,17 +66,17 @@ class HashedEntries:
                 self._known.popitem(last=False)
 
     def forget(self, digest: str) -> None:
-        """Whatever is there is to be hashed again."""
+        """Have the entry hashed again at the next question."""
         with self._lock:
             self._known.pop(digest, None)
 
     def has(self, digest: str, identity: Identity | None, max_age_s: float) -> bool:
-        """Whether these very files were hashed, `max_age_s` ago at most."""
+        """Whether exactly these files were hashed, at most `max_age_s` ago."""
         known = self._known.get(digest)
         return known is not None and known[0] == identity and time.monotonic() - known[1] <= max_age_s
 
     def differs(self, digest: str, identity: Identity | None) -> bool:
-        """Whether other files, or other contents, lie there now than those that were hashed."""
+        """Whether the directory now has other files, or other contents, than the hashed files."""
         known = self._known.get(digest)
         if known is None or identity is None:
             return False

@@ -1,4 +1,4 @@
-"""Digests of files while they are written: threads follow what is on disk."""
+"""Digests of files while a download writes the files: threads hash the bytes on disk."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import BinaryIO
 
 from lora_plugins.store.threads import store_threads
 
-# Small enough to stay in a core's own cache: in pieces of 1 MiB, reading takes five times as long.
+# Small enough for a core's own cache: reads of 1 MiB at a time take five times as long.
 _PIECE_BYTES = 1 << 18
 
 
 class GrowingFile:
-    """Hashes a file from its start as its contiguous beginning grows, in one of `store_threads` at a time.
+    """Hashes a file from its start as its contiguous beginning grows, in one thread of `store_threads` at a time.
 
-    By SHA-256, unless it is given another of `hashlib`'s.
+    The digest is SHA-256, unless `digest` is another of `hashlib`'s.
     """
 
     def __init__(self, path: Path, digest: hashlib._Hash | None = None) -> None:
@@ -57,7 +57,7 @@ class GrowingFile:
         return self._size_bytes, self._digest.hexdigest()
 
     def abandon(self) -> None:
-        """End it: nobody wants to know any more."""
+        """Stop hashing: nobody needs the digest any more."""
         with self._changed:
             self._abandoned = True
             self._changed.wait_for(lambda: not self._running)
@@ -77,7 +77,7 @@ class GrowingFile:
         finally:
             with self._changed:
                 self._running = False
-                self._go_on()  # with what has landed meanwhile
+                self._go_on()  # bytes may have landed since `_followed` was set
                 self._changed.notify_all()
 
     def _hash_to(self, end: int, file: BinaryIO) -> None:
@@ -86,7 +86,7 @@ class GrowingFile:
         while self._size_bytes < end and not self._abandoned:
             count = file.readinto(view[: min(_PIECE_BYTES, end - self._size_bytes)])  # type: ignore[attr-defined]
             if not count:
-                return  # it is complete, or more was reported than there is
+                return  # the file has ended: complete, or shorter than reported
             self._digest.update(view[:count])
             self._size_bytes += count
 

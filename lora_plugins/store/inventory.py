@@ -1,9 +1,9 @@
-"""What is published, with sizes and last uses, kept in memory: what makes room does not read 50,000 entries each time.
+"""Sizes and last uses of published adapters, kept in memory, so that eviction does not read 50,000 entries each time.
 
-Processes that share the store publish and remove too, so its root is listed at every look; only what is new there is
-read. The size of a digest never changes: `.sizes` has what some process has read, for the next ones to start with. Last
-uses grow, so the oldest one that is known is looked at again before it counts as the oldest; a process that lets a
-lease go may set a time back, which others see within ten minutes.
+Other processes publish and remove too, so every look lists the store's root and reads only the new entries. The size of
+a digest never changes: the file `.sizes` keeps sizes for the next process to start with. Last uses only grow, so
+eviction looks again at the oldest known use before the entry counts as the oldest. Exception: a process that ends a
+lease may set a time back, which other processes see within ten minutes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store.layout import MANIFEST_FILE, SIZES_FILE, Layout, is_digest, write_small
 from lora_plugins.store.manifest import Manifest
 
-_UNWRITTEN = 500  # sizes that the next process may have to read again: a twentieth of a second
+_UNWRITTEN = 500  # sizes that the next process may have to read again: about 50 ms
 _ORDER_KEPT_S = 600.0
-_MOST_BYTES = 1 << 16  # of a manifest that is read for its sizes only: a cut one is no JSON
+_MOST_BYTES = 1 << 16  # read of a manifest; a manifest that is cut here is no JSON, and `Manifest.read` reads all
 
 
 class _File(msgspec.Struct):
@@ -35,7 +35,7 @@ class _File(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """What of a manifest says how large its adapter is: two fifths of the time that all of it takes."""
+    """The part of a manifest with the sizes; decoding takes two fifths of the time of a whole manifest."""
 
     files: list[_File]
 
@@ -53,7 +53,7 @@ def _read_size(path: str) -> int:
 
 
 class Inventory:
-    """Of one store, for one process. Callable from any thread; it asks the file system."""
+    """The inventory of one store, for one process. Callable from any thread; methods read the file system."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -63,11 +63,11 @@ class Inventory:
         self._unwritten = 0
         self._unreadable: set[str] = set()
         self._uses: dict[str, float] = {}  # by digest, as last seen
-        self._order: list[tuple[float, str]] = []  # a heap of the same, with what is outdated among it
+        self._order: list[tuple[float, str]] = []  # a heap of `_uses`, with outdated times among them
         self._ordered_at = float("-inf")
 
     def look(self) -> int:
-        """Take up what was published or removed since, by whomever; returns the bytes of all.
+        """Take up adapters published or removed since the last look, by any process; returns the bytes of all adapters.
 
         Raises:
             OSError: the store cannot be read.
@@ -78,6 +78,7 @@ class Inventory:
                 sizes = self._sizes_bytes = self._read()
                 self._total_bytes = sum(sizes.values())
             listed = os.listdir(self._layout.root)
+            # An unreadable manifest may be readable now: read the size again.
             for digest in self._unreadable.copy():
                 self.forget(digest)
             others = list(itertools.filterfalse(sizes.__contains__, listed))
@@ -97,24 +98,24 @@ class Inventory:
             return self._total_bytes
 
     def size_bytes(self, digest: str) -> int:
-        """Of one that was there at the last look; 0 for others."""
+        """The size of an adapter that the last look found; 0 for others."""
         return (self._sizes_bytes or {}).get(digest, 0)
 
     def forget(self, digest: str) -> None:
-        """It was removed."""
+        """Take out a removed adapter."""
         with self._lock:
             self._total_bytes -= (self._sizes_bytes or {}).pop(digest, 0)
             self._uses.pop(digest, None)
             self._unreadable.discard(digest)
 
     def used(self, digest: str, used_at: float) -> None:
-        """Its last use, in seconds since 1970; 0 where that is not known."""
+        """Note the last use of an adapter, in seconds since 1970; 0 where unknown."""
         with self._lock:
             self._uses[digest] = used_at
             heapq.heappush(self._order, (used_at, digest))
 
     def oldest(self, is_kept: Callable[[str], bool]) -> Iterator[str]:
-        """What was there at the last look, the one used longest ago first; without those that `is_kept`."""
+        """The adapters of the last look, least recently used first, without adapters that `is_kept`."""
         self.order()
         passed: dict[str, float] = {}
         try:
@@ -124,6 +125,7 @@ class Inventory:
                     if digest not in (self._sizes_bytes or {}) or self._uses.get(digest) != used_at or digest in passed:
                         continue
                     if not is_kept(digest):
+                        # Another process may have used the adapter since: put the newer time back into the heap.
                         now = self._used_at(digest)
                         if now > used_at:
                             self.used(digest, now)
@@ -137,7 +139,7 @@ class Inventory:
                     heapq.heappush(self._order, (used_at, digest))
 
     def order(self) -> None:
-        """Have the last uses, of all at once where they were not read in the last ten minutes."""
+        """Read the last uses of all adapters, unless the last full read is younger than ten minutes."""
         with self._lock:
             if time.monotonic() - self._ordered_at < _ORDER_KEPT_S:
                 return
@@ -159,7 +161,7 @@ class Inventory:
         try:
             return Manifest.read(directory).size_bytes
         except (InvalidAdapter, SourceUnavailable):
-            self._unreadable.add(digest)  # it may be another time, and its files' sizes say nothing of its digest
+            self._unreadable.add(digest)  # perhaps only for now; the sizes of its files are a guess
         try:
             return sum(entry.stat().st_size for entry in os.scandir(directory))
         except OSError:

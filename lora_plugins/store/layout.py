@@ -1,4 +1,4 @@
-"""Where things lie below the store's root, how temporary ones are named, and how small files are written.
+"""Paths below the store's root, names of temporary files, and how small files are written.
 
 ```
 <root>/<digest>/                an adapter: its files and manifest.json; immutable once there
@@ -37,18 +37,18 @@ from lora_plugins.store.threads import store_threads
 MANIFEST_FILE = "manifest.json"
 PRESSURE_FILE = ".pressure"
 SIZES_FILE = ".sizes"
-MIN_PREFIX = 8  # characters of a digest that may stand for all of it
+MIN_PREFIX = 8  # least characters of a digest that may stand for the digest
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _FOLDERS = (
     *("index", "tmp", "locks", "leases", "processes"),
     *("uses", "damaged", "quarantine", "served", "blocked"),
 )
-_MADE_AGAIN = tuple(name for name in _FOLDERS if name != "blocked")  # an empty one would end the blocks that were in it
+_MADE_AGAIN = tuple(name for name in _FOLDERS if name != "blocked")  # an empty `.blocked` would end all blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """A file or directory in `.tmp`: the process that owns it, and the bytes it will need."""
+    """A file or directory in `.tmp`: the process that owns the path, and the bytes that the process will need."""
 
     path: Path
     process: str
@@ -62,11 +62,11 @@ class Layout:
     root: Path
 
     def create(self) -> None:
-        """Make root and folders, once the path to them is known to be nobody else's.
+        """Make root and folders, after a check that nobody else owns the path to the root.
 
         Raises:
             InvalidSettings: others could exchange the store.
-            OSError: it cannot be made.
+            OSError: a folder cannot be made.
         """
         check_owners(self.root)
         if not self.root.is_dir():
@@ -76,10 +76,10 @@ class Layout:
             self.folder(name).mkdir(parents=True, exist_ok=True)
 
     def make_again(self) -> list[str]:
-        """Make the folders that somebody has removed, such as a cleaner of old files; returns which.
+        """Make the folders that somebody (say a cleaner of old files) has removed; returns the names made.
 
         Raises:
-            FileNotFoundError: none is there: the store is away, and a folder made now would hide below its next mount.
+            FileNotFoundError: no folder is there: the store is away, and the next mount would hide a folder made now.
         """
         missing = [name for name in _MADE_AGAIN if not self.folder(name).is_dir()]
         if len(missing) == len(_MADE_AGAIN):
@@ -97,16 +97,17 @@ class Layout:
         return self.root / digest
 
     def digest_of(self, path: str) -> str | None:
-        """The digest of the adapter whose directory this is, or was; None where `path` is no such directory's."""
+        """The digest of the adapter whose directory `path` is or was; None for other paths."""
         folder, _, name = path.rpartition("/")
         if not is_digest(name):
             return None
+        # A replaced copy has another spelling, because keys of cached prefixes hold the path.
         while folder.endswith("/."):  # see `respelt`
             folder = folder.removesuffix("/.")
         return name if folder == str(self.root) else None
 
     def digests(self, prefix: str = "") -> list[str]:
-        """All adapters that are published, or those whose digests begin so, in order."""
+        """All published adapters, or the adapters whose digests begin with `prefix`, in order."""
         return sorted(name for name in os.listdir(self.root) if name.startswith(prefix) and is_digest(name))
 
     def new_temporary(self, process: str, needed_bytes: int = 0) -> Path:
@@ -114,7 +115,7 @@ class Layout:
         return self.folder("tmp") / f"{process}.{os.urandom(6).hex()}.{needed_bytes}"
 
     def temporaries(self) -> list[Temporary]:
-        """What is in `.tmp`; what is not named so has no owner and needs nothing."""
+        """The entries of `.tmp`; an entry with a foreign name has no owner and needs no bytes."""
         found = []
         for entry in os.scandir(self.folder("tmp")):
             process, *rest = entry.name.rsplit(".", 2)
@@ -124,7 +125,7 @@ class Layout:
         return found
 
     def index(self, uri: str, version: str, form: str) -> Path:
-        """The file that says which digest a version of a source is, as its source has it or in an engine's form."""
+        """The file with the digest of a version of a source, as the source has the files or in an engine's form."""
         return self.folder("index") / key_of(uri, version, *filter(None, [form]))
 
     def new_quarantine(self, digest: str, suffix: str = "") -> Path:
@@ -133,7 +134,7 @@ class Layout:
 
 
 def respelt(path: str) -> str:
-    """Another spelling of an adapter's path, which no earlier load of it had."""
+    """Another spelling of an adapter's path, which no earlier load of the adapter had."""
     folder, _, name = path.rpartition("/")
     return f"{folder}/./{name}"
 
@@ -144,7 +145,7 @@ def is_digest(name: str) -> bool:
 
 
 def is_prefix(text: str) -> bool:
-    """Whether this may be the beginning of a digest: 8 to 64 of its characters."""
+    """Whether `text` may be the beginning of a digest: 8 to 64 hexadecimal characters."""
     return MIN_PREFIX <= len(text) <= 64 and _HEXADECIMAL.issuperset(text)
 
 
@@ -154,7 +155,7 @@ def key_of(*parts: str) -> str:
 
 
 def write_small(path: Path, text: str, temporary: Path, *, is_durable: bool = True) -> None:
-    """Write a whole file or nothing, at first to a temporary path; after a power cut only where it `is_durable`."""
+    """Write a whole file or nothing, by way of a temporary path; survives a power cut only where `is_durable`."""
     try:
         with temporary.open("w") as file:
             file.write(text)
@@ -168,13 +169,13 @@ def write_small(path: Path, text: str, temporary: Path, *, is_durable: bool = Tr
 
 
 def replace_small(path: Path, text: str) -> None:
-    """Put a whole file in the place of what is there, and make its folder, if the root is there.
+    """Replace a file by a whole new file, and make the file's folder, if the root is there.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: the file cannot be written; the earlier file stays.
     """
     path.parent.mkdir(exist_ok=True)
-    # Replicas in containers of their own may have one process id.
+    # Replicas in separate containers may have one process id, so the name has random characters too.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         write_small(path, text, temporary)
@@ -192,16 +193,16 @@ def sync_directory(path: Path) -> None:
 
 
 def make_durable(paths: Sequence[Path]) -> None:
-    """Make files read-only, and them and directories durable.
+    """Make files read-only, and files and directories durable.
 
-    All at the same time: a file system then writes its journal once for all of them, not once for each.
+    All are synced at the same time: a file system then writes its journal once for all files, not once for each.
     """
     for syncing in start_syncing(paths):
         syncing.result()
 
 
 def start_syncing(paths: Sequence[Path]) -> list[Future[None]]:
-    """Begin with what `make_durable` does, in threads of the store."""
+    """Begin the work of `make_durable`, in threads of the store."""
     return [store_threads().submit(_sync, path) for path in paths]
 
 

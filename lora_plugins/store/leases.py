@@ -1,9 +1,10 @@
-"""Who may still read an adapter: one empty file per adapter and process, worth nothing once the process is dead.
+"""Leases of adapters: one empty file for each adapter and process, void once the process is dead.
 
-A host that is silent (a frozen machine, a hung mount) keeps its files, and what they keep is the last to go where room
-is needed. A process that wakes writes its files again before it believes in them, and learns what is gone.
+A host that is silent (a frozen machine, a hung mount) keeps its leases, but where room is needed, adapters that
+only silent hosts lease go, after all adapters without a lease. A process that wakes writes its leases again before
+relying on a lease, and learns which adapters are gone.
 
-Inside a process several holders (the names it is served under) may share that file; it goes with the last of them.
+Several holders inside a process (the names of a served adapter) share the file; the last holder's end removes the file.
 """
 
 from __future__ import annotations
@@ -29,49 +30,51 @@ class Leases:
         self._layout = layout
         self._processes = processes
         self._holders: dict[str, set[Hashable]] = {}  # of this process, by digest
-        self._leased: set[str] = set()  # those whose file others see
-        self._ended: set[str] = set()  # without a holder here, and perhaps with our file still
+        self._leased: set[str] = set()  # digests whose lease file other processes see
+        self._ended: set[str] = set()  # digests without a holder here, whose lease file may still exist
         self._lock = threading.Lock()
         processes.on_silence = self._assert_again
 
     def guard(self, digest: str) -> FileLock:
-        """Held for moments by whoever leases or removes an adapter, so that neither overtakes the other.
+        """The lock of a lease or a removal of an adapter, held for moments, so that neither overtakes the other.
 
         Raises:
             FileNotFoundError: the store is not there.
         """
-        self.make_again()  # FileLock would make the folder of locks, in the place of a store that is away
-        # A fixed number of files, however many adapters come and go.
+        self.make_again()  # FileLock would make the folder of locks in the place of a store that is away
+        # A fixed number of lock files, however many adapters come and go.
         return self._guard_of(digest)
 
     def _guard_of(self, digest: str) -> FileLock:
         return FileLock(self._layout.folder("locks") / f"{digest[:2]}.guard", timeout=30)
 
     def make_again(self) -> None:
-        """As `Layout.make_again`; leases that were removed with their folder, or in a silence, are written again."""
+        """Call `Layout.make_again`, and write leases again that went with their folder or in a silence."""
         if "leases" in self._layout.make_again():
             self._assert_again()
         self._processes.wake()
 
     def _assert_again(self) -> None:
-        """Have others see all leases of this process again, but those of adapters that are gone."""
+        """Write all leases of this process again, but leases of adapters that are gone."""
+        # One guard for all digests with the same first two characters, so take each guard once.
         for _, digests in itertools.groupby(sorted(self._leased.copy()), key=lambda digest: digest[:2]):
             digest = next(digests)
             with self._guard_of(digest):
                 for leased in (digest, *digests):
                     if self._layout.adapter(leased).is_dir():
                         self._write(leased)
-                    else:  # its holders have it again once it is fetched again
+                    else:  # the holders lease the adapter again after the next fetch
                         self._leased.discard(leased)
 
     def acquire(self, digest: str, holder: Hashable = "") -> bool:
-        """Lease an adapter for `holder` in this process; False where it is not there (any more)."""
+        """Lease an adapter for `holder` in this process; False where the adapter is not (or no longer) in the store."""
         with self.guard(digest):
             return self.acquire_guarded(digest, holder)
 
     def acquire_guarded(self, digest: str, holder: Hashable = "") -> bool:
-        """As `acquire`, for whoever holds the guard."""
-        with self._lock:  # first, so that the file that is touched below is not the one another holder takes away
+        """Do as `acquire`, for a caller that holds the guard."""
+        # Note the holder first: `release` of another holder must not remove the file that `_write` touches below.
+        with self._lock:
             holders = self._holders.setdefault(digest, set())
             is_new = holder not in holders
             holders.add(holder)
@@ -83,16 +86,17 @@ class Leases:
         try:
             self._write(digest)
         except OSError:
-            if is_new:  # else the lease that it had is as good as before
+            if is_new:  # an earlier lease of this holder is as good as before
                 self.release(digest, holder)
             raise
         with self._lock:
+            # Another thread may have released the last holder during the write.
             if digest in self._holders:
                 self._leased.add(digest)
         return True
 
     def share(self, digest: str, holder: Hashable) -> bool:
-        """Lease an adapter for `holder` too, where another has leased it in this process; a few microseconds."""
+        """Lease an adapter for `holder` too, where this process has leased the adapter already; takes microseconds."""
         with self._lock:
             if digest not in self._leased or not self._processes.is_awake():
                 return False
@@ -100,9 +104,9 @@ class Leases:
             return True
 
     def release(self, digest: str, holder: Hashable = "") -> None:
-        """End the lease of `holder`; without one, nothing happens. Callable from any thread.
+        """End the lease of `holder`; a holder without a lease is no error. Callable from any thread.
 
-        Where the store cannot be written just now, others see it end with the next one that does.
+        Where the store cannot be written now, a later release removes the file that other processes see.
         """
         with self._lock:
             holders = self._holders.get(digest, set())
@@ -116,27 +120,27 @@ class Leases:
                 self._remove_ended()
 
     def hand_over(self, digest: str, holder: Hashable, to: Hashable) -> None:
-        """Let `to` have the lease of `holder`, which must have one."""
+        """Give the lease of `holder`, which must have a lease, to another holder."""
         with self._lock:
             holders = self._holders[digest]
             holders.remove(holder)
             holders.add(to)
 
     def is_held(self, digest: str, holder: Hashable) -> bool:
-        """Whether `holder` has a lease in this process that others see."""
+        """Whether `holder` has a lease in this process that other processes see."""
         is_leased = digest in self._leased and self._processes.is_awake()
         return is_leased and holder in self._holders.get(digest, ())
 
     def is_ours(self, digest: str) -> bool:
-        """Whether this process leases it; a microsecond."""
+        """Whether this process leases the adapter; takes a microsecond."""
         return digest in self._leased
 
     def holders(self, digest: str) -> list[str]:
-        """The living processes that lease an adapter; one that cannot be judged counts as living."""
+        """The living processes that lease an adapter; a process that cannot be judged counts as living."""
         return [name for name in self._names(digest) if self._judged(self._processes.is_alive, name)]
 
     def is_of_the_silent(self, digest: str) -> bool:
-        """Whether a host leases it that may only sleep."""
+        """Whether a process that may only sleep leases the adapter."""
         return any(self._may_live(name) for name in self._names(digest))
 
     def _names(self, digest: str) -> list[str]:
@@ -155,14 +159,14 @@ class Leases:
                         os.unlink(self._folder(digest) / name)
 
     def _write(self, digest: str) -> None:
-        """Have other processes see that this one leases an adapter."""
+        """Write the file that shows the lease of this process to others."""
         self._folder(digest).mkdir(exist_ok=True)
         (self._folder(digest) / self._processes.me()).touch()
 
     def _remove_ended(self) -> None:
         for digest in list(self._ended):
             with contextlib.suppress(OSError):
-                if self._layout.folder("leases").is_dir():  # else it may be back later, with the file
+                if self._layout.folder("leases").is_dir():  # a store that is away may return with the file
                     (self._folder(digest) / self._processes.me()).unlink(missing_ok=True)
                     self._ended.discard(digest)
 
@@ -172,7 +176,7 @@ class Leases:
     def _judged(self, judge: Callable[[str], bool], process: str) -> bool:
         try:
             return judge(process)
-        except OSError:  # a store that may only be read has no clock
+        except OSError:  # a read-only store has no clock: count the process as living
             return True
 
     def _folder(self, digest: str) -> Path:

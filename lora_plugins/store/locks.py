@@ -1,8 +1,8 @@
 """One fetch at a time for one version: a lock file with an owner, taken over when the owner is dead.
 
-It works on any file system that hosts can share (hard links are all it needs; where file locks do not reach other
-hosts, two may take over at once), and a process that is killed leaves nothing that blocks others. It saves work and is
-not what keeps the store right: two fetches of one version end in the same directory, published once.
+Hard links are all that the lock needs of a shared file system; where file locks do not reach other hosts, two processes
+may take over at once. A killed process blocks no other. The lock saves work; the store stays right without the lock:
+two fetches of one version end in the same directory, published once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LONGEST_WAIT_S = 0.25
 
 @asynccontextmanager
 async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeout_s: float) -> AsyncIterator[None]:
-    """Hold the lock at `path` inside; `temporary` is a path on its file system that only this process uses.
+    """Hold the lock at `path` inside; `temporary` is a path on the lock's file system that only this process uses.
 
     Raises:
-        SourceUnavailable: a living process has held it for `timeout_s`.
+        SourceUnavailable: a living process has held the lock for `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     wait_s = _FIRST_WAIT_S
@@ -53,7 +53,7 @@ async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeo
 
 
 async def _write(temporary: Path, owner: str) -> None:
-    """Write the file that becomes the lock; when cancelled, its thread has ended before this raises."""
+    """Write the file that becomes the lock; on cancellation, wait for the writing thread before raising."""
     writing = asyncio.ensure_future(asyncio.to_thread(temporary.write_text, owner))
     try:
         await asyncio.shield(writing)
@@ -63,23 +63,24 @@ async def _write(temporary: Path, owner: str) -> None:
 
 
 async def _taken(temporary: Path, path: Path, processes: Processes) -> bool:
-    """As `_try`; when cancelled, the lock is not left taken."""
+    """Do as `_try`; a cancelled call does not leave the lock taken."""
     trying = asyncio.ensure_future(asyncio.to_thread(_try, temporary, path, processes))
     try:
         return await asyncio.shield(trying)
     except asyncio.CancelledError:
         await asyncio.wait([trying])
+        # The thread may have taken the lock after the cancellation, and nobody would ever release the lock.
         if trying.exception() is None and trying.result():
             _unlink(path)
         raise
 
 
 def remove_if_dead(path: Path, processes: Processes) -> None:
-    """Remove a lock whose owner is dead; whoever tries to take it next has it."""
+    """Remove a lock whose owner is dead; the next process to try takes the lock."""
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         if processes.is_alive(_owner(path)):
             return
-        # Checked again where only we remove locks: another process may have taken the dead one over since.
+        # Check again under the guard of all removals: another process may have taken the dead owner's lock since.
         with FileLock(path.with_name("takeover.guard"), timeout=30):
             if not processes.is_alive(_owner(path)):
                 os.unlink(path)
@@ -91,7 +92,7 @@ def _unlink(path: Path) -> None:
 
 
 def _owner(path: Path) -> str:
-    """The process that a lock file names, if it names one."""
+    """The process that a lock file names; empty or cut text where a power cut has damaged the file."""
     return path.read_text(errors="replace")
 
 

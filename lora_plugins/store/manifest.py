@@ -1,4 +1,4 @@
-"""What a published adapter is: where it came from, its files, their sizes and SHA-256."""
+"""The manifest of a published adapter: its source, its files, their sizes and SHA-256."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Converted:
 
     Attributes:
         form: a key of the engine's modules.
-        original_digest: of the adapter as its source has it.
-        changes: what was changed, in words.
+        original_digest: digest of the adapter as its source has the files.
+        changes: the changes made, in words.
     """
 
     form: str
@@ -41,13 +41,13 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Written next to the files; `digest` names the directory.
+    """The manifest beside the files; `digest` names the directory.
 
-    `uri` and `version` are those of the fetch that brought it; another source may have the same bytes.
+    `uri` and `version` are of the fetch that brought the files; another source may have the same bytes.
 
     Attributes:
-        files: those of the source, by which the digest is made; the names are the source's.
-        canonical: the configuration that is in the place of the source's, which lies beside it
+        files: the source's files under the source's names; the digest covers them.
+        canonical: the configuration in the place of the source's, which lies beside the new file
             (`adapter/canonical.py`).
     """
 
@@ -61,7 +61,7 @@ class Manifest:
 
     @property
     def on_disk(self) -> tuple[StoredFile, ...]:
-        """The files of the directory, by the names that they have there, this manifest aside."""
+        """The files of the directory by their names there, without the manifest."""
         kept = (replace(file, name=ORIGINAL_CONFIG_FILE) if file.name == CONFIG_FILE else file for file in self.files)
         return (self.canonical, *kept)
 
@@ -79,8 +79,8 @@ class Manifest:
         """Read the manifest of a published adapter.
 
         Raises:
-            InvalidAdapter: it is missing or not what was written.
-            SourceUnavailable: it cannot be read at the moment.
+            InvalidAdapter: the manifest is missing or damaged.
+            SourceUnavailable: the manifest cannot be read at the moment.
         """
         try:
             raw = json.loads((directory / MANIFEST_FILE).read_text())

@@ -1,4 +1,4 @@
-"""What engines said of their models, in the store, for commands that look at an adapter without an engine."""
+"""Modules of engines' models, in the store, for commands that look at an adapter without an engine."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lora_plugins.store.layout import Layout, key_of, replace_small
 
 
 class ModelFile:
-    """The file of one base model, the one that an engine wrote last."""
+    """The file of one base model, as some engine wrote the file last."""
 
     def __init__(self, root: Path, base_path: str) -> None:
-        """Of the store below `root`, for the served model's path or Hub id."""
+        """Name the file of a served model, by the model's path or Hub id, in the store below `root`."""
         base_path = os.path.realpath(base_path) if os.path.isdir(base_path) else base_path
         self.path = Layout(root).folder("models") / f"{key_of(base_path)}.json"
 
     def read(self) -> ModelModules | None:
-        """What an engine said last; None where none has.
+        """The modules that an engine wrote last; None where no engine has written any.
 
         Raises:
-            OSError: the file cannot be read. ValueError: it is none of ours.
+            OSError: the file cannot be read. ValueError: the file has another format.
         """
         try:
             return ModelModules.of_json(self.path.read_text(encoding="utf-8"))
@@ -30,9 +30,9 @@ class ModelFile:
             return None
 
     def write(self, modules: ModelModules) -> None:
-        """Put this in the place of what was written before.
+        """Replace the modules written before.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         replace_small(self.path, json.dumps(modules.plain()))

@@ -11,8 +11,8 @@ def open_store(settings: Settings) -> Store:
     """The store below `LORA_PLUGINS_STORE_DIR`.
 
     Raises:
-        InvalidSettings: it cannot be made or written, is another user's, or its file system has no hard links or no
-            working locks.
+        InvalidSettings: the store cannot be made or written, is another user's, or its file system has no hard links or
+            no working locks.
     """
     try:
         root = settings.store_dir.expanduser()

@@ -1,7 +1,7 @@
-"""Whether others could exchange what the store holds: owner and mode of its root, and of every directory above it.
+"""Whether others could exchange the store's content: owner and mode of the root, and of every directory above the root.
 
 Trusted are this user and root; and, where this process makes files for its group (umask 002), the owner of a root that
-is shared with that group. A mount point is whoever mounts it's business: in containers, volumes are made so.
+the group shares. The owner of a mount point is not checked: container runtimes make volumes with other owners.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lora_plugins.errors import InvalidSettings
 
 
 def check_owners(root: Path) -> None:
-    """Look at what is there of the path to a store's root, the root too.
+    """Check every existing part of the path to a store's root, and the root itself.
 
     Raises:
-        InvalidSettings: somebody else owns a part of it, or may exchange it.
-        OSError: it cannot be looked at, or is another's and cannot be written.
+        InvalidSettings: another user owns a part of the path, or may exchange the part.
+        OSError: the path cannot be examined, or the root is another user's and cannot be written.
     """
     trusted = {0, os.geteuid()}
     with contextlib.suppress(FileNotFoundError):
@@ -40,6 +40,7 @@ def check_owners(root: Path) -> None:
                     "lora-plugins explain L007"
                 ),
             )
+        # The sticky bit (as of /tmp) keeps other users from renaming; the mode of a link has no meaning on Linux.
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode):
             raise InvalidSettings(
                 f"a store below {path}, where every user may exchange it",
@@ -49,7 +50,7 @@ def check_owners(root: Path) -> None:
 
 
 def close_to_others(root: Path) -> None:
-    """Make a new root this user's alone, unless what this process makes is its group's too (umask 002)."""
+    """Make a new root this user's alone, unless the umask gives new files to the group too (umask 002)."""
     mode = stat.S_IMODE(root.stat().st_mode)
     if not mode & stat.S_IWGRP:
         root.chmod(mode & ~0o077)
@@ -64,19 +65,20 @@ def name_of(user: int) -> str:
 
 
 def has_default_acl(folder: Path) -> bool:
-    """Whether the folder says itself who may change new files: then their modes do not."""
+    """Whether the folder has a default ACL: new files then get their rights from the ACL, not from the umask."""
     try:
         return bool(os.getxattr(folder, "system.posix_acl_default"))
-    except (OSError, AttributeError):  # there is none, or the system has no such lists
+    except (OSError, AttributeError):  # no such list, or a system without ACLs
         return False
 
 
 def _is_ours(root: Path, there: os.stat_result) -> bool:
-    """Whether another's root is shared with a group of this user, or on a file system that makes all users one."""
+    """Whether another user's root is shared with a group of this user, or its file system maps all users to one."""
     groups = {os.getegid(), *os.getgroups()}
     is_shared = bool(there.st_mode & stat.S_IWGRP) and there.st_gid in groups and not _umask() & stat.S_IWGRP
     if is_shared or has_default_acl(root):
         return True
+    # Some mounts (CIFS, NFS with all_squash) show one owner for all users: make a file and look.
     probe = root / f".owner.{os.urandom(6).hex()}"
     try:
         probe.touch(exist_ok=False)
@@ -86,7 +88,7 @@ def _is_ours(root: Path, there: os.stat_result) -> bool:
 
 
 def _components(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """What is there of the path as it is written and as it really is, links among it."""
+    """The existing parts of the path, both as written and with links resolved; links are parts too."""
     written, real = Path(os.path.abspath(root)), Path(os.path.realpath(root))
     for path in dict.fromkeys((*reversed(written.parents), written, *reversed(real.parents), real)):
         with contextlib.suppress(FileNotFoundError):
@@ -94,7 +96,7 @@ def _components(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _umask() -> int:
-    """Read the umask; for the moment that takes, other threads make files for this user alone."""
+    """Read the umask; os.umask can only set, so for a moment other threads make files for this user alone."""
     found = os.umask(0o077)
     os.umask(found)
     return found

@@ -1,4 +1,4 @@
-"""What is being fetched into the store, before it is checked and published."""
+"""An adapter during its fetch into the store, before the check and the publication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DownloadSpec(Protocol):
 
 
 class CheckedAdapter(Protocol):
-    """What a check has found an adapter's files to be."""
+    """The result of a check of an adapter's files."""
 
     @property
     def canonical(self) -> bytes:
@@ -34,7 +34,7 @@ class CheckedAdapter(Protocol):
 
 
 class PartialDownload:
-    """A directory that an adapter is being fetched into, hashed as its files grow.
+    """The directory of a running fetch, whose files are hashed as they grow.
 
     The source that fetches calls `landed` and `start_over`; the store calls the others.
     """
@@ -58,7 +58,7 @@ class PartialDownload:
         self._files = {}
 
     def complete(self) -> None:
-        """Report that all files are complete; what is left of them is hashed meanwhile."""
+        """Report that all files are complete; threads hash the rest meanwhile."""
         for name in self._names:
             self.landed(name, 0)
             self._files[name].complete()
@@ -69,6 +69,6 @@ class PartialDownload:
         return tuple(StoredFile(name, *self._files[name].finish()) for name in self._names)
 
     def finish_quietly(self) -> None:
-        """Follow the files no more."""
+        """Stop hashing the files."""
         for file in self._files.values():
             file.abandon()

@@ -1,4 +1,4 @@
-"""Which processes use the store and are alive, on this host and on others that share it."""
+"""Processes that use the store, on this host and others, and whether they are alive."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 
 BEAT_S = 5.0
 SILENT_S = 60.0
-_GONE_AFTER = 10  # times as long: what a process of another host has left is removed
+_GONE_AFTER = 10  # times `silent_s`, until files of another host's process are removed
 
 
 class Processes:
     """This process's heartbeat, and judgement on others.
 
     A process is named `<host>.<pid>.<start>`. Where pids are comparable (same boot, same pid namespace) a process is
-    alive if the kernel says so; elsewhere, if its file was touched within the last minute by the file system's own
-    clock, so that hosts need not agree on the time.
+    alive if the kernel says so; elsewhere, if the process touched its file within the last minute by the file system's
+    own clock, so that hosts need not agree on the time.
 
     A process that was silent itself (a frozen machine, a hung mount) notices at its next beat, by the same clock.
 
     Attributes:
-        on_silence: called in a thread after such a silence, and again if it raises OSError: others may have taken this
-            process for dead meanwhile.
+        on_silence: called in a thread after a silence of this process, and again if the call raises OSError: others may
+            have taken this process for dead meanwhile.
     """
 
     def __init__(self, folder: Path, *, silent_s: float = SILENT_S, beat_s: float = BEAT_S) -> None:
@@ -37,12 +37,14 @@ class Processes:
         self._beating_pid = 0
         self.on_silence: Callable[[], None] | None = None
         self._beating = threading.RLock()
-        self._beat_at = 0.0  # by the file system's clock
-        self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine is suspended
+        # `_beat_at` is of the file system's clock; CLOCK_BOOTTIME goes on while the machine is suspended, unlike
+        # time.monotonic() on Linux.
+        self._beat_at = 0.0
+        self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._was_silent = False
 
     def me(self) -> str:
-        """This process's name; its heartbeat has started when this returns."""
+        """This process's name; the heartbeat has started when the call returns."""
         name = _name(os.getpid())
         with self._guard:
             if self._beating_pid != os.getpid():  # first use, or a fork
@@ -57,14 +59,14 @@ class Processes:
         return self._has_beaten(name, self._silent_s)
 
     def is_gone(self, name: str) -> bool:
-        """Whether it does not run, and is no process of another host that was alive minutes ago and may only sleep."""
+        """Whether a process does not run; False on another host after a beat within ten minutes: the host may sleep."""
         return not self._has_beaten(name, _GONE_AFTER * self._silent_s)
 
     def _has_beaten(self, name: str, within_s: float) -> bool:
         host, _, rest = name.partition(".")
         pid, _, start = rest.partition(".")
         if not (pid.isdecimal() and start.isdecimal()) or "/" in host:
-            return False  # not one of our names, or one that a power failure cut short
+            return False  # a foreign file, or a name that a power cut has shortened
         if host == _host():
             return _start_of(int(pid)) == start
         try:
@@ -74,7 +76,7 @@ class Processes:
         return self._now() - beat < within_s
 
     def is_awake(self) -> bool:
-        """False where others may take this process for dead, or did and `on_silence` is not done; a microsecond."""
+        """False where others may take this process for dead, or `on_silence` is still to run; takes a microsecond."""
         late_s = time.clock_gettime(time.CLOCK_BOOTTIME) - self._tried_at
         return not self._was_silent and (late_s < self._silent_s / 2 or not self._beating_pid)
 
@@ -101,7 +103,7 @@ class Processes:
                     os.unlink(entry.path)
 
     def _now(self) -> float:
-        """The file system's clock, read off our own heartbeat."""
+        """The file system's clock, read from this process's heartbeat."""
         return self._touch(self.me())
 
     def _touch(self, name: str) -> float:
@@ -113,7 +115,7 @@ class Processes:
     def _beat(self, name: str) -> None:
         while os.getpid() == self._beating_pid or self._beating_pid == 0:
             time.sleep(self._beat_s)
-            with contextlib.suppress(OSError):  # a store that is gone for a while must not end the thread
+            with contextlib.suppress(OSError):  # a store that is away for a while must not end the thread
                 self._beat_once(name)
 
     def _beat_once(self, name: str) -> None:
@@ -121,7 +123,7 @@ class Processes:
             try:
                 was_there = (self._folder / name).exists()
                 now = self._touch(name)
-                # Half of what others wait for, so that no process is taken for dead without noticing.
+                # Half the time that others wait, so that this process notices a silence before others take it for dead.
                 self._was_silent = self._was_silent or not was_there or now - self._beat_at > self._silent_s / 2
                 self._beat_at = now
                 if self._was_silent and self.on_silence is not None:
@@ -139,6 +141,7 @@ def _name(pid: int) -> str:
 def _host() -> str:
     """Equal for processes whose pids are comparable."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    # Containers on one kernel share the boot id but not the pids: the pid namespace tells them apart.
     namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
     return f"{boot}-{namespace}"
 
@@ -147,6 +150,8 @@ def _start_of(pid: int) -> str:
     """When a process started, in clock ticks since boot; empty where it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The command's name in parentheses may have spaces, so split after the last one; the state comes first, then the
+    # start time as field 22 of proc(5). Zombies (Z) and the dead (X) do not count as running.
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]

@@ -1,4 +1,4 @@
-"""Get an adapter's directory for a version of a source: from the store, or fetched once, checked and published."""
+"""Get an adapter's directory for a version of a source: find the version in the store, or fetch, check and publish."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ from lora_plugins.store.processes import Processes
 from lora_plugins.store.published import Published
 
 _T = TypeVar("_T", bound=CheckedAdapter)
-_SWEPT_AT_ONCE = 1_000  # entries that were ever leased
-_BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever its size
-_TRIES_OF_FULL_DISK = 3  # other fetches may take the room that was made
+_SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
+_BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever the size
+_TRIES_OF_FULL_DISK = 3  # other fetches may take the room that a try has made
 
 
 def fetch_timeout_s(size_bytes: int, least_s: float) -> float:
-    """How long a fetch of so many bytes may take, and how long others wait for it."""
+    """Seconds that a fetch of so many bytes may take, and that other processes wait for the fetch."""
     return least_s + size_bytes / _BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter(Generic[_T]):
-    """A published adapter; `directory` is what an engine may read while it is leased.
+    """A published adapter; an engine may read `directory` during a lease.
 
     Attributes:
-        arrived: what the check has found, where it was fetched just now.
+        arrived: the result of the check, where this call has fetched the adapter.
     """
 
     digest: str
@@ -66,17 +66,17 @@ class StoredAdapter(Generic[_T]):
 
     @property
     def fetched(self) -> bool:
-        """Whether it was fetched just now."""
+        """Whether this call has fetched the adapter."""
         return self.arrived is not None
 
 
 class Store:
     """Adapters below one root, which processes and hosts may share.
 
-    Its budget is `max_bytes`, or with `has_share` a share of its file system; with neither, there is none.
+    The budget is `max_bytes`, or with `has_share` a share of the file system; with neither, there is no budget.
 
     Raises at construction:
-        InvalidSettings: its file system has no hard links or no working locks, or it is another user's.
+        InvalidSettings: the file system has no hard links or no working locks, or the store is another user's.
         OSError: the root cannot be written.
     """
 
@@ -98,19 +98,19 @@ class Store:
         self.max_bytes, self._kept_free_bytes = max_bytes, 0
         if has_share and max_bytes is None:
             self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self._inventory)
-        # Ends leases of this process that nothing uses at the moment: what they keep is in the way of a fetch.
+        # Ends leases of this process that nobody uses at the moment, because a fetch needs their room.
         self.relieve: Callable[[], Awaitable[None]] | None = None
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
-        self._unremoved: set[Path] = set()  # temporary directories, as of a fetch without a file descriptor left
+        self._unremoved: set[Path] = set()  # temporary directories whose removal failed, say for want of a descriptor
         self._fetch_timeout_s = fetch_timeout_s
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
         try_file_system(probe, link, folder=self.layout.folder("tmp"))
         self._sweep()
 
     def find(self, uri: str, version: str, form: str = "") -> StoredAdapter[Any] | None:
-        """The published adapter of this version, as its source has it or in an engine's form, if it is there whole."""
+        """The published adapter of this version, as the source has it or in an engine's form; None unless complete."""
         try:
             digest = self.layout.index(uri, version, form).read_text(errors="replace")
         except FileNotFoundError:
@@ -127,14 +127,14 @@ class Store:
         holder: Hashable = "",
         converted: Converted | None = None,
     ) -> StoredAdapter[_T]:
-        """Find this version, or fetch, check and publish it; whichever it is, it is leased for `holder`.
+        """Find this version, or fetch, check and publish the version; either way, lease the adapter for `holder`.
 
-        `fetch` writes the files. `check` raises where they are no adapter that can be served. `converted` says how they
-        differ from what the source has.
+        `fetch` writes the files. `check` raises where the files are no adapter that can be served. `converted` says how
+        the files differ from the source's.
 
         Raises:
-            NoFreeSlot, OutOfMemory: there is no room, though what nobody leases was removed from a full disk.
-            SourceUnavailable: the store cannot be written, or what arrived is not what the source promised.
+            NoFreeSlot, OutOfMemory: there is no room, even after removing adapters without a lease from a full disk.
+            SourceUnavailable: the store cannot be written, or the source promised other bytes than those that arrived.
             Anything that `fetch` or `check` raises.
         """
         size_bytes, files = sum(size for _, size, _ in wanted.promised), len(wanted.promised)
@@ -165,6 +165,7 @@ class Store:
             size_bytes = sum(size for _, size, _ in wanted.promised)
             timeout_s = fetch_timeout_s(size_bytes, self._fetch_timeout_s)
             async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=timeout_s):
+                # Another process may have published the version while this process waited for the lock.
                 found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
                 if found is not None:
                     return found
@@ -192,7 +193,7 @@ class Store:
             await asyncio.to_thread(self.remove_temporary, directory)
 
     def remove_temporary(self, directory: Path) -> None:
-        """Remove it now, or before the next fetch announces what it needs: this one counts until it is gone."""
+        """Remove a temporary directory now, or before the next fetch announces its needs; its bytes count till then."""
         shutil.rmtree(directory, ignore_errors=True)
         if directory.exists():
             self._unremoved.add(directory)
@@ -200,7 +201,7 @@ class Store:
             self._unremoved.discard(directory)
 
     def give_way(self, needed_bytes: int, needed_files: int, kept: str = "") -> bool:
-        """See `give_way`; False where the store cannot be read."""
+        """Call `give_way` of `eviction.py`; False where the store cannot be read."""
         with contextlib.suppress(OSError):
             return give_way(
                 self.layout,
@@ -214,9 +215,9 @@ class Store:
         return False
 
     async def _have_room(self, directory: Path, needed_bytes: int) -> None:
-        """As `_make_room`; where leases are in the way, those that nothing uses end, of this process and then others.
+        """Do as `_make_room`; where leases are in the way, first end unused leases of this process, then of others.
 
-        Others see a mark, and end theirs before this is asked for again.
+        Other processes see the mark `.pressure`, and end their unused leases before the next try of this fetch.
         """
         try:
             await asyncio.to_thread(self._make_room, directory, needed_bytes)
@@ -230,7 +231,7 @@ class Store:
                 raise
 
     async def _give_way_or_press(self, needed_bytes: int, needed_files: int) -> bool:
-        """As `give_way`; leases that nothing uses end as in `_have_room`."""
+        """Do as `give_way`; end unused leases as `_have_room` does."""
         if await asyncio.to_thread(self.give_way, needed_bytes, needed_files):
             return True
         if self.relieve is not None:
@@ -242,23 +243,23 @@ class Store:
         return False
 
     def pressed_at(self) -> int:
-        """When some process found no room for the leases of others, in the file system's ns; 0 where none ever has."""
+        """When a process last found no room for leases of others, in the file system's ns; 0 where none ever has."""
         try:
             return (self.layout.root / PRESSURE_FILE).stat().st_mtime_ns
         except OSError:
             return 0
 
     def end_leases(self, leases: Iterable[tuple[str, Hashable, float | None]]) -> None:
-        """End leases of this process: digest, holder, and when it was used last, in seconds since 1970."""
+        """End leases of this process; each comes as digest, holder, and last use in seconds since 1970."""
         for digest, holder, used_at in leases:
             if used_at is not None:
-                with contextlib.suppress(OSError):  # only the order of eviction is then old
+                with contextlib.suppress(OSError):  # then only the order of eviction is stale
                     os.utime(self.layout.folder("uses") / digest, (used_at, used_at))
                     self._inventory.used(digest, used_at)
             self.leases.release(digest, holder)
 
     def _make_room(self, directory: Path, needed_bytes: int) -> None:
-        """Make room and the directory that announces its use, before another fetch counts what is there."""
+        """Make room, and the directory whose name announces the bytes, under one lock: the next fetch counts both."""
         for temporary in self._unremoved.copy():
             self.remove_temporary(temporary)
         with self.leases.guard("room"):
@@ -289,9 +290,10 @@ class Store:
         except Exception:
             for synced in syncing:
                 synced.exception()
-            _check_promised(download.finish(), wanted)  # what was damaged on its way says nothing of the source's bytes
+            _check_promised(download.finish(), wanted)  # damage on the way says nothing of the source's bytes
             raise
         files = download.finish()
+        # Wait for all syncs before the first error rises: a sync must not meet a directory that `_fetch` removes.
         for synced in syncing:
             synced.exception()
         _check_promised(files, wanted)
@@ -305,10 +307,10 @@ class Store:
         make_durable([download.directory / config.name, described, download.directory])
         temporary = self.layout.new_temporary(self.processes.me())
         index = self.layout.index(wanted.uri, wanted.version, converted.form if converted else "")
-        # What a power cut makes of it names no adapter, or none that is there: it is fetched again.
+        # After a power cut the index names no adapter, or an absent adapter: the next request fetches the version.
         write_small(index, digest, temporary, is_durable=False)
         self._note_use(digest)
-        with self.leases.guard(digest):  # leased before another fetch could remove it to make room
+        with self.leases.guard(digest):  # lease before another fetch removes the adapter to make room
             self._put_in_place(download.directory, digest)
             self.leases.acquire_guarded(digest, holder)
         return StoredAdapter(digest, self.layout.adapter(digest), arrived)
@@ -323,10 +325,10 @@ class Store:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            return  # the same bytes are there already, by another name or from another source
+            return  # another name or source has brought the same bytes
         self._hashed.note(digest, identity)
-        # Whoever reads `arrived` after a power cut finds all of it; whether the cut has undone its new name does not
-        # matter, unless the damaged one would be there without its mark.
+        # A reader of `arrived` after a power cut finds all files. The cut may undo the new name, except where the
+        # damaged adapter would then be there without its mark.
         if damaged.exists():
             sync_directory(self.layout.root)
             damaged.unlink(missing_ok=True)
@@ -335,22 +337,22 @@ class Store:
         """Whether a published adapter is there and not known to be damaged; takes a few microseconds."""
         try:
             return directory.is_dir() and not self.is_marked(directory.name)
-        except OSError:  # a store that does not answer
+        except OSError:  # the store does not answer
             return False
 
     def digest_at(self, path: str) -> str | None:
-        """The digest of the adapter whose directory this is; None where it is none of this store's."""
+        """The digest of the adapter at `path`; None where `path` is no adapter of this store."""
         return self.layout.digest_of(path)
 
     def share(self, path: str, holder: Hashable) -> bool:
-        """Lease the adapter at `path` for `holder` too, if this process has leased it; a few microseconds."""
+        """Lease the adapter at `path` for `holder` too, if this process has leased the adapter; takes microseconds."""
         return self.leases.share(path.rpartition("/")[2], holder)
 
     def release(self, holder: Hashable, path: Path | str) -> None:
-        """End the lease that `holder` has of the adapter at `path`; without one, nothing happens.
+        """End the lease that `holder` has of the adapter at `path`; a holder without a lease is no error.
 
-        The store may remove the adapter once it has no other lease. Callable from any thread; where that runs an event
-        loop, another thread removes the file that others see, as the disk may hang.
+        The store may remove the adapter once no lease is left. Callable from any thread; in the thread of an event
+        loop, another thread removes the lease file, because the disk may hang.
         """
         digest, ending = Path(path).name, object()
         try:
@@ -358,15 +360,15 @@ class Store:
             self.leases.hand_over(digest, holder, ending)
         except (RuntimeError, KeyError):  # no event loop, or no lease
             self.leases.release(digest, holder)
-        else:  # at its next turn: this may be a finalizer that runs while the executor holds a lock of its own
+        else:  # at the loop's next turn: a finalizer may call `release` while the executor holds its own lock
             loop.call_soon(loop.run_in_executor, None, self.leases.release, digest, ending)
 
     def is_leased(self, holder: Hashable, path: Path) -> bool:
-        """Whether `holder` has a lease of the adapter at `path`; a microsecond."""
+        """Whether `holder` has a lease of the adapter at `path`; takes a microsecond."""
         return self.leases.is_held(path.name, holder)
 
     def acquire_sound(self, digest: str, holder: Hashable) -> Path | None:
-        """As `acquire`, with the very bytes of the digest. For a thread: it may have to hash them."""
+        """Do as `acquire`, and check the bytes of the digest. For a thread: the check may hash all files."""
         path, is_sound = self.acquire(digest, holder), False
         try:
             is_sound = path is not None and self.is_sound(digest)
@@ -376,7 +378,7 @@ class Store:
         return path if is_sound else None
 
     def acquire(self, digest: str, holder: Hashable = "") -> Path | None:
-        """Lease the adapter of this digest and return its directory; None where it is missing or not whole.
+        """Lease the adapter of `digest` and return its directory; None where files are missing or incomplete.
 
         Raises:
             OutOfMemory: the disk is full.
@@ -396,10 +398,10 @@ class Store:
     def is_sound(self, digest: str, *, max_age_s: float = math.inf) -> bool:
         """Whether a published adapter has the bytes that its digest says.
 
-        It is hashed, as by `verify`, unless this process has hashed these very files, `max_age_s` ago at most.
+        The files are hashed, as by `verify`, unless this process has hashed the same files at most `max_age_s` ago.
 
         Raises:
-            SourceUnavailable: it cannot be read at the moment.
+            SourceUnavailable: the files cannot be read at the moment.
         """
         if self.is_marked(digest):
             return False
@@ -409,17 +411,18 @@ class Store:
             return self.verify(digest)
         except SourceUnavailable:
             raise
-        except OSError:  # it cannot be marked
+        except OSError:  # damaged, and the mark cannot be written
             return False
 
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
 
-        A damaged one is marked, so that it is fetched again, and moved to quarantine unless an engine still uses it;
-        one that is not there is neither sound nor damaged.
+        `verify` marks a damaged adapter, to be fetched again, and moves the adapter to quarantine unless an engine
+        still uses it. For an absent adapter the answer is False, without a mark.
 
         Raises:
-            SourceUnavailable: it cannot be read at the moment. OSError: it is damaged, and the store cannot be written.
+            SourceUnavailable: a file cannot be read at the moment.
+            OSError: the adapter is damaged, and the store cannot be written.
         """
         directory = self.layout.adapter(digest)
         identity = identity_of(directory)
@@ -433,7 +436,7 @@ class Store:
             self._hashed.note(digest, identity)
             return True
         self._hashed.forget(digest)
-        if not directory.exists():  # removed, by whomever, which damages nothing
+        if not directory.exists():  # a removal, by any process, is no damage
             return False
         if self.on_damage is not None:
             self.on_damage(digest)
@@ -444,27 +447,27 @@ class Store:
         return False
 
     def marked(self) -> set[str]:
-        """The adapters that are known to be damaged, whichever process has found it, and are not replaced yet."""
+        """The digests of damaged adapters that no fetch has replaced yet, whichever process found the damage."""
         try:
             return set(os.listdir(self.layout.folder("damaged")))
         except OSError:
             return set()
 
     def is_marked(self, digest: str) -> bool:
-        """Whether one is known to be damaged."""
+        """Whether some process has marked the adapter as damaged."""
         with store_errors():
             return self._mark(digest).exists()
 
     def changed(self, served: Collection[str], some: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Of the `served` digests, those whose copies are damaged; of `some`, those that were replaced or written to.
+        """Of the `served` digests, the damaged; of `some`, the digests whose files were replaced or written to.
 
-        For a thread: it asks the file system.
+        For a thread: the call reads the file system.
         """
         marked = self.marked().intersection(served)
         return marked, {digest for digest in some if digest not in marked and self.is_replaced(digest)}
 
     def is_replaced(self, digest: str) -> bool:
-        """Whether other files lie there than those that this process has hashed last, or other contents."""
+        """Whether the directory has other files, or other contents, than this process hashed last."""
         return self._hashed.differs(digest, identity_of(self.layout.adapter(digest)))
 
     def remove(self, digest: str) -> bool:
@@ -472,7 +475,7 @@ class Store:
         return remove(self.layout, self.leases, digest)
 
     def find_leased(self, uri: str, version: str, holder: Hashable, form: str = "") -> StoredAdapter[Any] | None:
-        """As `find`, leased for `holder`; raises what `acquire` raises."""
+        """Find as `find` does, and lease the adapter for `holder`; raises the errors of `acquire`."""
         with store_errors():
             found = self.find(uri, version, form)
             return found if found is not None and self._lease(found.digest, holder) else None
@@ -481,13 +484,13 @@ class Store:
         try:
             with store_errors():
                 is_leased = self.leases.acquire(digest, holder)
-        except FullDisk:  # a lease is a file, which needs an inode
+        except FullDisk:  # the file of a lease needs an inode
             if not self.give_way(0, 0, kept=digest):
                 raise
             is_leased = self.leases.acquire(digest, holder)
         if not is_leased:
             return False
-        with contextlib.suppress(OSError):  # only the order of eviction is then old
+        with contextlib.suppress(OSError):  # then only the order of eviction is stale
             self._note_use(digest)
         return True
 
@@ -507,10 +510,10 @@ class Store:
         )
 
     def _agrees(self, digest: str, compare: Callable[[Manifest], bool]) -> bool:
-        """What `compare` says of an entry and its manifest; False where files are missing, or are no files.
+        """The answer of `compare` for an entry's manifest; False where files are missing, or are no regular files.
 
         Raises:
-            SourceUnavailable: they cannot be read at the moment, which says nothing of them.
+            SourceUnavailable: the entry cannot be read at the moment, which does not make the entry damaged.
         """
         with store_errors():
             try:
@@ -524,7 +527,7 @@ class Store:
         return self.layout.folder("damaged") / digest
 
     def _sweep(self) -> None:
-        """Remove what processes that died have left behind."""
+        """Remove files and directories that dead processes have left."""
         for temporary in self.layout.temporaries():
             if self.processes.is_gone(temporary.process):
                 if temporary.path.is_dir():
@@ -540,15 +543,15 @@ class Store:
         for parts in (self.layout.root / ".parts").glob("*"):  # earlier versions left these, and list the folder
             shutil.rmtree(parts, ignore_errors=True)
         self.processes.sweep()
-        # Whether a lease's process lives is asked at each use: leases of the dead keep nothing.
+        # Each use asks whether a lease's process lives, so leases of the dead keep nothing and may be swept later.
         if len(os.listdir(self.layout.folder("leases"))) <= _SWEPT_AT_ONCE:
             self.leases.sweep()
         else:
             threading.Thread(target=self._sweep_later, daemon=True, name="lora-plugins-open").start()
 
     def _sweep_later(self) -> None:
-        """What takes long in a large store, so that neither the start nor the first fetch waits for it."""
-        with contextlib.suppress(OSError):  # the store is away; the next process does it
+        """Do the slow part of opening a large store, so that neither the start nor the first fetch waits."""
+        with contextlib.suppress(OSError):  # the store is away; the next process to open the store sweeps
             if self.max_bytes is not None:
                 self._inventory.look()
                 self._inventory.order()

@@ -1,4 +1,4 @@
-"""The threads of this process that hash files and write them to the disk: few, whatever there is to hash."""
+"""The few threads of this process that hash files and write files to the disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _THREADS = 8
 
 @functools.cache
 def store_threads() -> ThreadPoolExecutor:
-    """A pool for work that waits for no other work in it; its threads start when needed."""
+    """A pool for tasks that wait for no other task of the pool; threads start on demand."""
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-store")
 
 
