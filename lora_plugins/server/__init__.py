@@ -1,1 +1,1 @@
-"""What stands in the API server's process: what is served, swapped and unloaded, and the way to the planners."""
+"""The parts of the API server's process: served adapters, their changes, and the way to the planners."""

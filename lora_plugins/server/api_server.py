@@ -1,4 +1,4 @@
-"""What one API server has, and how it frees what it serves no longer: slots, host memory and leases."""
+"""The parts of one API server, and how the server frees slots, host memory and leases of adapters no longer served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABORT_S = 10.0
 
 
 class VllmServer(Protocol):
-    """What is asked of vLLM's own objects; `vllm_patches/api_server/lifecycle.py` answers it."""
+    """The calls to vLLM's own objects, which `vllm_patches/api_server/lifecycle.py` implements."""
 
     @property
     def base_path(self) -> str: ...
@@ -37,7 +37,7 @@ class ApiServer:
     """One API server.
 
     Attributes:
-        drain_timeout_s: how long running requests have where a call does not say.
+        drain_timeout_s: seconds that running requests get to end, where a call does not say.
     """
 
     registry: Registry
@@ -46,18 +46,18 @@ class ApiServer:
     resolver: AdapterResolver
     events: Events
     drain_timeout_s: float = 60.0
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the event loop itself keeps no task alive
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the event loop holds tasks by weak references only
 
     def release(self, name: str, *versions: ResolvedAdapter) -> None:
-        """End the leases of versions that the name does not need any more."""
+        """End the leases of versions that the name no longer needs."""
         for version in versions:
             if not self.registry.needs(name, version):
                 self.resolver.store.release(name, version.path)
 
     def forget(self, name: str, version: ResolvedAdapter) -> None:
-        """End the lease of a version that was resolved for a client who has left, unless the name has it all the same.
+        """End the lease of a version whose client has left, unless the name needs the version.
 
-        Under the name's lock: whoever resolves it at this moment, too, has registered it by then.
+        The check waits for the name's lock: a concurrent resolve of the same version has then registered the version.
         """
 
         async def release() -> None:
@@ -67,21 +67,21 @@ class ApiServer:
         self.in_background(release())
 
     def retire(self, engine_id: int, refusal: LoRAPluginsError | None = None) -> None:
-        """As the planner's: have the engines evict what new requests do not ask for any more; nobody waits for it."""
+        """Do as the planner's `retire`: engines evict the adapter once no request uses it; the caller does not wait."""
         self.in_background(self.planner.retire(engine_id, refusal))
 
     async def drain(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool:
-        """Free all of an adapter that the registry has no more, once its last request has left.
+        """Free slots, host memory and leases of an adapter outside the registry, once its last request has left.
 
-        Requests that are not admitted yet, or still come, are refused with `refusal`; those that run are ended after
-        `timeout_s`. Returns whether all is free; if not, it will be as soon as the last has left.
+        Requests not admitted yet, and later requests, are refused with `refusal`; running requests are ended after
+        `timeout_s`. Returns whether all is free; if not, all will be free as soon as the last request has left.
         """
         started, aborted = time.perf_counter(), 0
         self.registry.draining[adapter.engine_id] = adapter
 
         async def free() -> None:
             await self.planner.retire(adapter.engine_id, refusal)
-            async with self.vllm.lock(adapter.name):  # whoever loads it again has registered it by then
+            async with self.vllm.lock(adapter.name):  # a concurrent load has registered its version by then
                 del self.registry.draining[adapter.engine_id]
                 self.release(adapter.name, *adapter.versions)
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
@@ -89,9 +89,8 @@ class ApiServer:
         task = self.in_background(free())
         if adapter.name in self.registry.paused:
             self.registry.paused.discard(adapter.name)
-            self.in_background(
-                self.planner.resume(adapter.name)
-            )  # what was held meets the refusal, which is sent before
+            # `retire` above has sent the refusal first, so the requests that the pause held meet the refusal.
+            self.in_background(self.planner.resume(adapter.name))
         done, _ = await asyncio.wait([task], timeout=self.drain_timeout_s if timeout_s is None else timeout_s)
         if not done:
             running = (await self.planner.states())(adapter.engine_id).running
@@ -101,7 +100,7 @@ class ApiServer:
         return bool(done)
 
     def in_background(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Do it whether or not somebody waits for it; its error is for whoever does."""
+        """Run `work` even if nobody awaits the task; its error reaches only a caller that awaits."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

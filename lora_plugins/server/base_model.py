@@ -1,4 +1,4 @@
-"""What the server serves, read off its own objects: names and largest rank; its modules are the engine's to say."""
+"""Read names and largest rank of the served base model from vLLM's objects; only the engine knows the modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lora_plugins.settings import Settings
 
 
 def describe_base(models: Any, settings: Settings) -> BaseModel:
-    """Read the served base model off vLLM's `OpenAIServingModels`."""
+    """Read the served base model from vLLM's `OpenAIServingModels`."""
     client = models.engine_client
     lora_config = getattr(getattr(client, "vllm_config", None), "lora_config", None)
     return BaseModel(

@@ -1,8 +1,8 @@
-"""Requests that change what is served, or list it, are carried to the leader as they came; pure ASGI, no vLLM.
+"""Carry requests that change or list served adapters from followers to the leader, unchanged; pure ASGI, no vLLM.
 
-A load balancer, or the kernel, chooses the API server. A follower sends such a request to the leader on a connection of
-its own, body and all, and passes the leader's response on. The leader's application handles the request as one of its
-own: with the same headers and the same caller, so authentication and policy say the same.
+A load balancer, or the kernel, chooses the API server. A follower sends a carried request to the leader on a connection
+of its own, body and all, and passes the leader's response on. The leader's application handles the request like a
+direct request: with the same headers and the same caller, so authentication and policy decide the same.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lora_plugins.server.frames import Frame, receive, send
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.response import Asgi, Message, Receive, Send
 
-# Ours; vLLM's; SageMaker's; and what vLLM lists, so that all servers list the same in the same order.
+# Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
 _PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
 _OF_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
 
 
 class CarryToLeader:
-    """ASGI middleware of each API server: a follower carries, the leader answers when all have its changes.
+    """ASGI middleware of each API server: a follower carries; the leader answers when all followers have its changes.
 
     Args:
-        role: this process's; None where it is the only API server.
-        answer: makes the response for an error, as the application would for one that is raised.
+        role: the role of this process; None where the process is the only API server.
+        answer: makes the response for an error, as the application would for a raised error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CarryToLeader:
 
 
 async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Have the leader's application answer a request that a follower has carried here."""
+    """Have the leader's application answer a carried request."""
     scope = {
         **first["scope"],
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -78,7 +78,7 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
 
 
 def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
-    """As ASGI has them: messages have no tuples."""
+    """Headers as ASGI's tuples: msgpack has lists only."""
     return [(name, value) for name, value in headers]
 
 
@@ -93,6 +93,7 @@ def _is_carried(scope: Message) -> bool:
 
 def _when_all_have(leader: Leader, send_: Send) -> Send:
     async def send_when_all_have(message: Message) -> None:
+        # The administrator's next request may reach any server, so hold the answer until every follower has the change.
         if message["type"] == "http.response.start":
             await leader.all_have()
         await send_(message)
@@ -125,6 +126,7 @@ async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: S
             await send_(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 return
+        # After the first message of a response no second response may begin, so a cut response stays cut.
         if not has_begun:
             raise gone()
     finally:

@@ -1,10 +1,10 @@
-"""The copies in the store of what is served: there, and with the bytes of their digests, before an engine reads them.
+"""The store's copies of served adapters: present, and with the bytes of their digests, before an engine reads them.
 
-An engine may read an adapter again for any request of it, and only for one. So each request has a lease of its own,
-from before it reaches the engine until it has ended; the name's own lease ends where a fetch needs the room. A copy
-that is gone is fetched again before the request goes on. One that is damaged is too, whoever finds it; the engines then
-read it again, under another engine id and by another spelling of its path, which the keys of cached prefixes hold: what
-was computed with damaged weights is not found.
+An engine may read an adapter again for any request of the adapter, but for no other request. So each request has a
+lease of its own, from before the request reaches the engine until the request has ended; the name's own lease ends
+where a fetch needs the room. A missing copy is fetched again before the request goes on, and so is a damaged copy,
+whichever process finds the damage. The engines then read the new copy under another engine id and another spelling of
+the path, because keys of cached prefixes hold the path: no request finds prefixes computed with damaged weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lora_plugins.server.shares import Share, Shares
 from lora_plugins.server.swapping import VersionChange, swap, updating
 from lora_plugins.store.errors import DamagedCopy
 
-CHANGES = 3  # a name may be given another version, or be damaged again, while a request waits for its copy
+CHANGES = 3  # while a request waits for a copy, the name may get another version, or the copy may be damaged again
 LOOK_S = 2.0
 _LOOKED_AT = 200  # copies in one look: a thousand system calls
 _RETRY_S = 15.0
@@ -36,7 +36,7 @@ _HASHED_S = 60.0
 
 
 class Copies:
-    """Those of one API server."""
+    """The copies of one API server."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
@@ -48,16 +48,17 @@ class Copies:
         self._next = 0
         self._pressed_at: int | None = None
         self._store.relieve = self.relieve
-        self._tried_at: dict[str, float] = {}  # when a copy could not be had again, by name
-        noted = weakref.WeakMethod(self._noted)  # the process has its events for longer than a server
+        self._tried_at: dict[str, float] = {}  # time of the last failed fetch of a copy, by name, of time.monotonic()
+        noted = weakref.WeakMethod(self._noted)  # the events live as long as the process, which may outlive this server
         server.events.add(lambda event: None if (note := noted()) is None else note(event))
 
     @asynccontextmanager
     async def using(self, request: Any, share: Share | None = None) -> AsyncIterator[Any]:
-        """Inside, an engine may read the copy of what this gives: the request, or what its name stands for by now.
+        """Inside, an engine may read the copy of the yielded request: the given request, or the name's present request.
 
         Raises:
-            NoFreeSlot: it is more than its `share`. LoRAPluginsError: it is gone or damaged, and cannot be had again.
+            NoFreeSlot: the adapter would exceed the `share`.
+            LoRAPluginsError: the copy is missing or damaged, and no source replaces the copy.
         """
         holder = object()
         async with self.sharing(share, request.lora_name):
@@ -68,15 +69,16 @@ class Copies:
                 self._store.release(holder, request.lora_path)
 
     def sharing(self, share: Share | None, name: str) -> AbstractAsyncContextManager[None]:
-        """Inside, a request of `share` uses what a name stands for; raises as `Shares.using`."""
+        """Inside, a request of `share` uses the adapter of a name; raises the errors of `Shares.using`."""
         adapter = self._registry.get(name)
         size_bytes = adapter.version.size_bytes if adapter is not None and adapter.version is not None else 0
         return self._shares.using(share, name, size_bytes)
 
     @asynccontextmanager
     async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:
-        """As `using`, of the present version, for whoever has the name's lock."""
+        """Do as `using`, for the present version, for a caller with the name's lock."""
         holder = object()
+        # `relieve` may end the name's lease between `_have` and `share`, so try a few times.
         for _ in range(CHANGES):
             await self._have(adapter)
             if self._store.share(adapter.request.lora_path, holder):
@@ -88,16 +90,17 @@ class Copies:
             self._store.release(holder, request.lora_path)
 
     async def has(self, name: str, version: ResolvedAdapter) -> bool:
-        """Whether the store still has a version, which is leased for the name then, and sound."""
+        """Whether the store still has a version with sound bytes; leases the version for the name if so."""
         return await asyncio.to_thread(self._store.acquire_sound, version.digest, name) is not None
 
     async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> VersionChange:
-        """Swap to the newest version at the source; a damaged copy is replaced and read again, though it is the same.
+        """Swap to the newest version at the source; replace and load a damaged copy again, even by the same version.
 
-        The caller holds the name's lock. With `is_bound`, to none but the one that the name stays at, if it does.
+        The caller holds the name's lock. With `is_bound`, only the name's fixed digest is accepted, if the name has
+        one.
 
         Raises:
-            LoRAPluginsError: it cannot be had; what was served goes on.
+            LoRAPluginsError: no version can be had; the name goes on serving the present version.
         """
         try:
             with updating(self._server, adapter):
@@ -111,22 +114,22 @@ class Copies:
         return change
 
     async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
-        """Whether an engine could not load what a request asked for as its copy is damaged; it is had again then."""
+        """Whether an engine failed to load an adapter because of a damaged copy; flags the adapter then."""
         digest = self._store.digest_at(request.lora_path)
         if digest is None or not isinstance(error, OfAdapter):
             return False
         try:
             if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
                 return False
-        except SourceUnavailable:  # which of the two is at fault cannot be told now
+        except SourceUnavailable:  # nobody can tell now whether the copy is at fault
             return True
         if not self._store.is_marked(digest) and not self._store.has(Path(request.lora_path)):
-            return False  # it is gone, and the engine has looked for it at the source
+            return False  # the copy is missing, and the engine has already asked the source
         self._flag(digest)
         return self._registry.get(request.lora_name) is not None
 
     async def look(self) -> None:
-        """Notice what other processes have found damaged, and what was written to; load it again."""
+        """Find damage reported by other processes, and copies written to; load the damaged adapters again."""
         self._loop = asyncio.get_running_loop()
         served = {adapter.version.digest for adapter in self._registry.all() if adapter.version is not None}
         some = sorted(served)[self._next : self._next + _LOOKED_AT]
@@ -138,7 +141,8 @@ class Copies:
         for digest in replaced:
             with suppress(SourceUnavailable):
                 await asyncio.to_thread(self._store.is_sound, digest)
-            self._flag(digest)  # sound by now or not, what the engines have was read before
+            self._flag(digest)  # even if sound by now: the engines may have read the bytes in between
+        # Another process needs room. The first look only learns the mark's time, which may be of long ago.
         before, self._pressed_at = self._pressed_at, await asyncio.to_thread(self._store.pressed_at)
         if before not in (None, self._pressed_at):
             await self.relieve()
@@ -148,10 +152,10 @@ class Copies:
         await asyncio.gather(*(self._replace(adapter) for adapter in due))
 
     async def relieve(self) -> None:
-        """End the names' leases of what no request uses: the store may remove it, and each has it again when asked for.
+        """End leases of names for adapters without running requests, so that the store may remove the copies.
 
-        Pinned adapters keep theirs, and names theirs of the version that they stay at, or that is the only copy: no
-        source may have that again.
+        Pinned adapters keep their leases. A name keeps the lease of its fixed digest, and of a version that is the only
+        copy: no source may have the version any more.
         """
         used_at = self._server.planner.used_at
         idle = [
@@ -167,7 +171,7 @@ class Copies:
         async with self._server.vllm.lock(adapter.name):
             if self._registry.get(adapter.name) is adapter and adapter.is_damaged:
                 self._tried_at[adapter.name] = time.monotonic()
-                with suppress(LoRAPluginsError):  # noted
+                with suppress(LoRAPluginsError):  # `update` has noted the error
                     await self._have(adapter)
 
     async def _with_copy(self, request: Any, holder: object) -> Any:
@@ -179,35 +183,35 @@ class Copies:
                 return request
             digest = self._store.digest_at(request.lora_path)
             if digest is None:
-                return request  # not the store's
+                return request  # outside the store, so nothing to lease
             async with self._server.vllm.lock(request.lora_name):
                 adapter = self._registry.get(request.lora_name)
                 if adapter is None or adapter.version is None:
-                    return request  # unloaded meanwhile, which the engine answers
+                    return request  # unloaded meanwhile; the engine answers with the refusal
                 if not await self._is_had(adapter):
-                    return adapter.request  # the engine need not read it
+                    return adapter.request  # the engine has the weights in memory and need not read the copy
                 request = adapter.request
         raise DamagedCopy.of(digest or request.lora_path)
 
     async def have(self, name: str, engine_id: int) -> bool:
-        """Have the copy of a version again for a follower; False where what the engine has in memory goes on.
+        """Fetch the copy of a version again for a follower; False where the engine goes on with the weights in memory.
 
         Raises:
-            LoRAPluginsError: it cannot be had, and the engine would have to read it.
+            LoRAPluginsError: no copy can be had, and the engine would have to read one.
         """
         async with self._server.vllm.lock(name):
             adapter = self._registry.get(name)
             if adapter is None or adapter.version is None or adapter.engine_id != engine_id:
-                return True  # the name stands for something else by now, as the follower has been told
+                return True  # the leader has already told the follower the name's new version
             return await self._is_had(adapter)
 
     async def _is_had(self, adapter: ServedAdapter) -> bool:
-        """As `_have`; False where the copy cannot be had, and what the engine has in memory goes on.
+        """Do as `_have`; False where no copy can be had, and the engine goes on with the weights in memory.
 
-        The source is asked again after a while then, and not for each request.
+        After a failure the source is asked again only after `_RETRY_S`, not at each request.
 
         Raises:
-            LoRAPluginsError: it cannot be had, and the engine would have to read it.
+            LoRAPluginsError: no copy can be had, and the engine would have to read one.
         """
         tried_at = self._tried_at.get(adapter.name, -math.inf)
         if time.monotonic() - tried_at < _RETRY_S and await self._is_in_memory(adapter):
@@ -222,11 +226,11 @@ class Copies:
         return True
 
     async def _is_in_memory(self, adapter: ServedAdapter) -> bool:
-        """Whether the engine has it, as its copy was."""
+        """Whether the engines have the weights in host memory, from a sound copy."""
         return not adapter.is_damaged and (await self._server.planner.states())(adapter.engine_id).is_loaded
 
     async def _have(self, adapter: ServedAdapter) -> None:
-        """See that the copy of what a name stands for is leased and sound, of another version where it must be."""
+        """Have the copy of a name's version leased and sound; fetch the version or a newer version if needed."""
         if adapter.version is None or (not adapter.is_damaged and await self.has(adapter.name, adapter.version)):
             return
         self._note_damage(adapter)
@@ -234,6 +238,7 @@ class Copies:
 
     async def _newest_sound(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:
         self._note_damage(adapter)
+        # The second try replaces a copy that `is_sound` has just found damaged.
         for _ in range(2):
             newest = await self._newest(adapter, held_digest)
             if await asyncio.to_thread(self._store.is_sound, newest.digest):
@@ -259,7 +264,7 @@ class Copies:
             self._flag(adapter.version.digest)
 
     def _flag(self, digest: str) -> bool:
-        """What is served of these bytes may have been loaded from a damaged copy; returns whether that is new."""
+        """Flag adapters with this digest: engines may have loaded damaged bytes. Returns whether any flag is new."""
         found = [adapter for adapter in self._registry.all() if adapter.version and adapter.version.digest == digest]
         new = [adapter for adapter in found if not adapter.is_damaged]
         for adapter in new:
@@ -268,14 +273,14 @@ class Copies:
         return bool(new)
 
     def _noted(self, event: Event) -> None:
-        """In whatever thread has found it: at once, as what is loaded after its replacement is good."""
+        """Flag damage at once, in the thread that finds the damage: a load after the replacement reads a sound copy."""
         if isinstance(event, StoreDamaged) and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._flag, event.digest)
 
 
 async def watch(copies: weakref.ref[Copies], interval_s: float = LOOK_S) -> None:
-    """Look every `interval_s`, for as long as somebody else keeps `copies`: other processes find damage too."""
+    """Call `look` every `interval_s` seconds, as long as another owner keeps `copies` alive."""
     while True:
         await asyncio.sleep(interval_s)
         there = copies()
@@ -285,6 +290,6 @@ async def watch(copies: weakref.ref[Copies], interval_s: float = LOOK_S) -> None
             await there.look()
         except ReferenceError:
             return  # vLLM's server is gone
-        except Exception:  # noqa: BLE001 - it goes on
+        except Exception:  # noqa: BLE001 - the next look may succeed
             logger.exception("Looking after the copies in the store failed")
         del there

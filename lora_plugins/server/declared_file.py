@@ -1,4 +1,4 @@
-"""The file of a declared set of adapters: what it may say, and how it is read.
+"""The file of declared adapters: its format, and its parser.
 
 ```yaml
 adapters:
@@ -35,7 +35,7 @@ from lora_plugins.store.layout import is_digest
 VARIABLE = "LORA_PLUGINS_ADAPTERS_FILE"
 MAX_BYTES = 1 << 20  # as large as a ConfigMap may be
 _MAX_NAMED = 5
-# What pydantic finds, by its types of errors, in words for whoever writes YAML.
+# Types of pydantic's errors, in words for the author of the YAML.
 _MEANING = {
     "missing": "is missing",
     "string_type": "not a text; put it into quotes",
@@ -66,10 +66,10 @@ class _AdaptersFile(BaseModel):
 
 
 def read_bytes(path: Path) -> bytes:
-    """What the file holds.
+    """The content of the file.
 
     Raises:
-        InvalidSettings: it cannot be read, or is larger than a ConfigMap can be.
+        InvalidSettings: the file cannot be read, or is larger than a ConfigMap can be.
     """
     try:
         with path.open("rb") as file:
@@ -87,7 +87,7 @@ def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, Desi
     """The adapters by name, in the file's order.
 
     Raises:
-        InvalidSettings: it is no such file; nothing of it counts then.
+        InvalidSettings: an entry is wrong; no entry of the file counts then.
     """
     try:
         document = yaml.safe_load(content)
@@ -112,9 +112,9 @@ def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, Desi
 
 
 def answer(asked: BinaryIO, answers: BinaryIO) -> None:
-    """As `parse`, in a process that is asked by another: JSON with path and prefixes on a line, then the content.
+    """Answer `parse` for another process: reads JSON with path and prefixes on a line, then the content.
 
-    It answers each adapter on a line, and their number on the last; or what is wrong.
+    Writes each adapter as a line of JSON, and the number of adapters on the last line; or the error.
     """
 
     def say(value: Any) -> None:
@@ -134,6 +134,8 @@ def answer(asked: BinaryIO, answers: BinaryIO) -> None:
 def _desired(declared: _Declared, allowed: AllowedUris) -> DesiredAdapter:
     AdapterName.parse(declared.name)
     if declared.digest is not None and not is_digest(declared.digest):
+        # 8 characters are enough for a lookup, but a declaration must not match a forged digest with the same
+        # beginning.
         raise InvalidAdapter(
             f"{len(declared.digest)} characters of a digest",
             expected="all 64: another adapter can be made to begin with the same ones",

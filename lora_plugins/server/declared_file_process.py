@@ -1,7 +1,7 @@
-"""The file of declared adapters, parsed in a process of its own: 1 MB holds the interpreter's lock for a second.
+"""Parse the file of declared adapters in a process of its own: parsing 1 MB holds the interpreter's lock for a second.
 
-The process is started for one file and ends with its answer, since the file changes rarely: 0.2 s to start, and no
-memory of a process that waits. A small file is parsed sooner than a process starts.
+The process starts for one file and ends with its answer, because the file changes rarely: a start takes 0.2 s, and no
+idle process takes memory. Parsing a small file in this process takes less time than a start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ answer(sys.stdin.buffer, sys.stdout.buffer)
 
 
 def parse_apart(content: bytes, path: Path, allowed_uris: Sequence[str]) -> Mapping[str, DesiredAdapter]:
-    """As `parse`, for a thread: the event loop goes on meanwhile. Without another process, it is parsed in this one.
+    """Parse as `parse` does, for a thread: the event loop goes on meanwhile. Without a child, this process parses.
 
     Raises:
         InvalidSettings: as `parse` does.
@@ -57,7 +57,7 @@ def _parsed_by_process(content: bytes, path: Path, allowed_uris: Sequence[str]) 
         stderr=subprocess.DEVNULL,
         env=variables_of_children(),
         cwd="/",
-        start_new_session=True,  # no Ctrl-C of a terminal reaches it
+        start_new_session=True,  # Ctrl-C in a terminal must not reach the child
         timeout=_ANSWER_S,
         check=True,
     )

@@ -1,4 +1,4 @@
-"""What a server is to serve under one name, whoever says so."""
+"""An adapter that a server is to serve under one name, whoever asks for the name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lora_plugins.errors import LoRAPluginsError
 
 @dataclass(frozen=True, slots=True)
 class DesiredAdapter:
-    """One adapter that is to be served.
+    """One adapter to serve.
 
     Attributes:
-        uri: where it is, with its revision; None: wherever the server's sources have its name.
-        held_digest: of the one version that is to be served.
-        is_pinned: it stays in host memory and a slot.
-        is_awaited: the server is ready only when it was tried; nothing of a server that runs.
-        last_digest: of the version that a server before this one served last; None where no server wrote that down.
-        last_place: where that version came from, as `AdapterResolver.place_of` says.
+        uri: the place with its revision; None: any source of the server that has the name.
+        held_digest: the digest of the only version to serve; None for the newest.
+        is_pinned: keep the adapter in host memory and a slot.
+        is_awaited: the server becomes ready only after a try of this adapter; no effect on a running server.
+        last_digest: digest of the version that the server before this one served; None where no server wrote any.
+        last_place: source of the version of `last_digest`, as `AdapterResolver.place_of` says.
     """
 
     name: str
@@ -31,12 +31,13 @@ class DesiredAdapter:
 
 @dataclass(slots=True)
 class Target:
-    """One adapter that is to be served, and what became of it.
+    """One adapter to serve, and the result so far.
 
     Attributes:
-        is_declared: the file says so; else the start did.
-        is_done: it is served as it is to be; or the start has it no more, as it never can be, or somebody else decided.
-        error: why it could not be served the last time.
+        is_declared: the file declares the adapter; else the settings or the last server's list do.
+        is_done: the adapter is served as wanted; or the start gave up, because the error is permanent or because
+            somebody else has decided.
+        error: the error of the last try.
     """
 
     adapter: DesiredAdapter

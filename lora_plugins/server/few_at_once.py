@@ -1,7 +1,7 @@
-"""Work that is begun for many at once and done for a few of each place at a time, without a task for each that waits.
+"""Begin work for many items at once, and run a few items of each place at a time, without a task for each that waits.
 
-100,000 tasks that wait make every garbage collection go through a million objects: half a second of the event loop. So
-these are no `Places` of `resolvers/places.py`: no caller waits, nothing is refused, an item ends by name.
+100,000 waiting tasks make every garbage collection visit a million objects, and stop the event loop for half a second.
+`Places` of `resolvers/places.py` does not fit: here no caller waits, nothing is refused, and an item ends by name.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from functools import partial
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-_AT_ONCE = 200  # of many that are gone through, between two turns of the event loop
+_AT_ONCE = 200  # items between two turns of the event loop
 
 
 class FewAtOnce(Generic[_T]):
-    """Does `work` for items, at most `limit` of one place at once, first come first served.
+    """Runs `work` for items, at most `limit` of one place at once, first come first served.
 
     Args:
         work: never raises.
-        place_of: what an item shares its places with.
-        is_wanted: asked of an item that waited; one that is not wanted is left out.
-        on_idle: called when nothing is left to be done.
+        place_of: the place of an item; items of one place share the limit.
+        is_wanted: called for an item at its turn; an unwanted item is left out.
+        on_idle: called when no item is left.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class FewAtOnce(Generic[_T]):
         self._is_idle.set()
 
     def __len__(self) -> int:
-        """How many names wait or are worked for."""
+        """Number of names that wait or run."""
         return len(self._waiting) + len(self._running)
 
     def begin(self, name: str, item: _T) -> None:
-        """Have the work done for an item, unless it is being done or waited for under this name."""
+        """Start the work for an item, unless the item waits already, or work runs under its name."""
         if name in self._running or self._waiting.get(name) is item:
             return
         self._waiting[name] = item
@@ -62,7 +62,7 @@ class FewAtOnce(Generic[_T]):
         self._fill(place)
 
     def end(self, name: str) -> asyncio.Task[None] | None:
-        """Cancel the work under this name, and return its task where it had begun; the name is free at once."""
+        """Cancel the work under this name, and return its task where the work had begun; the name is free at once."""
         self._waiting.pop(name, None)
         if (task := self._running.pop(name, None)) is not None:
             task.cancel()
@@ -74,13 +74,14 @@ class FewAtOnce(Generic[_T]):
             self.end(name)
 
     async def idle(self) -> None:
-        """Wait until nothing is left to be done."""
+        """Wait until no item is left."""
         await self._is_idle.wait()
 
     def _fill(self, place: str) -> None:
         queue = self._queues[place]
         while queue and self._running_at[place] < self._limit:
             name, item = queue.popleft()
+            # `end`, or `begin` with another item, has replaced the entry since.
             if self._waiting.get(name) is not item:
                 continue
             del self._waiting[name]
@@ -95,6 +96,7 @@ class FewAtOnce(Generic[_T]):
             self._on_idle()
 
     def _ended(self, place: str, name: str, task: asyncio.Task[None]) -> None:
+        # After `end` and a new `begin`, the name belongs to a newer task.
         if self._running.get(name) is task:
             del self._running[name]
         self._running_at[place] -= 1
@@ -102,7 +104,7 @@ class FewAtOnce(Generic[_T]):
 
 
 async def in_steps(items: Sequence[_T]) -> AsyncIterator[_T]:
-    """The same, with a turn for others after each few hundred."""
+    """Yield the items, with a turn of the event loop after each 200."""
     for number, item in enumerate(items, 1):
         yield item
         if number % _AT_ONCE == 0:

@@ -1,4 +1,4 @@
-"""Which version of an adapter is to be served: by its name, its place, or its digest. It is leased for the name."""
+"""Find the version of an adapter to serve: by name, place, or digest. The version found is leased for the name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lora_plugins.server.registry import gone_from_source
 
 
 async def find(server: ApiServer, name: str, uri: str | None) -> ResolvedAdapter:
-    """What lies at `uri`, or wherever the server's sources have the name.
+    """The version at `uri`, or wherever the server's sources have the name.
 
     Raises:
-        AdapterNotFound: there is none. LoRAPluginsError: it cannot be served.
+        AdapterNotFound: no source has the adapter. LoRAPluginsError: the adapter cannot be served.
     """
     if uri is not None:
         return await server.resolver.resolve_uri(name, uri, server.vllm.base_path)
@@ -30,10 +30,10 @@ async def find(server: ApiServer, name: str, uri: str | None) -> ResolvedAdapter
 
 
 async def find_newest(server: ApiServer, name: str, uri: str | None) -> ResolvedAdapter:
-    """As `find`, of what was served before; its place may be the path of a call of vLLM's own.
+    """Find as `find` does, for a name served before, whose place may be the path of one of vLLM's own calls.
 
     Raises:
-        AdapterNotFound: it is there no more. LoRAPluginsError: it cannot be served.
+        AdapterNotFound: the source has the adapter no more. LoRAPluginsError: the adapter cannot be served.
     """
     newest = await server.resolver.latest(name, uri, server.vllm.base_path)
     if newest is None:
@@ -42,10 +42,10 @@ async def find_newest(server: ApiServer, name: str, uri: str | None) -> Resolved
 
 
 async def find_version(server: ApiServer, name: str, uri: str | None, digest: str | None) -> ResolvedAdapter:
-    """As `find`, in the version of this digest where one is given: from the store, or what its place has now.
+    """Find as `find` does, in the version of `digest` if given: from the store, or from the place.
 
     Raises:
-        AdapterNotFound: neither has it. LoRAPluginsError: it cannot be served.
+        AdapterNotFound: neither has the version. LoRAPluginsError: the version cannot be served.
     """
     if digest is None:
         return await find(server, name, uri)

@@ -1,4 +1,4 @@
-"""An API server beside the leader (`leader.py`): it serves what the leader says, and asks the leader for all else."""
+"""An API server beside the leader (`leader.py`): serves the leader's table, and asks the leader for all else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FollowedTable(dict[str, Any]):
         raise not_here(name)
 
     def follow(self, name: str, request: Any) -> None:
-        """Have a name stand for a request, or for nothing."""
+        """Map a name to a request, or remove the name where `request` is None."""
         if request is None:
             self.pop(name, None)
         else:
@@ -44,13 +44,13 @@ class Follower:
     """Keeps a copy of the leader's table.
 
     Args:
-        request_of: makes a request of vLLM's of what the leader says of an adapter under a name.
-        on_change: called with a name, and what stood in the table for it before, after each change.
-        abort: ends those requests of the engine that are of this process.
-        relieve: ends the leases of what no request uses.
+        request_of: makes one of vLLM's requests from the leader's description of an adapter under a name.
+        on_change: called after each change with a name, and the request that the table had for the name before.
+        abort: ends the requests of this process among the given ids.
+        relieve: ends the leases of adapters without running requests.
 
-    Attributes:
-        table: what is served; the leader's copy. Empty once the leader is gone.
+        Attributes:
+            table: the served names; a copy of the leader's table. Empty once the leader is gone.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Follower:
         self._told_used: LRUCache[int, float] = LRUCache(_REMEMBERED)
 
     async def connect(self, folder: Path) -> None:
-        """Follow the leader of this folder, once that listens; returns with the whole table."""
+        """Follow the leader of this folder, once the leader listens; returns with the whole table."""
         self._folder = folder
         reader, self._writer = await self._connection()
         send(self._writer, {"follows": True})
@@ -79,25 +79,25 @@ class Follower:
         await self._has_all.wait()
 
     def close(self) -> None:
-        """Follow no more; nothing is served then."""
+        """Follow no more; the table empties."""
         if self._writer is not None:
             self._writer.close()
 
     async def ready(self) -> None:
-        """Wait until the leader serves what is to be served from the start."""
+        """Wait until the leader has served, or tried, all adapters of the start."""
         await self._is_ready.wait()
 
     async def call(self, name: str, /, **arguments: Any) -> Frame:
-        """Have the leader do something; what it changes is in the table when this returns. Raises as `lasting`."""
+        """Have the leader do something; the leader's changes are in the table on return. Raises as `lasting`."""
         async with self.lasting(name, **arguments) as frame:
             return frame
 
     @asynccontextmanager
     async def lasting(self, name: str, /, **arguments: Any) -> AsyncIterator[Frame]:
-        """Inside, what the leader has given with its answer is this process's.
+        """Inside, this process keeps the resources that the leader has given with its answer.
 
         Raises:
-            LoRAPluginsError: what the leader refuses it with. SourceUnavailable: the leader is gone, or cannot do it.
+            LoRAPluginsError: the leader's refusal. SourceUnavailable: the leader is gone, or the call failed.
         """
         number = next(self._numbers)
         self._send({"call": name, "id": number, **arguments})
@@ -115,18 +115,19 @@ class Follower:
             yield frame
         finally:
             del self._answers[number]
+            # `finally` also runs on cancellation, so the leader ends a call that nobody awaits any more.
             if self._writer is not None:
                 send(self._writer, {"end": number})
 
     def used(self, engine_id: int) -> None:
-        """Tell the leader, once in a second, that a request for an adapter has come."""
+        """Tell the leader about requests for an adapter, at most once a second for each adapter."""
         now = time.monotonic()
         if now - self._told_used.get(engine_id, -math.inf) >= _USED_AGAIN_S:
             self._told_used[engine_id] = now
             self._send({"call": "used", "engine_id": engine_id})
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection of its own to the leader, for one request.
+        """Open a connection of its own to the leader, for one request.
 
         Raises:
             SourceUnavailable: the leader is gone.
@@ -142,7 +143,7 @@ class Follower:
         send(self._writer, frame)
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        while True:  # vLLM ends this process where the leader cannot start
+        while True:  # no deadline: vLLM ends this process where the leader cannot start
             try:
                 return await asyncio.open_unix_connection(self._folder / SOCKET)
             except (FileNotFoundError, ConnectionRefusedError):
@@ -152,12 +153,12 @@ class Follower:
         try:
             while (frame := await receive(reader)) is not None:
                 await self._take(frame)
-        except Exception:  # noqa: BLE001 - it serves nothing any more
+        except Exception:  # noqa: BLE001 - logged; this process then serves no adapters
             logger.exception("What the first API server says cannot be followed")
         finally:
             if self._writer is not None:
                 self._writer.close()
-            self.table.clear()  # it may have changed: rather nothing than another version than the name's
+            self.table.clear()  # names may have changed: serving no version is better than a wrong version
             for answer in self._answers.values():
                 if not answer.done():
                     answer.set_exception(gone())
@@ -165,10 +166,11 @@ class Follower:
 
     async def _take(self, frame: Frame) -> None:
         if "change" in frame:
+            # Until the whole table has come, the leader waits for nothing: `all` acknowledges the changes together.
             self._change(frame["name"], frame["adapter"])
             if self._has_all.is_set():
                 self._send({"has": frame["change"]})
-        elif "relieve" in frame:  # before what comes after it, of which it is said that this follower has it
+        elif "relieve" in frame:  # await here, in order: `has` confirms this frame and all frames before
             await self._relieve()
             self._send({"has": frame["relieve"]})
         elif "id" in frame:
@@ -189,7 +191,7 @@ class Follower:
 
 
 def not_here(name: str) -> LoRAPluginsError:
-    """What to raise where something changes what is served in a follower."""
+    """The error where something changes a follower's table directly."""
     return LoRAPluginsError(
         "a change of what is served, past the first API server",
         expected="the routes of /v1/loras, which the first API server answers",
@@ -199,7 +201,7 @@ def not_here(name: str) -> LoRAPluginsError:
 
 
 def gone() -> SourceUnavailable:
-    """What to raise where the leader cannot be asked."""
+    """The error where the leader does not answer."""
     return SourceUnavailable(
         "no first API server any more, which knows what is served",
         expected="all API servers of this deployment",

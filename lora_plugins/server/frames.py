@@ -1,4 +1,4 @@
-"""Messages between the API servers of one deployment: msgpack, each behind its length, on a Unix-domain socket."""
+"""Messages between the API servers of one deployment: msgpack with a length of 4 bytes in front, on a Unix socket."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Frame)
 
 
 def send(writer: asyncio.StreamWriter, frame: Frame) -> None:
-    """Send a message after those that were sent before; nothing happens where the other side is gone."""
+    """Queue a message behind earlier messages; a closed connection is no error."""
     if not writer.is_closing():
         body = _encoder.encode(frame)
         writer.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
 
 async def receive(reader: asyncio.StreamReader) -> Frame | None:
-    """The next message; None where the other side is gone."""
+    """The next message; None where the other side has closed the connection."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         return _decoder.decode(await reader.readexactly(length))

@@ -1,12 +1,12 @@
-"""Of several API servers of one deployment, the one that changes what is served, and has the others follow.
+"""The leader: the one of several API servers that changes the served adapters, and has the others follow.
 
-`vllm serve` starts all of them on one host, as children of one process. The first, the leader, has the only lifecycle:
-it gives engine ids, leases versions for names, and runs every change. Each other, a follower, keeps a copy of the
-leader's table of names. A change is one message with a number. Followers apply changes in the order of their numbers,
-and say which they have; an administrator is answered when each follower has all changes that came before the answer.
+`vllm serve` starts all API servers on one host, as children of one process. The first, the leader, has the only
+lifecycle: the leader gives engine ids, leases versions for names, and runs every change. Each other, a follower, keeps
+a copy of the leader's table of names. A change is one message with a number. Followers apply changes in the order of
+their numbers, and confirm the numbers; an administrator gets an answer when each follower has all earlier changes.
 
-A follower that connects is told the whole table first. One that is gone is not waited for: vLLM ends all API servers
-where one ends.
+A follower that connects first gets the whole table. The leader does not wait for a closed connection: vLLM ends all API
+servers where one ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lora_plugins.server.frames import Frame, receive, send
 SOCKET = "api-servers.sock"
 _ALL_HAVE_S = 60.0
 
-Call = Callable[[Frame, AsyncExitStack], Awaitable[Frame]]  # what enters the stack is left when the follower says so
+Call = Callable[[Frame, AsyncExitStack], Awaitable[Frame]]  # the stack closes when the follower ends the call
 Carried = Callable[[Frame, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class ToldTable(UserDict[str, Any]):
-    """vLLM's table of names in the leader: whoever changes it, followers are told before anything else happens."""
+    """vLLM's table of names in the leader: every change is sent to followers before the change has any other effect."""
 
     def __init__(self, tell: Callable[[str, Any], None]) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class _Follower:
 
 
 class Leader:
-    """Sends followers what changes, and does what they ask for.
+    """Sends changes to followers, and answers their calls.
 
     Args:
-        plain_of: what a follower makes a request of vLLM's of; None where another process cannot have it.
+        plain_of: the message for one of vLLM's requests; None where another process cannot have the adapter.
 
     Attributes:
-        table: what is served.
-        number: of the last change.
+        table: the served names.
+        number: the number of the last change.
     """
 
     def __init__(self, plain_of: Callable[[Any], Frame | None]) -> None:
@@ -69,12 +69,12 @@ class Leader:
         self.number = 0
         self.plain_of = plain_of
         self._followers: set[_Follower] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         self._server: asyncio.Server | None = None
         self._is_ready = False
 
     async def listen(self, folder: Path, call: Call, carried: Carried) -> None:
-        """Begin to answer followers: their calls with what `call` returns, requests that they carry by `carried`."""
+        """Begin to answer followers: calls with the result of `call`, carried requests by `carried`."""
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -86,38 +86,39 @@ class Leader:
             finally:
                 writer.close()
 
-        # With a coroutine function, asyncio would log a traceback for each connection where the process ends.
+        # Given a coroutine function, asyncio logs a traceback for each open connection when the process ends.
         self._server = await asyncio.start_unix_server(
             lambda *streams: self._in_background(connected(*streams)), folder / SOCKET
         )
 
     def close(self) -> None:
-        """Let nobody follow any more."""
+        """Close the socket and all followers' connections."""
         if self._server is not None:
             self._server.close()
         for follower in self._followers:
             follower.writer.close()
 
     def say_ready(self) -> None:
-        """What is to be served from the start is served, or has failed."""
+        """Tell followers that every adapter of the start is served or has failed."""
         self._is_ready = True
         self._send_all({"ready": True})
 
     async def relieve(self) -> None:
-        """Have followers end the leases of what no request of theirs uses, and wait for that; raises as `all_have`."""
+        """Have followers end leases of adapters without running requests, and wait; raises as `all_have`."""
         self.number += 1
         self._send_all({"relieve": self.number})
         await self.all_have()
 
     def abort(self, request_ids: list[str]) -> None:
-        """Have followers end those requests that are theirs."""
+        """Have each follower end its own requests among `request_ids`."""
         self._send_all({"abort": request_ids})
 
     async def all_have(self) -> None:
-        """Wait until each follower has every change that there is by now.
+        """Wait until each follower has every change made so far.
 
         Raises:
-            SourceUnavailable: one has not said so after a minute; the changes are made, and it will have them.
+            SourceUnavailable: a follower has not confirmed within a minute; the changes are made, and will reach the
+            follower.
         """
         number = self.number
         try:
@@ -153,6 +154,7 @@ class Leader:
             send(follower.writer, frame)
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: Call) -> None:
+        # No await between the table and `add`: a change in between would never reach this follower.
         follower, calls = _Follower(writer), dict[int, asyncio.Task[None]]()
         for name, request in self.table.items():
             send(writer, _change(self.number, name, self.plain_of(request)))
@@ -195,9 +197,9 @@ async def _answer(writer: asyncio.StreamWriter, frame: Frame, call: Call) -> Non
             answer = await call(frame, held)
         except LoRAPluginsError as error:
             answer = {"refused": error.plain()}
-        except Exception:  # noqa: BLE001 - the caller is told
+        except Exception:  # noqa: BLE001 - the follower gets the failure as its answer
             logger.exception("An API server's call '%s' failed", frame.get("call"))
             answer = {"failed": True}
         if "id" in frame:
             send(writer, {**answer, "id": frame["id"]})
-            await asyncio.Future()  # until the follower ends the call, or is gone
+            await asyncio.Future()  # keep `held` open until the follower ends the call, or closes the connection

@@ -1,4 +1,4 @@
-"""Changing what one API server serves while requests run: load, unload, refresh, roll back, pin."""
+"""Change the served adapters of one API server while requests run: load, unload, refresh, roll back, pin."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import is_digest, is_prefix
 
 ANY_VERSION = "*"
-_FREED_S = 0.02  # what is idle is free by then; a block is answered without waiting for more, unless it is asked to
+_FREED_S = 0.02  # idle adapters are free by then; without `timeout_s`, a block waits no longer
 
 
 class Lifecycle:
     """The operations behind the admin API, vLLM's own endpoints and the poller for new versions.
 
-    Each holds the name's lock while it decides, so that one name changes one step at a time; none holds it while it
-    waits for running requests.
+    Each operation holds the name's lock while deciding, so that one name changes one step at a time; no operation holds
+    the lock while waiting for running requests.
 
     Attributes:
-        on_change: called after every change of what is served.
-        copies: of what is served, in the store.
-        resolving: requests that have a name resolved, by name.
+        on_change: called after every change of the served names or versions.
+        copies: the store's copies of served adapters.
+        resolving: resolves that requests wait for, by name.
     """
 
     def __init__(self, server: ApiServer, copies: Copies | None = None) -> None:
@@ -48,12 +48,14 @@ class Lifecycle:
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
     async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
-        """Serve a name; from `uri`, or from wherever the server's sources have it.
+        """Serve a name; from `uri`, or from wherever the server's sources have the name.
 
-        Loaded already, it stays as it is; from another URI, it is swapped. Its own block ends. `expects`, here and
-        below: the digest that must be served now, or `ANY_VERSION`.
+        A served name stays as it is; with another URI, the name is swapped. The load ends the name's own block.
+        `expects`, here and below: the digest that the name must serve now, or `ANY_VERSION`.
 
         Raises:
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: the adapter cannot be served. In both cases nothing has changed.
             VersionMismatch: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
         """
         self._check_name(name)
@@ -74,13 +76,13 @@ class Lifecycle:
     async def declare(
         self, name: str, uri: str | None, digest: str | None = None, *, is_noted: bool = False
     ) -> ServedAdapter:
-        """Serve a name from just this place, in the version of the whole `digest` where one is given, and stay there.
+        """Serve a name from exactly this place, in the version of the whole `digest` if given, and stay there.
 
-        `uri` None stands for wherever the server's sources have the name, and may be the path of a `load_by_path`. What
-        is served otherwise is swapped. `is_noted`, as of `PlannerClient.load`.
+        `uri` None stands for wherever the server's sources have the name; a path is of a `load_by_path`. A name served
+        otherwise is swapped. `is_noted`: as in `PlannerClient.load`.
 
         Raises:
-            LoRAPluginsError: it cannot be served so; nothing has changed then.
+            LoRAPluginsError: the adapter cannot be served so; nothing has changed.
         """
         self.registry.blocked.refuse(name)
         if not is_path(uri):
@@ -92,6 +94,7 @@ class Lifecycle:
                 adapter = await self._load(name, uri, version, is_noted=is_noted)
             elif adapter.uri != uri or (digest is not None and not _has_digest(adapter, digest)):
                 version = await find_version(self.server, name, uri, digest)
+                # The load below passes the URI to workers, so set the URI first and take it back on failure.
                 before, adapter.uri = adapter.uri, uri
                 try:
                     await swap(self.server, adapter, version, is_noted=is_noted)
@@ -103,13 +106,13 @@ class Lifecycle:
         return adapter
 
     async def restore(self, adapter: DesiredAdapter) -> ServedAdapter | None:
-        """Serve a name in the version that a server before this one served, from the store, without asking a source.
+        """Serve a name in the version that the server before this one served, from the store, without asking a source.
 
-        What is served under the name already stays. None where the version is gone from the store or damaged,
-        does not fit the model, or came from where this server does not look.
+        A name served already stays as it is. None where the version is missing from the store or damaged, does not fit
+        the model, or came from a source that this server does not have.
 
         Raises:
-            LoRAPluginsError: it is blocked, or the engine cannot load it.
+            LoRAPluginsError: the name is blocked, or the engine cannot load the version.
         """
         name, uri, digest = adapter.name, adapter.uri, adapter.last_digest
         self.registry.blocked.refuse(name)
@@ -126,16 +129,16 @@ class Lifecycle:
         return served
 
     async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
-        """Serve what lies now at the path of a request that vLLM is about to put into its table, under the name's lock.
+        """Serve the adapter now at the path of a request that vLLM will put into its table; with the name's lock.
 
-        What is served under the name is swapped, as `swap` says. Returns False where there is nothing but what
-        the workers may find.
+        A served name is swapped, as `swap` says. Returns False where the path has no adapter, or only workers can find
+        the adapter.
 
         Raises:
-            LoRAPluginsError: it cannot be served; what was served goes on.
+            LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
         """
         name, path = request.lora_name, absolute(request.lora_path)
-        request.load_inplace = False  # else the workers would read it again; its path says which bytes it means
+        request.load_inplace = False  # else workers read the files at each request; the copy's path fixes the bytes
         adapter = self.registry.get(name)
         if adapter is None:
             version = await self.server.resolver.snapshot(name, path, self.server.vllm.base_path)
@@ -164,11 +167,11 @@ class Lifecycle:
         moves: bool = False,
         kept_versions: int = KEPT_VERSIONS,
     ) -> VersionChange:
-        """Serve what was pushed as the next version of a name, until it is refreshed, rolled back or pushed again.
+        """Serve a pushed adapter as the next version of a name, until a refresh, a rollback or the next push.
 
         Raises:
             VersionMismatch: another version is served than expected.
-            LoRAPluginsError: it cannot be served; what was served goes on.
+            LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
         """
         async with self.ending_block(name), self.server.vllm.lock(name):
             adapter = self.registry.get(name)
@@ -188,10 +191,10 @@ class Lifecycle:
         return change
 
     def check_pushed(self, name: str, expects: str | None) -> None:
-        """Refuse a push before its bytes are read.
+        """Refuse a push before reading its bytes.
 
         Raises:
-            InvalidAdapter: no adapter can have this name, or it names a version.
+            InvalidAdapter: no adapter can have this name, or the name has a revision.
             VersionMismatch: another version is served than expected.
         """
         self._check_name(name)
@@ -206,15 +209,16 @@ class Lifecycle:
 
     @asynccontextmanager
     async def ending_block(self, name: str) -> AsyncIterator[None]:
-        """Inside, an operator has just this name loaded, which ends its block.
+        """Inside, an operator loads exactly this name, which ends the name's block.
 
         Raises:
-            AdapterNotFound: it is blocked by its name without the revision, or was blocked since.
-            SourceUnavailable: the block cannot be taken from the store.
+            AdapterNotFound: a block of the name without its revision holds, or the name was blocked meanwhile.
+            SourceUnavailable: the block cannot be removed from the store.
         """
         self.registry.blocked.refuse(name, but_itself=True)
         blocks = self.registry.blocked
         seen = blocks.present(name)
+        # Lift the block only after the load has succeeded, and only the block seen before the load.
         yield
         with store_errors():
             has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
@@ -222,11 +226,11 @@ class Lifecycle:
             raise blocked(name)
 
     async def prefetch(self, name: str, *, expects: str | None = None) -> ServedAdapter:
-        """Bring an adapter into host memory before it is asked for.
+        """Bring an adapter into host memory before any request.
 
         Raises:
             VersionMismatch: another version is served than expected.
-            LoRAPluginsError: it cannot be served, or there is no room.
+            LoRAPluginsError: the adapter cannot be served, or host memory has no room.
         """
         self.registry.blocked.refuse(name)
         change = await self.load(name, expects=expects)
@@ -237,13 +241,13 @@ class Lifecycle:
         return adapter
 
     async def load_version(self, text: str) -> ServedAdapter | None:
-        """Serve `name@digest`, the digest's first 8 characters or more, as a name of its own, beside `name`.
+        """Serve `name@digest`, with at least the digest's first 8 characters, as a name of its own, beside `name`.
 
-        None where the name has had no such version in this process, the store has it no more, or the text is no such
-        name.
+        None where this process has not had the version under the name, the store no longer has the version, or `text`
+        is not of this form.
 
         Raises:
-            LoRAPluginsError: it cannot be served.
+            LoRAPluginsError: the version cannot be served.
         """
         name, _, prefix = text.partition("@")
         if not is_prefix(prefix):
@@ -255,6 +259,7 @@ class Lifecycle:
             found = await self.server.resolver.of_digest(name, prefix)
             if found is None:
                 return None
+            # Lease the version for `text` before releasing the lease of `name`, so that no eviction comes between.
             try:
                 version = await self.server.resolver.of_digest(text, found.digest, of_any_name=True)
             finally:
@@ -269,19 +274,19 @@ class Lifecycle:
     async def unload(
         self, name: str, *, block: bool, timeout_s: float | None = None, expects: str | None = None
     ) -> bool:
-        """Serve a name no longer, and free its slot, host memory and lease once its running requests have left.
+        """Serve a name no longer, and free slot, host memory and lease once the name's running requests have left.
 
-        They have `timeout_s` for that, then they are ended; those that are not admitted yet are refused at once.
-        Returns whether all is free; if not, it will be as soon as the last has left. Where it is not `block`ed, a later
-        request has it resolved again.
+        Running requests have `timeout_s` and are then ended; requests not admitted yet are refused at once. Returns
+        whether all is free; if not, all will be free as soon as the last request has left. Without `block`, a later
+        request resolves the name again.
 
-        A block is of all revisions. It holds before anything is waited for, and is on disk before this returns; where
-        `timeout_s` is None, nobody waits for what has the name's lock, or for running requests.
+        A block covers all revisions. The block holds before any wait, and is on disk before the return; where
+        `timeout_s` is None, the call waits neither for the name's lock nor for running requests.
 
         Raises:
-            AdapterNotFound: there is no such name to unload.
-            VersionMismatch: another version is served than expected; nothing has changed then.
-            SourceUnavailable, OutOfMemory: the block holds in this server only, as it cannot be written.
+            AdapterNotFound: the name is not served.
+            VersionMismatch: another version is served than expected; nothing has changed.
+            SourceUnavailable, OutOfMemory: the block cannot be written, and holds in this server only.
         """
         if not block:
             freed = await self._free(name, no_longer_served(name), timeout_s, expects)
@@ -294,7 +299,7 @@ class Lifecycle:
         blocks.hold(name)
         served = [adapter for adapter in self.registry.all() if adapter.name in blocks]
         for adapter in served:
-            self.server.retire(adapter.engine_id, refusal)  # what is held, or on its way to the engine
+            self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
         names = {name, *(adapter.name for adapter in served)}
         freeing = [self.server.in_background(self._free(one, refusal, timeout_s)) for one in names]
         with store_errors():
@@ -303,28 +308,28 @@ class Lifecycle:
         return not pending and all(task.result() is not False for task in done)
 
     def load_failed(self, request: Any) -> None:
-        """What was resolved, and is in vLLM's table, cannot be loaded after all: serve it no longer.
+        """Stop serving a resolved adapter that is in vLLM's table, but that the engine could not load.
 
-        Else it would be listed, and refused at every request.
+        Otherwise the name would be listed, and refused at every request.
         """
         adapter = self.registry.get(request.lora_name)
         if adapter is None or adapter.request is not request:
             return
         self.registry.remove(adapter.name)
         self.server.release(adapter.name, *adapter.versions)
-        self.server.retire(adapter.engine_id)  # another engine may have it
+        self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
         self.on_change()
 
     async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
-        """Look for a new version at the source and swap to it.
+        """Look for a new version at the source and swap to the new version.
 
-        One whose copy in the store is damaged is fetched and loaded again, as the same version.
+        A version with a damaged copy in the store is fetched and loaded again.
 
-        `moves`, here and below: what runs goes on with it too.
+        `moves`, here and below: running requests go on with the new version too.
 
         Raises:
             VersionMismatch: another version is served than expected.
-            LoRAPluginsError: there is one that cannot be served, or the source is unavailable; the old one goes on.
+            LoRAPluginsError: the new version cannot be served, or the source is unavailable; the old version goes on.
         """
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
@@ -334,9 +339,9 @@ class Lifecycle:
             return await self._refresh(adapter, moves=moves)
 
     async def poll(self, name: str) -> None:
-        """As `refresh`, for the poller: what was rolled back stays, and errors are noted only.
+        """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted.
 
-        What has left the store is not fetched before it is asked for. What another server has blocked is unloaded.
+        A version without a lease is not fetched before the next request. A name blocked by another server is unloaded.
         """
         if name in self.registry.blocked:
             self.server.in_background(self._free(name, blocked(name)))
@@ -355,14 +360,14 @@ class Lifecycle:
     async def roll_back(
         self, name: str, digest: str | None = None, *, expects: str | None = None, moves: bool = False
     ) -> VersionChange:
-        """Go back to the version before, or to the one whose digest begins with `digest`, and stay there.
+        """Go back to the version before, or to the version whose digest begins with `digest`, and stay there.
 
-        Kept are the last two versions; the store may have older ones still. Only of versions that this name has had may
-        it be a beginning.
+        The name keeps its last two versions; the store may still have older versions. A beginning of a digest matches
+        only versions that this name has had.
 
         Raises:
-            VersionMismatch: another version is served than expected. AdapterNotFound: there is none to go back to.
-            LoRAPluginsError: it cannot be loaded; the present one goes on.
+            VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.
+            LoRAPluginsError: the version cannot be loaded; the name goes on serving the present version.
         """
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
@@ -386,10 +391,10 @@ class Lifecycle:
         return change
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
-        """Keep an adapter in host memory and in a slot until it is unpinned or unloaded; one slot stays for others.
+        """Keep an adapter in host memory and in a slot until an unpin or unload; one slot stays for other adapters.
 
         Raises:
-            AdapterNotFound: it is not served. NoFreeSlot: there would be no slot left for all others.
+            AdapterNotFound: the name is not served. NoFreeSlot: no slot would be left for other adapters.
             VersionMismatch: another version is served than expected.
         """
         async with self.server.vllm.lock(name):
@@ -403,10 +408,10 @@ class Lifecycle:
         return adapter
 
     async def unpin(self, name: str) -> ServedAdapter:
-        """Let it be evicted like any other.
+        """Let the adapter be evicted like any other.
 
         Raises:
-            AdapterNotFound: it is not served.
+            AdapterNotFound: the name is not served.
         """
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
@@ -422,7 +427,7 @@ class Lifecycle:
         try:
             await self.planner.load(request, uri=uri, is_noted=is_noted)
         except BaseException:
-            self.server.retire(request.lora_int_id)  # nobody will ask for this id again
+            self.server.retire(request.lora_int_id)  # no later request will have this id
             self.server.release(name, version)
             raise
         adapter = ServedAdapter(name, request, version, uri)
@@ -432,7 +437,7 @@ class Lifecycle:
     async def _free(
         self, name: str, refusal: LoRAPluginsError, timeout_s: float | None = None, expects: str | None = None
     ) -> bool | None:
-        """What `unload` does with what is served under just this name; None where nothing is."""
+        """Unload exactly this name, as `unload` does; None where the name is not served."""
         async with self.server.vllm.lock(name):
             _require_version(name, self.registry.get(name), expects)
             adapter = self.registry.remove(name)
@@ -450,6 +455,7 @@ class Lifecycle:
                 adapter=adapter.name,
             )
         change = await self.copies.update(adapter, moves=moves)
+        # A name loaded by its path stays at the bytes read there, and the poller leaves the name alone.
         if adapter.given_path is not None:
             adapter.held_digest = adapter.version.digest
         if change.is_swap:

@@ -1,4 +1,4 @@
-"""One lock per adapter name, for as long as somebody needs it."""
+"""One lock per adapter name, for as long as a task needs the lock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import weakref
 
 
 class NameLocks:
-    """One lock per name for as long as somebody holds or awaits it.
+    """One lock per name for as long as a task holds or awaits the lock.
 
-    Takes the place of vLLM's `defaultdict(Lock)`, which keeps a lock for every name that was ever asked for.
+    Replaces vLLM's `defaultdict(Lock)`, which keeps a lock for every name that any request has asked for.
     """
 
     def __init__(self) -> None:

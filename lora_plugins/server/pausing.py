@@ -1,7 +1,7 @@
-"""Pausing one name: its requests stop, new ones are held, and every other name runs on.
+"""Pause one name: running requests stop, new requests are held, and every other name runs on.
 
-The name of a request decides, so a pause outlives every swap of the name; unloading the name ends it, and so does the
-end of the server. A version that is asked for by its digest, `name@digest`, is a name of its own.
+A pause is of a request's name, so the pause outlives every swap of the name; an unload of the name ends the pause, and
+so does the end of the server. A version asked for by digest, `name@digest`, is a name of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lora_plugins.server.api_server import ApiServer
 
 
 async def pause(server: ApiServer, name: str, mode: PauseMode) -> bool:
-    """Hold new requests for a name, and return once none runs; False where the name was resumed meanwhile.
+    """Hold new requests for a name, and return once none runs; False where a resume came meanwhile.
 
     Raises:
         AdapterNotFound: the name is blocked, or not served.
@@ -26,7 +26,7 @@ async def pause(server: ApiServer, name: str, mode: PauseMode) -> bool:
 
 
 async def resume(server: ApiServer, name: str) -> bool:
-    """Have the requests for a name go on; False where the name was not paused.
+    """Let held requests for a name go on; False where the name was not paused.
 
     Raises:
         AdapterNotFound: the name is neither paused nor served.

@@ -1,6 +1,6 @@
-"""What an API server asks of the planners in its engines; no vLLM, no torch.
+"""The API server's calls to the planners in its engines; no vLLM, no torch.
 
-With data parallelism every engine has a planner of its own: what is asked for is asked of all.
+With data parallelism every engine has a planner of its own: every call goes to all planners.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lora_plugins.scheduler.pauses import PauseMode
 REMEMBERED = 10_000
 T = TypeVar("T")
 
-# Calls a utility of every engine with plain values, and returns their answers by the engines' numbers.
+# Calls a utility of every engine with plain values, and returns the answers by engine number.
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[Mapping[int, Any]]]
 
 
 class Request(Protocol):
-    """The part of vLLM's `LoRARequest` that is needed here."""
+    """The part of vLLM's `LoRARequest` that the client needs."""
 
     lora_name: str
     lora_int_id: int
@@ -32,7 +32,7 @@ class Request(Protocol):
 
 
 def combined(engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> AdapterState:
-    """One adapter in all engines together, of its states by engine id in each: it is where every engine has it."""
+    """One adapter's state in all engines together: loaded or active only where every engine has the adapter so."""
     here = [engine[engine_id] for engine in engines if engine_id in engine]
     everywhere = bool(here) and len(here) == len(engines)
     return AdapterState(
@@ -52,7 +52,7 @@ class PlannerClient:
     """Loads, pins and retires adapters in the engines.
 
     Attributes:
-        used_at: when a request for an adapter came last, by engine id, in seconds since 1970.
+        used_at: time of the last request for an adapter, by engine id, in seconds since 1970.
     """
 
     def __init__(self, ask: Ask, events: Events) -> None:
@@ -61,7 +61,7 @@ class PlannerClient:
         self.used_at: LRUCache[int, float] = LRUCache(REMEMBERED)
 
     def used(self, request: Request) -> None:
-        """A request for this adapter has come."""
+        """Note that a request for an adapter has come."""
         self.used_at[request.lora_int_id] = time.time()
 
     async def load(
@@ -75,11 +75,12 @@ class PlannerClient:
     ) -> None:
         """Bring an adapter into every engine's host memory, and into a slot where one is idle.
 
-        `uri`: what it was loaded from, for workers that lack its files; None where its name says it. `moves`: what runs
-        with its id goes on with it too. `is_noted`: the caller emits the event of a failure, under a stage of its own.
+        `uri`: the adapter's place, for workers that lack the files; None where the name is enough. `moves`: running
+        requests with the adapter's id go on with the new weights. `is_noted`: the caller emits the event of a failure,
+        under a stage of its own.
 
         Raises:
-            LoRAPluginsError: an engine cannot have it.
+            LoRAPluginsError: an engine cannot load the adapter.
         """
         try:
             answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot, moves)
@@ -96,11 +97,13 @@ class PlannerClient:
         """Keep an adapter in every engine's host memory, and in a slot.
 
         Raises:
-            LoRAPluginsError: an engine cannot have it. NoFreeSlot: nothing would be left for all others.
+            LoRAPluginsError: an engine cannot load the adapter. NoFreeSlot: the pin would leave no slot for other
+            adapters.
         """
         try:
             await self._answers("lora_plugins_pin", _spec(request, uri))
         except LoRAPluginsError:
+            # Some engines may have pinned the adapter already.
             await self.unpin(request.lora_int_id)
             raise
 
@@ -109,33 +112,33 @@ class PlannerClient:
         await self._typed(bool, "lora_plugins_unpin", engine_id)
 
     async def retire(self, engine_id: int, refusal: LoRAPluginsError | None = None) -> None:
-        """Evict an adapter as soon as nobody uses it, and wait for that.
+        """Evict an adapter as soon as no request uses the adapter, and wait for the eviction.
 
-        With a `refusal`, requests that are not admitted yet, or still come, are refused with it.
+        With a `refusal`, requests not admitted yet, and later requests, are refused with the error.
         """
         await self._typed(Outcome, "lora_plugins_retire", engine_id, refusal)
 
     async def pause(self, name: str, mode: PauseMode) -> list[str]:
-        """Have every engine hold new requests of a name; returns the engines' ids of all that there are."""
+        """Have every engine hold new requests of a name; returns the engines' ids of all requests of the name."""
         answers = await self._typed(list[str], "lora_plugins_pause", name, mode)
         return [request_id for request_ids in answers.values() for request_id in request_ids]
 
     async def paused(self, name: str) -> None:
-        """Wait until no engine runs a request of a paused name, or the pause has ended."""
+        """Wait until no engine runs a request of a paused name, or until the pause has ended."""
         await self._typed(type(None), "lora_plugins_paused", name)
 
     async def resume(self, name: str) -> None:
-        """Have the engines go on with the requests of a name that a pause has held."""
+        """Have the engines go on with requests that a pause of the name holds."""
         await self._typed(type(None), "lora_plugins_resume", name)
 
     async def states(self) -> Callable[[int], AdapterState]:
-        """Where each adapter is now, by engine id."""
+        """The state of each adapter now, by engine id."""
         answers = await self._typed(list[AdapterState], "lora_plugins_residency")
         engines = [{state.engine_id: state for state in states} for states in answers.values()]
         return lambda engine_id: combined(engine_id, engines)
 
     async def figures(self) -> Mapping[int, PlannerFigures]:
-        """What each engine's planner counts, by the engine's number."""
+        """Figures of each engine's planner, by the engine's number."""
         return await self._typed(PlannerFigures, "lora_plugins_figures")
 
     async def _answers(self, utility: str, *arguments: Any) -> list[Outcome]:
@@ -146,7 +149,7 @@ class PlannerClient:
         return answers
 
     async def _typed(self, kind: type[T], utility: str, *arguments: Any) -> dict[int, T]:
-        """Ask with messages, and return the answers as messages of this kind."""
+        """Call a utility with messages, and return the answers as messages of type `kind`."""
         answers = await self._ask(utility, tuple(to_plain(argument) for argument in arguments))
         return {number: from_plain(kind, answer) for number, answer in answers.items()}
 

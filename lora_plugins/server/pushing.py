@@ -1,7 +1,7 @@
-"""Pushes: what a caller sends becomes the next version of a name, verified, loaded beside the old one, and swapped.
+"""Pushes: an adapter in a request's body becomes the next version of a name: verified, loaded beside, and swapped.
 
-Each name has one push at a time. The newest that comes meanwhile waits, and takes the place of any that waited: a
-trainer's step that is past is not worth loading.
+Each name has one push at a time. The newest push that comes meanwhile waits, and replaces an older push that waits: a
+trainer's earlier step is not worth loading.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.store.errors import FullDisk, store_errors
 
-# Writes what a caller sends to a directory; returns the SHA-256 of all of it.
+# Writes the request's body to a directory; returns the SHA-256 of the whole body.
 Receive = Callable[[Path], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPush:
-    """A push that is served.
+    """A push whose version is served.
 
     Attributes:
-        waited_s: for the push of this name that came before. received_s: until all bytes were here.
-        served_s: until they were verified, loaded, and had taken the place of the version before.
+        waited_s: seconds until the push of this name before had ended. received_s: seconds until all bytes were here.
+        served_s: seconds until the version was verified, loaded, and swapped in.
     """
 
     change: VersionChange
@@ -39,13 +39,13 @@ class ServedPush:
 
 
 class _Turns:
-    """Of one name: whether a push goes on, and the one that comes next."""
+    """The pushes of one name: the running push has the object; `next` is the push that waits."""
 
     def __init__(self) -> None:
         self.next: asyncio.Future[None] | None = None
 
     def pass_on(self) -> bool:
-        """Let the next one begin; False where none waits."""
+        """Let the waiting push begin; False where no push waits."""
         following, self.next = self.next, None
         if following is None or following.done():
             return False
@@ -69,24 +69,25 @@ class Pushes:
         moves: bool = False,
         kept_versions: int = KEPT_VERSIONS,
     ) -> ServedPush:
-        """Serve what `receive` writes as the next version of `name`.
+        """Serve the files that `receive` writes as the next version of `name`.
 
         Args:
             name: without a revision.
             receive: writes the files.
-            expects: the digest that must be served now, or `ANY_VERSION`; looked at before and after the bytes came.
-            moves: what runs goes on with the new version, from one step on.
-            kept_versions: how many earlier ones stay in the store for `name@digest` and a rollback.
+            expects: the digest that must be served now, or `ANY_VERSION`; checked before and after receiving the bytes.
+            moves: running requests go on with the new version, from one step on.
+            kept_versions: number of earlier versions that stay in the store for `name@digest` and a rollback.
 
         Raises:
-            PushSuperseded: a later push of this name came while this one waited.
+            PushSuperseded: a later push of this name came while this push waited.
             VersionMismatch: another version is served than expected.
-            LoRAPluginsError: it cannot be served. Nothing has changed then, and nothing is left.
+            LoRAPluginsError: the version cannot be served. Nothing has changed then, and no file is left.
         """
         began = time.perf_counter()
         self._lifecycle.check_pushed(name, expects)
         async with self._turn(name):
             waited = time.perf_counter()
+            # Another push may have changed the served version during the wait.
             self._lifecycle.check_pushed(name, expects)
             async with self._directory() as directory:
                 with store_errors():
@@ -121,7 +122,7 @@ class Pushes:
             if turns.next is mine:
                 turns.next = None
             elif mine.done() and not mine.cancelled() and mine.exception() is None:
-                self._pass_on(name, turns)  # the turn came in the moment in which the caller left
+                self._pass_on(name, turns)  # the turn came at the moment of the caller's cancellation
             raise
 
     def _pass_on(self, name: str, turns: _Turns) -> None:
@@ -130,16 +131,17 @@ class Pushes:
 
     @asynccontextmanager
     async def _directory(self) -> AsyncIterator[Path]:
-        """A directory of the store for what arrives, removed at the end."""
+        """A directory of the store for the files received, removed at the end."""
         store = self._lifecycle.server.resolver.store
         directory = store.layout.new_temporary(store.processes.me())
         with store_errors():
             await asyncio.to_thread(directory.mkdir)
         try:
             yield directory
-        except FullDisk:  # what is pushed cannot be read again, but there is room for the next push
+        except FullDisk:  # the body cannot be read twice, but make room for the next push
             arrived_bytes = sum(file.stat().st_size for file in directory.iterdir())
             await asyncio.to_thread(store.give_way, arrived_bytes, 0)
             raise
         finally:
+            # Shielded: a cancelled push must not leave its files.
             await asyncio.shield(asyncio.to_thread(store.remove_temporary, directory))

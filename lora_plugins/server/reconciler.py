@@ -1,14 +1,14 @@
-"""What a server is to serve, and the one loop that has it served.
+"""The adapters that a server is to serve, and the one loop that has them served.
 
-Three places say it: `LORA_PLUGINS_PRELOAD`, what the last server wrote down (`LORA_PLUGINS_RESTORE`), and the file of
-`LORA_PLUGINS_ADAPTERS_FILE`. The file is followed while the server runs, and decides over the names in it. The other
-two are read at the start, and only add names. Between two changes of the file only what failed is tried again: what an
-administrator swaps, unloads or rolls back meanwhile stays so. What is served beside the file is written down for the
-next server.
+Three places name adapters: `LORA_PLUGINS_PRELOAD`, the list of the last server (`LORA_PLUGINS_RESTORE`), and the file
+of `LORA_PLUGINS_ADAPTERS_FILE`. The loop follows the file while the server runs, and the file decides over the names in
+the file. The other two are read at the start, and only add names. Between two changes of the file only failed adapters
+are tried again: an administrator's swap, unload or rollback stays. Served names outside the file are written down for
+the next server.
 
-What the last server served is served from the store before the server is ready, and only then are the sources asked for
-newer versions: an outage of a source neither takes away an adapter that lies in the store, nor holds back the start.
-What the store has no more is fetched once the server is ready.
+Adapters of the last server are served from the store before the server is ready, and only then the sources are asked
+for newer versions: an outage of a source neither takes away an adapter in the store, nor holds back the start. Adapters
+that the store has lost are fetched once the server is ready.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.server.served_file import KEEP_S, ServedFile
 from lora_plugins.settings import Settings
 
-LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap follows its change after a minute or so
+LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap shows a change after about a minute
 RETRY_S = 4.0  # with the time for which a fault is remembered, less than 5 s
-_LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that what hangs there stops nothing elsewhere
+_LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that a hanging source stops no other source
 _WRITE_DELAY_S = 0.5
-_WRITE_PAUSE = 10  # times as long as the last one took: of 100,000 names it is not written all the time
-_FROZEN_FROM = 5_000  # names that are restored: else garbage collections go through all of them again and again
+_WRITE_PAUSE = 10  # times as long as the last write took, so that 100,000 names are not written all the time
+_FROZEN_FROM = 5_000  # restored names, from which on garbage collections would visit all of them again and again
 
 
 class Reconciler:
-    """Serves what is to be served, and unloads what the file declares no more.
+    """Serves the wanted adapters, and unloads adapters that the file no longer declares.
 
     Args:
-        served: where to read what was served before, and write what is served.
+        served: the file of served names: read at the start, written at every change.
 
     Attributes:
-        file_error: why the present content of the file is not followed; None where it is.
+        file_error: why the present content of the file is not followed; None where it is followed.
     """
 
     def __init__(self, lifecycle: Lifecycle, settings: Settings, served: ServedFile, events: Events) -> None:
@@ -67,29 +67,29 @@ class Reconciler:
         )
         self._unloading: set[asyncio.Task[None]] = set()
         self._content = b""
-        self._refused: tuple[bytes, InvalidSettings] | None = None  # the last content that cannot be right, and why
+        self._refused: tuple[bytes, InvalidSettings] | None = None  # the last content with an error, and the error
         self._reported: DeclaredSetReconciled | None = None
         self._is_written = True
         self._writing: asyncio.Task[None] | None = None
         self._is_started = False
-        # Restored from the store, whose sources have not said yet whether there is a newer version.
+        # Adapters restored from the store whose sources have not yet answered whether a newer version exists.
         self._stale: dict[str, ServedAdapter] = {}
 
     @property
     def declared(self) -> dict[str, Target] | None:
-        """What the file declares, by name and in its order; None where there is no file."""
+        """The file's adapters, by name and in the file's order; None without a file."""
         if self._settings.adapters_file is None:
             return None
         return {name: target for name, target in self._targets.items() if target.is_declared}
 
     async def start(self) -> None:
-        """Serve what is to be served before the server is ready: each is tried once, until one deadline for all.
+        """Serve the adapters of the start before the server is ready: one try for each, with one deadline for all.
 
         Raises:
-            InvalidSettings: the file of declared adapters cannot be right.
+            InvalidSettings: the file of declared adapters has an error.
         """
         started, path = time.perf_counter(), self._settings.adapters_file
-        deadline_s = self._settings.fetch_timeout_s  # for all of them: where a source hangs, each would wait its time
+        deadline_s = self._settings.fetch_timeout_s  # for all adapters together: a hanging source must not add up
         self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
         if self._settings.restore:
             await self._restore()
@@ -125,9 +125,9 @@ class Reconciler:
         self._write_soon()
 
     async def follow(self) -> None:
-        """Serve the rest, and whatever the file says whenever it changes; what failed is tried again.
+        """Serve the rest, and follow the file's changes; retry failed adapters.
 
-        Ends where nothing is left to be done, and there is no file. A source that does not answer delays nobody else.
+        Ends where every adapter is done, and there is no file. A source that does not answer delays no other source.
         """
         path, waited_s = self._settings.adapters_file, 0.0
         asking = asyncio.create_task(self._ask_for_newer())
@@ -148,7 +148,7 @@ class Reconciler:
             self._serving.end_all()
 
     async def keep_list(self) -> None:
-        """Have other replicas see that this one lives."""
+        """Touch the list of served names, so that other replicas see that this replica lives."""
         with suppress(OSError):
             await asyncio.to_thread(self._served.clean)
         while True:
@@ -161,13 +161,13 @@ class Reconciler:
         while piece := await asyncio.to_thread(next, pieces, None):
             self._targets |= {adapter.name: Target(adapter) for adapter in piece}
             count += len(piece)
-            if count >= _FROZEN_FROM:  # vLLM does so too, as soon as it has started
+            if count >= _FROZEN_FROM:  # vLLM freezes too, once started
                 gc.freeze()
 
     async def _ask_for_newer(self) -> None:
-        """Ask the sources for newer versions of what was restored, until each has answered once.
+        """Ask the sources for newer versions of restored adapters, until each source has answered once.
 
-        A name that its source has no more is unloaded, as a start without the store would not have found the name.
+        A name that its source no longer has is unloaded: a start without the store would not have found the name.
         """
         places, asked = asyncio.Semaphore(_LOADED_AT_ONCE), len(self._stale)
 
@@ -176,7 +176,7 @@ class Reconciler:
                 try:
                     if self._lifecycle.registry.get(name) is adapter:
                         await self._lifecycle.poll(name)
-                except Exception:  # noqa: BLE001 - the others are asked
+                except Exception:  # noqa: BLE001 - ask for the other names all the same
                     logger.exception("Looking for a newer version of adapter '%s' failed", name)
                 error = None if adapter.last_error is None else adapter.last_error[0]
                 if not isinstance(error, SourceUnavailable):
@@ -191,12 +191,14 @@ class Reconciler:
     # --- the file ---
 
     async def _read_again(self, path: Path) -> bool:
-        """Take up what the file says now; returns whether that is new. One that cannot be right changes nothing."""
+        """Take up the file's present content; returns whether it is new. A file with an error changes nothing."""
         try:
             content = await asyncio.to_thread(read_bytes, path)
+            # The former content may be back after a bad edit: then the error ends, and targets are tried again.
             if content == self._content:
                 is_back, self.file_error = self.file_error is not None, None
                 return is_back
+            # Parse a content with an error only once, not at each look.
             if self._refused is not None and self._refused[0] == content:
                 raise self._refused[1]
             try:
@@ -214,7 +216,7 @@ class Reconciler:
         return True
 
     async def _declare(self, entries: Mapping[str, DesiredAdapter]) -> None:
-        """Note what the file declares now, and begin to unload what it declares no more."""
+        """Note the adapters that the file declares now, and begin to unload adapters no longer declared."""
         before, targets = self._targets, dict[str, Target]()
         async for name, target in in_steps(list(before.items())):
             if not (target.is_declared or name in entries):
@@ -237,18 +239,19 @@ class Reconciler:
         task.add_done_callback(self._unloading.discard)
 
     async def _unload(self, name: str, serving: asyncio.Task[None] | None) -> None:
+        # The cancelled load must end first, or it would put the name back after the unload.
         if serving is not None:
             await asyncio.wait([serving])
         try:
             if self._lifecycle.registry.get(name) is not None:
                 await self._lifecycle.unload(name, block=False)
-        except LoRAPluginsError as error:  # somebody else has unloaded it at the same moment
+        except LoRAPluginsError as error:  # another caller has unloaded the name at the same moment
             logger.debug("Adapter '%s' was not unloaded: %s", name, error)
 
-    # --- what is to be served ---
+    # --- adapters to serve ---
 
     async def _begin(self, targets: Iterable[Target]) -> None:
-        """Have those served that are not yet."""
+        """Begin with targets that are not done."""
         async for target in in_steps(list(targets)):
             name = target.adapter.name
             if self._targets.get(name) is target and not target.is_done:
@@ -273,7 +276,7 @@ class Reconciler:
                 await self._make_so(target)
         except LoRAPluginsError as error:
             self._failed(target, error)
-        except Exception as error:  # noqa: BLE001 - what is broken in an unknown way does not stop the others
+        except Exception as error:  # noqa: BLE001 - an unexpected error of one adapter must not stop the others
             logger.exception("Serving adapter '%s' failed", name)
             self._failed(target, LoRAPluginsError(f"an unexpected {type(error).__name__}", adapter=name))
         else:
@@ -282,13 +285,13 @@ class Reconciler:
             self._lifecycle.on_change()
 
     def _is_decided(self, target: Target) -> bool:
-        """Whether somebody has loaded or blocked meanwhile what the start could not serve."""
+        """Whether somebody has meanwhile loaded or blocked a name that the start could not serve."""
         name, registry = target.adapter.name, self._lifecycle.registry
         is_retried = target.error is not None and not target.is_declared
         return is_retried and (name in registry.blocked or registry.get(name) is not None)
 
     async def _restored(self, target: Target) -> bool:
-        """Whether what the last server served is served from the store; pinned, if it was."""
+        """Whether the last server's version is served from the store; pins the adapter if the last server had a pin."""
         adapter = target.adapter
         served = await self._lifecycle.restore(adapter) if _was_served(target) else None
         if served is None:
@@ -302,7 +305,7 @@ class Reconciler:
     async def _make_so(self, target: Target) -> None:
         adapter = target.adapter
         served = self._lifecycle.registry.get(adapter.name)
-        if served is None or target.is_declared:  # else vLLM has loaded it: --lora-modules
+        if served is None or target.is_declared:  # else vLLM has loaded the name: --lora-modules
             served = await self._lifecycle.declare(
                 adapter.name, adapter.uri, adapter.held_digest, is_noted=target.is_declared
             )
@@ -314,7 +317,7 @@ class Reconciler:
             logger.info("Adapter '%s' is served now", adapter.name)
 
     def _failed(self, target: Target, error: LoRAPluginsError) -> None:
-        """Say once why a target is not served; what the start wanted is given up where it can never be."""
+        """Report a new error of a target; a target of the start with a permanent error is given up."""
         name, is_new = target.adapter.name, str(target.error) != str(error)
         target.error = error
         target.is_done = isinstance(error, OfAdapter) and not target.is_declared
@@ -323,7 +326,7 @@ class Reconciler:
         elif is_new:
             logger.error("Adapter '%s' is not served from the start: %s", name, error)
 
-    # --- what is served ---
+    # --- served adapters ---
 
     def _write_soon(self) -> None:
         self._is_written = False
@@ -331,7 +334,7 @@ class Reconciler:
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        """Write at once, and what changes meanwhile together: one writer at a time, so that the last state wins."""
+        """Write at once, then later changes together: one writer at a time, so that the last state wins."""
         while not self._is_written:
             self._is_written = True
             started = time.perf_counter()
@@ -343,15 +346,16 @@ class Reconciler:
             await asyncio.sleep(max(_WRITE_DELAY_S, _WRITE_PAUSE * (time.perf_counter() - started)))
 
     async def _what_is_served(self) -> list[DesiredAdapter]:
-        """In steps: what changes meanwhile is written the next time."""
+        """The served names, collected in steps; changes in between come with the next write."""
         registry, declared, served = self._lifecycle.registry, self.declared or {}, []
         async for name in in_steps(registry.names()):
             it = registry.get(name)
-            if it is not None and it.version is not None and name not in declared:  # without one: by its Hub id
+            if it is not None and it.version is not None and name not in declared:  # no version: loaded by its Hub id
                 place = self._lifecycle.server.resolver.place_of(it.version)
                 served.append(
                     DesiredAdapter(name, it.uri, it.held_digest, it.is_pinned, last_digest=it.digest, last_place=place)
                 )
+        # Keep names of the start that are not served yet: a restart must not lose them during a source's outage.
         async for target in in_steps(list(self._targets.values())):
             is_open = not (target.is_done or target.is_declared or registry.serves(target.adapter.name))
             if is_open and target.adapter.name not in registry.blocked:
@@ -360,6 +364,6 @@ class Reconciler:
 
 
 def _was_served(target: Target) -> bool:
-    """Whether the last server wrote down which version it served, as the newest of its source."""
+    """Whether the last server has written down a version for the name, and served its source's newest."""
     adapter = target.adapter
     return not target.is_declared and adapter.last_digest is not None and adapter.held_digest is None

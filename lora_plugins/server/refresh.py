@@ -1,4 +1,4 @@
-"""The poller for new versions of what is served."""
+"""The poller for new versions of served adapters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
 
 _JITTER = 0.2
-_POLLED_AT_ONCE = 4  # of one source: one that does not answer keeps only its own names waiting
+_POLLED_AT_ONCE = 4  # of one source: a source that does not answer holds back only its own names
 
 
 async def poll(lifecycle: Lifecycle, interval_s: float) -> NoReturn:
-    """Ask the sources for new versions every `interval_s`, give or take a fifth: replicas shall not ask at once."""
+    """Ask the sources for new versions every `interval_s`, plus or minus 20 %, so that replicas do not ask together."""
     registry = lifecycle.registry
 
     async def one(name: str) -> None:

@@ -1,7 +1,7 @@
-"""Which names a server served, in a file of the store, so that the next one can serve them from its start.
+"""The names that a server has served, in a file of the store, so that the next server can serve the names at once.
 
-Replicas that share a store have a file each. One that has none yet, such as a pod of a Deployment, begins with a copy:
-of the file of a replica that ended, which no other replica copies then, or of a living one's.
+Replicas that share a store have a file each. A replica without a file, such as a new pod of a Deployment, begins with a
+copy: of the file of an ended replica, which no other replica copies then, or of a living replica's file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lora_plugins.store.layout import Layout, key_of, replace_small
 
 FORMAT = 1
 _FIELDS = ("name", "uri", "held_digest", "is_pinned", "last_digest", "last_place")
-# JSON with an entry on each line: whoever knows that need not parse all of it at once.
+# JSON with an entry on each line, so that a reader of this format need not parse all entries at once.
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
 _LAST_LINE = b"]}"
 _PIECE = 500  # entries: a few milliseconds
@@ -36,15 +36,15 @@ class ServedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._written = b""  # digest of what this process has written last
+        self._written = b""  # SHA-256 of the last text that this process has written
 
     @classmethod
     def of_store(cls, root: Path, base_path: str, replica: str) -> ServedFile:
-        """The file below a store's root for the served model's path or Hub id, and whatever names the replica."""
+        """The file below a store's root for the served model's path or Hub id, and any name of the replica."""
         return cls(Layout(root).folder("served") / f"{key_of(base_path)}.{key_of(replica)[:16]}.json")
 
     def touch(self) -> None:
-        """Have others see that this replica lives.
+        """Touch the file, so that other replicas see that this replica lives.
 
         Raises:
             OSError: the store cannot be written, or there is no file yet.
@@ -52,7 +52,7 @@ class ServedFile:
         os.utime(self.path)
 
     def clean(self) -> None:
-        """Remove the files of replicas that ended long ago, and the mark of whoever took this one for ended.
+        """Remove files of replicas that ended long ago, and the mark of a replica that took this replica for ended.
 
         Raises:
             OSError: the store cannot be written.
@@ -63,7 +63,8 @@ class ServedFile:
                 path.unlink(missing_ok=True)
 
     def _others(self, pattern: str) -> list[tuple[float, Path]]:
-        """Files of other replicas, the one touched last first, with the seconds since by the file system's clock."""
+        """Files of other replicas, the last touched first, with the seconds since by the file system's clock."""
+        # The clock of a network file system may differ from this host's, so touch and read the folder's time.
         os.utime(self.path.parent)
         now, found = self.path.parent.stat().st_mtime, []
         for path in self.path.parent.glob(pattern):
@@ -75,11 +76,12 @@ class ServedFile:
     def _begin(self) -> None:
         """Where there is no file yet, copy another replica's.
 
-        What ended within the hour goes before what lives, for a pod that takes the place of another; what ended before
-        counts where nothing lives. A mark keeps others from a second copy; its replica may come back to it.
+        A replica that ended within the hour goes before a living replica: a new pod often replaces an ended pod. A
+        replica that ended earlier counts only where none lives. A mark keeps others from a second copy; the file stays
+        for its own replica's return.
 
         Raises:
-            OSError: there is none, or the store cannot be written.
+            OSError: there is no other file, or the store cannot be written.
         """
         base = self.path.name.partition(".")[0]
         if self.path.exists() or not self.path.parent.is_dir():
@@ -89,6 +91,7 @@ class ServedFile:
         for age_s, path in others:
             if age_s > _ENDED_S and (age_s <= _JUST_ENDED_S or not living):
                 with suppress(FileExistsError):
+                    # `exist_ok=False` decides between two replicas that start at once: only one makes the mark.
                     path.with_suffix(_COPIED).touch(exist_ok=False)
                     replace_small(self.path, path.read_text())
                     return
@@ -96,11 +99,11 @@ class ServedFile:
         replace_small(self.path, (living[0] if living else of_earlier_release).read_text())
 
     def read(self) -> list[DesiredAdapter]:
-        """What was written last; less of it or nothing, with a warning, where the file cannot be read."""
+        """The entries written last; fewer or none, with a warning, where the file cannot be read."""
         return [adapter for piece in self.pieces() for adapter in piece]
 
     def pieces(self) -> Iterator[list[DesiredAdapter]]:
-        """The same in pieces, each of which takes a thread a few milliseconds."""
+        """The entries in pieces, each of which takes a thread a few milliseconds."""
         try:
             self._begin()
             with self.path.open("rb") as file:
@@ -112,16 +115,16 @@ class ServedFile:
             logger.warning("What was served before cannot be read from %s: %s", self.path, error)
 
     def write(self, served: Sequence[DesiredAdapter]) -> None:
-        """Put this in the place of what was written before, unless this process has written just that.
+        """Replace the entries written before, unless this process has last written the same text.
 
-        For a thread, with pauses for others: 100,000 names take a second.
+        For a thread, with pauses for other threads: 100,000 names take a second.
 
         Raises:
-            OSError: it cannot be written; what was written before stays.
+            OSError: the file cannot be written; the former file stays.
         """
         entries = (json.dumps({field: getattr(adapter, field) for field in _FIELDS}) for adapter in paced(served))
         text = _FIRST_LINE.decode() + ",\n".join(entries) + "\n]}\n"
-        digest = hashlib.sha256(text.encode()).digest()  # without the interpreter's lock
+        digest = hashlib.sha256(text.encode()).digest()  # hashlib releases the interpreter's lock
         if digest == self._written and self.path.exists():
             return
         self._written = b""
@@ -130,7 +133,7 @@ class ServedFile:
 
 
 def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:
-    """The entries of a file whose first line was read; what stands before a broken line counts."""
+    """The entries of a file after its first line; entries before a broken line count."""
     piece: list[DesiredAdapter] = []
     for line in lines:
         if (text := line.strip()) == _LAST_LINE:
@@ -151,7 +154,7 @@ def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:
 
 
 def _of_document(text: bytes) -> list[DesiredAdapter]:
-    """The entries of a file that another release has written."""
+    """The entries of a file that another release has written as one document."""
     content = json.loads(text)
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}")

@@ -1,6 +1,7 @@
-"""Copies in the store where several API servers share what they serve.
+"""Copies in the store where several API servers serve the same names.
 
-The leader leases versions for names. A follower leases what its requests need, and has the leader fetch what lacks.
+The leader leases versions for names. A follower leases the copies that its requests need, and has the leader fetch
+missing copies.
 """
 
 from __future__ import annotations
@@ -21,46 +22,46 @@ from lora_plugins.store.errors import DamagedCopy
 
 
 class LedCopies(Copies):
-    """The leader's: where room is needed, followers end the leases of what no request uses before it is looked for."""
+    """The leader's copies: where room is needed, followers end leases of copies without running requests, too."""
 
     def __init__(self, server: ApiServer, leader: Leader) -> None:
         super().__init__(server)
         self._leader = leader
 
     async def relieve(self) -> None:
-        """As `Copies.relieve`, in every API server of this deployment."""
+        """End leases as `Copies.relieve` does, in every API server of this deployment."""
         await super().relieve()
-        with suppress(SourceUnavailable):  # one that does not answer ends its leases later
+        with suppress(SourceUnavailable):  # a follower that does not answer ends its leases later
             await self._leader.relieve()
 
 
 class FollowedCopies(Copies):
-    """A follower's: a name's lease is of this process's own, and ends when the name stands for another version."""
+    """A follower's copies: a name's lease is of this process, and ends when the name gets another version."""
 
     def __init__(self, server: ApiServer, follower: Follower) -> None:
         super().__init__(server)
         self._follower = follower
 
     def changed(self, name: str, before: Any) -> None:
-        """A name stands for something else than the request `before`, or for nothing."""
+        """Release the copy of the request `before`, where the name now has another copy or none."""
         now = self._follower.table.get(name)
         if before is not None and (now is None or now.lora_path != before.lora_path):
             self._store.release(name, before.lora_path)
 
     @asynccontextmanager
     async def sharing(self, share: Share | None, name: str) -> AsyncIterator[None]:
-        """As `Copies.sharing`: a share is of all API servers, and the leader has its places."""
+        """Share as `Copies.sharing` does: a share covers all API servers, and the leader counts its places."""
         async with nullcontext() if share is None else self._follower.lasting("use", name=name, share=asdict(share)):
             yield
 
     async def relieve(self) -> None:
-        """End all names' leases: what must stay in the store, the leader leases."""
+        """End all names' leases: the leader leases the copies that must stay in the store."""
         idle = [(digest, name, None) for name, request in list(self._follower.table.items())
                 if (digest := self._store.digest_at(request.lora_path)) is not None]  # fmt: skip
         await asyncio.to_thread(self._store.end_leases, idle)
 
     async def _with_copy(self, request: Any, holder: object) -> Any:
-        with suppress(SourceUnavailable):  # the leader is gone, so vLLM ends this server
+        with suppress(SourceUnavailable):  # the leader is gone, and vLLM will end this server
             self._follower.used(request.lora_int_id)
         digest = None
         for _ in range(CHANGES):
@@ -70,9 +71,9 @@ class FollowedCopies(Copies):
             answer = await self._follower.call("have", name=request.lora_name, engine_id=request.lora_int_id)
             present = self._follower.table.get(request.lora_name)
             if present is None:
-                return request  # unloaded meanwhile, which the engine answers
+                return request  # unloaded meanwhile; the engine answers with the refusal
             if not answer["is_had"]:
-                return present  # the engine need not read it
+                return present  # the engine has the weights in memory and need not read the copy
             request = present
         raise DamagedCopy.of(digest or request.lora_path)
 
@@ -85,6 +86,7 @@ class FollowedCopies(Copies):
         if await asyncio.to_thread(self._store.acquire, digest, name) is None:
             return False
         is_shared = self._store.share(request.lora_path, holder)
+        # The name may have got another version while the thread leased this copy; `changed` came too early to release.
         present = self._follower.table.get(name)
         if present is None or present.lora_path != request.lora_path:
             self._store.release(name, request.lora_path)

@@ -1,8 +1,8 @@
-"""How much of the engines' host memory and of the store the requests of one principal may use at once.
+"""Limits on the engines' host memory and the store, for the running requests of one principal.
 
-What is over a principal's share waits for its own requests that run, and is refused after a while. Others notice
-nothing: whoever has no share, such as an administrator, never waits here. A request for an adapter in use enters at
-once, as it takes no more of the share.
+A request above its principal's share waits for other requests of the principal to end, and is refused after a while.
+Other principals notice nothing: a caller without a share, such as an administrator, never waits here. A request for an
+adapter that the principal already uses enters at once, because the request takes no more of the share.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _WAITING = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A principal's part of the whole, between 0 and 1, which a new policy may change; `label` says whose."""
+    """A principal's part of the whole, between 0 and 1, which a new policy may change; `label` names the principal."""
 
     label: str
     part: float = field(compare=False)
 
 
 class Shares:
-    """Those of all API servers of one deployment, in the first. For one event loop."""
+    """The shares of all API servers of one deployment, counted in the first. For one event loop."""
 
     def __init__(self, places: int, max_bytes: int | None, *, wait_s: float = _WAIT_S) -> None:
-        """Divide `places` for adapters in host memory, and bytes of them; None for no limit of these."""
+        """Divide `places` for adapters in host memory, and `max_bytes` of adapters; None for no limit of bytes."""
         self._all = places
         self._max_bytes = max_bytes
         self._places = Places(PlaceLimits(None, _WAITING, wait_s), self._refusal, self._most_of)
 
     @asynccontextmanager
     async def using(self, share: Share | None, adapter: str, size_bytes: int = 0) -> AsyncIterator[None]:
-        """Inside, a request of `share` uses an adapter, alone or beside others of its that do.
+        """Inside, a request of `share` uses an adapter, alone or beside other requests of the principal.
 
         One adapter is always allowed, however large.
 
         Raises:
-            NoFreeSlot: after a while, with that it would be more than the share; at once, if too many wait.
+            NoFreeSlot: after a while, where the adapter would exceed the share; at once, where too many requests wait.
         """
         if share is None:
             yield

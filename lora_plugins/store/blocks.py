@@ -133,7 +133,7 @@ class Blocks:
         return self._folder / f"{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}.json"
 
     def _guard(self) -> FileLock:
-        """The lock of all changes of blocks, held for moments: `lift` must not remove a block that another server wrote.
+        """The lock of all changes of blocks, held for moments: `lift` must not remove the block of another server.
 
         Raises:
             FileNotFoundError: the store is not there.

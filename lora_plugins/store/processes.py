@@ -141,7 +141,7 @@ def _name(pid: int) -> str:
 def _host() -> str:
     """Equal for processes whose pids are comparable."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    # Containers on one kernel share the boot id but not the pids: the pid namespace tells them apart.
+    # Containers on one kernel share the boot id but not the pids: the pid namespace is then different.
     namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
     return f"{boot}-{namespace}"
 
