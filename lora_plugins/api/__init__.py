@@ -1,1 +1,1 @@
-"""The HTTP API for operators, and who may use what."""
+"""The HTTP API for operators, and the rights of callers."""

@@ -1,4 +1,4 @@
-"""The errors of this package as vLLM's API server answers them: the one place where they become HTTP."""
+"""Map errors of this package to vLLM's HTTP answers: the only place where errors become HTTP."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from lora_plugins.ledger import Patch
 
 
 def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Exception:
-    """The exception that makes vLLM answer with our status and text (the one place where errors meet HTTP).
+    """The exception that makes vLLM answer with the error's status and text.
 
-    `shows_paths` is for administrators: others are not told where the server's files lie.
+    `shows_paths` is for administrators: other callers must not see paths of the server's files.
     """
+    # Imported late: importing vLLM takes seconds, and only a server needs vLLM.
     from fastapi import HTTPException
     from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 

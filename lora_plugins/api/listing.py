@@ -1,4 +1,4 @@
-"""The list of all adapters, made in steps: a server of 100,000 names goes on answering others meanwhile."""
+"""The list of all adapters, made in steps, so that a server of 100,000 names goes on answering other requests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _TEXT: TypeAdapter[str | None] = TypeAdapter(str | None)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a list, or a part of one, has rows for.
+    """The adapters of a list, or of a part of a list.
 
     Attributes:
-        served, draining, blocked: what new requests get, what only drains, and names that are blocked and neither.
-        all_blocked: every name that is blocked.
-        count: rows of the whole list; None where this is all of it.
-        next: the name after which the next page begins; None where there is none.
+        served, draining, blocked: names for new requests, adapters that only drain, and other blocked names.
+        all_blocked: every blocked name.
+        count: rows of the whole list; None where the page is the whole list.
+        next: the name after which the next page begins; None on the last page.
     """
 
     served: Sequence[str]
@@ -50,7 +50,7 @@ class Page:
 
 
 async def page_of(registry: Registry, limit: int | None, after: str | None) -> Page:
-    """The whole list; with a limit, that of so many names at most, in their order, after the name `after`."""
+    """The whole list; with a limit, at most so many names in alphabetical order, after the name `after`."""
     served, draining = registry.names(), list(registry.draining.values())
     return await asyncio.to_thread(_page, registry, served, draining, limit, after)
 
@@ -64,7 +64,7 @@ def _page(
     if limit is None and after is None:
         return Page(served, draining, only_blocked, blocked, None)
     names = (name for name in itertools.chain(paced(served), leaving, only_blocked) if after is None or name > after)
-    # Twice as many: one name may be served and drain.
+    # Twice the limit: a name may appear twice, as served and as draining.
     found = sorted(set(heapq.nsmallest(2 * (limit or MAX_LIMIT) + 2, names)))
     chosen, rest = found[: limit or MAX_LIMIT], found[limit or MAX_LIMIT :]
     wanted = set(chosen)
@@ -98,6 +98,7 @@ async def json_of(
 async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncIterator[list[AdapterView]]:
     registry = lifecycle.registry
     for names in _parts(page.served, _LOOKED_AT):
+        # A name of the page may be gone from the registry by now.
         adapters = [adapter for name in names if (adapter := registry.get(name)) is not None]
         states = [
             ServedState.BLOCKED
@@ -116,7 +117,7 @@ async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncI
 
 
 def serving_or_paused(name: str, registry: Registry) -> ServedState:
-    """What requests meet for a name that is served, and not blocked."""
+    """The state of a served name without a block."""
     return ServedState.PAUSED if name in registry.paused else ServedState.SERVING
 
 
@@ -136,6 +137,7 @@ async def _looked_at(
     def look() -> list[bool]:
         return [it.version is not None and store.has(it.version.path) for it in adapters]
 
+    # One call of a thread for 1,000 copies: a call for each would cost more than the looks.
     rows = list(zip(adapters, states, await asyncio.to_thread(look), strict=True))
     for part in _parts(rows):
         yield [
@@ -177,7 +179,7 @@ def _view(
 
 
 def blocked_view(name: str, lifecycle: Lifecycle) -> AdapterView:
-    """The row of a name that is blocked, and neither served nor drains."""
+    """The row of a blocked name that is neither served nor draining."""
     return AdapterView(lora_name=name, lora_id=lifecycle.registry.adapter_id(name), state=ServedState.BLOCKED)
 
 

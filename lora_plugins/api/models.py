@@ -1,4 +1,4 @@
-"""What the admin API takes and answers; these models make its part of vLLM's OpenAPI page."""
+"""Bodies of the admin API's requests and answers; FastAPI makes vLLM's OpenAPI page from these models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lora_plugins.store.layout import MIN_PREFIX
 
 
 class ServedState(StrEnum):
-    """What requests for a name meet."""
+    """The state of a name for new requests."""
 
     SERVING = "serving"
     PAUSED = "paused"
@@ -37,7 +37,7 @@ class LoadAdapterRequest(BaseModel):
 
 
 class SwapRequest(BaseModel):
-    """What becomes of requests that run."""
+    """The fate of running requests at a swap."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,12 +47,12 @@ class SwapRequest(BaseModel):
 
     @property
     def moves(self) -> bool:
-        """Whether they go on with the new weights."""
+        """Whether running requests go on with the new weights."""
         return self.running == "inflight"
 
 
 class RollbackRequest(SwapRequest):
-    """Which version to go back to; without one, the one before."""
+    """The version to go back to; without a digest, the version before."""
 
     digest: str | None = Field(
         default=None, description="the beginning of a kept version's digest", pattern=f"^[0-9a-f]{{{MIN_PREFIX},64}}$"
@@ -60,7 +60,7 @@ class RollbackRequest(SwapRequest):
 
 
 class AdapterStatus(BaseModel):
-    """What became of a request of the admin API."""
+    """The result of a request of the admin API."""
 
     status: str = Field(
         description='"success"; "draining" where requests still run, "resumed" where a pause ended early'
@@ -71,7 +71,7 @@ class AdapterStatus(BaseModel):
 
 
 class VersionStatus(AdapterStatus):
-    """As it is after a load, a refresh or a rollback, with the version that new requests get."""
+    """The result of a load, a refresh or a rollback, with the version that new requests get."""
 
     digest: str | None = Field(default=None, description="of the version that is served now; null if loaded by Hub id")
     previous_digest: str | None = Field(default=None, description="of the one that was served before the call")
@@ -80,7 +80,7 @@ class VersionStatus(AdapterStatus):
 
 
 class PushTimings(BaseModel):
-    """Where the time of a push went, in milliseconds."""
+    """Durations of a push's steps, in milliseconds."""
 
     waited_ms: float = Field(description="for an earlier push of the name")
     received_ms: float = Field(description="until all bytes were in the store's file system")
@@ -88,13 +88,13 @@ class PushTimings(BaseModel):
 
 
 class PushStatus(VersionStatus):
-    """As it is after a push."""
+    """The result of a push."""
 
     timings: PushTimings
 
 
 class LastError(BaseModel):
-    """What went wrong last with an adapter that goes on serving, or that could not be served."""
+    """The last error of an adapter that goes on serving, or that could not be served."""
 
     code: str
     message: str
@@ -134,7 +134,7 @@ class AdapterView(BaseModel):
 
 
 class DeclaredState(StrEnum):
-    """What became of an adapter of the declared set."""
+    """The state of an adapter of the declared set."""
 
     SERVED = "served"
     FAILED = "failed"
@@ -150,7 +150,7 @@ class DeclaredView(BaseModel):
 
 
 class DeclaredSetView(BaseModel):
-    """What LORA_PLUGINS_ADAPTERS_FILE declares."""
+    """The set of adapters that LORA_PLUGINS_ADAPTERS_FILE declares."""
 
     loras: list[DeclaredView]
     file_error: str | None = Field(default=None, description="why what the file says now is not followed")

@@ -1,15 +1,15 @@
 """The body of a push, written to a directory while it arrives.
 
-Three forms, by Content-Type:
+Content-Type selects the form:
 
 - `application/octet-stream`: one safetensors file, whose `__metadata__` holds the text of adapter_config.json under
   that name;
 - `multipart/form-data`: a part for each file of a PEFT directory, by file name;
 - `application/x-tar`: a PEFT directory. Files that no adapter has (a README, the trainer's state) are skipped.
 
-A body is refused at the first byte that shows it is broken: the length of a safetensors header, a header that names
-other bytes than were announced, a file too many, a byte over the limit. What a weights file holds is judged later, by
-the processes that verify adapters.
+A body is refused at the first byte that breaks a rule: the length of a safetensors header, a header for another number
+of bytes than Content-Length, a file too many, a byte over the limit. The processes that verify adapters judge the
+weights later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lora_plugins.errors import InvalidAdapter, describing
 OCTETS, PARTS, TAR = "application/octet-stream", "multipart/form-data", "application/x-tar"
 _BLOCK_BYTES = 512  # of a tar archive
 _AT_ONCE_BYTES = 1 << 20  # of the body
-_READ_AT_ONCE_BYTES = 1 << 20  # a header that is read here; a longer one waits for the process that verifies
+_READ_AT_ONCE_BYTES = 1 << 20  # of a header checked here; a longer header waits for the process that verifies
 _DIGEST = re.compile(r"\s*([a-z0-9-]+)\s*=\s*:([A-Za-z0-9+/]+=*):\s*")
 _ALGORITHMS = {"sha-256": "sha256", "sha-512": "sha512"}
 
@@ -63,20 +63,21 @@ async def receive(
     """Write the adapter in a body to `directory`; returns the body's SHA-256 in hexadecimal.
 
     Args:
-        body: its pieces.
-        directory: empty, of the store.
-        content_type: which of the forms; the first where it is empty.
-        content_bytes: what Content-Length announces; None where the body comes in chunks.
-        max_bytes: the largest body that is taken.
-        content_digest: the Content-Digest header (RFC 9530), compared where it names SHA-256 or SHA-512.
+        body: the body's pieces.
+        directory: an empty directory of the store.
+        content_type: selects the form; empty for the first.
+        content_bytes: Content-Length; None for a chunked body.
+        max_bytes: size limit of the body.
+        content_digest: the Content-Digest header (RFC 9530), compared where it has SHA-256 or SHA-512.
 
     Raises:
-        InvalidAdapter: the body is no adapter, too large, or not what Content-Digest says.
+        InvalidAdapter: the body is no adapter, too large, or does not match Content-Digest.
         OSError: a file cannot be written.
     """
     promised = _promised(content_digest)
     hashes = {name: hashlib.new(_ALGORITHMS[name]) for name in ("sha-256", *promised)}
     form = _form_of(content_type)
+    # At most `max_bytes` may reach the disk: check the announced size first, then every piece.
     _check_size(content_bytes or 0, max_bytes)
     async with AsyncExitStack() as stack:
         files = _Files(directory, stack, content_bytes if isinstance(form, _OneFile) else None)
@@ -96,7 +97,9 @@ async def receive(
 
 
 async def _larger(body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
-    """The pieces of a body; behind its first ones, which show most faults, several at once: each write is a thread's.
+    """The pieces of a body, joined to 1 MiB after the first MiB, because each write takes a thread.
+
+    Most faults show in the first MiB, so its pieces are passed on at once.
 
     Raises:
         InvalidAdapter: the body is larger than `max_bytes`.
@@ -125,16 +128,17 @@ class _Files:
         self._headers: dict[str, bytearray] = {}
 
     async def write(self, name: str, piece: bytes) -> None:
-        """Append to a file, which an empty piece begins.
+        """Append to a file; an empty piece begins the file.
 
         Raises:
-            InvalidAdapter: it is none of an adapter's, or its beginning is no safetensors header.
+            InvalidAdapter: the file is none of an adapter's, or its beginning is no safetensors header.
         """
         if not piece and name in self._open:
             raise _broken(f"the file '{name}' twice", _EXPECTED_FILES)
         if name not in self._open:
             if not _is_of_adapter(name):
                 raise _broken(f"the file '{name[:80]}'", _EXPECTED_FILES)
+            # "x": never overwrite a file that is there already.
             opened = aiofiles.open(self._directory / name, "xb")
             self._open[name] = await self._stack.enter_async_context(opened)
             self._sizes_bytes[name] = 0
@@ -161,12 +165,13 @@ class _Files:
                 raise _broken(f"{len(seen)} bytes", "a safetensors file", file=name)
 
     async def _check_header(self, name: str, piece: bytes) -> None:
-        """Judge a weights file by its first bytes, and by its header as soon as that has arrived."""
+        """Judge a weights file by its first bytes, and by its header once the header has arrived."""
         seen = self._headers.setdefault(name, bytearray())
         if len(seen) < LENGTH_BYTES:
             seen += piece[: LENGTH_BYTES - len(seen)]
             if len(seen) == LENGTH_BYTES and not 2 <= _header_bytes(seen) <= MAX_HEADER_BYTES:
                 raise _broken(f"a header of {_header_bytes(seen)} bytes", "a safetensors file", file=name)
+        # The header's end may lie in any piece: check once, at the piece that brings the last byte of the header.
         end = LENGTH_BYTES + _header_bytes(seen)
         has_all = len(seen) == LENGTH_BYTES and self._sizes_bytes[name] - len(piece) < end <= self._sizes_bytes[name]
         if has_all and end <= _READ_AT_ONCE_BYTES and self._weights_bytes is not None:
@@ -175,7 +180,7 @@ class _Files:
 
 
 class _OneFile:
-    """One safetensors file, as it is."""
+    """A body that is one safetensors file."""
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         yield WEIGHTS_FILE, piece
@@ -238,7 +243,7 @@ class _Parts:
 
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = (options.get(b"filename") or options.get(b"name", b"")).decode(errors="replace")
-        self._ready.append((self._name, b""))  # an empty file is one too
+        self._ready.append((self._name, b""))  # begins the file, even if no data follows
 
     def _take_data(self, data: bytes, start: int, end: int) -> None:
         if start < end:
@@ -249,7 +254,7 @@ class _Parts:
 
 
 class _Archive:
-    """The files of a tar archive, in whichever folder; those that no adapter has are skipped."""
+    """The files of a tar archive, in any folder; files that no adapter has are skipped."""
 
     def __init__(self) -> None:
         self._block = bytearray()
@@ -282,6 +287,7 @@ class _Archive:
             raise _broken("an archive without its end", "the whole tar archive", "send the body again")
 
     def _begin_file(self, block: bytes) -> Iterator[tuple[str, bytes]]:
+        # A block of zeros ends an archive.
         self._has_end = not any(block)
         if self._has_end:
             return
@@ -300,7 +306,8 @@ class _Archive:
             yield name, b""
 
 
-_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE)  # times with fractions, and what else no adapter's name needs
+# Pax headers: fractions of seconds, and other fields that no adapter's name needs.
+_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE)
 _EXPECTED_FILES = f"{CONFIG_FILE} and {WEIGHTS_FILE}, or its shards with {INDEX_FILE}, each once"
 
 
@@ -324,7 +331,7 @@ def _form_of(content_type: str) -> _Form:
 
 
 def _promised(content_digest: str) -> dict[str, bytes]:
-    """The digests of a Content-Digest header, as far as their algorithm is known here."""
+    """The digests of a Content-Digest header with a known algorithm."""
     found = {}
     for item in filter(None, content_digest.split(",")):
         match = _DIGEST.fullmatch(item)

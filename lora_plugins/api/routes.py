@@ -1,6 +1,6 @@
-"""The routes of the admin API; what they do is in `lora_plugins.server.lifecycle`.
+"""The routes of the admin API; `lora_plugins.server.lifecycle` does the work.
 
-`access/administrators.py` says who may use them. Errors have vLLM's shape, with our code in the message.
+`access/administrators.py` decides who may call them. Errors have vLLM's shape, with this package's code in the message.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _lifecycle(request: Request) -> Lifecycle:
 
 
 def _reconciler(request: Request) -> Reconciler | None:
-    return getattr(request.app.state, "lora_plugins_reconciler", None)  # not yet there while the server starts
+    return getattr(request.app.state, "lora_plugins_reconciler", None)  # absent while the server starts
 
 
 def _pushes(request: Request) -> Pushes:
@@ -66,11 +66,11 @@ _IfMatch = Annotated[
 
 
 def _expected(if_match: list[str] | None) -> str | None:
-    """What an If-Match header says: a digest, as it is or between quotes as an ETag, or `*` for whatever is served.
+    """The digest of an If-Match header, bare or in quotes as an ETag, or `*` for any served version.
 
     Raises:
-        InvalidAdapter: it is there and says something else, an empty text too: a caller who has lost the digest must
-            not change what it does not know.
+        InvalidAdapter: the header has another text, or none: a caller who has lost the digest must not change a
+            version that the caller does not know.
     """
     if if_match is None:
         return None
@@ -100,7 +100,7 @@ def _ms(seconds: float) -> float:
 
 @asynccontextmanager
 async def _as_http() -> AsyncIterator[float]:
-    """Inside, our errors become HTTP; gives when the call began, by `time.perf_counter`."""
+    """Inside, errors of this package become HTTP; yields the start of the call, by `time.perf_counter`."""
     try:
         yield time.perf_counter()
     except LoRAPluginsError as error:
@@ -109,7 +109,7 @@ async def _as_http() -> AsyncIterator[float]:
 
 @router.post("")
 async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
-    """Serve an adapter under a name, from a URI or from wherever the server's sources have it. Idempotent."""
+    """Serve an adapter under a name, from a URI or from any source of the server that has the name. Idempotent."""
     uri = None if body.source is None else body.source.uri
     async with _as_http() as began:
         change = await lifecycle.load(body.lora_name, uri, expects=_expected(if_match))
@@ -126,7 +126,7 @@ async def list_all(
     ] = None,
     after: Annotated[str | None, Query(description="the page that begins after this name: `next` of the last")] = None,
 ) -> StreamingResponse:
-    """What is served, what still drains, which names are blocked, and what became of the declared set."""
+    """Served and draining adapters, blocked names, and the state of the declared set."""
     page = await page_of(lifecycle.registry, limit, after)
     state_of = await lifecycle.planner.states()
     declared = reconciler if after is None else None
@@ -150,10 +150,10 @@ async def push(
     ] = KEPT_VERSIONS,
     if_match: _IfMatch = None,
 ) -> PushStatus:
-    """Serve the adapter in the body as the next version of a name; `lora_plugins.client` sends it so.
+    """Serve the adapter in the body as the next version of a name; `lora_plugins.client` sends such bodies.
 
     The body is a safetensors file with adapter_config.json in its metadata, the files of a PEFT directory as
-    multipart/form-data, or a tar archive of that directory. Content-Digest is compared.
+    multipart/form-data, or a tar archive of the directory. Content-Digest is compared.
     """
     headers = request.headers
     length = headers.get("content-length", "")
@@ -209,9 +209,10 @@ async def unload(
     ] = None,
     if_match: _IfMatch = None,
 ) -> AdapterStatus:
-    """Serve a name no longer, let its requests finish, and free its slot, host memory and lease.
+    """Stop serving a name, let its requests finish, and free its slot, host memory and lease.
 
-    With `block`, all revisions of the name, on every server of the store; without `timeout_s`, it is answered at once.
+    `block` covers all revisions of the name, on every server of the store; without `timeout_s`, the answer comes at
+    once.
     """
     async with _as_http():
         is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s, expects=_expected(if_match))
@@ -223,7 +224,7 @@ async def unload(
 
 @router.post("/{lora_name:path}/prefetch")
 async def prefetch(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
-    """Bring an adapter into the workers' host memory before it is asked for."""
+    """Bring an adapter into the workers' host memory before any request."""
     async with _as_http():
         await lifecycle.prefetch(lora_name, expects=_expected(if_match))
     return _status(lifecycle, lora_name, "is in host memory")
@@ -253,7 +254,7 @@ async def pause(
         PauseMode, Query(description="whether requests that came before end, are aborted, or go on after the resume")
     ] = PauseMode.WAIT,
 ) -> AdapterStatus:
-    """Hold new requests for a name until it is resumed; answered once none runs. All others run on."""
+    """Hold new requests for a name until a resume; the answer comes once none runs. Other names run on."""
     async with _as_http():
         is_paused = await pausing.pause(lifecycle.server, lora_name, mode)
     if is_paused:
@@ -263,7 +264,7 @@ async def pause(
 
 @router.post("/{lora_name:path}/resume")
 async def resume(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
-    """Have the requests of a paused name go on."""
+    """Let held requests of a paused name go on."""
     async with _as_http():
         was_paused = await pausing.resume(lifecycle.server, lora_name)
     return _status(lifecycle, lora_name, "resumed" if was_paused else "was not paused")
@@ -290,7 +291,7 @@ async def rollback(
     body: Annotated[RollbackRequest | None, Body()] = None,
     if_match: _IfMatch = None,
 ) -> VersionStatus:
-    """Go back to the version before, or to a kept one, and stay there until the next refresh."""
+    """Go back to the version before, or to a kept version, and stay there until the next refresh."""
     body = body or RollbackRequest()
     async with _as_http() as began:
         change = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)

@@ -22,7 +22,7 @@ class FewAtOnce(Generic[_T]):
     Args:
         work: never raises.
         place_of: the place of an item; items of one place share the limit.
-        is_wanted: called for an item at its turn; an unwanted item is left out.
+        is_wanted: called before the work for an item; an unwanted item is left out.
         on_idle: called when no item is left.
     """
 

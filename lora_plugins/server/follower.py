@@ -49,8 +49,8 @@ class Follower:
         abort: ends the requests of this process among the given ids.
         relieve: ends the leases of adapters without running requests.
 
-        Attributes:
-            table: the served names; a copy of the leader's table. Empty once the leader is gone.
+    Attributes:
+        table: the served names; a copy of the leader's table. Empty once the leader is gone.
     """
 
     def __init__(

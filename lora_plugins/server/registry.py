@@ -1,7 +1,8 @@
-"""What one API server serves: names, the versions behind them, and where these are; no vLLM, no torch.
+"""The names that one API server serves, with their versions; no vLLM, no torch.
 
-vLLM's own table of names (`OpenAIServingModels.lora_requests`) is the truth, whoever writes it: vLLM's resolver loop,
-its endpoints, or ours. What is known beyond it is kept here and dropped as soon as the table says otherwise.
+vLLM's own table of names (`OpenAIServingModels.lora_requests`) is the truth, whoever writes the table: vLLM's resolver
+loop, vLLM's endpoints, or this package. The registry adds versions and states, and drops an entry as soon as the table
+has another request for the name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lora_plugins.store.blocks import Blocks
 
 
 class NameTable(Protocol):
-    """The part of vLLM's `OpenAIServingModels` that is read and written here."""
+    """The part of vLLM's `OpenAIServingModels` that the registry reads and writes."""
 
     lora_requests: dict[str, Any]
 
@@ -31,14 +32,14 @@ class ServedAdapter:
 
     Attributes:
         request: vLLM's `LoRARequest`, with which new requests enter the engine.
-        version: None for one that was loaded by its Hub id, past our resolvers.
-        uri: where the operator said that it is, or the path that vLLM's own call named; None where its name says it.
-        previous: versions that a rollback can go to, the last one first; leased in the store.
-        held_digest: the version that it stays at: it was rolled back to it, or loaded by its path.
+        version: None for an adapter loaded by its Hub id, past this package's resolvers.
+        uri: the place that the operator gave, or the path that vLLM's own call named; None where the name is enough.
+        previous: versions for a rollback, the latest first; leased in the store.
+        held_digest: the fixed digest: after a rollback, a load by path, a push, or a declared digest.
         is_pinned: stays in host memory and a slot.
-        is_damaged: its copy in the store was found damaged; it is fetched and loaded again before the next request.
-        is_only_copy: when its source was asked last, that had another version that cannot be served, or none.
-        last_error: what went wrong last, and when, in seconds since 1970.
+        is_damaged: the store's copy was found damaged, and is fetched and loaded again before the next request.
+        is_only_copy: at the last question, the source had no version, or only another version that cannot be served.
+        last_error: the last error, and its time in seconds since 1970.
     """
 
     name: str
@@ -54,36 +55,36 @@ class ServedAdapter:
 
     @property
     def engine_id(self) -> int:
-        """The number that the engine has for the version that new requests get."""
+        """The engine's number for the version that new requests get."""
         return int(self.request.lora_int_id)
 
     @property
     def digest(self) -> str | None:
-        """Of the version that new requests get; None for an adapter that was loaded by its Hub id."""
+        """The digest of the version that new requests get; None for an adapter loaded by its Hub id."""
         return None if self.version is None else self.version.digest
 
     @property
     def versions(self) -> list[ResolvedAdapter]:
-        """All that are leased for it: the present one, and those to roll back to."""
+        """All leased versions: the present version, and versions for a rollback."""
         return self.previous if self.version is None else [self.version, *self.previous]
 
     @property
     def given_path(self) -> str | None:
-        """The directory that vLLM's own call named."""
+        """The directory that vLLM's own call named; None for other adapters."""
         return self.uri if is_path(self.uri) else None
 
     def failed(self, error: LoRAPluginsError) -> None:
-        """Note what went wrong; it goes on serving what it served."""
+        """Note an error; the name goes on serving its version."""
         self.last_error = (error, time.time())
 
 
 def not_served(name: str) -> AdapterNotFound:
-    """What to raise where a name is asked for that is not served."""
+    """The error for a request of a name that is not served."""
     return AdapterNotFound("no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name)
 
 
 def gone_from_source(name: str) -> AdapterNotFound:
-    """What to raise where a newer version is looked for, and there is none at all."""
+    """The error where the source of a served adapter has no version any more."""
     return AdapterNotFound(
         "no such adapter at its source any more",
         expected="the one that is served, or a newer one",
@@ -93,7 +94,7 @@ def gone_from_source(name: str) -> AdapterNotFound:
 
 
 def no_longer_served(name: str) -> NoFreeSlot:
-    """What a request gets that waited for an adapter which was unloaded meanwhile, and may be resolved again."""
+    """The error for a waiting request whose adapter was unloaded meanwhile, and may be resolved again."""
     return NoFreeSlot(
         "an adapter that was unloaded before there was a slot for this request",
         expected="one that is served",
@@ -107,11 +108,11 @@ class Registry:
 
     Args:
         table: vLLM's table of names.
-        version_of: the version of a source that was last resolved for a name, None where there is none.
-        blocked: names that are refused until they are loaded again, whatever the table says.
+        version_of: the version of a source that was last resolved for a name; None where there is no version.
+        blocked: names that are refused until an operator loads them, whatever the table says.
 
     Attributes:
-        draining: adapters that were unloaded, with requests that still run, by engine id.
+        draining: unloaded adapters with running requests, by engine id.
         paused: names whose requests the engines hold until a resume.
     """
 
@@ -125,12 +126,13 @@ class Registry:
         self.blocked = blocked
 
     def get(self, name: str) -> ServedAdapter | None:
-        """What is served under this name now."""
+        """The adapter served under this name now; None where the name is not served."""
         request = self._table.lora_requests.get(name)
         if request is None:
             self._adapters.pop(name, None)
             return None
         adapter = self._adapters.get(name)
+        # Another writer, such as vLLM's resolver, has put a new request into the table: the former entry is void.
         if adapter is None or adapter.request is not request:
             version = self._version_of(name)
             if version is not None and str(version.path) != request.lora_path:
@@ -139,10 +141,10 @@ class Registry:
         return adapter
 
     def require(self, name: str) -> ServedAdapter:
-        """As `get`.
+        """Get as `get` does.
 
         Raises:
-            AdapterNotFound: it is blocked, or not served.
+            AdapterNotFound: the name is blocked, or not served.
         """
         self.blocked.refuse(name)
         adapter = self.get(name)
@@ -155,34 +157,34 @@ class Registry:
         return name in self._table.lora_requests
 
     def names(self) -> list[str]:
-        """All names that are served now, in the order in which they came; a millisecond for 100,000."""
+        """All names served now, in order of arrival; takes a millisecond for 100,000 names."""
         return list(self._table.lora_requests)
 
     def all(self) -> list[ServedAdapter]:
-        """Everything that is served now, in the order in which it came."""
+        """All adapters served now, in order of arrival."""
         for gone in self._adapters.keys() - self._table.lora_requests.keys():
             del self._adapters[gone]
         return [adapter for name in list(self._table.lora_requests) if (adapter := self.get(name)) is not None]
 
     def put(self, adapter: ServedAdapter) -> None:
-        """From here on, requests for this name get what `adapter` says."""
+        """Have later requests for the name enter the engine with the adapter's request."""
         self._adapters[adapter.name] = adapter
         self._table.lora_requests[adapter.name] = adapter.request
 
     def remove(self, name: str) -> ServedAdapter | None:
-        """Serve this name no longer; a request that comes may have it resolved again."""
+        """Stop serving this name; a later request may resolve the name again."""
         if self.get(name) is not None:
             del self._table.lora_requests[name]
         return self.forget(name)
 
     def forget(self, name: str) -> ServedAdapter | None:
-        """What was known of a name that vLLM has just taken out of its table."""
+        """Drop and return the entry of a name that vLLM has just taken out of its table."""
         return self._adapters.pop(name, None)
 
     def adapter_id(self, name: str) -> int:
-        """The number of a name: the same on every replica and after every restart, and no other name's on this server.
+        """The number of a name: the same on every replica and after every restart, and unique on this server.
 
-        Of two names with the same number, the one that comes second here gets another.
+        Where two names have the same number, the later name gets another number.
         """
         for attempt in itertools.count():
             number = adapter_id(name if not attempt else f"{name}\0{attempt}")
@@ -191,7 +193,7 @@ class Registry:
         raise AssertionError("unreachable")
 
     def needs(self, name: str, version: ResolvedAdapter) -> bool:
-        """Whether a name still needs a version: served, to roll back to, or for requests that still run."""
+        """Whether a name needs a version: to serve, for a rollback, or for running requests."""
         adapters = [adapter for adapter in self.draining.values() if adapter.name == name]
         present = self.get(name)
         if present is not None:

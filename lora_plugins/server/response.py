@@ -1,10 +1,10 @@
-"""The response to a request for an adapter: when it starts, and which version it says has computed it.
+"""The response to a request for an adapter: when the response begins, and which version the response names.
 
-A stream's status is sent before the engine is asked. Where a request names an adapter, this middleware keeps what is
-sent until `Response.has_begun`, or answers with the error in its place: so an error has its own status.
+vLLM sends a stream's status before asking the engine. Where a request names an adapter, this middleware keeps messages
+back until `Response.has_begun`, or answers with the error instead: so an error has its own status.
 
-A version is noted where a request is given its adapter, before its response begins. A swap that comes later changes
-nothing, unless it moves what runs: the engine then says which versions made the answer. Pure ASGI: nothing of vLLM.
+The version is noted when a request gets its adapter, before the response begins. A later swap changes nothing, unless
+running requests move to the new version: the engine then says which versions made the answer. Pure ASGI, no vLLM.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
 Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 
-Span = tuple[str, int]  # a version's digest, and the token of an answer that it began with
+Span = tuple[str, int]  # a version's digest, and the index of the first token that the version has made
 
 HEADER = "x-lora-digest"
 WARNING_HEADER = "x-lora-warning"
 _LONGEST_WARNING = 1000  # characters
-_FIRST_ERROR = 400  # of the statuses
+_FIRST_ERROR = 400  # HTTP status
 
 
 @dataclass(eq=False, slots=True)
@@ -32,12 +32,12 @@ class Response:
     """The response to the present request.
 
     Attributes:
-        is_held: whether its start is held back. has_begun: whether the engine has begun to answer.
-        error: what to answer instead.
-        digests: of all versions that it was given; None stands for the base model, or for an unknown version.
-        warnings: what is to be said of these versions.
-        spans: the versions that have made what was answered until now, of all its prompts and choices.
-        fills_fingerprint: whether `system_fingerprint` is to say the version too.
+        is_held: whether the start is held back. has_begun: whether the engine has begun to answer.
+        error: the error to answer instead.
+        digests: of all versions that the request was given; None stands for the base model, or an unknown version.
+        warnings: warnings about these versions.
+        spans: the versions that have made the answer so far, over all prompts and choices.
+        fills_fingerprint: whether `system_fingerprint` is to name the version too.
         headers: of an error that is answered by other means than its exception.
     """
 
@@ -53,19 +53,19 @@ class Response:
 
     @property
     def digest(self) -> str | None:
-        """The one version that all of it begins with; None where there is none, or several."""
+        """The only version that all prompts and choices begin with; None without a version, or with several."""
         began_with = {digest for digest, token in self.spans if token == 0} or self.digests
         return next(iter(began_with)) if len(began_with) == 1 else None
 
     @property
     def has_moved(self) -> bool:
-        """Whether more than one version has made it."""
+        """Whether more than one version has made the answer."""
         return len(self.spans) > 1
 
     def note_version(
         self, digest: str | None, *, warnings: Iterable[str] = (), fills_fingerprint: bool = False
     ) -> None:
-        """It is given the version with this digest, of which this is to be said."""
+        """Note the version that the request was given, and warnings about the version."""
         self.digests.add(digest)
         self.warnings |= dict.fromkeys(warnings)
         self.fills_fingerprint = fills_fingerprint
@@ -75,23 +75,23 @@ _present: ContextVar[Response | None] = ContextVar("lora_plugins_response", defa
 
 
 def present() -> Response:
-    """The response to the present request; one that nobody sends where there is no request."""
+    """The response to the present request; a new object, which is never sent, outside a request."""
     return _present.get() or Response()
 
 
 def is_for_request() -> bool:
-    """Whether this code runs for a request, and not for the start of the server."""
+    """Whether this code runs for a request, rather than for the start of the server."""
     return _present.get() is not None
 
 
 def fingerprint() -> str | None:
-    """What to say as the `system_fingerprint` of the present response; None where vLLM says it, or nobody."""
+    """The `system_fingerprint` of the present response; None where vLLM's value stays."""
     response = present()
     return response.digest if response.fills_fingerprint and not response.has_moved else None
 
 
 def together(some: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """The spans of several answers, or of one and what is known of it now, in the order of their tokens."""
+    """The spans of several answers, or of one answer at two times, in the order of their tokens."""
     every = dict.fromkeys((digest, token) for spans in (some, others) for digest, token in spans)
     return sorted(every, key=lambda span: span[1])
 
@@ -100,7 +100,7 @@ class AnswerForAdapters:
     """ASGI middleware: see the module.
 
     Args:
-        answer: makes the response for an error, as the application would for one that is raised.
+        answer: makes the response for an error, as the application would for a raised error.
     """
 
     def __init__(self, app: Asgi, answer: Callable[[Message, Exception], Awaitable[Asgi]]) -> None:
@@ -108,7 +108,7 @@ class AnswerForAdapters:
         self._answer = answer
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass a connection on."""
+        """Handle one connection."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -122,7 +122,7 @@ class AnswerForAdapters:
                 await (await self._answer(scope, error))(scope, receive, send)
                 return
             if response.error is not None and response.is_held:
-                return  # what follows belongs to the response that was not sent
+                return  # the rest of the response that the error has replaced
             response.kept.append(message)
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
             if response.has_begun or not response.is_held or is_last:
@@ -134,7 +134,7 @@ class AnswerForAdapters:
         try:
             await self._app(scope, receive, send_when_begun)
         except Exception:
-            # vLLM's responses route raises what its others write into the stream.
+            # vLLM's responses route raises errors that other routes write into the stream.
             if response.error is None or not response.is_held or response.has_begun:
                 raise
             await send_when_begun({"type": "http.response.body"})
@@ -143,7 +143,7 @@ class AnswerForAdapters:
 
 
 def _with_headers(message: Message, response: Response) -> Message:
-    """The start of a response says the digest, that of an error what is to be said with the error."""
+    """Add headers to the start of a response: the digest and warnings, or the headers of an error."""
     if message["type"] != "http.response.start":
         return message
     said = {} if response.digest is None else {HEADER: response.digest}
@@ -155,6 +155,6 @@ def _with_headers(message: Message, response: Response) -> Message:
 
 
 def _one_line(texts: Iterable[str]) -> str:
-    """In printable ASCII, as headers are."""
+    """Join texts to one line of printable ASCII, because headers allow no other characters."""
     characters = (c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in "; ".join(texts))
     return "".join(characters)[:_LONGEST_WARNING]

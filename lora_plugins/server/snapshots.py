@@ -1,7 +1,7 @@
-"""What callers of one engine client name by a path: the copy in the store that each engine id stands for.
+"""Copies in the store of adapters that callers of one engine client name by a path, by engine id.
 
-The engine is given the copy's path, which says the bytes: files that change or go afterwards change nothing, and what
-is cached of other bytes is not found. No vLLM, no torch; for one event loop at a time.
+The engine gets the copy's path, which fixes the bytes: later changes of the caller's files change nothing, and keys of
+cached prefixes never mix two contents. No vLLM, no torch; for one event loop at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REMEMBERED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The path that a caller gave, its copy, and what was before, which requests that still run may need."""
+    """The caller's path, its copy, and the copy before, which running requests may need."""
 
     given: str
     version: ResolvedAdapter
@@ -33,9 +33,9 @@ class _Kept:
 
 
 class Snapshots:
-    """Takes them, and leases them for as long as they are remembered.
+    """Takes copies, and leases them while remembering them.
 
-    `is_vllms` says of a request whether it is vLLM's `LoRARequest`; those of other classes, and those with a path
+    `is_vllms` returns whether a request is vLLM's `LoRARequest`; requests of other classes, and requests with a path
     in the store, stay as they are.
     """
 
@@ -48,17 +48,18 @@ class Snapshots:
         self._locks = NameLocks()
 
     async def of(self, request: Any) -> Any:
-        """What the engine is given in the place of a caller's request, which stays as it is.
+        """The request for the engine in the place of a caller's request, which stays unchanged.
 
-        With `load_inplace`, a copy of what lies at its path now; else what its engine id stands for, unless its path
-        is another directory. A path where no adapter lies is left as it is where the id stands for nothing.
+        With `load_inplace`, with a copy of the files now at the request's path; else with the copy of the engine id,
+        unless the path is another directory. Where neither has an adapter, the caller's request.
 
         Raises:
-            LoRAPluginsError: what lies there cannot be served.
+            LoRAPluginsError: the adapter at the path cannot be served.
         """
         if (known := self.known(request)) is not None:
             return known
         async with self._lock(request):
+            # Another caller may have taken the copy while this caller waited for the lock.
             if (known := self.known(request)) is not None:
                 return known
             version, kept = await self.take(request), self._kept.get(request.lora_int_id)
@@ -68,7 +69,7 @@ class Snapshots:
                 return found
 
     def known(self, request: Any) -> Any:
-        """What `of` gives where nothing has to be read for it; else None."""
+        """The answer of `of` where no file has to be read; else None."""
         if self._stays(request):
             return request
         kept = self._kept.get(request.lora_int_id)
@@ -78,7 +79,7 @@ class Snapshots:
         return _at(kept.version, request)
 
     async def take(self, request: Any) -> ResolvedAdapter | None:
-        """A copy of what lies at the path of a request now, for `trying`; None where the request stays as it is."""
+        """A copy of the files now at the path of a request, for `trying`; None where the request stays as it is."""
         if self._stays(request):
             return None
         path = absolute(request.lora_path)
@@ -86,9 +87,9 @@ class Snapshots:
 
     @contextmanager
     def trying(self, request: Any, version: ResolvedAdapter | None) -> Iterator[Any]:
-        """Inside, the engine loads what this gives; the engine id stands for `version` then.
+        """Inside, the engine loads the yielded request; after success, the engine id stands for `version`.
 
-        It does not where that raises, or where it is forgotten meanwhile.
+        Where the load raises, or `forget` comes during the load, the new version is dropped.
         """
         engine_id, this = request.lora_int_id, object()
         kept = None if version is None else _Kept(request.lora_path, version)
@@ -109,23 +110,23 @@ class Snapshots:
 
     @asynccontextmanager
     async def adding(self, request: Any) -> AsyncIterator[Any]:
-        """As `take` and `trying`; one after the other for each engine id, as the engine takes them up."""
+        """Take as `take` does, then `trying`; one call after the other for each engine id, in the engine's order."""
         async with self._lock(request):
             with self.trying(request, await self.take(request)) as taken:
                 yield taken
 
     def forget(self, engine_id: int) -> None:
-        """An engine id stands for nothing any more."""
+        """Drop the copy of an engine id."""
         self._trying.pop(engine_id, None)
         self._drop(self._kept.pop(engine_id, None))
 
     def forget_all(self) -> None:
-        """The engine client is gone."""
+        """Drop all copies, because the engine client is gone."""
         for engine_id in [*self._kept, *self._trying]:
             self.forget(engine_id)
 
     def refused(self, taken: Any, error: LoRAPluginsError) -> None:
-        """The engine refuses what `of` gave: where it is for its bytes, the id stands for what it did before."""
+        """Note an engine's refusal of a request from `of`; a refusal of the bytes restores the id's former copy."""
         kept = self._kept.get(taken.lora_int_id)
         is_for_bytes = isinstance(error, InvalidAdapter | IncompatibleAdapter)
         if not is_for_bytes or kept is None or str(kept.version.path) != taken.lora_path:
@@ -136,6 +137,7 @@ class Snapshots:
             self._kept[taken.lora_int_id] = kept.before
             self._drop(replace(kept, before=None))
 
+    # Keep one former copy: running requests of the id may still read it.
     def _remember(self, engine_id: int, kept: _Kept | None) -> None:
         old = self._kept.pop(engine_id, None)
         if kept is None:

@@ -1,9 +1,10 @@
-"""To another version of what is served, and back, while requests run.
+"""Swap a served name to another version, and back, while requests run.
 
 A name points to a version through vLLM's table of names. A new version gets an engine id of its own, is loaded beside
-the old one, and takes its place in the table in one step: requests that run go on with the old one, and every later one
-gets the new one. When the last request of the old one has left, it is removed from slots and host memory. Its prefix
-cache is not used for the new one, as vLLM's cache keys hold the adapter's path (0.30: see lora_request.py).
+the old version, and replaces the old version in the table in one step: running requests go on with the old version, and
+every later request gets the new version. When the last request of the old version has left, engines remove the old
+version from slots and host memory. Requests of the new version never match cached prefixes of the old, because vLLM's
+cache keys hold the adapter's path (0.30: see lora_request.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ChangeReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class VersionChange:
-    """Digests that a name has served before and after a call; None where nothing, or an adapter by its Hub id, is."""
+    """Digests of a name before and after a call; None where the name is not served, or is served by a Hub id."""
 
     before: str | None
     after: str | None
@@ -65,14 +66,15 @@ async def swap(
     kept_versions: int = KEPT_VERSIONS,
     is_noted: bool = False,
 ) -> VersionChange:
-    """Have new requests for a name enter the engine with `version`, which is leased for it; with the name's lock.
+    """Have new requests for a name enter the engine with `version`, leased for the name; with the name's lock.
 
-    Where that is None, with what the workers find at the path of `given`, a request of vLLM's. With `moves`, what runs
-    goes on with the new one too, from one step on. The version that is served already is loaded only `again`, after its
-    copy was damaged. Of the versions before, `kept_versions` stay. `is_noted`, as of `PlannerClient.load`.
+    Without a version, with the files that workers find at the path of `given`, one of vLLM's requests. With `moves`,
+    running requests go on with the new version too, from one step on. The version served already is loaded only with
+    `again`, after damage to its copy. `kept_versions` of the earlier versions stay. `is_noted`: as in
+    `PlannerClient.load`.
 
     Raises:
-        LoRAPluginsError: it cannot be loaded; the old one goes on, and the lease has ended.
+        LoRAPluginsError: the version cannot be loaded; the old version goes on, and the lease has ended.
     """
     started, old_id, before, old = time.perf_counter(), adapter.engine_id, adapter.digest, _in_words(adapter)
     reason = ChangeReason.SWAPPED
@@ -86,6 +88,7 @@ async def swap(
         path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
     else:
         path, is_3d, leased = str(version.path), version.is_3d, [version]
+    # With `moves` the engine id stays, so the planner applies the new weights to running requests.
     if moves:
         request = copy.copy(adapter.request)
         request.lora_path, request.is_3d_lora_weight = path, is_3d
@@ -100,6 +103,7 @@ async def swap(
     adapter.request, adapter.version, adapter.last_error = request, version, None
     adapter.previous, adapter.is_only_copy, adapter.is_damaged = previous[:kept_versions], False, False
     server.registry.put(adapter)
+    # The new version inherits the time of use: a swap must not make an unused adapter look recently used, or unused.
     used_at = server.planner.used_at.get(old_id)
     if used_at is not None:
         server.planner.used_at[adapter.engine_id] = used_at
@@ -112,7 +116,7 @@ async def swap(
 
 @contextmanager
 def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
-    """Inside, an adapter is updated by calls that are `is_noted`; a failure is noted, and the old version goes on."""
+    """Inside, calls that are `is_noted` update an adapter; a failure is noted, and the old version goes on."""
     try:
         yield
     except LoRAPluginsError as error:
@@ -124,8 +128,8 @@ def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
 async def _load_beside(
     server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None, *, is_noted: bool
 ) -> None:
-    """Load what will take the place of `adapter`, pinned if that is; a failure leaves nothing in the workers."""
-    moves = request.lora_int_id == adapter.engine_id  # the planner has the old one go on then, where it fails
+    """Load the successor of `adapter`, pinned if `adapter` is; a failure leaves nothing in the workers."""
+    moves = request.lora_int_id == adapter.engine_id  # after a failure the planner goes on with the old weights
     try:
         await server.planner.load(request, uri=uri, wants_slot=False, moves=moves, is_noted=is_noted)
         if adapter.is_pinned and not moves:

@@ -1,1 +1,1 @@
-"""Which API key may use which adapters."""
+"""The adapters that each API key may use."""

@@ -1,4 +1,4 @@
-"""Who may administer: by the access policy, by a key of their own, by vLLM's keys, or by where they call from."""
+"""Decide who may administer: by the access policy, by an admin key, by vLLM's keys, or by the caller's address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOLDER = Principal("(admin key)", is_admin=True)
 _KEY_OF_VLLM = Principal("(--api-key)", is_admin=True)
 _LOCAL = Principal("(this machine)", is_admin=True)
 _OTHER = Principal("(other)")
-# Headers with which a proxy says for whom it asks; names that begin with the last one, too.
+# Headers with which a proxy names its client; all names that begin with `_OF_PROXIES_PREFIX`, too.
 _OF_PROXIES = (b"forwarded", b"via", b"x-real-ip")
 _OF_PROXIES_PREFIX = b"x-forwarded-"
 _HOST = re.compile(r"(?:(?P<name>[^:\[\]]+)|\[(?P<address>[0-9a-f:.]+)\])(?::[0-9]{1,5})?")
@@ -29,14 +29,14 @@ _HOST = re.compile(r"(?:(?P<name>[^:\[\]]+)|\[(?P<address>[0-9a-f:.]+)\])(?::[0-
 
 @dataclass(frozen=True, slots=True)
 class Administrators:
-    """The rule of one API server, which follows from how it is started.
+    """The rule of one API server, which follows from the server's start options.
 
     Attributes:
-        policy: its tenants with `admin = true` may.
-        key: whoever sends it may (`LORA_PLUGINS_ADMIN_KEY`).
-        keys_of_vllm: those of `--api-key`; with neither policy nor `key`, whoever sends one of them may, also on the
-            routes for which vLLM itself asks for none.
-        is_unix_socket: whether the server listens on one, whose callers have no address and are on this machine.
+        policy: administrators are its tenants with `admin = true`.
+        key: callers with this key are administrators (`LORA_PLUGINS_ADMIN_KEY`).
+        keys_of_vllm: keys of `--api-key`; without policy and `key`, callers with one of the keys are administrators,
+            also on routes for which vLLM itself needs no key.
+        is_unix_socket: whether the server listens on a Unix socket, whose callers have no address and are local.
     """
 
     policy: Policy | None = None
@@ -45,7 +45,7 @@ class Administrators:
     is_unix_socket: bool = False
 
     def principal(self, scope: Scope) -> Principal:
-        """Whose connection this is."""
+        """The principal of a connection."""
         sent = bearer(scope)
         if self.key is not None and sent is not None and _are_equal(sent, self.key):
             return _HOLDER
@@ -59,7 +59,7 @@ class Administrators:
         return _LOCAL if self._why_not_local(scope) is None else _OTHER
 
     def refusal(self, scope: Scope) -> NotAllowed:
-        """What somebody is told who may not, and what to do about it."""
+        """The refusal for a caller who is no administrator, with the remedy."""
         if self.policy is not None:
             return forbidden()
         if not self.is_by_address:
@@ -75,11 +75,11 @@ class Administrators:
         )
 
     def asks_for_key(self, scope: Scope) -> bool:
-        """Whether a key is all that this connection lacks."""
+        """Whether the connection lacks only a key."""
         return self.policy is None and not self.is_by_address and bearer(scope) is None
 
     def in_words(self) -> str:
-        """The rule, for the log."""
+        """The rule in words, for the log."""
         holders = []
         if self.policy is not None:
             holders.append("keys with admin rights in the access policy")
@@ -93,21 +93,22 @@ class Administrators:
 
     @property
     def is_by_address(self) -> bool:
-        """Whether no key is asked for."""
+        """Whether the caller's address decides, without a key."""
         return self.policy is None and self.key is None and not self.keys_of_vllm
 
     def _why_not_local(self, scope: Scope) -> str | None:
-        """Why this connection may come from elsewhere; None where it comes from this machine."""
+        """Why this connection may come from elsewhere; None where the connection comes from this machine."""
         client = scope.get("client")
         if client is None:
-            # Of a TCP connection that is closed already, nobody can tell the address either.
+            # A closed TCP connection has no address either, so only the listening socket decides.
             if not self.is_unix_socket:
                 return "a caller without an address"
         elif not is_loopback(client[0]):
             return "a caller on another machine"
         for name, value in ((name.lower(), value) for name, value in scope["headers"]):
             if name == b"host" and client is not None and not _is_own_name(value.decode("latin-1")):
-                # A page under a name that has this machine's address (DNS rebinding) reads the answers to its calls.
+                # DNS rebinding: a web page whose name resolves to this machine's address can read the answers to its
+                # calls.
                 return f"a call under a name that is not this machine's own, {value[:80].decode('latin-1')}"
             if name in _OF_PROXIES or name.startswith(_OF_PROXIES_PREFIX):
                 return "a call that a proxy has passed on"
@@ -117,7 +118,7 @@ class Administrators:
 
 
 def forbidden() -> NotAllowed:
-    """What those are told whom the access policy knows, and gives no admin rights."""
+    """The refusal for callers whom the access policy knows, but gives no admin rights."""
     return NotAllowed(
         "a key without admin rights in the server's access policy",
         expected="one with them",
@@ -126,7 +127,7 @@ def forbidden() -> NotAllowed:
 
 
 def bearer(scope: Scope) -> str | None:
-    """The key of the first Authorization header, read as vLLM's `AuthenticationMiddleware` (0.32) reads it."""
+    """The key of the first Authorization header, read as vLLM's `AuthenticationMiddleware` (0.32) reads the header."""
     for name, value in scope["headers"]:
         if name.lower() == b"authorization":
             scheme, _, key = value.decode("latin-1").partition(" ")
@@ -136,28 +137,29 @@ def bearer(scope: Scope) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
-    """Whether an address is one of this machine's own, IPv4 written as IPv6 included; a name is not."""
+    """Whether an address is a loopback address of this machine, also IPv4 written as IPv6; False for names."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
+        # A socket for both families shows an IPv4 caller as ::ffff:127.0.0.1.
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 
 
 def _is_page_of_this_machine(origin: str) -> bool:
-    """A browser on this machine shows pages of others too, and lets them call servers here."""
+    """Whether an Origin header is of a page of this machine; a local browser also shows pages of other machines."""
     scheme, separator, host = origin.partition("://")
     return bool(scheme and separator) and _is_own_name(host)
 
 
 def _is_own_name(host: str) -> bool:
-    """Whether a Host header names this machine as only itself does, whatever the port."""
+    """Whether a Host header has a name that only this machine uses for itself, whatever the port."""
     match = _HOST.fullmatch(host.lower())
     return match is not None and (match["name"] == "localhost" or is_loopback(match["name"] or match["address"]))
 
 
 def _are_equal(sent: str, key: str) -> bool:
-    """In the same time whatever both are, and however long."""
+    """Compare in constant time; the digests have one length, so the time shows neither content nor length."""
     digests = (hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (sent, key))
     return hmac.compare_digest(*digests)

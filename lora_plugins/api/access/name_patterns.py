@@ -1,7 +1,7 @@
-"""Patterns of adapter names: `*` stands for any characters, slashes included, `?` for one, everything else for itself.
+"""Patterns of adapter names: `*` matches any characters, also slashes, `?` one character; others match themselves.
 
-A pattern without `@` says nothing of revisions: `team-a/sql` covers `team-a/sql@v2`. One with `@` is compared
-with the whole name.
+A pattern without `@` matches every revision: `team-a/sql` covers `team-a/sql@v2`. A pattern with `@` is compared with
+the whole name.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class NamePattern:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one name, with each of its revisions or one of them."""
+        """Whether the pattern covers a single name, with all revisions or a single revision."""
         return "*" not in self.text and "?" not in self.text
 
     def matches(self, name: str) -> bool:
-        """Whether it covers this name; upper and lower case differ. Takes time in proportion to both lengths."""
+        """Whether the pattern covers this name, case-sensitively. Takes time in proportion to both lengths."""
         return _fits(self.text, name if "@" in self.text else name.partition("@")[0])
 
 
 def _fits(pattern: str, text: str) -> bool:
-    """Match without ever going back further than to the last star, so that no pattern and name take long."""
+    """Match without going back beyond the last star, so that no pattern takes exponential time."""
     at, of = 0, 0  # in text, in pattern
     star, resume = -1, 0
     while at < len(text):
@@ -35,6 +35,7 @@ def _fits(pattern: str, text: str) -> bool:
             of += 1
         elif of < len(pattern) and pattern[of] in ("?", text[at]):
             at, of = at + 1, of + 1
+        # A mismatch after a star: let the star take one more character.
         elif star >= 0:
             resume += 1
             at, of = resume, star + 1

@@ -37,14 +37,14 @@ _FIELDS = {
     "default": ("adapters", "share"),
     "tenants": ("keys", "adapters", "admin", "share"),
 }
-_SHARE = 0.5  # so that none takes all from the others
+_SHARE = 0.5  # so that no principal takes everything
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who a request comes from: a tenant of the policy, or everybody else.
+    """The origin of a request: a tenant of the policy, or everybody else.
 
-    `label` is for logs; `share`, how much of what is there its requests may use at once.
+    `label` is for logs; `share` limits the part of host memory, store and look-ups that running requests may use.
     """
 
     label: str
@@ -57,18 +57,18 @@ class Principal:
         return self.is_admin or any(pattern.matches(name) for pattern in self.patterns)
 
     def is_named(self, name: str) -> bool:
-        """Whether one of the patterns that cover this adapter covers no other."""
+        """Whether a pattern without wildcards covers this adapter."""
         return any(pattern.is_plain and pattern.matches(name) for pattern in self.patterns)
 
 
 class Policy:
-    """Principals by their keys. Keys are kept as digests, under a secret of this process.
+    """Principals by their keys; the object keeps keys only as digests, under a secret of this process.
 
-    A key is looked up by a keyed digest, so how long that takes says nothing of the keys that there are.
+    A lookup hashes the key with the secret, so the time of a lookup shows nothing of other keys.
     """
 
     def __init__(self, default: Principal, tenants: Mapping[bytes, Principal]) -> None:
-        """Make a policy; `tenants` by the SHA-256 of their keys."""
+        """Make a policy; `tenants` maps the SHA-256 of each key to a principal."""
         self.default = default
         self._secret = os.urandom(32)
         self._tenants = {self._blinded(digest): principal for digest, principal in tenants.items()}
@@ -78,7 +78,7 @@ class Policy:
         """Read the file of `LORA_PLUGINS_POLICY`.
 
         Raises:
-            InvalidSettings: it cannot be read, or cannot be right. No key is ever in the text.
+            InvalidSettings: the file cannot be read, or has an error. The text never has a key.
         """
         try:
             return cls.parse(path.read_text(encoding="utf-8"))
@@ -94,12 +94,13 @@ class Policy:
         """Read a policy's TOML.
 
         Raises:
-            InvalidSettings: it is no TOML, has an unknown field, an empty pattern, a key that is none, or one twice.
+            InvalidSettings: no TOML, an unknown field, an empty pattern, a malformed key, or a key twice.
         """
         try:
             tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            at = re.search(r"\(at [^)]*\)", str(error))  # not the whole text: it may repeat a part of the file
+            # Only the position: the whole text may repeat a part of the file, and so a key.
+            at = re.search(r"\(at [^)]*\)", str(error))
             raise InvalidSettings(f"no TOML {at[0] if at else ''}".strip(), expected="TOML") from None
         _check_fields("", tables, "")
         default = _table("default", tables.get("default", {}))
@@ -120,17 +121,17 @@ class Policy:
         return cls(everybody, tenants)
 
     def of_key(self, key: str | None) -> Principal:
-        """Whose key this is; the default's where no tenant has it, or it is None."""
+        """The principal of a key; the default's where no tenant has the key, or `key` is None."""
         if key is None:
             return self.default
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         return self._tenants.get(self._blinded(digest), self.default)
 
     def may_lead(self, name: str, place: str) -> bool:
-        """Whether a link may make what lies at `place` the adapter `name`: both are paths below the adapters' root.
+        """Whether a link may make the adapter at `place` the adapter `name`: both are paths below the adapters' root.
 
-        Everybody who may use the name must be allowed to use what lies there; or the policy has the name itself, and
-        not a pattern that covers it, and the link leads to a neighbour in its folder.
+        Every principal who may use the name must be allowed to use the place. Exception: the policy has exactly the
+        name, not a pattern that covers the name, and the link leads to a neighbour in the name's folder.
         """
         principals = [self.default, *self._tenants.values()]
         return all(
@@ -141,12 +142,12 @@ class Policy:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of the tenants with a key, in the file's order."""
+        """Labels of the tenants with a key, in the file's order."""
         return tuple(dict.fromkeys(principal.label for principal in self._tenants.values()))
 
     @property
     def key_count(self) -> int:
-        """How many keys the policy knows."""
+        """Number of keys in the policy."""
         return len(self._tenants)
 
     def _blinded(self, digest: bytes) -> bytes:
@@ -184,7 +185,7 @@ def _patterns(table: Mapping[str, Any], where: str) -> tuple[NamePattern, ...]:
 
 
 def _keys(table: Mapping[str, Any], where: str) -> Iterator[tuple[str, bytes]]:
-    """Where each key stands, and its SHA-256."""
+    """The place of each key in the file, and the key's SHA-256."""
     keys = _texts(table, "keys", where)
     if not keys:
         raise InvalidSettings(f"{where} without keys", expected="keys = [...] with one at least")

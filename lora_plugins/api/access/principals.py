@@ -1,4 +1,4 @@
-"""Who the running request comes from, and the routes that only an administrator may use; pure ASGI, no vLLM."""
+"""The principal of the running request, and the routes for administrators only; pure ASGI, no vLLM."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Of the request that this code runs for; None where it runs for none, such as at start.
+# The principal of the request that this code runs for; None outside requests, such as at start.
 principal_of_request: ContextVar[Principal | None] = ContextVar("lora_plugins_principal", default=None)
-# What its caller is told where only an administrator may.
+# Makes the refusal for this request's caller on a route for administrators.
 _refusal: ContextVar[Callable[[], NotAllowed]] = ContextVar("lora_plugins_refusal", default=forbidden)
 
-# Ours; vLLM's; and, in its development mode, the one that reaches every method of the workers, ours too.
+# Routes of this package; of vLLM; and, in vLLM's development mode, the route to every method of the workers.
 _ADMIN_PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
 
 
 def label_of_request() -> str | None:
-    """Whom the running request comes from; None for none."""
+    """The label of the running request's principal; None outside requests."""
     principal = principal_of_request.get()
     return None if principal is None else principal.label
 
 
 def share_of_request() -> Share | None:
-    """How much the running request's principal may use at once; None where that is everything."""
+    """The share of the running request's principal; None without a limit."""
     principal = principal_of_request.get()
     return None if principal is None or principal.share == 1 else Share(principal.label, principal.share)
 
 
 async def require_admin() -> None:
-    """Let only administrators in; a FastAPI dependency. Code that runs for no request is let in.
+    """Let only administrators in; a FastAPI dependency. Code outside requests passes.
 
     Raises:
         HTTPException: 403.
@@ -51,9 +51,9 @@ async def require_admin() -> None:
 
 
 class KnowPrincipal:
-    """ASGI middleware: notes whom a request comes from, and keeps others than administrators from their routes.
+    """ASGI middleware: notes the principal of a request, and keeps all but administrators from their routes.
 
-    Goes inside of vLLM's own authentication, which answers 401 first.
+    Stands inside vLLM's own authentication, which answers 401 first.
     """
 
     def __init__(self, app: App, administrators: Administrators) -> None:
