@@ -1,1 +1,1 @@
-"""Sources of adapters, and the resolver that asks them in order."""
+"""Sources of adapters, and the resolver that asks the sources in order."""

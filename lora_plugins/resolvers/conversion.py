@@ -1,4 +1,4 @@
-"""A version in the engine's form, as the store obtains it: written from the version as its source has it."""
+"""A version in the engine's form, which the store obtains from the same version in its source's form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lora_plugins.verification.children import children
 
 @dataclass(frozen=True, slots=True)
 class ConvertedAdapter:
-    """What is to be written; `uri` and `version` are those of the original at its source, in `original`.
+    """The conversion to write; `uri` and `version` are of the original at its source, which lies in `original`.
 
     Attributes:
         promised: name, size in bytes and SHA-256 (unknown) of both files.
@@ -37,7 +37,7 @@ class ConvertedAdapter:
 
     @classmethod
     def of(cls, stored: StoredAdapter[Any], uri: str, version: str, conversion: Conversion, form: str) -> Self:
-        """Of a leased version of the store."""
+        """Describe the conversion of a leased version of the store."""
         config = canonical_bytes(conversion.config)
         converted = Converted(form, stored.digest, conversion.changes)
         promised = (CONFIG_FILE, len(config), ""), (WEIGHTS_FILE, weights_bytes(conversion), "")
@@ -47,7 +47,7 @@ class ConvertedAdapter:
         """Write both files to `download.directory`.
 
         Raises:
-            OSError: the original cannot be read, or they cannot be written.
+            OSError: the original cannot be read, or a file cannot be written.
         """
         await asyncio.to_thread((download.directory / CONFIG_FILE).write_bytes, self.config)
         target, landed = download.directory / WEIGHTS_FILE, partial(download.landed, WEIGHTS_FILE)

@@ -1,4 +1,4 @@
-"""How many adapters are fetched at once: from each source a few, and from none all for one principal."""
+"""Limits on concurrent fetches: a few from each source, and never all places for one principal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _WAITING = 10_000
 
 
 class FetchesBusy(SourceUnavailable):
-    """L006: more adapters wait to be fetched than may, or for too long; who asks next may have a place."""
+    """L006: too many adapters wait for a fetch, or one has waited too long; a later request may find a place."""
 
     is_of_one_request = True
 
 
 class FetchPlaces:
-    """Those of one resolver; each wait ends after `wait_s` seconds, with `FetchesBusy`.
+    """The places of one resolver; each wait ends after `wait_s` seconds, with `FetchesBusy`.
 
     Attributes:
-        reading: for adapters of the store that a process reads, beside those that are being fetched.
+        reading: for adapters of the store that a process reads, apart from fetches.
         converting: for adapters that are rewritten into the engine's form.
     """
 
@@ -33,7 +33,7 @@ class FetchPlaces:
         self.converting = self._places("adapters that are being converted")
 
     def at(self, source: Source) -> Places:
-        """The places of one source: what hangs there keeps nobody from others."""
+        """The places of one source, so that a source that hangs blocks no other source."""
         found = self._by_source.get(id(source))
         if found is None:
             found = self._by_source[id(source)] = self._places(f"fetches from {source.label} that have not ended")

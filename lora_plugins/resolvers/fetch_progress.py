@@ -1,4 +1,4 @@
-"""What is said of a fetch while it goes on: that it has begun, how far a slow one is, and that it has ended."""
+"""Events of a fetch: its start, the progress of a slow fetch, and its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AGAIN_S = 30.0
 
 @asynccontextmanager
 async def reported(events: Events, started: FetchStarted) -> AsyncIterator[None]:
-    """Inside, a fetch goes on: an event says how far a slow one is after 5 s, and every 30 s from then on."""
+    """Inside, a fetch runs: an event reports the progress after 5 s, and every 30 s afterwards."""
     events.emit(started)
     telling = asyncio.create_task(_tell(events, started))
     try:
@@ -38,10 +38,11 @@ async def _tell(events: Events, started: FetchStarted) -> None:
 
 
 def arrived_bytes(directory: str, files: Sequence[tuple[str, int]]) -> dict[str, int] | None:
-    """Bytes on disk of each file that is on its way into `directory`; None once that is gone.
+    """Bytes on disk of each file on its way into `directory`; None once the directory is gone.
 
-    Blocks are counted, not lengths: ranges arrive in any order in a file that has its full length from the start.
-    What lies in no file of these names is what a library has of the largest that is not there yet.
+    The function counts blocks, not lengths: ranges arrive in any order in a file that has its full length from the
+    start. Bytes in files of other names count for the largest missing file, because a library downloads to names of its
+    own.
     """
     if not os.path.isdir(directory):
         return None
@@ -50,6 +51,7 @@ def arrived_bytes(directory: str, files: Sequence[tuple[str, int]]) -> dict[str,
         for name in names:
             with contextlib.suppress(OSError):
                 key = name if folder == directory else ""
+                # st_blocks is in units of 512 bytes, whatever the file system's block size.
                 on_disk[key] = on_disk.get(key, 0) + os.stat(os.path.join(folder, name)).st_blocks * 512
     elsewhere = sum(on_disk.values()) - sum(on_disk.get(name, 0) for name, _ in files)
     arrived = {}

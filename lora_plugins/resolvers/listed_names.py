@@ -1,6 +1,6 @@
-"""The names that a server's sources list, for `/v1/models`: asked in the background, bounded, never waited for long.
+"""The names that a server's sources list, for `/v1/models`: asked in the background, bounded, with short waits.
 
-A source that fails or is slow leaves the names that it listed last, and hides those of no other source.
+A source that fails or is slow keeps the names of its last list, and hides no names of other sources.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.source import Listing, ListsNames, Source
 
 MOST = 1_000  # names in one answer: about half a megabyte
-_KEPT = 100_000  # names of one source, of which each caller may use its own
-_WAIT_S = 2.0  # for sources that have not answered; then the answer is without what they would add
-_LIST_S = 60.0  # for one list, of a large bucket for example
+_KEPT = 100_000  # names of one source; each caller sees only the names that the caller may use
+_WAIT_S = 2.0  # for sources that have not answered; the answer then lacks their new names
+_LIST_S = 60.0  # for one list, for example of a large bucket
 
 
 class ListedNames:
-    """What each source listed last; asked again after `fresh_s` seconds, by whoever wants the names then."""
+    """The last list of each source; a call asks the source again after `fresh_s` seconds."""
 
     def __init__(self, sources: Sequence[Source], fresh_s: float) -> None:
         self._sources = sources
@@ -31,7 +31,7 @@ class ListedNames:
         self._failed: set[str] = set()
 
     async def names(self, base_path: str, may_list: Callable[[str], bool]) -> list[str]:
-        """The first `MOST` names that `may_list` lets through, in the order of the alphabet."""
+        """The first `MOST` names that `may_list` accepts, in alphabetical order."""
         for source in self._sources:
             if isinstance(source, ListsNames):
                 self._ask(source.label, source, base_path)
@@ -55,7 +55,7 @@ class ListedNames:
     async def _list(self, label: str, source: ListsNames, base_path: str) -> None:
         try:
             listing: Listing = await asyncio.wait_for(source.names(base_path), _LIST_S)
-        except Exception as error:  # noqa: BLE001 - a list is a courtesy: of another package's source anything may come
+        except Exception as error:  # noqa: BLE001 - a list is optional, and others' sources may raise anything
             if label not in self._failed:
                 logger.warning("/v1/models lists what %s had before, as it does not list its names: %r", label, error)
             self._failed.add(label)

@@ -1,8 +1,8 @@
-"""Who may ask a source next: a name that is known never waits for those that are not, and a flood of those is bounded.
+"""Limits on look-ups at a source: a known name never waits for unknown names, and a flood of unknown names is bounded.
 
-A name that nobody has had may be one of a flood. At one source so many are looked up at once, and each answer "no such
-adapter" keeps its place for a moment, so that a flood takes a small part of the interpreter and asks the source no more
-often than `absent_per_s`. Others wait, see `places.py`.
+A name that no source has had may be one of a flood. Each source has few places for unknown names, and each answer "no
+such adapter" keeps its place for a moment, so that a flood takes a small part of the interpreter and asks the source at
+most `absent_per_s` times a second. Other names wait, see `places.py`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.places import PlaceLimits, Places
 
 _T = TypeVar("_T")
-# Names that were found before: as many wait as are served, each for as long as a look-up itself may take.
+# Names found before: as many may wait as are served, each for as long as a look-up itself may take.
 _KNOWN_WAITING, _KNOWN_WAIT_S = 10_000, 30.0
 
 
 class LookUpsBusy(SourceUnavailable):
-    """L006: more names wait for a source than may, or for too long; whether it has this one was not asked."""
+    """L006: too many names wait for a source, or this name has waited too long; the source was not asked."""
 
     is_of_one_request = True
 
 
 @dataclass(frozen=True, slots=True)
 class LookUpLimits:
-    """Of one source.
+    """The limits of one source.
 
     Attributes:
-        at_once: look-ups of names that are not known, and as many of those that are.
-        absent_per_s: how often the source may answer that it has no such adapter, beyond the first `at_once`; None for
-            no limit.
-        waiting: names that are not known and wait. wait_s: for how long one does, in seconds.
+        at_once: look-ups of unknown names at once, and as many of known names.
+        absent_per_s: how often the source may answer "no such adapter", beyond the first `at_once`; None for no limit.
+        waiting: unknown names that may wait. wait_s: seconds until a waiting name is refused.
     """
 
     at_once: int = 32
@@ -45,7 +44,7 @@ class LookUpLimits:
 
 
 class LookUps:
-    """Those at one source. For one event loop."""
+    """The look-ups at one source. For one event loop."""
 
     def __init__(self, limits: LookUpLimits) -> None:
         self._absent_per_s = limits.absent_per_s
@@ -65,11 +64,11 @@ class LookUps:
         is_known: bool,
         principal: Hashable = None,
     ) -> _T:
-        """What `look_up` answers once it is the turn of a name that `principal` asks for.
+        """The answer of `look_up`, once a place for the name of `principal` is free.
 
         Raises:
-            LookUpsBusy: its wait is over, or too many wait.
-            Whatever `look_up` raises.
+            LookUpsBusy: the wait is over, or too many names wait.
+            Errors of `look_up`.
         """
         if is_known:
             async with self._known.held(principal):
@@ -83,6 +82,7 @@ class LookUps:
         finally:
             if is_absent and self._absent_per_s is not None:
                 loop = asyncio.get_running_loop()
+                # Places come back one at a time, 1/`absent_per_s` apart, whatever the number of answers at this moment.
                 self._rests_until = max(loop.time(), self._rests_until) + 1 / self._absent_per_s
                 loop.call_at(self._rests_until, self._unknown.leave, place)
             else:

@@ -1,8 +1,8 @@
-"""Places for what only a few may do, or use, at once: each wait is bounded in time, and the queue in length.
+"""Places for work that only a few may do at once: each wait is bounded in time, and the queue in length.
 
-Principals take turns: of those that wait, the principal with the fewest places is next, and of the principal with the
-most names waiting the last is refused. Those of one principal enter as they came, so none starves behind smaller ones.
-Where one principal may have less than all, it never holds all places, however long it keeps them.
+The next place goes to the waiting principal with the fewest places; a full queue refuses the last name of the principal
+with the most waiting names. Names of one principal enter in order, so no large name starves behind smaller names. Where
+a principal may have only some of the places, the principal never holds all places, however long its work takes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lora_plugins.errors import LoRAPluginsError
 
 @dataclass(frozen=True, slots=True)
 class PlaceLimits:
-    """How many places there are, and who may wait for them.
+    """The number of places, and limits of the queue.
 
     Attributes:
-        at_once: places; None where only those of one principal are limited.
-        waiting: how many wait at most. wait_s: for how long each does, in seconds.
+        at_once: places; None where only the places of each principal are limited.
+        waiting: callers that may wait. wait_s: seconds until a waiting caller is refused.
     """
 
     at_once: int | None
@@ -33,7 +33,7 @@ class PlaceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """What one principal may have at most: places, and bytes of what it has them for; None for all."""
+    """Limits of one principal: places, and bytes of the things in the places; None for no limit."""
 
     places: int | None = None
     size_bytes: float | None = None
@@ -41,7 +41,7 @@ class Most:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """One caller's, for a thing that others of its principal may use in the same place."""
+    """The place of one caller, for a thing; other callers of the principal may share the place for the same thing."""
 
     principal: Hashable
     thing: Hashable
@@ -52,12 +52,12 @@ class Place:
 
 @dataclass(slots=True)
 class _Use:
-    """What one principal has, and its callers that wait, by thing, the first to come first."""
+    """The places of one principal, and its waiting callers, by thing, in order of arrival."""
 
     held: Counter[Hashable] = field(default_factory=Counter)
     sizes_bytes: dict[Hashable, int] = field(default_factory=dict)
     waiting: dict[Hashable, dict[Place, None]] = field(default_factory=dict)
-    count: int = 0  # of those that wait
+    count: int = 0  # of waiting callers
 
     def first(self) -> Place:
         return next(iter(next(iter(self.waiting.values()))))
@@ -67,12 +67,12 @@ class _Use:
 
 
 class Places:
-    """Those of one kind of work. For one event loop.
+    """The places for one kind of work. For one event loop.
 
     Args:
-        refusal: makes the error of a principal that has waited too long, or of one too many that wait, from the places
-            that it has.
-        most_of: what a principal may have.
+        refusal: makes the error for a principal whose wait is over, or where too many wait, from the number of places
+            that the principal has.
+        most_of: the limits of a principal.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Places:
             self.leave(place)
 
     async def enter(self, principal: Hashable = None, thing: Hashable = None, size_bytes: int = 0) -> Place:
-        """Take a place for `principal`, at once or when others have left theirs.
+        """Take a place for `principal`, at once or when other callers have left.
 
-        Callers of one principal share a place for the same `thing`; None is nobody else's. The first place is allowed
-        for a thing of any size.
+        Callers of one principal share a place for the same `thing`; None is shared with nobody. The first place is for
+        a thing of any size.
 
         Raises:
             LoRAPluginsError: of `refusal`: the wait is over, or too many wait.
@@ -118,6 +118,7 @@ class Places:
         use.waiting.setdefault(one, {})[place] = None
         use.count += 1
         self._waiting += 1
+        # The caller itself may be the one refused: then `place.given` has the error already.
         if self._waiting > self._limits.waiting:
             self._refuse(max(self._uses.values(), key=lambda use: use.count).last())
         timer = loop.call_later(self._limits.wait_s, self._refuse, place)
@@ -125,7 +126,7 @@ class Places:
             await place.given
         except asyncio.CancelledError:
             if place.given.done() and not place.given.cancelled() and place.given.exception() is None:
-                self.leave(place)  # it was given in the moment in which its task was cancelled
+                self.leave(place)  # given at the moment of the task's cancellation
             else:
                 self._forget(place)
             raise
@@ -134,7 +135,7 @@ class Places:
         return place
 
     def leave(self, place: Place) -> None:
-        """Give a place to whoever is next."""
+        """Give the place to the next caller."""
         use = self._uses[place.principal]
         use.held[place.thing] -= 1
         if not use.held[place.thing]:
@@ -158,7 +159,7 @@ class Places:
         return most.size_bytes is None or sum(use.sizes_bytes.values()) + place.size_bytes <= most.size_bytes
 
     def _let_in(self, principal: Hashable) -> None:
-        """Let in those that wait and have room, once one of `principal` has left, or waits no more."""
+        """Let in waiting callers with room, after a caller of `principal` has left or given up."""
         while True:
             uses = [self._uses[principal]] if self._limits.at_once is None else self._uses.values()
             able = [use for use in uses if use.waiting and self._has_room(use, use.first())]
@@ -168,7 +169,7 @@ class Places:
             for place in use.waiting.pop(use.first().thing):
                 use.count -= 1
                 self._waiting -= 1
-                if not place.given.done():  # it is, where its task has been cancelled and has not run since
+                if not place.given.done():  # done if its task was cancelled and has not run since
                     self._take(use, place)
                     place.given.set_result(None)
         use = self._uses[principal]
@@ -181,7 +182,7 @@ class Places:
             self._forget(place)
 
     def _forget(self, place: Place) -> None:
-        """End its wait, if it has not ended."""
+        """End the wait of a place's caller, if the caller still waits."""
         use = self._uses.get(place.principal, _Use())
         beside = use.waiting.get(place.thing, {})
         if place in beside:

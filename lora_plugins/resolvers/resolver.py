@@ -1,4 +1,4 @@
-"""From a requested name or URI to a verified adapter in the store: ask the sources, serve what the first one has."""
+"""Resolve a name or URI to a verified adapter in the store: ask the sources in order; the first answer counts."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from lora_plugins.store.store import Store
 
 _REMEMBERED_NAMES = 10_000
 _VERSION_CHANGES = 3
-# For so long a directory of the store that was there is taken to be there. To look lets other threads have the
-# interpreter, and beside a flood of look-ups that costs a hot name a hundred times what its answer does.
+# Seconds for which a directory of the store counts as present. A look releases the interpreter's lock to other threads,
+# and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
 _SEEN_S = 1.0
-_LOCATED_S = 5.0  # for so long, what was found waits for its caller to have it fetched
-# Answers of a source that works, about one adapter; no outage that an operator is called for.
+_LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have the files fetched
+# Answers of a working source about one adapter: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 _REMOTE_LIMITS = LookUpLimits()
 _LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
@@ -61,7 +61,7 @@ _LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What is asked for: a name, where its sources have it or at a URI; `force_refresh` past what is remembered.
+    """A question: a name at its sources or at a URI; `force_refresh` ignores remembered answers.
 
     `holder` gets the lease; None for the name.
     """
@@ -82,32 +82,32 @@ class _Query:
 
 @dataclass(frozen=True, slots=True)
 class _Nowhere:
-    """No source has it, and what each has answered."""
+    """No source has the adapter; `absences` has each source's answer."""
 
     absences: tuple[Absence, ...]
 
 
 class AdapterResolver:
-    """Answers names and URIs with verified adapters in the store; it has one server's sources, in their order.
+    """Answers names and URIs with verified adapters in the store, from one server's sources in their order.
 
-    The first source that has the name decides. One that is unavailable does not hide a later one; if no later one has
-    the name either, its error is raised, because "no such adapter" would be a guess.
+    The first source that has the name decides. An unavailable source does not hide later sources; if no later source
+    has the name either, the error is raised, because "no such adapter" would be a guess.
 
-    Remembered, each in bounded memory: what remote sources answered for a name (that it is absent, for `absent_ttl_s`;
-    where it is, for `revalidate_s`), versions that were refused, and, for its Retry-After, a fault: vLLM lets those
-    that ask for one name come one behind another, and each would meet it again. Requests for one name at one time
-    share one answer. The same name by URI is another matter: of all this, the two share only the store.
+    Bounded memory keeps answers of remote sources for a name (an absence for `absent_ttl_s`; a location for
+    `revalidate_s`), refused versions, and faults for their Retry-After: vLLM handles requests for one name one after
+    the other, and each would meet the fault again. Concurrent requests for one name share one answer. A name by URI
+    shares only the store with the same name by its sources.
 
-    A version that is returned is leased until every name that it was returned for has been released.
+    A returned version is leased until every name that has got the version is released.
 
     Attributes:
-        base: what is served, set once the server is made.
-        on_abandoned: called with a version whose callers were all cancelled before they had it; it is leased.
-        principal: who the running request comes from, by which look-ups of new names and fetches take turns.
-        describe_model: asks the engine for its model's modules, once; None answers where LoRA is off.
+        base: the served model, set once the server is made.
+        on_abandoned: called with a leased version whose callers were all cancelled before the answer.
+        principal: the origin of the running request; look-ups of new names and fetches take turns by principal.
+        describe_model: asks the engine for its model's modules, once; the answer is None where LoRA is off.
 
     Raises:
-        InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` that cannot be right.
+        InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
     """
 
     def __init__(self, settings: Settings, events: Events, store: Store, sources: Sequence[Source] = ()) -> None:
@@ -135,7 +135,7 @@ class AdapterResolver:
         self._look_ups: dict[int, LookUps] = {}  # by source
 
     def add(self, source: Source) -> None:
-        """Ask this source too, in the place that the settings give it; a second one of its label changes nothing."""
+        """Ask this source too, in the order of the settings; a second source with the same label changes nothing."""
         if any(known.label == source.label for known in self.sources):
             return
         order = self.settings.sources
@@ -143,12 +143,12 @@ class AdapterResolver:
         self.sources.sort(key=lambda item: order.index(item.label) if item.label in order else len(order))
 
     async def resolve(self, text: str, base_path: str) -> ResolvedAdapter | None:
-        """Find, fetch and verify the adapter called `text`; None where every source says that there is none.
+        """Find, fetch and verify the adapter called `text`; None where every source answers that the adapter is absent.
 
-        `base_path` is the served model's path or Hub id; it stands in for the base model until `self.base` is set.
+        `base_path` is the served model's path or Hub id, the stand-in for the base model until `self.base` is set.
 
         Raises:
-            LoRAPluginsError: it is there but cannot be served, or a source is unavailable.
+            LoRAPluginsError: the adapter cannot be served, or a source is unavailable.
         """
         try:
             name = AdapterName.parse(text)
@@ -158,10 +158,10 @@ class AdapterResolver:
         return await self._answer(_Query(name), base_path)
 
     async def has(self, text: str, base_path: str) -> bool:
-        """Whether a source has the adapter called `text`; nothing is fetched, and `resolve` asks no source again.
+        """Whether a source has the adapter called `text`; fetches nothing, and `resolve` need not ask again.
 
         Raises:
-            LoRAPluginsError: a source is unavailable, or what it has is no adapter.
+            LoRAPluginsError: a source is unavailable, or has no valid adapter there.
         """
         try:
             query = _Query(AdapterName.parse(text))
@@ -176,9 +176,9 @@ class AdapterResolver:
         """Fetch and verify the adapter at `uri`, to be served as `name`.
 
         Raises:
-            InvalidAdapter: the name or URI is malformed, or the URI not allowed; nothing was asked then.
-            AdapterNotFound: there is none.
-            LoRAPluginsError: it is there but cannot be served, or the source is unavailable.
+            InvalidAdapter: the name or URI is malformed, or the URI not allowed; no source was asked.
+            AdapterNotFound: the URI has no adapter.
+            LoRAPluginsError: the adapter cannot be served, or the source is unavailable.
         """
         resolved = await self._answer(self._uri_query(name, uri), base_path)
         if resolved is None:
@@ -191,39 +191,39 @@ class AdapterResolver:
         return resolved
 
     async def snapshot(self, name: str, path: str, base_path: str, holder: Hashable = None) -> ResolvedAdapter | None:
-        """The adapter in a directory as it is now, copied and verified, for a call of vLLM's own that names its path.
+        """The adapter in a directory as of now, copied and verified, for one of vLLM's own calls with a path.
 
-        No prefix need allow it, and `name` may be any text. None where no adapter is there. Its lease is `holder`'s,
-        where one is given.
+        The path needs no allowed prefix, and `name` may be any text. None where the directory has no adapter. The lease
+        is of `holder`, if given.
 
         Raises:
-            LoRAPluginsError: it cannot be served, or the file system does not answer.
+            LoRAPluginsError: the adapter cannot be served, or the file system does not answer.
         """
         if "\0" in path:
             return None
         query = _Query(AdapterName(name), SourceUri.of_path(path), force_refresh=True, holder=holder)
-        # Not shared with who came earlier: the files may have changed since.
+        # Not shared with earlier callers: the files may have changed since.
         return await self._flights.run((query, object()), lambda: self._resolve(query, base_path))
 
     async def pushed(self, adapter: PushedAdapter, base_path: str) -> ResolvedAdapter:
-        """An adapter that a caller has pushed, verified and leased for its name.
+        """A pushed adapter, verified and leased for its name.
 
         Raises:
-            LoRAPluginsError: it cannot be served.
+            LoRAPluginsError: the adapter cannot be served.
         """
         return await self._serve(_Query(adapter.name), self._push_source, adapter, base_path)
 
     async def latest(self, name: str, uri: str | None, base_path: str) -> ResolvedAdapter | None:
-        """What is now the newest version of what `resolve` (or, with `uri`, `resolve_uri`) once returned.
+        """The newest version of an adapter that `resolve` (or, with `uri`, `resolve_uri`) once returned.
 
-        In the place of a URI it takes the path of a `snapshot`.
+        `uri` may also be the path of a `snapshot`.
 
-        The source is asked whatever it said a moment ago, and a version that is not in the store yet is fetched and
-        verified. None where no source has the adapter any more. An earlier version that is in use stays leased.
+        The source is asked even just after its last answer, and a version that the store lacks is fetched and verified.
+        None where no source has the adapter any more. An earlier version in use stays leased.
 
         Raises:
-            LoRAPluginsError: there is another version that cannot be served, or the source is unavailable. A later
-                source does not stand in for the one that the adapter last came from.
+            LoRAPluginsError: the newest version cannot be served, or the source is unavailable. A later source never
+                replaces the source that the adapter last came from.
         """
         if is_path(uri):
             return await self.snapshot(name, uri, base_path)
@@ -238,18 +238,18 @@ class AdapterResolver:
         return self._versions.warnings_of(digest)
 
     def note_warnings(self, digest: str, warnings: Iterable[str]) -> None:
-        """Another API server has found a version worth these."""
+        """Note warnings of a version that another API server has verified."""
         self._versions.note_warnings(digest, tuple(warnings))
 
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
         """A version that the store still has, verified and leased for `name`; no source is asked.
 
-        Only versions that came from where this process has found `name` count, so that a name cannot reach what is
-        another's; with `of_any_name`, for a caller that knows all 64 characters of the digest, all do. None where no
-        version or more than one matches, or the prefix is shorter than 8 characters.
+        Only versions from places where this process has found `name` count, so that a name cannot reach other names'
+        versions; with `of_any_name`, for a caller that knows all 64 characters of the digest, all versions count. None
+        where no version or more than one matches, or the prefix is shorter than 8 characters.
 
         Raises:
-            LoRAPluginsError: it does not fit the served model.
+            LoRAPluginsError: the version does not fit the served model.
         """
         with describing(adapter=name):
             base = await self._described_base()
@@ -258,13 +258,13 @@ class AdapterResolver:
             )
 
     async def restored(self, name: str, uri: str | None, digest: str, place: str) -> ResolvedAdapter | None:
-        """The version that a server before this one served, verified and leased for `name`; no source is asked.
+        """The version that the server before this one served, verified and leased for `name`; no source is asked.
 
-        Its source counts as where this server found the name last. None where the store does not have the version any
-        more, or this server would look for the name in other places than `place`, which is `place_of` that source.
+        Its source counts as the place where this server found the name last. None where the store no longer has the
+        version, or no source of this server has the description `place`, of `place_of`.
 
         Raises:
-            LoRAPluginsError: it does not fit the served model, or its URI is not allowed any more.
+            LoRAPluginsError: the version does not fit the served model, or its URI is no longer allowed.
         """
         query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
         if uri is None and place not in {str(source) for source in self.sources}:
@@ -277,11 +277,11 @@ class AdapterResolver:
         return self._versions.note(query.key, found)
 
     def place_of(self, version: ResolvedAdapter) -> str:
-        """Where the source of a version looks for names: its root, template or repositories, without credentials."""
+        """The place where a version's source looks for names: root, template or repositories, without credentials."""
         return next((str(source) for source in self.sources if source.label == version.source), "")
 
     def served(self, name: str) -> ResolvedAdapter | None:
-        """What a name was resolved to last, by itself and not by a URI; it may have left the store since."""
+        """The last version resolved for a name, but not for a URI; the store may have lost the version since."""
         return self._versions.served((name, ""))
 
     def _uri_query(self, name: str, uri: str) -> _Query:
@@ -301,17 +301,17 @@ class AdapterResolver:
             return await self._share(query, base_path)
 
     def _known(self, query: _Query) -> ResolvedAdapter | None:
-        """What its source said a moment ago.
+        """The source's answer of a moment ago.
 
         Raises:
-            LoRAPluginsError: the fault that was met a moment ago.
+            LoRAPluginsError: a remembered fault.
         """
         fresh = self._fresh.get(query.key)
         if fresh is not None and self._is_there(fresh):
             return fresh
         failed = self._failed.get(query.key)
         if failed is not None:
-            raise copy.copy(failed)  # a new one: raising an old one grows its traceback
+            raise copy.copy(failed)  # a copy: raising one object again and again grows its traceback
         return None
 
     @contextmanager
@@ -332,7 +332,7 @@ class AdapterResolver:
         return True
 
     def _is_there(self, resolved: ResolvedAdapter) -> bool:
-        """Whether it is leased, and was in the store a second ago."""
+        """Whether a version is leased, and was in the store at the last look, at most `_SEEN_S` ago."""
         if resolved.path in self._seen:
             return self._versions.is_leased(resolved)
         is_there = self._versions.is_leased(resolved) and self.store.has(resolved.path)
@@ -359,7 +359,7 @@ class AdapterResolver:
                 found = located or await self._locate(query, base_path)
             if isinstance(found, _Nowhere):
                 self._fresh.pop(query.key, None)
-                if not query.is_by_path:  # else it may be a Hub id, which vLLM looks up
+                if not query.is_by_path:  # a path may be a Hub id too, which vLLM looks up
                     self.events.emit(AdapterUnknown(name, absences=found.absences))
                 return None
             source, adapter = found
@@ -383,10 +383,10 @@ class AdapterResolver:
     async def _serve(
         self, query: _Query, source: Source, adapter: RemoteAdapter, base_path: str, locate_s: float = 0.0
     ) -> ResolvedAdapter:
-        """A located version, in the store and compared with the served model."""
+        """Bring a located version into the store, and compare the version with the served model."""
         with describing(adapter=str(query.name)):
             base = await self._described_base() or BaseModel(base_path, aliases=self.settings.base_aliases)
-            # By path, and without the engine's modules, only the workers can compare it.
+            # By path, and without the engine's modules, only the workers can compare the adapter.
             is_compared = base.model is not None or self.settings.base_match is BaseMatch.STRICT
             compared = base if is_compared or not query.is_by_path else None
             return await self._versions.serve(
@@ -394,7 +394,7 @@ class AdapterResolver:
             )
 
     async def _described_base(self) -> BaseModel | None:
-        """The served model with its modules, which only a running engine can say; asked for at the first use."""
+        """The served model with its modules; the first use asks the engine, which alone knows the modules."""
         async with self._describing:
             if self.base is None or self.base.model is not None or self.describe_model is None:
                 return self.base
@@ -408,11 +408,12 @@ class AdapterResolver:
                 ) from error
             self.base = replace(self.base, model=model)
             if model is None:
+                # None: LoRA is off, and the answer will not change.
                 self.describe_model = None
             return self.base
 
     async def _locate(self, query: _Query, base_path: str) -> tuple[Source, RemoteAdapter] | _Nowhere:
-        """The first source that has it, and the adapter there."""
+        """The first source that has the adapter, and the adapter's description there; or each source's absence."""
         absences: list[Absence] = []
         unavailable: SourceUnavailable | None = None
         for source, name in self._places(query):
@@ -427,7 +428,7 @@ class AdapterResolver:
                 with describing(adapter=str(query.name)):
                     answer = await self._ask(source, name, query, base_path)
             except LookUpsBusy as error:
-                # No later source is asked: which one has the name is not for a flood to decide.
+                # Ask no later source: a flood must not decide which source serves the name.
                 self.events.emit(LookUpRefused(str(query.name), source.label, error))
                 raise
             except LoRAPluginsError as error:
@@ -447,14 +448,14 @@ class AdapterResolver:
         return _Nowhere(tuple(absences))
 
     async def _ask(self, source: Source, name: AdapterName, query: _Query, base_path: str) -> RemoteAdapter | Absence:
-        """What the source answers once it is this name's turn."""
+        """The source's answer, once a place for the name is free."""
         is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key) is not None
         return await self._look_ups_at(source).run(
             lambda: source.locate(name, base_path), is_known=is_known, principal=self.principal()
         )
 
     def _look_ups_at(self, source: Source) -> LookUps:
-        """Each source has its own: one that does not answer keeps nobody from the others."""
+        """The look-ups at one source, so that a source that does not answer blocks no other source."""
         found = self._look_ups.get(id(source))
         if found is None:
             limits = _REMOTE_LIMITS if source.remote else _LOCAL_LIMITS
@@ -462,7 +463,7 @@ class AdapterResolver:
         return found
 
     def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:
-        """The sources to ask, with the name by which each knows the adapter."""
+        """The sources to ask, with the name by which each source knows the adapter."""
         if query.uri is not None:
             return [self._by_uri.at(query.uri)]
         return [(source, query.name) for source in self.sources]

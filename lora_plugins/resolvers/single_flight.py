@@ -1,4 +1,4 @@
-"""Callers that ask for the same at the same time share one answer."""
+"""Concurrent callers with the same question share one answer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class _Flight(Generic[_T]):
 
 
 class SingleFlight(Generic[_K, _T]):
-    """One task for each key; it goes on when a caller is cancelled, for the others and for what it leaves behind."""
+    """One task for each key; the task goes on when a caller is cancelled, for other callers and for lasting effects."""
 
     def __init__(self, abandoned: Callable[[_T], None] = lambda _: None) -> None:
-        """Make one; `abandoned` gets each result that no caller has got."""
+        """Make an object without tasks; `abandoned` gets each result that no caller has received."""
         self._flights: dict[_K, _Flight[_T]] = {}
         self._abandoned = abandoned
 
@@ -30,7 +30,7 @@ class SingleFlight(Generic[_K, _T]):
         return len(self._flights)
 
     async def run(self, key: _K, start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """The result of the task of this key, which `start` begins if there is none."""
+        """The result of the key's task, which `start` begins if there is none."""
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.get_running_loop().create_task(start()))
@@ -40,7 +40,7 @@ class SingleFlight(Generic[_K, _T]):
             result = await asyncio.shield(flight.task)
             flight.is_taken = True
             return result
-        finally:  # a caller may be cancelled after the task has ended, before it runs again
+        finally:  # a caller may be cancelled between the end of the task and the caller's next step
             flight.waiting -= 1
             self._check(flight)
 
@@ -51,7 +51,7 @@ class SingleFlight(Generic[_K, _T]):
     def _check(self, flight: _Flight[_T]) -> None:
         if flight.waiting or flight.is_taken or not flight.task.done():
             return
-        if flight.task.cancelled() or flight.task.exception() is not None:  # looked at, so that asyncio logs nothing
+        if flight.task.cancelled() or flight.task.exception() is not None:  # read, so that asyncio logs nothing
             return
         flight.is_taken = True
         self._abandoned(flight.task.result())

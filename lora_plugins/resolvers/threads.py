@@ -1,4 +1,4 @@
-"""The ways between the caller's event loop, threads and other loops; each says what a cancellation waits for."""
+"""Ways between the caller's event loop, threads and other loops; each says how a cancellation ends the work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 async def until_ended(future: concurrent.futures.Future[_T], cancel: Callable[[], object]) -> _T:
-    """The result of `future`; when cancelled, call `cancel`, and raise only once it has ended."""
+    """The result of `future`; when cancelled, call `cancel`, and raise only after the future's end."""
     waiting = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(waiting)
@@ -22,12 +22,12 @@ async def until_ended(future: concurrent.futures.Future[_T], cancel: Callable[[]
         cancel()
         await asyncio.wait([waiting])
         if not waiting.cancelled():
-            waiting.exception()  # nobody else will ask for it
+            waiting.exception()  # read the error: asyncio logs errors that nobody reads
         raise
 
 
 async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await `work` on another thread's event loop; when cancelled, it has ended before this raises."""
+    """Await `work` on another thread's event loop; a cancellation raises only after the end of the work."""
     started: list[asyncio.Task[Any] | None] = []
 
     async def run() -> _T:
@@ -35,26 +35,26 @@ async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]
         return await work
 
     def cancel() -> None:
-        # One turn of the loop later than the start, which may still be in its queue.
+        # One step of the loop after the start, which may still be in the loop's queue.
         loop.call_soon_threadsafe(loop.call_soon, lambda: [task.cancel() for task in started if task is not None])
 
     return await until_ended(asyncio.run_coroutine_threadsafe(run(), loop), cancel)
 
 
 async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
-    """Run `work` in a new thread that neither the event loop nor the interpreter waits for at its end.
+    """Run `work` in a new thread; neither the event loop nor the interpreter waits for the thread at its end.
 
-    For what cannot be interrupted and must not hold a place in a pool that others wait for. When cancelled, the thread
-    goes on by itself.
+    For work that cannot be interrupted and must not hold a place in a pool that others wait for. After a cancellation
+    the thread goes on alone.
     """
     future: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             deliver = partial(future.set_result, work())
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+        except BaseException as error:  # noqa: BLE001 - the waiting caller gets the error
             deliver = partial(future.set_exception, error)
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller was cancelled
             deliver()
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -51,17 +51,17 @@ _LABELS = {"file": "filesystem", "hf": "hub", "push": "push"}  # every other sch
 
 @dataclass(frozen=True, slots=True)
 class ResolvedAdapter:
-    """A verified adapter under the name that was asked for; `path` is absolute, immutable and leased.
+    """A verified adapter under the requested name; `path` is absolute, immutable and leased.
 
     Attributes:
         adapter_id: of the name, see `adapter_id()`.
-        source: label of the source. uri: where the adapter lies there, without credentials.
+        source: label of the source. uri: the adapter's place there, without credentials.
         version: at the source: a commit, or a digest of names, sizes and ETags.
-        asked_uri: the URI that it was asked for by; empty where it was asked for by name.
+        asked_uri: the requested URI; empty for a request by name.
         size_bytes: of configuration and weights. rank: the largest of any module.
-        is_3d: whether it holds experts stacked, which vLLM's requests say (`is_3d_lora_weight`).
-        warnings: what its answers say beside, see `VerifiedAdapter`.
-        holder: who has its lease; None for its name.
+        is_3d: whether the weights have stacked experts, which vLLM's requests must state (`is_3d_lora_weight`).
+        warnings: warnings for answers of the adapter, see `VerifiedAdapter`.
+        holder: the holder of the lease; None for the name.
     """
 
     name: str
@@ -84,22 +84,22 @@ class ResolvedAdapter:
 
 
 class _BytesRefused(Exception):
-    """What was fetched cannot be served, for what its bytes say: another fetch of this version would change nothing."""
+    """The fetched bytes cannot be served: another fetch of this version would change nothing."""
 
     def __init__(self, error: LoRAPluginsError) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-# An adapter's name, and the URI that it is asked for by, or "" where its name says it.
+# An adapter's name, and the requested URI, or "" for a request by name.
 Key = tuple[str, str]
 
 
 class Versions:
-    """What the names of one process stand for in the store. For one event loop.
+    """The versions of names of one process in the store. For one event loop.
 
-    Each name has its own lease of the versions that it was resolved to. Versions that are refused for what their bytes
-    say are not fetched again.
+    Each name has its own lease of every version resolved for the name. Versions with refused bytes are not fetched
+    again.
     """
 
     def __init__(self, settings: Settings, events: Events, store: Store) -> None:
@@ -108,7 +108,7 @@ class Versions:
         self._store = store
         self._served: LRUCache[Key, ResolvedAdapter] = LRUCache(_REMEMBERED_NAMES)
         self._origins: LRUCache[str, frozenset[str]] = LRUCache(_REMEMBERED_NAMES)
-        # (name, digest) → the last (URI, version) that the name had these bytes from: a manifest has the first alone.
+        # (name, digest) → the last (URI, version) with these bytes for the name: a manifest knows only the first fetch.
         self._had: LRUCache[tuple[str, str], tuple[str, str]] = LRUCache(_REMEMBERED_NAMES)
         self._refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
         self._warnings: LRUCache[str, tuple[str, ...]] = LRUCache(_REMEMBERED_WARNINGS)
@@ -116,20 +116,20 @@ class Versions:
         children().warm()  # so that the first fetch waits for no start
 
     def served(self, key: Key) -> ResolvedAdapter | None:
-        """What this was resolved to last, whether it is still there or not."""
+        """The last version resolved for this key; the store may have lost the version."""
         return self._served.get(key)
 
     def warnings_of(self, digest: str) -> tuple[str, ...]:
-        """What answers of a version say beside; nothing of one that was not resolved here."""
+        """Warnings for answers of a version; none for a version not resolved in this process."""
         return self._warnings.get(digest, ())
 
     def note_warnings(self, digest: str, warnings: tuple[str, ...]) -> None:
-        """Have `warnings_of` say these of a version that another process has verified."""
+        """Add warnings of a version that another process has verified."""
         if warnings:
             self._warnings[digest] = warnings
 
     def is_leased(self, resolved: ResolvedAdapter) -> bool:
-        """Whether it is still leased for its name; a microsecond."""
+        """Whether the version is still leased for its name; takes a microsecond."""
         return self._store.leases.is_held(resolved.digest, resolved.holder or resolved.name)
 
     async def serve(
@@ -145,10 +145,11 @@ class Versions:
     ) -> ResolvedAdapter:
         """The located version in the store, verified against `base`, leased for `holder` or else for the name.
 
-        What is fetched, read or converted takes a place of `principal`.
+        Fetches, reads and conversions take a place of `principal`.
 
         Raises:
-            VersionChanged: it is to be located again. LoRAPluginsError: it cannot be had or served.
+            VersionChanged: the caller must locate the adapter again.
+            LoRAPluginsError: the version cannot be had or served.
         """
         name, served = key[0], self._served.get(key)
         wanted = adapter.uri, adapter.version, holder
@@ -162,10 +163,11 @@ class Versions:
             stored, verified, obtain_s = await self._ready_from(
                 source, adapter, base, attempt, name=name, principal=principal
             )
-        except DamagedCopy:  # it is marked, and fetched now
+        except DamagedCopy:  # the copy is marked now, so the second try fetches the version
             stored, verified, obtain_s = await self._ready_from(
                 source, adapter, base, attempt, name=name, principal=principal
             )
+        # Point the link before the lease goes to the name: a reader of the link must find a leased adapter.
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
         self._store.leases.hand_over(stored.digest, attempt, holder or name)
@@ -189,7 +191,7 @@ class Versions:
         return self.note(key, replace(found, holder=holder))
 
     def note(self, key: Key, version: ResolvedAdapter) -> ResolvedAdapter:
-        """Remember what a name, or a name by its URI, was resolved to; the same with the URI that it was asked by."""
+        """Remember the version resolved for a key, and return the version with the requested URI."""
         name, asked_uri = key
         served = self._served[key] = replace(version, asked_uri=asked_uri)
         self._origins[name] = self._origins.get(name, frozenset()) | {version.uri}
@@ -206,7 +208,7 @@ class Versions:
         name: str,
         principal: Hashable,
     ) -> tuple[StoredAdapter[ReadAdapter], VerifiedAdapter, float]:
-        """A located version, leased and as the engine wants it; and how long it took to have its bytes."""
+        """A located version, leased and in the engine's form; and the seconds until its bytes were here."""
         started = time.perf_counter()
         stored = await self._find_converted(adapter, base, holder)
         if stored is None:
@@ -224,9 +226,9 @@ class Versions:
         of_any_name: bool,
         principal: Hashable = None,
     ) -> ResolvedAdapter | None:
-        """See `AdapterResolver.of_digest`."""
+        """Find as `AdapterResolver.of_digest` says."""
         origins = None if of_any_name else self._origins.get(name)
-        # To forge 8 characters of a digest takes half an hour. A name that was never found has no version.
+        # Forging 8 characters of a digest takes half an hour, so a prefix counts only for versions of the name itself.
         if (of_any_name and not is_digest(digest_prefix)) or not (of_any_name or origins):
             return None
         attempt = object()
@@ -245,7 +247,7 @@ class Versions:
     async def _find_converted(
         self, adapter: RemoteAdapter, base: BaseModel | None, holder: object
     ) -> StoredAdapter[ReadAdapter] | None:
-        """This version in the engine's form, if it had to be converted before; its original may be gone by now."""
+        """This version in the engine's form, if converted earlier; the store may have lost the original since."""
         if base is None or base.model is None:
             return None
         form = base.model.form
@@ -261,7 +263,7 @@ class Versions:
         *,
         principal: Hashable,
     ) -> tuple[StoredAdapter[ReadAdapter], VerifiedAdapter]:
-        """A leased version as the engine wants it: itself, or what it is converted into, leased in its place."""
+        """A leased version in the engine's form: itself, or its conversion, which then has the lease."""
         verified = await self._check_sound(stored.digest, base, holder, principal, _verified(stored))
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
@@ -283,13 +285,14 @@ class Versions:
     async def _check_sound(
         self, digest: str, base: BaseModel | None, holder: object, principal: Hashable, arrived: VerifiedAdapter | None
     ) -> VerifiedAdapter:
-        """As `_check`, of the bytes that the digest says: they are hashed meanwhile, once per process.
+        """Check as `_check` does, and hash the bytes meanwhile, once per process.
 
-        What fails its check is hashed again: whether the adapter is at fault, or its copy.
+        After a failed check the bytes are hashed again, to tell a wrong adapter from a damaged copy.
 
         Raises:
-            DamagedCopy: they are other bytes; the copy is marked. SourceUnavailable: they cannot be read at the moment.
-            LoRAPluginsError: it does not fit. No lease is left.
+            DamagedCopy: the bytes differ from the digest; the copy is marked.
+            SourceUnavailable: the bytes cannot be read at the moment.
+            LoRAPluginsError: the version does not fit. No lease is left.
         """
         checked, is_sound = await asyncio.gather(
             self._check(digest, base, holder, principal, arrived),
@@ -309,9 +312,9 @@ class Versions:
     async def _check(
         self, digest: str, base: BaseModel | None, holder: object, principal: Hashable, arrived: VerifiedAdapter | None
     ) -> VerifiedAdapter:
-        """Validate a leased version against the base model; what it was found to be as it `arrived` is not read again.
+        """Validate a leased version against the base model; the result of a check in `arrived` saves reading the files.
 
-        Its values were looked at then, in this process or another.
+        Values were checked on arrival, in this process or another.
         """
         directory = self._store.layout.adapter(digest)
         try:
@@ -326,10 +329,10 @@ class Versions:
     async def _obtain(
         self, name: str, source: Source, adapter: RemoteAdapter, holder: object, principal: Hashable
     ) -> StoredAdapter[ReadAdapter]:
-        """The version in the store."""
+        """Bring the version into the store."""
         version = (adapter.uri, adapter.version)
         if version in self._refused:
-            raise copy.copy(self._refused[version])  # a new one: raising an old one grows its traceback
+            raise copy.copy(self._refused[version])  # a copy: raising one object again and again grows its traceback
         with describing(place=adapter.uri):
             selected = select_files(adapter, self._settings)
 
@@ -343,7 +346,7 @@ class Versions:
                 started = time.perf_counter()
                 stored = await self._store.obtain(selected, fetch, partial(self._check_fetched, selected), holder)
         except _BytesRefused as refused:
-            self._refused[version] = copy.copy(refused.error)  # without the name, which may be one of several
+            self._refused[version] = copy.copy(refused.error)  # before the name is added: other names may ask too
             raise refused.error from None
         if not stored.fetched:
             return stored
@@ -356,7 +359,7 @@ class Versions:
     def _leased_version(
         self, name: str, digest_prefix: str, origins: frozenset[str] | None, holder: object
     ) -> Manifest | None:
-        """The one version that matches, leased; unless `origins` is None, only what the name or its places have had."""
+        """The only matching version, leased; with `origins`, only versions of the name or its places match."""
         found = []
         with store_errors():
             for digest in self._store.published.matching(digest_prefix):
@@ -371,23 +374,23 @@ class Versions:
         return found[0]
 
     def _check_fetched(self, selected: RemoteAdapter, directory: Path) -> ReadAdapter:
-        """Verify what was fetched.
+        """Verify the fetched files.
 
         Raises:
-            _BytesRefused: its bytes are no adapter that can be served. LoRAPluginsError: they could not be read.
+            _BytesRefused: the bytes are no adapter that can be served. LoRAPluginsError: the files could not be read.
         """
         try:
             return children().read(directory, self._settings).result()
         except LoRAPluginsError as error:
             kind = kind_of(error)
             if kind is ErrorKind.ABSENCE and not all((directory / file.name).exists() for file in selected.files):
-                raise _gone() from error  # the source has them: somebody cleans up in the store
+                raise _gone() from error  # the source has the files: another program cleans up in the store
             if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE):
                 raise _BytesRefused(error) from error
             raise
 
     def _read(self, directory: Path) -> Future[ReadAdapter]:
-        """Verify again what was verified before, but for its values."""
+        """Verify files again that were verified before, but skip the values."""
         return children().read(directory, replace(self._settings, check_finite=False))
 
     def _check_fits(self, base: BaseModel | None, verified: VerifiedAdapter) -> VerifiedAdapter:
@@ -428,11 +431,11 @@ def _label_of(uri: str) -> str:
 
 
 def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
-    """The same adapter with only the files that will be read.
+    """The adapter with only the files to read.
 
     Raises:
-        AdapterNotFound: it has no weights.
-        InvalidAdapter: its weights are a pickle, which is not allowed, or its files are too many or too large together.
+        AdapterNotFound: the adapter has no weights.
+        InvalidAdapter: the weights are a pickle, which is not allowed, or there are too many or too large files.
     """
     names = {file.name for file in adapter.files}
     try:

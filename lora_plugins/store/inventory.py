@@ -29,7 +29,7 @@ _ORDER_KEPT_S = 600.0
 _MOST_BYTES = 1 << 16  # read of a manifest; a manifest that is cut here is no JSON, and `Manifest.read` reads all
 
 
-class _File(msgspec.Struct):
+class _ManifestFile(msgspec.Struct):
     name: str
     size_bytes: int
 
@@ -37,7 +37,7 @@ class _File(msgspec.Struct):
 class _Manifest(msgspec.Struct):
     """The part of a manifest with the sizes; decoding takes two fifths of the time of a whole manifest."""
 
-    files: list[_File]
+    files: list[_ManifestFile]
 
 
 _DECODER = msgspec.json.Decoder(_Manifest)

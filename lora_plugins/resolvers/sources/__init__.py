@@ -1,1 +1,1 @@
-"""Places that adapters come from."""
+"""Sources of adapters: directories, object stores, the Hub, and pushes."""

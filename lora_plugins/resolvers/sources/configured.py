@@ -1,10 +1,10 @@
-"""The sources that the settings describe, by plugin and by URI; the command line makes the same ones as a server.
+"""The sources that the settings describe, by plugin and by URI; server and command line make the same sources.
 
-A plugin's function answers None where its own setting is not there. Whether `VLLM_PLUGINS` names the plugin, others
-ask. Sources start no threads before they are asked something, so they can be made in any process.
+A plugin's function returns None without the plugin's own setting. Callers check whether `VLLM_PLUGINS` has the plugin.
+Sources start no threads before their first question, so any process can make them.
 
-A URI is checked against `LORA_PLUGINS_ALLOWED_URIS` before anything is asked, so that the answer to one that is not
-allowed says nothing of what is there. A path that a call of vLLM's own names is not: whoever makes it reads any path.
+A URI is checked against `LORA_PLUGINS_ALLOWED_URIS` before any question, so that the answer to a forbidden URI shows
+nothing of the place. A path in one of vLLM's own calls is not checked: callers of those may have vLLM read any path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def filesystem_source(settings: Settings, may_lead: MayLead = anywhere) -> Sourc
     """Adapters below `VLLM_LORA_RESOLVER_CACHE_DIR`; `may_lead` as of `FilesystemSource`.
 
     Raises:
-        InvalidSettings: it is no directory.
+        InvalidSettings: the path is no directory.
     """
     root = settings.filesystem_root
     if root is None:
@@ -50,7 +50,7 @@ def s3_source(settings: Settings) -> Source | None:
     """Adapters below `S3_PATH_TEMPLATE`.
 
     Raises:
-        InvalidSettings: the template or a variable of the object store cannot be right, or a package is missing.
+        InvalidSettings: a malformed template or variable of the object store, or a missing package.
     """
     if settings.s3_path_template is None:
         return None
@@ -63,7 +63,7 @@ def hub_source(settings: Settings) -> Source | None:
     """Adapters in the repositories of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
 
     Raises:
-        InvalidSettings: an entry of the list cannot be right.
+        InvalidSettings: a malformed entry of the list.
     """
     if not settings.hub_repos:
         return None
@@ -74,10 +74,10 @@ def hub_source(settings: Settings) -> Source | None:
 
 
 def sources_of_others(_: Settings) -> list[Source]:
-    """Those of other packages: each entry point of the group `lora_plugins.sources` is called with the environment.
+    """Sources of other packages: calls each entry point of the group `lora_plugins.sources` with the environment.
 
     Raises:
-        InvalidSettings: one cannot be made.
+        InvalidSettings: a source cannot be made.
     """
     found = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
@@ -100,7 +100,7 @@ def _one(configured: Callable[[Settings], Source | None]) -> Callable[[Settings]
     return lambda settings: [source for source in [configured(settings)] if source is not None]
 
 
-# By the name of the plugin that serves from them.
+# By the name of the plugin that serves from the sources.
 SOURCE_PLUGINS: Mapping[str, Callable[[Settings], list[Source]]] = {
     FILESYSTEM: _one(filesystem_source),
     S3: _one(s3_source),
@@ -113,7 +113,7 @@ class UriSources:
     """The sources behind the allowed URIs, one for each scheme and bucket, host or directory.
 
     Raises:
-        InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` that cannot be right.
+        InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -122,31 +122,32 @@ class UriSources:
         self._sources: dict[tuple[str, str], Source] = {}
 
     def check(self, text: str) -> SourceUri:
-        """Read a URI that may be fetched.
+        """Read an allowed URI.
 
         Raises:
-            InvalidAdapter: it is malformed or not allowed.
+            InvalidAdapter: the URI is malformed or not allowed.
         """
         return self._allowed.check(text)
 
     def at(self, uri: SourceUri) -> tuple[Source, AdapterName]:
-        """The source of a URI that `check` has let through, and the name by which that source knows its adapter.
+        """The source of a URI from `check`, and the name by which the source knows the adapter.
 
         Raises:
-            SourceUnavailable: what it takes to ask it is not installed or configured here.
+            SourceUnavailable: a package or setting for the source is missing.
         """
         below = [prefix for prefix in self._allowed.prefixes if uri.is_below(prefix)]
         try:
             if uri.scheme == "file":
+                # The widest prefix, so that narrower prefixes share one source, its threads and limits.
                 root = min(below, key=lambda prefix: len(prefix.segments))
                 source = self._made(("file", root.path), lambda: self._directory(root.path))
                 path = uri.segments[len(root.segments) :]
             elif uri.scheme == BY_PATH:
-                # Who may make vLLM's own calls may have it read any path, wherever its symlinks lead.
+                # Callers of vLLM's own API may have vLLM read any path, wherever symlinks lead.
                 source = self._made((BY_PATH, ""), lambda: self._directory("", is_by_path=True))
                 path = uri.segments
             elif uri.scheme == "hf":
-                # As with names: a repository that moved is followed only where the operator named it.
+                # As for names: a moved repository is followed only where the operator named the repository.
                 named = any(prefix.segments for prefix in below)
                 pinned = any(prefix.revision is not None for prefix in below)
                 source = self._made(("hf", f"{named} {pinned}"), lambda: self._hub(named=named, pinned=pinned))
@@ -161,7 +162,7 @@ class UriSources:
                 expected=error.expected if isinstance(error, InvalidSettings) else "",
                 remedy=error.remedy if isinstance(error, InvalidSettings) else "install the package named here",
             ) from error
-        # Not parsed as a name is: the URI's own grammar has judged these segments, and allows more of them.
+        # Not parsed like a name: the URI's own grammar has checked the segments, and allows more characters.
         return source, AdapterName("/".join(path), uri.revision)
 
     def _made(self, key: tuple[str, str], make: Callable[[], Source]) -> Source:
@@ -173,7 +174,7 @@ class UriSources:
         return FilesystemSource(
             Path("/" + root),
             follow_symlinks=is_by_path or self._settings.follow_symlinks,
-            # A policy is of names, and this path is none: where there is one, a link leads to its neighbours only.
+            # A policy is about names, and a path is no name: with a policy, a link leads only to its neighbours.
             may_lead=anywhere if is_by_path or self._settings.policy is None else is_neighbour,
             variable="LORA_PLUGINS_ALLOWED_URIS",
             timeout_s=self._settings.fetch_timeout_s,
@@ -191,5 +192,5 @@ class UriSources:
     def _objects(self, uri: SourceUri) -> Source:
         from lora_plugins.resolvers.sources.object_store import object_source
 
-        settings = replace(self._settings, local_path_template=None)  # that one is for names
+        settings = replace(self._settings, local_path_template=None)  # the template is for names only
         return object_source(f"{uri.scheme}://{uri.authority}/{{lora_name}}", settings)

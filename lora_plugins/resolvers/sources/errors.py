@@ -1,11 +1,11 @@
-"""Why a remote source has no answer: what its client library raises, mapped once to this package's errors.
+"""Failures of remote sources: maps errors of client libraries to this package's errors, in one place.
 
 `diagnose` knows botocore, aiobotocore, s3fs, aiohttp and fsspec; the Hub's libraries have `hub_errors.py`.
-A test fails on an exception type of theirs that has no kind. Unknown failures are never retried and never taken for
-"no such adapter".
+A test fails for an exception type of the libraries without a kind. Unknown failures are never retried and never taken
+for "no such adapter".
 
-Our texts name the kind of failure, the HTTP status and the store's error code, never its message or address, and are
-raised `from None`: those may carry a signed URL.
+Texts have the kind of failure, the HTTP status and the store's error code, never its message or address, and errors are
+raised `from None`: message and address may carry a signed URL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_WAIT_S = 30.0
 
 
 class FailureKind(Enum):
-    """A kind of failure: what was found (`{source}` is the kind of source), what to do, and whether to retry."""
+    """A kind of failure: the text (`{source}` is the kind of source), the remedy, and whether a retry may help."""
 
     MISSING = ("no such object", "upload the adapter again", False)
     NO_BUCKET = ("no such bucket", "create the bucket or correct the URL template", False)
@@ -51,24 +51,24 @@ class FailureKind(Enum):
 
 
 class RemoteFailure(SourceUnavailable):
-    """A remote source did not answer; asking again at once would not help."""
+    """A remote source did not answer; an immediate retry would not help."""
 
     kind = FailureKind.UNKNOWN
 
 
 class Transient(RemoteFailure):
-    """A failure that may pass by itself; `wait_s` is how long the source asks us to wait, where it does."""
+    """A failure that may pass; `wait_s`: seconds that the source asks clients to wait, if any."""
 
     wait_s: float | None = None
 
 
 class BrokenAnswer(Exception):
-    """A body, header or file that is not what was asked for: short, long, of another range, or damaged."""
+    """A body, header or file other than requested: short, long, of another range, or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is wrong; `detail` is the HTTP status or exception type that shows it."""
+    """A failure; `detail` is the HTTP status or exception type that shows the kind."""
 
     kind: FailureKind
     detail: str = ""
@@ -77,9 +77,9 @@ class Failure:
     def as_error(
         self, source: str, *, found: str = "", expected: str = "the adapter's files", remedy: str = "", file: str = ""
     ) -> LoRAPluginsError:
-        """Our error: AdapterNotFound, VersionChanged, or a RemoteFailure, which is Transient where retries may help.
+        """The error of this package: AdapterNotFound, VersionChanged, or RemoteFailure (Transient if a retry may help).
 
-        `found` and `remedy` take the place of what the kind says.
+        `found` and `remedy` replace the texts of the kind.
         """
         kind = self.kind
         text = found or kind.found.format(source=source)
@@ -98,7 +98,7 @@ class Failure:
 
 
 def table_of(kinds: Mapping[FailureKind, str]) -> Mapping[str, FailureKind]:
-    """A table for `kind_of`, of the classes of each kind; so no library is imported to recognise an error of it."""
+    """A table for `kind_of` from class names by kind; names, so that no library is imported to recognise its errors."""
     return {name: kind for kind, names in kinds.items() for name in names.split()}
 
 
@@ -115,9 +115,9 @@ _STANDARD = table_of(
 
 
 def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -> FailureKind | None:
-    """What an exception type means where an instance says nothing better; None where that is not known.
+    """The kind of an exception type, for instances without a better hint; None where unknown.
 
-    `table` has classes as `package.Class`, the package being the outermost one; the most derived class counts.
+    `table` has classes as `package.Class` with the outermost package; the most derived class counts.
     """
     for cls in error_type.__mro__:
         name = f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
@@ -128,7 +128,7 @@ def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -
 
 
 def kind_of_status(status: int) -> FailureKind:
-    """What an HTTP status means that is not the one asked for."""
+    """The kind of an unexpected HTTP status."""
     if status in (401, 403, 407):
         return FailureKind.DENIED
     if status in (404, 410):
@@ -141,7 +141,7 @@ def kind_of_status(status: int) -> FailureKind:
         return FailureKind.TIMEOUT
     if status in (409, 425) or (status >= 500 and status != 501):
         return FailureKind.SERVER
-    if status < 300:  # a success that is not the one asked for: the whole object in place of a range
+    if status < 300:  # an unexpected success: the whole object in the place of a range
         return FailureKind.BROKEN_ANSWER
     return FailureKind.REFUSED
 
@@ -152,7 +152,7 @@ def retry_after(value: str | None) -> float | None:
 
 
 class HttpStatus(Exception):
-    """An HTTP answer that is not the one asked for; `error_code` is what S3's XML says, where there is some."""
+    """An unexpected HTTP answer; `error_code` is the code in S3's XML, if any."""
 
     def __init__(self, status: int, error_code: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status} {error_code}".strip())
@@ -162,10 +162,10 @@ class HttpStatus(Exception):
 
 
 class ObjectChanged(Exception):
-    """An answer that belongs to another version of the object."""
+    """An answer with another version of the object."""
 
 
-# What S3's own error codes mean, where the status says less.
+# Kinds of S3's own error codes, where the status shows less.
 _BY_CODE = {
     **dict.fromkeys(
         ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"), FailureKind.EXPIRED
@@ -207,7 +207,7 @@ _TABLE = table_of(
             botocore.BotoCoreError botocore.MissingServiceIdError botocore.UndefinedModelAttributeError
             urllib3.LocationParseError aiohttp.InvalidURL fsspec.BlocksizeMismatchError
             """,
-        # Where the answer that they carry says nothing better.
+        # For instances without a better hint in the answer that they carry.
         FailureKind.REFUSED: """
             lora_plugins.HttpStatus botocore.ClientError aiohttp.ClientResponseError gcsfs.HttpError azure.AzureError
             """,
@@ -217,14 +217,14 @@ _PERMANENT_OS_ERRORS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno
 
 
 def kind_of_type(error_type: type[BaseException]) -> FailureKind | None:
-    """What an exception type means where an instance of it says nothing better; None where that is not known."""
+    """The kind of an exception type, for instances without a better hint; None where unknown."""
     return kind_of(error_type, _TABLE)
 
 
 def diagnose(error: BaseException) -> Failure:
-    """Say what is wrong; anything unknown is not worth a retry, and never "no such object"."""
+    """Find the kind of a failure; an unknown failure is not retried, and never "no such object"."""
     cause = error.__cause__
-    # s3fs translates botocore's errors, and fsspec's HTTP says FileNotFoundError of any: the cause knows better.
+    # s3fs translates botocore's errors, and fsspec's HTTP raises FileNotFoundError for any failure: trust the cause.
     if cause is not None and isinstance(error, OSError) and not isinstance(cause, FileNotFoundError):
         found = diagnose(cause)
         if found.kind is not FailureKind.UNKNOWN:
@@ -245,14 +245,14 @@ def diagnose(error: BaseException) -> Failure:
 
 
 def map_error(error: BaseException, *, file: str = "") -> LoRAPluginsError:
-    """Our error for any of theirs: AdapterNotFound, VersionChanged or a RemoteFailure."""
+    """This package's error for any library's error: AdapterNotFound, VersionChanged or a RemoteFailure."""
     if isinstance(error, LoRAPluginsError):
         return error
     return diagnose(error).as_error("an object store", file=file)
 
 
 def _must_have_code(error: BaseException) -> bool:
-    """Whether S3 says its own error code in such an answer: in all with a body. A proxy's 404 has no code of S3."""
+    """Whether S3 must state its error code: in all answers with a body. A 404 without a code comes from a proxy."""
     operation = getattr(error, "operation_name", "")  # botocore's ClientError has one
     return bool(operation) and not operation.startswith("Head")
 

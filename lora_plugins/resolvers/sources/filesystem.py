@@ -1,8 +1,8 @@
 """A directory tree of adapters: `team/sql` is `<root>/team/sql`, and `team/sql@v3` is `<root>/team/sql@v3`.
 
-What an engine reads is a snapshot in the store, so that overwriting or deleting the source neither changes nor breaks
-a served adapter. The snapshot is a reflink where the file system can (Btrfs, XFS: no bytes are copied) and a copy
-elsewhere. Hard links are not used: whoever opens the source file for writing would write into the snapshot.
+Engines read a snapshot in the store, so that overwriting or deleting the source neither changes nor breaks a served
+adapter. The snapshot is a reflink where the file system can (Btrfs, XFS: no bytes are copied) and a copy elsewhere.
+Hard links are not used: a write to the source file would write into the snapshot.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ T = TypeVar("T")
 _THREADS = 8
 _LISTED = 10_000
 _PIECE_BYTES = 64 << 20
-# What the kernel answers where it cannot copy between these two files by itself.
+# Errors of the kernel where it cannot copy between two files by itself.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM})
 _GRAIN_NS = 20_000_000  # twice a tick of the slowest kernel
 _COARSE_GRAIN_NS = 2_000_000_000  # FAT has 2 s, older NFS servers have 1 s
-_LOOKS = 5  # at a file that somebody goes on writing
+_LOOKS = 5  # at a file that a writer keeps changing
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FilesystemSource:
-    """Adapters below one directory, as vLLM's `VLLM_LORA_RESOLVER_CACHE_DIR` has them.
+    """Adapters below one directory, in the layout of vLLM's `VLLM_LORA_RESOLVER_CACHE_DIR`.
 
-    A directory is an adapter when it holds any of the files of one; another directory (a folder of adapters) is not.
+    A directory with any file of an adapter is an adapter; a directory without (a folder of adapters) is none.
     """
 
     label = "filesystem"
@@ -70,9 +70,9 @@ class FilesystemSource:
         """Make the source.
 
         Args:
-            root: what names are paths below.
-            follow_symlinks: out of the root too.
-            may_lead: whether links may make what lies at a path below the root the adapter of a name.
+            root: the directory below which names are paths.
+            follow_symlinks: follow links out of the root too.
+            may_lead: whether a link may make the adapter at a path below the root the adapter of a name.
             variable: the setting that names `root`.
             timeout_s: as `LORA_PLUGINS_FETCH_TIMEOUT_S`.
         """
@@ -80,7 +80,7 @@ class FilesystemSource:
         self._variable = variable
         self._timeout_s, self._locate_timeout_s = timeout_s, look_up_timeout_s(timeout_s)
         self._tree = AdapterTree(root, follow_symlinks=follow_symlinks, may_lead=may_lead)
-        # Not threads that others wait for: a mount that hangs would take them all. They start when needed.
+        # An own pool: a hanging mount would take all threads of a shared pool. Threads start on demand.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class FilesystemSource:
                         self._threads, self._fetch, adapter, download, stop
                     )
             finally:
-                stop.set()  # a thread that hangs cannot be ended
+                stop.set()  # a hanging thread cannot be ended
 
     async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
         """Every directory below the root with a configuration; symlinks to directories are not looked into.
@@ -128,7 +128,7 @@ class FilesystemSource:
                 path for name in links if os.path.lexists(os.path.join(path := os.path.join(folder, name), CONFIG_FILE))
             ]
             for path in found:
-                with contextlib.suppress(AdapterNotFound, OSError):  # no name can reach it
+                with contextlib.suppress(AdapterNotFound, OSError):  # no request can name the directory
                     if path != str(self.root) and (self._tree.follows or is_inside(Path(path), self.root)):
                         names.append(str(AdapterName.parse(os.path.relpath(path, self.root))))
         return Listing(tuple(sorted(names)), tuple(gaps))
@@ -160,13 +160,13 @@ class FilesystemSource:
         return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
 
     def _describe(self, name: AdapterName, file: str) -> SourceFile:
-        # Opened: of a file that is not, NFS may say what it was seconds ago.
+        # Open first: for a file that is not open, NFS may answer from a cache of seconds ago.
         with self._tree.opened(name, file) as opened:
             status = _settled(opened)
             return SourceFile(file, status.st_size, _etag(status))
 
     def _fetch(self, adapter: RemoteAdapter, download: PartialDownload, stop: threading.Event) -> None:
-        """Copy until `stop` is set: nobody waits any more."""
+        """Copy until `stop` is set, when no caller waits any more."""
         try:
             for file in adapter.files:
                 if stop.is_set():
@@ -180,14 +180,14 @@ class FilesystemSource:
                     ) from error
         finally:
             if stop.is_set():
-                # The directory was given up while this was hanging, which may have put a file there since.
+                # The caller gave the directory up while this thread hung; the thread may have put a file there since.
                 shutil.rmtree(download.directory, ignore_errors=True)
 
     def _fetch_file(
         self, name: AdapterName, file: SourceFile, download: PartialDownload, stop: threading.Event
     ) -> None:
         full: OSError | None = None
-        # The target outside: what its opening raises is the store's to explain, and so is a full disk.
+        # The target opens outside: the store explains errors of its own files, and a full disk.
         with (
             (download.directory / file.name).open("wb") as target,
             self._tree.opened(name, file.name) as source,
@@ -207,7 +207,7 @@ class FilesystemSource:
             raise full
 
     def _check_root(self) -> None:
-        """A root that is gone (a lost mount) has not said that an adapter does not exist."""
+        """Raise where the root is gone: a lost mount does not show that an adapter does not exist."""
         try:
             if stat.S_ISDIR(os.stat(self.root).st_mode):
                 return
@@ -223,7 +223,7 @@ class FilesystemSource:
 def _copy(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:
     """Copy inside the kernel, as a reflink where it can; yields the bytes done.
 
-    Not to the end but to the located size: a file that grows as fast as it is copied has no end.
+    Up to the located size, not to the end: a file that grows as fast as the copy has no end.
     """
     done = 0
     kernel = True
@@ -248,10 +248,10 @@ def _copy(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:
 
 
 def _settled(opened: BinaryIO) -> os.stat_result:
-    """The status of a file, once a further write must change the file's times.
+    """The status of a file, once any further write must change the file's times.
 
-    File systems know the time to a grain only: a write in the same grain as this look, of the same size, would leave
-    the status as it is, and nobody would ever notice (git calls such files racily clean).
+    File systems store times in grains: a later write in the same grain, of the same size, would leave the status
+    unchanged, and nobody would ever notice the write (git calls such files racily clean).
     """
     for _ in range(_LOOKS):
         status = os.fstat(opened.fileno())
@@ -264,7 +264,7 @@ def _settled(opened: BinaryIO) -> os.stat_result:
 
 
 def _etag(status: os.stat_result) -> str:
-    """Changes whenever the file is written, replaced or touched."""
+    """A text that changes whenever the file is written, replaced or touched."""
     return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
 
 

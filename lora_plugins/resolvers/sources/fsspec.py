@@ -1,10 +1,10 @@
-"""Any fsspec file system for `object_store.py`: `gs://`, `abfs://`, `http(s)://`, `memory://` and the others.
+"""Any fsspec file system for `object_store.py`: `gs://`, `abfs://`, `http(s)://`, `memory://` and others.
 
-Files are asked for one by one (`info`), never by a pattern. HTTP bodies are streamed to disk with `If-Match`; of other
-file systems ranges are read whole, in pieces of `PIECE_BYTES`, and what was located is compared once more at the end.
+Files are asked for one by one (`info`), never by a pattern. HTTP bodies stream to disk with `If-Match`. Other file
+systems read ranges in pieces of `PIECE_BYTES`, and the source compares sizes and identities once more at the end.
 
-Redirects are followed inside one origin only. An operator has named that one; what it redirects to could be a machine
-that only this server reaches, and would get the headers that were meant for the origin.
+Redirects are followed inside one origin only. The operator has named only the origin; a redirect could lead to a
+machine that only this server reaches, and would pass on headers that are meant for the origin.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PIECE_BYTES = 2 << 20
 BUFFER_BYTES = 256 << 10
 _PIECE_TIMEOUT_S = 60.0
 _LISTED_AT_ONCE = 16  # folders
-# What file systems call the identity of an object's bytes, best first.
+# Keys of an object's identity in answers of file systems, best first.
 _IDENTITIES = (
     *("ETag", "etag", "e_tag", "generation", "md5Hash", "md5", "content_md5", "checksum"),
     *("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified", "created"),
@@ -55,7 +55,7 @@ class FsspecFiles:
     def __init__(self, protocol: str, storage_options: Mapping[str, Any]) -> None:
         check_protocol(protocol)
         self._web = protocol in ("http", "https")
-        # ETags are compared with every answer on the web; elsewhere a change is only seen by looking again.
+        # On the web every answer has an ETag to compare; elsewhere only a second look finds a change.
         self.rechecks = not self._web
         self._protocol = protocol
         self._options = {"use_listings_cache": False, **storage_options}
@@ -64,7 +64,7 @@ class FsspecFiles:
             of_operator = self._options.get("client_kwargs") or conf.get(protocol, {}).get("client_kwargs", {})
             self._options["client_kwargs"] = client_options(of_operator)
         self._filesystem: Any = None
-        self.endpoint = ""  # the URL says it
+        self.endpoint = ""  # URLs have their own
 
     async def find(self, uri: str) -> list[SourceFile]:
         """The adapter files directly below `uri`."""
@@ -89,11 +89,11 @@ class FsspecFiles:
         return [
             name.rpartition("/")[2] + ("/" if kind == "directory" else "")
             for name, kind in named
-            if name != path.rstrip("/")  # some list an object that stands for the folder
+            if name != path.rstrip("/")  # some stores list an object for the folder itself
         ]
 
     async def list_below(self, uri: str) -> list[str]:
-        """The URIs of all files below `uri`, folder by folder: fsspec's `find` leaves out what it cannot list."""
+        """The URIs of all files below `uri`, folder by folder: fsspec's `find` leaves out folders without access."""
         found: list[str] = []
         folders = [uri]
         while folders:
@@ -108,7 +108,7 @@ class FsspecFiles:
         return [file for file in found if file is not None]
 
     async def _read(self, uri: str, file: SourceFile) -> bytes:
-        """An index, and no more of it than it was said to have."""
+        """Read an index, and no more bytes than the index had when located."""
         check_index_size(file.size_bytes)
         filesystem = self._open()
         end = file.size_bytes
@@ -136,7 +136,7 @@ class FsspecFiles:
         path = _path(filesystem, uri, name)
         try:
             if isinstance(filesystem, AsyncFileSystem):
-                info = await filesystem._info(path)  # noqa: SLF001 - what fsspec documents for callers on its loop
+                info = await filesystem._info(path)  # noqa: SLF001 - fsspec documents the call for callers on its loop
             else:
                 info = await asyncio.to_thread(filesystem.info, path)
         except Exception as error:
@@ -176,7 +176,7 @@ def _path(filesystem: Any, uri: str, name: str) -> str:
 
 
 class LoopReader:
-    """Runs coroutines on the file system's loop for threads that wait."""
+    """Runs coroutines on the file system's loop, for threads that wait for the result."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -184,11 +184,11 @@ class LoopReader:
         self._stopped = False
 
     def has_md5_etag(self, name: str) -> bool:  # noqa: ARG002 - only S3 says so
-        """No file system but S3 promises it."""
+        """False: only S3 promises an MD5 as ETag."""
         return False
 
     def stop(self) -> None:
-        """Cancel what runs."""
+        """Cancel running reads, and let later reads fail."""
         self._stopped = True
         for future in list(self._running):
             future.cancel()
@@ -197,13 +197,14 @@ class LoopReader:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._running.add(future)
         try:
+            # `stop` may have come between `submit` and `add`, and would have missed this future.
             if self._stopped:
                 future.cancel()
             return future.result(timeout_s)
         except concurrent.futures.CancelledError:
             raise ConnectionAbortedError from None
         finally:
-            future.cancel()  # where the wait timed out
+            future.cancel()  # after a time-out of the wait
             self._running.discard(future)
 
 
@@ -216,7 +217,7 @@ class StreamReader(LoopReader, ABC):
 
     @abstractmethod
     async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """As `read`, for callers on the file system's loop."""
+        """Read as `read` does, for callers on the file system's loop."""
 
 
 async def write_range(
@@ -232,7 +233,7 @@ async def write_range(
     """Hand an answer's body to `write`.
 
     Raises:
-        BrokenAnswer: it is not exactly this range.
+        BrokenAnswer: the body is not exactly this range.
     """
     if status == HTTPStatus.OK and (start, end) != (0, file.size_bytes):
         raise BrokenAnswer("the whole object in place of a range")
@@ -248,7 +249,7 @@ async def write_range(
 
 
 class _PieceReader(LoopReader):
-    """Ranges by `cat_file`, a piece in memory at a time."""
+    """Reads ranges by `cat_file`, with one piece in memory at a time."""
 
     def __init__(self, filesystem: Any, uri: str) -> None:
         super().__init__(get_loop())
@@ -274,7 +275,7 @@ class _PieceReader(LoopReader):
 
 
 class _WebReader(StreamReader):
-    """Ranges over fsspec's own aiohttp session, with its headers and logins, streamed."""
+    """Streams ranges over fsspec's own aiohttp session, with the session's headers and logins."""
 
     def __init__(self, filesystem: Any, uri: str) -> None:
         super().__init__(filesystem.loop)
@@ -282,7 +283,7 @@ class _WebReader(StreamReader):
         self._uri = uri
 
     async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """As `read`, for callers on the file system's loop."""
+        """Read as `read` does, for callers on the file system's loop."""
         import aiohttp
 
         options = dict(self._filesystem.kwargs)
@@ -309,11 +310,11 @@ class _WebReader(StreamReader):
 
 
 def client_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given to aiohttp's session: `options` of the operator, and that it stays."""
+    """Options of aiohttp's session: the operator's, and the check of redirects."""
     return {**options, "trace_configs": [*options.get("trace_configs", ()), _staying()]}
 
 
-@cache  # fsspec shares a file system between those who give it the same options
+@cache  # one object: fsspec shares a file system between callers with equal options
 def _staying() -> Any:
     import aiohttp
 
@@ -323,10 +324,10 @@ def _staying() -> Any:
 
 
 async def _check_redirect(_: Any, __: Any, redirect: Any) -> None:
-    """Called by aiohttp before it follows a redirect; one to HTTPS on the same host is followed too.
+    """Check a redirect before aiohttp follows the redirect; HTTPS on the same host is allowed too.
 
     Raises:
-        HttpStatus: it leads elsewhere.
+        HttpStatus: the redirect leads to another origin.
     """
     answer = redirect.response
     location = answer.headers.get("Location") or answer.headers.get("URI") or ""

@@ -1,10 +1,10 @@
 """Adapters of the Hugging Face Hub: `org/repo/folder@revision` is a folder of a repository at a commit.
 
-A revision is resolved to a commit first, and that commit is what is fetched and what the store knows the adapter by, so
-a branch that moves meanwhile changes nothing. Tokens, LFS and Xet are the business of `huggingface_hub`.
+The source first resolves a revision to a commit; fetches and the store's versions use the commit, so a branch that
+moves meanwhile changes nothing. `huggingface_hub` handles tokens, LFS and Xet.
 
-Its owner has published what a branch or tag reaches. The Hub also finds commits of pull requests, which anybody can
-open, by their hash or by other spellings of `refs/pr/7`, so what it found is compared with the branches and tags.
+Branches and tags reach the commits that an owner has published. The Hub also finds commits of pull requests, which
+anybody can open, by hash or by other spellings of `refs/pr/7`, so every commit is compared with branches and tags.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _NO_FILES = "a repository without adapter files at its root"
 class HubSource:
     """The repositories of an allow-list.
 
-    What the Hub does not have is an `Absence`: a missing repository, revision or folder, or one without adapter files.
-    It does not say to anonymous clients whether a repository is missing or private (401). Where an entry of the
-    list names that repository, this is L006, because its operator wants it served and forgot the token; where only
-    `org/*` matches, it is absent, because anybody can ask for any name of that organisation. With a token the Hub says
-    404 in both cases, which is absent.
+    `Absence` covers a missing repository, revision or folder, and a folder without adapter files. To anonymous clients
+    the Hub does not show whether a repository is missing or private (401). Where an entry of the list names the
+    repository, 401 is L006, because the operator wants the repository served and forgot the token; where only `org/*`
+    matches, the answer is absence, because anybody can ask for any name of the organisation. With a token the Hub
+    answers 404 in both cases, which is absence.
 
-    What its owner has not published is absent, unless an entry pins it.
+    Unpublished commits are absent, unless an entry pins the revision.
 
     A renamed repository is followed where an entry names it, and is absent under `org/*`: it may have left `org`.
     """
@@ -86,12 +86,12 @@ class HubSource:
         token: str | bool | None = None,
         cache_dir: Path | None = None,
     ) -> None:
-        """Make the source; nothing is asked yet.
+        """Make the source, without any request.
 
         Args:
-            repos: the repositories that are served.
-            timeout_s: deadline of one fetch, retries included; locating has `look_up_timeout_s` of it.
-            endpoint: the Hub's URL, by default `HF_ENDPOINT` as `huggingface_hub` has read it.
+            repos: the served repositories.
+            timeout_s: deadline of one fetch, retries included; locating has `look_up_timeout_s` of the time.
+            endpoint: the Hub's URL, by default `HF_ENDPOINT` as `huggingface_hub` has read the variable.
             token: a token, False for none, or None for the Hub's own chain.
             cache_dir: the Hub's cache to read from, by default `HF_HUB_CACHE`.
         """
@@ -106,11 +106,11 @@ class HubSource:
         return f"{self.label} ({self._repos})"
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:  # noqa: ARG002
-        """Find the adapter's commit and files with one request; a name outside the list costs none.
+        """Find the adapter's commit and files with one request; a name outside the list needs no request.
 
         Raises:
             AdapterNotFound: weights without a configuration.
-            SourceUnavailable: the Hub does not answer or denies, or is offline and its cache lacks the adapter.
+            SourceUnavailable: the Hub does not answer or denies, or is offline without the adapter in its cache.
         """
         target = self._repos.match(name)
         if target is None:
@@ -125,7 +125,7 @@ class HubSource:
         return f"{replace(uri, revision=revision)} on {without_login(self._api.endpoint)}"
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
-        """Get the located files at the located commit, all of them at once.
+        """Get the located files at the located commit, all files at once.
 
         Raises:
             VersionChanged: the commit is gone.
@@ -152,6 +152,7 @@ class HubSource:
                 expected="the commit that was there",
                 remedy="ask again",
             ) from None
+        # Wait for every task: a task must not write into a directory that the store removes.
         finally:
             stop.set()
             for task in tasks:
@@ -159,7 +160,7 @@ class HubSource:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
-        """The adapters in the repositories that the list names; an owner's whole repositories are not listed."""
+        """The adapters in repositories that the list names; `org/*` entries are not listed."""
         names: set[str] = set()
         gaps, end = [], f"/{CONFIG_FILE}"
         for target in self._repos.repos():
@@ -181,7 +182,7 @@ class HubSource:
         return look_up_timeout_s(self._retries.timeout_s)
 
     async def _find(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | Absence:
-        """The commit and its adapter files in the folder."""
+        """The commit, and the adapter files in the folder at the commit."""
         retries = replace(self._retries, timeout_s=self._locate_timeout_s)
         where = str(target)
         place = self._place(target.uri, target.revision)
@@ -213,7 +214,7 @@ class HubSource:
         return info.sha, files
 
     async def _is_published(self, target: HubTarget, commit: str, retries: Retries, state: Deadline) -> bool:
-        """Whether its owner has published it; that it has, is remembered for an hour."""
+        """Whether the owner has published the commit; a positive answer is remembered for an hour."""
         key = (target.uri.repo, target.revision, commit)
         if _is_own(target) or key in self._published:
             return True
@@ -234,19 +235,19 @@ class HubSource:
         download.landed(file.name, file.source.size_bytes)
 
     async def _call(self, work: Callable[[], _T], where: str) -> _T:
-        """Call `huggingface_hub`, which cannot be interrupted, and map what it raises."""
+        """Call `huggingface_hub`, which cannot be interrupted, and map its errors."""
 
         def run() -> _T:
             try:
                 return work()
-            except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
+            except Exception as error:  # noqa: BLE001 - the boundary to the library: every error is mapped
                 raise map_error(error, where, has_token=self._has_token()) from None
 
         return await in_own_thread(run, "lora-plugins-hub")
 
     def _has_token(self) -> bool:
         if self._token is None:
-            with contextlib.suppress(Exception):  # the error that is being reported may be of the token itself
+            with contextlib.suppress(Exception):  # the reported error may itself be about the token
                 return get_token() is not None
         return self._token is not False
 
@@ -255,10 +256,10 @@ class HubSource:
         return self._api.model_info(target.uri.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
 
     def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
-        """What the Hub's cache has of it; None where it lacks a part, which the Hub may well have."""
+        """The commit and files in the Hub's cache; None where the cache lacks a part, which the Hub may have."""
         commit, files = "", []
         names = list(ADAPTER_FILES)
-        for name in names:  # grows where an index names more; all of these must be there
+        for name in names:  # an index adds shards while the loop runs; every shard must be there
             path = _join(target.uri.subfolder, name)
             found = cached_path(target.uri.repo, path, target.revision, self._cache_dir)
             with contextlib.suppress(OSError):
@@ -296,7 +297,7 @@ def _source_file(name: str, sibling: RepoSibling, where: str) -> SourceFile:
     if size_bytes is None:
         raise _incomplete(where)
     sha256 = lfs.sha256 if lfs is not None else ""
-    return SourceFile(name, size_bytes, sha256 or sibling.blob_id or "", sha256)  # the ETag that it is served with
+    return SourceFile(name, size_bytes, sha256 or sibling.blob_id or "", sha256)  # ETags: SHA-256 of LFS, else git id
 
 
 def _incomplete(where: str) -> SourceUnavailable:
@@ -306,17 +307,17 @@ def _incomplete(where: str) -> SourceUnavailable:
 
 
 def _is_own(target: HubTarget) -> bool:
-    """Whether the revision is the owner's, or the operator's choice, whatever commit the Hub says it is."""
+    """Whether the revision is the owner's, or the operator's choice, so that every commit of the revision counts."""
     return target.is_pinned or target.revision == DEFAULT_REVISION or target.revision.startswith(BRANCHES_AND_TAGS)
 
 
 def _reaches(api: HfApi, target: HubTarget, commit: str) -> bool:
     """Whether a branch or tag reaches the commit that the Hub has found for the target.
 
-    One request; further ones, a branch's whole history each, only where `commit` is not the newest of any.
+    One request; further requests, for a branch's whole history each, only where `commit` is no branch's newest.
 
     Raises:
-        Exception: whatever `huggingface_hub` raises.
+        Exception: any error of `huggingface_hub`.
     """
     refs = api.list_repo_refs(target.uri.repo)
     own = [*refs.branches, *refs.tags]

@@ -1,4 +1,4 @@
-"""What the errors of `huggingface_hub`, its HTTP client and Xet mean; the only place where they become ours.
+"""Map errors of `huggingface_hub`, its HTTP client and Xet to this package's errors, in one place.
 
 ```
 MISSING   404 with the Hub's own error code         absent, or VersionChanged while fetching
@@ -19,7 +19,7 @@ from lora_plugins.resolvers.sources.errors import Failure, FailureKind, kind_of,
 _OF_HTTPX = table_of(
     {
         FailureKind.TIMEOUT: "httpx.TimeoutException",
-        # A connection that another thread has closed; the shared client was closed meanwhile, or Xet's transfers.
+        # Also connections that another thread has closed, and a shared client or transfers of Xet closed meanwhile.
         FailureKind.UNREACHABLE: """
             httpx.NetworkError httpx.ProxyError httpx.RemoteProtocolError httpx.StreamError builtins.RuntimeError
             huggingface_hub.RevisionResolutionError huggingface_hub.XetDownloadError
@@ -36,7 +36,7 @@ _OF_HTTPX = table_of(
             huggingface_hub.DeviceCodeError huggingface_hub.XetAuthorizationError hf_xet.XetAuthenticationError
             """,
         FailureKind.OFFLINE: "huggingface_hub.OfflineModeIsEnabled huggingface_hub.LocalEntryNotFoundError",
-        # Not the Hub's: another server's error page, or JSON without what it must hold.
+        # Not the Hub's answers: another server's error page, or JSON without required fields.
         FailureKind.REFUSED: """
             httpx.InvalidURL httpx.HTTPError huggingface_hub.HfHubHTTPError huggingface_hub.FileMetadataError
             huggingface_hub.EntryNotFoundError huggingface_hub.CacheNotFound huggingface_hub.CorruptedCacheException
@@ -50,14 +50,14 @@ _TABLE = {**_OF_HTTPX, **{name.replace("httpx.", "httpx2."): kind for name, kind
 
 
 def kind_of_type(error_type: type[BaseException]) -> FailureKind | None:
-    """What an exception type means where an instance of it says nothing better; None where that is not known."""
+    """The kind of an exception type, for instances without a better hint; None where unknown."""
     return kind_of(error_type, _TABLE)
 
 
 def diagnose(error: BaseException) -> Failure:
-    """Say what is wrong."""
+    """Find the kind of a failure."""
     if isinstance(error, hub.LocalEntryNotFoundError) and error.__cause__ is not None:
-        return diagnose(error.__cause__)  # "not on disk either": why it was not had from the Hub stands behind it
+        return diagnose(error.__cause__)  # "not on disk either": the cause is the failure of the request to the Hub
     name = type(error).__name__
     if isinstance(error, hub.HfHubHTTPError):
         status = error.response.status_code
@@ -67,7 +67,7 @@ def diagnose(error: BaseException) -> Failure:
 
 
 def is_local(error: BaseException) -> bool:
-    """Whether the local file system failed, as with a full disk; the store says what that means."""
+    """Whether the local file system failed, as with a full disk; the store explains such errors."""
     return (
         isinstance(error, OSError)
         and error.errno is not None
@@ -76,12 +76,12 @@ def is_local(error: BaseException) -> bool:
 
 
 def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
-    """Our error for any of theirs, AdapterNotFound or a RemoteFailure; those of the local disk stay as they are.
+    """This package's error for any library's error: AdapterNotFound or a RemoteFailure; local errors stay unchanged.
 
     Args:
         error: any error of a call to the Hub.
-        where: what was asked for, as `org/repo@revision`.
-        has_token: whether a token was sent.
+        where: the target, as `org/repo@revision`.
+        has_token: whether the request had a token.
     """
     if isinstance(error, LoRAPluginsError) or is_local(error):
         return error
@@ -111,6 +111,7 @@ def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
 
 def _kind_of_answer(error: hub.HfHubHTTPError, status: int) -> FailureKind:
     kind = kind_of_status(status)
+    # A 429 or 5xx outranks the library's class: the class would make a passing failure permanent.
     if kind.is_retryable:
         return kind
     if type(error) is hub.RepositoryNotFoundError:

@@ -1,4 +1,4 @@
-"""One file of a repository at a commit: out of the Hub's own cache, or downloaded by `huggingface_hub`.
+"""One file of a repository at a commit: copied from the Hub's own cache, or downloaded by `huggingface_hub`.
 
 `huggingface_hub` writes to a folder inside the adapter's directory and renames, so a file's bytes are written once; the
 user's Hub cache is read but never written.
@@ -22,7 +22,7 @@ from lora_plugins.resolvers.sources.errors import BrokenAnswer
 from lora_plugins.resolvers.sources.source import SourceFile
 from lora_plugins.store.hashing import sha256_of
 
-_FICLONE = 0x40049409
+_FICLONE = 0x40049409  # ioctl of linux/fs.h
 _SCRATCH = ".hub"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT_ID = re.compile(r"[0-9a-f]{40}")
@@ -34,7 +34,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """A file of a repository at a commit, and what was promised of it."""
+    """A file of a repository at a commit, with the promised size and digests."""
 
     repo: str
     commit: str
@@ -43,31 +43,32 @@ class RepoFile:
 
     @property
     def name(self) -> str:
-        """Its name in the adapter's directory."""
+        """The file's name in the adapter's directory."""
         return self.source.name
 
 
 def cached_path(repo: str, path: str, revision: str, cache_dir: Path | None) -> Path | None:
-    """Where the Hub's own cache has a file, if it has."""
+    """The path of a file in the Hub's own cache; None where the cache lacks the file."""
     found = try_to_load_from_cache(repo, path, cache_dir=cache_dir, revision=revision)
     return Path(found) if isinstance(found, str) else None
 
 
 def describe_cached(found: Path) -> SourceFile:
-    """A file of the Hub's cache, with the identity that the cache keeps it by.
+    """A file of the Hub's cache, with the identity under which the cache keeps the file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
+    # Snapshots are links to blobs, and a blob's name is its ETag: SHA-256 for LFS files, else the git id.
     identity = Path(os.readlink(found)).name if found.is_symlink() else ""
     size_bytes = found.stat().st_size
     return SourceFile(found.name, size_bytes, identity, identity if _SHA256.fullmatch(identity) else "")
 
 
 def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None) -> bool:
-    """Copy a file out of the Hub's cache, as a reflink where the file system can.
+    """Copy a file from the Hub's cache, as a reflink where the file system can.
 
-    Returns False where the cache has no such file, or a damaged one: the Hub has it whole.
+    Returns False where the cache has no such file, or a damaged file: the caller then asks the Hub.
 
     Raises:
         OSError: `directory` cannot be written.
@@ -108,7 +109,7 @@ def download_file(api: HfApi, file: RepoFile, directory: Path, stop: threading.E
             file.path,
             revision=file.commit,
             local_dir=scratch,
-            cache_dir=scratch / "no-cache",  # the user's cache was looked at before
+            cache_dir=scratch / "no-cache",  # `copy_cached` has already looked at the user's cache
             tqdm_class=_watcher(stop),
         )
         if stop.is_set():
@@ -116,34 +117,35 @@ def download_file(api: HfApi, file: RepoFile, directory: Path, stop: threading.E
         try:
             check_fetched(Path(arrived), file.source)
         except BrokenAnswer:
-            os.unlink(arrived)  # or the next attempt would be handed it again
+            os.unlink(arrived)  # else the next attempt would return the same file without a download
             raise
         os.replace(arrived, directory / file.name)
     finally:
         if stop.is_set():
-            # The directory was given up while this was running, which may have made it again.
+            # The caller gave the directory up while this thread ran; the thread may have made the directory again.
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def discard_scratch(directory: Path) -> None:
-    """Remove what `huggingface_hub` keeps for itself beside the files.
+    """Remove files that `huggingface_hub` keeps for itself beside the adapter's files.
 
     Raises:
-        OSError: it cannot be removed, and the directory must not be published.
+        OSError: a file cannot be removed, and the directory must not be published.
     """
     if (directory / _SCRATCH).exists():
         shutil.rmtree(directory / _SCRATCH)
 
 
 def check_fetched(path: Path, file: SourceFile) -> None:
-    """Compare a file with its size, and a small one with its git hash; the store checks SHA-256.
+    """Compare a file's size, and the git hash of a small file; the store checks SHA-256.
 
     Raises:
-        BrokenAnswer: it is another one.
+        BrokenAnswer: the file differs.
     """
     size_bytes = path.stat().st_size
     if size_bytes != file.size_bytes:
         raise BrokenAnswer(f"{file.name} has {size_bytes} bytes, not {file.size_bytes}")
+    # Git's id of a file: SHA-1 over "blob", the size, a zero byte, and the content.
     if not file.sha256 and _GIT_ID.fullmatch(file.etag):
         digest = hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
         with path.open("rb") as opened:
@@ -154,8 +156,9 @@ def check_fetched(path: Path, file: SourceFile) -> None:
 
 
 def _watcher(stop: threading.Event) -> Any:
-    """A progress bar that shows nothing and ends the download once `stop` is set."""
+    """A silent progress bar, which ends the download once `stop` is set."""
 
+    # `huggingface_hub` has no way to cancel a download, but calls `update` for every piece.
     class Watcher:
         def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
             self.total = total

@@ -1,4 +1,4 @@
-"""Which repositories of the Hub are served: the entries of `VLLM_LORA_RESOLVER_HF_REPO_LIST`, without any I/O.
+"""The served repositories of the Hub: entries of `VLLM_LORA_RESOLVER_HF_REPO_LIST`, without any I/O.
 
 ```
 entry  = target [ "@" revision ]
@@ -6,12 +6,13 @@ target = org "/" repo                  the repository, its root and every folder
        | org "/" repo "/" folders      one folder of it, and those below
        | org "/*"                      every repository of an organisation
 ```
-A name's first two segments are its repository, the others a folder in it: `org/repo/sql@v2` is `sql` at `v2`. Of the
-entries that fit a name only the most specific ones decide: one that names the repository goes before `org/*`, and of
-those the one with the longest folder. They pin where each of them has a revision: then no other revision is served.
+A name's first two segments are its repository, further segments a folder inside: `org/repo/sql@v2` is `sql` at `v2`.
+Only the most specific entries that fit a name decide: an entry that names the repository goes before `org/*`, and among
+entries of the repository the longest folder. Where each of the deciding entries has a revision, the entries pin: no
+other revision is served.
 
-Anybody can open a pull request, whose files lie in the same repository: what is neither a branch nor a tag
-(`refs/pr/7`), or a commit that none of them reaches, is served only where an entry pins exactly that.
+Anybody can open a pull request, whose files lie in the same repository: a revision that is neither branch nor tag
+(`refs/pr/7`), or a commit that no branch or tag reaches, is served only where an entry pins exactly the revision.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _VARIABLE = "VLLM_LORA_RESOLVER_HF_REPO_LIST"
 
 @dataclass(frozen=True, slots=True)
 class HubTarget:
-    """Where on the Hub a name points to.
+    """The place on the Hub that a name stands for.
 
     Attributes:
-        uri: of the repository or the folder in it, without a revision.
+        uri: of the repository or the folder inside, without a revision.
         explicit: whether an entry names the repository, not only its owner.
-        is_pinned: whether an entry names this very revision.
+        is_pinned: whether an entry names exactly this revision.
     """
 
     uri: SourceUri
@@ -49,7 +50,7 @@ class HubTarget:
 
 @dataclass(frozen=True, slots=True)
 class HubPatterns:
-    """An allow-list of repositories; an entry without a path stands for all of an owner's."""
+    """An allow-list of repositories; an entry without a path stands for all repositories of an owner."""
 
     entries: tuple[SourceUri, ...]
 
@@ -64,7 +65,7 @@ class HubPatterns:
         return cls(tuple(_parse_entry(part.strip()) for part in parts))
 
     def match(self, name: AdapterName) -> HubTarget | None:
-        """What an adapter name points to; None where the list does not have it."""
+        """The target of an adapter name; None where no entry allows the name."""
         if len(name.segments) < 2:
             return None
         uri = SourceUri("hf", name.segments[0], name.segments[1:])
@@ -75,13 +76,14 @@ class HubPatterns:
         deciding = [entry for entry in fitting if len(entry.segments) == most]
         pins = [entry.revision for entry in deciding if entry.revision is not None]
         revision = name.revision or deciding[0].revision or DEFAULT_REVISION
+        # Foreign revisions (refs/pr/7) need a pin; other revisions do too, where every deciding entry has one.
         is_pinned = revision in pins
         if not is_pinned and (len(pins) == len(deciding) or is_foreign(revision)):
             return None
         return HubTarget(uri, revision, explicit=most > 0, is_pinned=is_pinned)
 
     def why_not(self, name: AdapterName) -> str:
-        """Why `match` answers None, for people."""
+        """Why `match` returns None, for people."""
         if len(name.segments) < 2:
             return "a name on the Hub has an owner and a repository: org/repo"
         uri = SourceUri("hf", name.segments[0], name.segments[1:])
@@ -94,7 +96,7 @@ class HubPatterns:
         return f"{_VARIABLE} does not name it ({self})"
 
     def repos(self) -> list[HubTarget | str]:
-        """The repositories, or folders of them, that entries name; the entry itself where it names no repository."""
+        """The repositories, or folders inside, that entries name; an `org/*` entry as its text."""
         return [
             HubTarget(replace(entry, revision=None), entry.revision or DEFAULT_REVISION, explicit=True)
             if entry.segments
@@ -111,14 +113,14 @@ class HubPatterns:
 
 @dataclass(frozen=True, slots=True)
 class AnyRepo(HubPatterns):
-    """Every repository, for names that are the paths of allowed URIs; `explicit` and `is_pinned` as in `HubTarget`."""
+    """Every repository, for names that are paths of allowed URIs; `explicit` and `is_pinned` as in `HubTarget`."""
 
     entries: tuple[SourceUri, ...] = ()
     explicit: bool = False
     is_pinned: bool = False
 
     def match(self, name: AdapterName) -> HubTarget:
-        """What `org/repo/folder@revision` points to; whether the revision is allowed, has been checked."""
+        """The target of `org/repo/folder@revision`; `AllowedUris.check` has already judged the revision."""
         uri = SourceUri("hf", name.segments[0], name.segments[1:])
         return HubTarget(uri, name.revision or DEFAULT_REVISION, self.explicit, self.is_pinned)
 

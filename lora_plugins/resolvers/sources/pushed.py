@@ -1,4 +1,4 @@
-"""The source of adapters that callers push: their files lie in a directory of the store until they are taken."""
+"""The source of pushed adapters: their files lie in a directory of the store until the store takes the files over."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LABEL = "push"
 
 @dataclass(frozen=True, slots=True)
 class PushedAdapter(RemoteAdapter):
-    """What one push has brought; `directory` is on the store's file system."""
+    """The adapter of one push; `directory` is on the store's file system."""
 
     directory: Path = Path()
 
     @classmethod
     def of(cls, name: str, directory: Path, body_sha256: str) -> PushedAdapter:
-        """The adapter in a directory, whose version is what was pushed.
+        """The adapter in a directory; its version is the SHA-256 of the pushed body.
 
         Raises:
-            AdapterNotFound: it has no configuration.
+            AdapterNotFound: the directory has no configuration.
         """
         sizes_bytes = {file: (directory / file).stat().st_size for file in choose_files(os.listdir(directory))}
         files = tuple(SourceFile(file, size_bytes) for file, size_bytes in sizes_bytes.items())
@@ -33,19 +33,20 @@ class PushedAdapter(RemoteAdapter):
 
 
 class PushSource:
-    """Takes what was pushed into the store; nobody can ask it for more."""
+    """Brings pushed files into the store; answers no look-ups."""
 
     label = LABEL
     remote = False
 
     async def locate(self, name: AdapterName, base_model_name: str) -> Absence:  # noqa: ARG002
-        """Nothing: a push is taken as it comes."""
+        """Always absent: a push is served when its body arrives."""
         return Absence(LABEL, "", AbsenceKind.NOT_ASKED, f"'{name}' can only be pushed")
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Link the files of a `PushedAdapter` into the directory of the download."""
         if not isinstance(adapter, PushedAdapter):
             raise TypeError(type(adapter))
+        # Hard links: no bytes are copied, and the push's own directory may go at any time.
         for file in adapter.files:
             os.link(adapter.directory / file.name, download.directory / file.name)
             download.landed(file.name, file.size_bytes)

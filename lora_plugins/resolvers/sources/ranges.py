@@ -80,13 +80,13 @@ class _DiskError(Exception):
 class _Part:
     """A range of a file and how far it has come."""
 
-    def __init__(self, file: _File, begin: int, end: int) -> None:
+    def __init__(self, file: _RangedFile, begin: int, end: int) -> None:
         self.file = file
         self.at = begin
         self.end = end
 
 
-class _File:
+class _RangedFile:
     """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where it is wanted."""
 
     def __init__(self, source: SourceFile, download: PartialDownload, range_bytes: int, *, md5: bool) -> None:
@@ -166,10 +166,10 @@ async def download_ranges(
         VersionChanged: a file changed or vanished meanwhile. SourceUnavailable: it cannot be had, or not in time, or
             it arrived twice with another MD5 than its ETag. OSError: the disk.
     """
-    opened: list[_File] = []
+    opened: list[_RangedFile] = []
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
-            opened.append(_File(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
+            opened.append(_RangedFile(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
         async with deadline(limits.fetch_timeout_s(files)) as state:
             await _fetch(opened, reader, pool, limits, state)
             damaged = await asyncio.to_thread(_damaged, opened, reader)
@@ -184,16 +184,16 @@ async def download_ranges(
         await asyncio.to_thread(_close, opened)
 
 
-def _close(files: Sequence[_File]) -> None:
+def _close(files: Sequence[_RangedFile]) -> None:
     for file in files:
         file.close()
 
 
-def _damaged(files: Sequence[_File], reader: RangeReader) -> list[_File]:
+def _damaged(files: Sequence[_RangedFile], reader: RangeReader) -> list[_RangedFile]:
     return [file for file in files if reader.has_md5_etag(file.source.name) and file.is_damaged()]
 
 
-def _refuse_damaged(files: Sequence[_File]) -> None:
+def _refuse_damaged(files: Sequence[_RangedFile]) -> None:
     for file in files:
         if file.is_damaged():
             raise SourceUnavailable(
@@ -205,7 +205,7 @@ def _refuse_damaged(files: Sequence[_File]) -> None:
 
 
 async def _fetch(
-    files: Sequence[_File], reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
+    files: Sequence[_RangedFile], reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
 ) -> None:
     """Fetch every part of `files`; when this returns or raises, no thread works on them any more."""
     waiting = deque(part for file in files for part in file.parts)
