@@ -21,5 +21,6 @@ def without_paths(text: str) -> str:
 
 def for_clients(error: LoRAPluginsError) -> str:
     """An error's text without the server's paths and places; its adapter's name stays as the client has written it."""
+    # Rebuild the error from its fields, because the name of an adapter may look like a path and must stay.
     fields = {name: text if name == _SHOWN else without_paths(text) for name, text in error.fields().items()}
     return str(type(error)(**{**fields, "place": ""}))

@@ -51,6 +51,7 @@ class Page:
 
 async def page_of(registry: Registry, limit: int | None, after: str | None) -> Page:
     """The whole list; with a limit, at most so many names in alphabetical order, after the name `after`."""
+    # Copy both in the event loop, before a thread goes through them: neither may change during iteration.
     served, draining = registry.names(), list(registry.draining.values())
     return await asyncio.to_thread(_page, registry, served, draining, limit, after)
 
@@ -85,8 +86,10 @@ async def json_of(
     count, begin = 0, b'{"loras":['
     async for views in _views(page, lifecycle, state_of):
         if views:
+            # Without the brackets of the part's own list.
             yield begin + _ROWS.dump_json(views)[1:-1]
             count, begin = count + len(views), b","
+    # Without any row, no part has begun the list.
     if not count:
         yield begin
     yield b'],"declared":'
@@ -139,6 +142,7 @@ async def _looked_at(
 
     # One call of a thread for 1,000 copies: a call for each would cost more than the looks.
     rows = list(zip(adapters, states, await asyncio.to_thread(look), strict=True))
+    # Making rows takes the event loop, so give other requests a turn after each part.
     for part in _parts(rows):
         yield [
             _view(adapter, state_of(adapter.engine_id), lifecycle, state, is_stored=is_stored)
@@ -164,6 +168,7 @@ def _view(
         version=None if version is None else version.version,
         digest=None if version is None else version.digest,
         path=adapter.request.lora_path,
+        # Bytes in host memory, or else of the files.
         size_bytes=in_engines.size_bytes or (0 if version is None else version.size_bytes),
         rank=None if version is None else version.rank,
         tiers=[name for name, is_there in tiers.items() if is_there],

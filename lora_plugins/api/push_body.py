@@ -74,6 +74,7 @@ async def receive(
         InvalidAdapter: the body is no adapter, too large, or does not match Content-Digest.
         OSError: a file cannot be written.
     """
+    # Always compute SHA-256: the digest of the body is the version of the push.
     promised = _promised(content_digest)
     hashes = {name: hashlib.new(_ALGORITHMS[name]) for name in ("sha-256", *promised)}
     form = _form_of(content_type)
@@ -86,11 +87,13 @@ async def receive(
                 digest.update(piece)
             for name, part in form.feed(piece):
                 await files.write(name, part)
+        # A body may end cleanly for HTTP and still lack its form's end mark.
         form.end()
         await files.complete()
     for name, wanted in promised.items():
         if hashes[name].digest() != wanted:
             raise _broken(f"a body with another {name}", "the one of Content-Digest", "send the body again")
+    # Only the one-file form carries the configuration in the weights' metadata.
     if not (directory / CONFIG_FILE).exists():
         await asyncio.to_thread(_take_config, directory)
     return hashes["sha-256"].hexdigest()
@@ -133,6 +136,7 @@ class _Files:
         Raises:
             InvalidAdapter: the file is none of an adapter's, or its beginning is no safetensors header.
         """
+        # An empty piece begins a file, so a second empty piece is a second file of the same name.
         if not piece and name in self._open:
             raise _broken(f"the file '{name}' twice", _EXPECTED_FILES)
         if name not in self._open:
@@ -157,6 +161,7 @@ class _Files:
             InvalidAdapter: there are no weights.
         """
         for opened in self._open.values():
+            # Flush now, because the configuration is read from the files before the stack closes them.
             await opened.flush()
         if not any(name.endswith(".safetensors") for name in self._sizes_bytes):
             raise _broken("no weights", WEIGHTS_FILE)
@@ -174,6 +179,7 @@ class _Files:
         # The header's end may lie in any piece: check once, at the piece that brings the last byte of the header.
         end = LENGTH_BYTES + _header_bytes(seen)
         has_all = len(seen) == LENGTH_BYTES and self._sizes_bytes[name] - len(piece) < end <= self._sizes_bytes[name]
+        # Only the one-file form knows the file's whole length, with which the header must agree.
         if has_all and end <= _READ_AT_ONCE_BYTES and self._weights_bytes is not None:
             await self._open[name].flush()
             await asyncio.to_thread(_read_header, self._directory / name, self._weights_bytes)
@@ -259,6 +265,7 @@ class _Archive:
     def __init__(self) -> None:
         self._block = bytearray()
         self._name = ""
+        # Of the present file: content bytes left, then zeros up to the next block.
         self._left_bytes = self._padding_bytes = 0
         self._has_end = False
 
@@ -295,11 +302,13 @@ class _Archive:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
             raise _broken(f"no tar archive ({error})", "an uncompressed tar archive") from None
+        # Only the last part of the name: a path in an archive must never leave the directory.
         name = header.name.rpartition("/")[2]
         is_taken = header.isreg() and _is_of_adapter(name)
         if not (is_taken or header.isreg() or header.isdir() or header.type in _EXTENDED):
             raise _broken(f"'{header.name[:80]}', which is no file", "files and folders only")
         self._name = name if is_taken else ""
+        # GNU tar gives directories a size of 0, but other writers do not.
         self._left_bytes = 0 if header.isdir() else header.size
         self._padding_bytes = -self._left_bytes % _BLOCK_BYTES
         if is_taken:

@@ -74,6 +74,7 @@ def _expected(if_match: list[str] | None) -> str | None:
     """
     if if_match is None:
         return None
+    # A header may come in several lines; two digests then fail the check below.
     text = ", ".join(if_match)
     if text == ANY_VERSION:
         return text
@@ -129,6 +130,7 @@ async def list_all(
     """Served and draining adapters, blocked names, and the state of the declared set."""
     page = await page_of(lifecycle.registry, limit, after)
     state_of = await lifecycle.planner.states()
+    # The declared set comes on the first page only, so that a reader of all pages gets one state.
     declared = reconciler if after is None else None
     return StreamingResponse(json_of(page, lifecycle, state_of, declared), media_type="application/json")
 
@@ -163,6 +165,7 @@ async def push(
             request.stream(),
             directory,
             content_type=headers.get("content-type", ""),
+            # A chunked body has no length; `receive` counts the bytes in both cases.
             content_bytes=int(length) if length.isdecimal() else None,
             max_bytes=lifecycle.server.resolver.settings.max_adapter_bytes,
             content_digest=headers.get("content-digest", ""),
@@ -196,6 +199,7 @@ async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
         return (await views_of([adapter], [state], lifecycle, await lifecycle.planner.states()))[0]
     if lora_name in registry.blocked:
         return blocked_view(lora_name, lifecycle)
+    # 404 as vLLM answers for unknown models.
     raise http_error(not_served(lora_name))
 
 
@@ -294,6 +298,7 @@ async def rollback(
     """Go back to the version before, or to a kept version, and stay there until the next refresh."""
     body = body or RollbackRequest()
     async with _as_http() as began:
+        # `load` and `swap` of one name wait for the name's lock, so the digests in the answer are of this call.
         change = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
     return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
 

@@ -51,6 +51,7 @@ class ApiServer:
     def release(self, name: str, *versions: ResolvedAdapter) -> None:
         """End the leases of versions that the name no longer needs."""
         for version in versions:
+            # A running request, or a rollback, may still need the files.
             if not self.registry.needs(name, version):
                 self.resolver.store.release(name, version.path)
 
@@ -77,6 +78,7 @@ class ApiServer:
         `timeout_s`. Returns whether all is free; if not, all will be free as soon as the last request has left.
         """
         started, aborted = time.perf_counter(), 0
+        # Before the first await: `needs` must see the adapter without a gap.
         self.registry.draining[adapter.engine_id] = adapter
 
         async def free() -> None:
@@ -91,6 +93,8 @@ class ApiServer:
             self.registry.paused.discard(adapter.name)
             # `retire` above has sent the refusal first, so the requests that the pause held meet the refusal.
             self.in_background(self.planner.resume(adapter.name))
+        # asyncio.wait, unlike wait_for, does not cancel the task at its time-out: the engines must free the slot
+        # anyway.
         done, _ = await asyncio.wait([task], timeout=self.drain_timeout_s if timeout_s is None else timeout_s)
         if not done:
             running = (await self.planner.states())(adapter.engine_id).running
@@ -104,5 +108,6 @@ class ApiServer:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Read the error, so that asyncio does not log an error that nobody awaits.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task

@@ -61,10 +61,12 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
         "headers": _pairs(first["scope"]["headers"]),
         "client": first["scope"]["client"] and tuple(first["scope"]["client"]),
         "server": first["scope"]["server"] and tuple(first["scope"]["server"]),
+        # Each carried request gets a state of its own, as uvicorn's own requests do.
         "state": {},
     }
 
     async def receive_() -> Message:
+        # A follower that is gone is a client that has gone away.
         return await receive(reader) or {"type": "http.disconnect"}
 
     async def send_(message: Message) -> None:
@@ -113,9 +115,11 @@ async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: S
             if message["type"] == "http.disconnect":
                 return
 
+    # Only fields that msgpack can carry: a scope also has the application and its state.
     plain: dict[str, Any] = {name: scope[name] for name in _OF_SCOPE if name in scope}
     plain |= {"headers": list(scope["headers"]), "client": scope.get("client"), "server": scope.get("server")}
     send(writer, {"scope": plain})
+    # In a task, because a client may go away, or send its body, while the leader answers.
     passing = asyncio.create_task(pass_on())
     has_begun = False
     try:

@@ -47,6 +47,7 @@ class Copies:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
         self._pressed_at: int | None = None
+        # The store calls `relieve` where leases are in the way of a fetch.
         self._store.relieve = self.relieve
         self._tried_at: dict[str, float] = {}  # time of the last failed fetch of a copy, by name, of time.monotonic()
         noted = weakref.WeakMethod(self._noted)  # the events live as long as the process, which may outlive this server
@@ -81,6 +82,7 @@ class Copies:
         # `relieve` may end the name's lease between `_have` and `share`, so try a few times.
         for _ in range(CHANGES):
             await self._have(adapter)
+            # From here the request's own lease keeps the copy, whatever happens to the name's lease.
             if self._store.share(adapter.request.lora_path, holder):
                 break
         request = adapter.request
@@ -108,6 +110,7 @@ class Copies:
                 again = adapter.is_damaged
                 change = await swap(self._server, adapter, newest, moves=moves, again=again, is_noted=True)
         except LoRAPluginsError as error:
+            # An outage does not prove that the source has lost the version; an answer about the adapter does.
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
             raise
         self._tried_at.pop(adapter.name, None)
@@ -144,6 +147,7 @@ class Copies:
             self._flag(digest)  # even if sound by now: the engines may have read the bytes in between
         # Another process needs room. The first look only learns the mark's time, which may be of long ago.
         before, self._pressed_at = self._pressed_at, await asyncio.to_thread(self._store.pressed_at)
+        # A new mark: a fetch of another process needs room.
         if before not in (None, self._pressed_at):
             await self.relieve()
         now = time.monotonic()
@@ -244,11 +248,13 @@ class Copies:
             if await asyncio.to_thread(self._store.is_sound, newest.digest):
                 return newest
             self._note_damage(adapter)
+        # Two damaged copies in a row: the disk or the memory of this host is at fault.
         self._server.release(adapter.name, newest)
         raise DamagedCopy.of(newest.digest, "it cannot be replaced")
 
     async def _newest(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:
         name, version = adapter.name, adapter.version
+        # `latest` asks the source, whatever the source answered a moment ago.
         newest = await self._resolver.latest(name, adapter.uri, self._server.vllm.base_path)
         if newest is not None and held_digest is not None and newest.digest != held_digest:
             self._server.release(name, newest)

@@ -90,6 +90,7 @@ def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, Desi
         InvalidSettings: an entry is wrong; no entry of the file counts then.
     """
     try:
+        # safe_load makes no Python objects; RecursionError comes from deep nesting.
         document = yaml.safe_load(content)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise _invalid(path, f"no YAML: {' '.join(str(error).split())}", "a list below 'adapters:'") from None
@@ -167,6 +168,7 @@ def _problem(error: Any) -> str:
     text = _MEANING.get(error["type"]) or str(error["msg"])
     if error["type"] == "extra_forbidden":
         known = [*_Declared.model_fields, "adapters"]
+        # A mistyped field is the most frequent error, so suggest the nearest field.
         close = get_close_matches(place[-1], known, n=1)
         text = "not known" + (f", did you mean '{close[0]}'?" if close else "")
     return f"{', '.join(place) or 'the file'}: {text}"

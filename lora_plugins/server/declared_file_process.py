@@ -51,6 +51,7 @@ def parse_apart(content: bytes, path: Path, allowed_uris: Sequence[str]) -> Mapp
 def _parsed_by_process(content: bytes, path: Path, allowed_uris: Sequence[str]) -> Mapping[str, DesiredAdapter]:
     question = {"path": str(path), "allowed_uris": list(allowed_uris)}
     process = subprocess.run(  # noqa: S603 - this interpreter
+        # -I keeps the environment and the user's site packages out; the program sets the same import path.
         [sys.executable, "-I", "-c", _PROGRAM, json.dumps(import_path())],
         input=json.dumps(question).encode() + b"\n" + content,
         stdout=subprocess.PIPE,
@@ -69,6 +70,7 @@ def _parsed_by_process(content: bytes, path: Path, allowed_uris: Sequence[str]) 
     for line in paced(lines):
         name, uri, held_digest, is_pinned, is_awaited = json.loads(line)
         adapters[name] = DesiredAdapter(name, uri, held_digest, is_pinned, is_awaited=is_awaited)
+    # A killed child may leave whole lines behind, but not the right count.
     if len(adapters) != end["count"]:
         raise ValueError(f"{len(adapters)} of {end['count']} adapters in its answer")
     return adapters

@@ -53,6 +53,7 @@ class FewAtOnce(Generic[_T]):
 
     def begin(self, name: str, item: _T) -> None:
         """Start the work for an item, unless the item waits already, or work runs under its name."""
+        # By identity: a new item under a waiting name replaces the old item.
         if name in self._running or self._waiting.get(name) is item:
             return
         self._waiting[name] = item

@@ -49,6 +49,7 @@ async def find_version(server: ApiServer, name: str, uri: str | None, digest: st
     """
     if digest is None:
         return await find(server, name, uri)
+    # All 64 characters prove that the caller knows the version, so another name's copy counts too.
     kept = await server.resolver.of_digest(name, digest, of_any_name=True)
     if kept is not None:
         if uri is None or is_path(uri) or is_from(kept.uri, uri):

@@ -68,12 +68,14 @@ class Follower:
         self._has_all, self._is_ready = asyncio.Event(), asyncio.Event()
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Frame]] = {}
+        # Time of the last report of use, by engine id, of time.monotonic().
         self._told_used: LRUCache[int, float] = LRUCache(_REMEMBERED)
 
     async def connect(self, folder: Path) -> None:
         """Follow the leader of this folder, once the leader listens; returns with the whole table."""
         self._folder = folder
         reader, self._writer = await self._connection()
+        # This frame marks the connection as a follower's; carried requests begin with their scope.
         send(self._writer, {"follows": True})
         self._reading = asyncio.create_task(self._read(reader))
         await self._has_all.wait()

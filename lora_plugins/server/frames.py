@@ -9,6 +9,7 @@ import msgspec
 
 Frame = dict[str, Any]
 
+# Both ends are processes of one release, so the format has no version.
 _LENGTH_BYTES = 4
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Frame)
 

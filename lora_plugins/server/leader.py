@@ -41,6 +41,7 @@ class ToldTable(UserDict[str, Any]):
         super().__setitem__(name, request)
 
     def __delitem__(self, name: str) -> None:
+        # Remove first, then send: a local request must not find a name that followers no longer serve.
         super().__delitem__(name)
         self._tell(name, None)
 

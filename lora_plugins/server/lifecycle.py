@@ -67,6 +67,7 @@ class Lifecycle:
                 change = VersionChange(None, adapter.digest, ChangeReason.LOADED)
             elif uri not in (None, adapter.uri):
                 change = await swap(self.server, adapter, await find(self.server, name, uri), uri)
+                # Only after the swap has succeeded: a failed swap leaves the old place.
                 adapter.uri, adapter.held_digest = uri, None
             else:
                 change = VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
@@ -296,10 +297,12 @@ class Lifecycle:
         self._check_name(name)
         _require_version(name, self.registry.get(name), expects)
         blocks, refusal = self.registry.blocked, blocked(name)
+        # Before the first await: a request that comes now must not resolve the name again.
         blocks.hold(name)
         served = [adapter for adapter in self.registry.all() if adapter.name in blocks]
         for adapter in served:
             self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
+        # The name itself too: a load under way may put it into the table while the lock is awaited.
         names = {name, *(adapter.name for adapter in served)}
         freeing = [self.server.in_background(self._free(one, refusal, timeout_s)) for one in names]
         with store_errors():
@@ -313,6 +316,7 @@ class Lifecycle:
         Otherwise the name would be listed, and refused at every request.
         """
         adapter = self.registry.get(request.lora_name)
+        # Another version has taken the name meanwhile; the failure is not of that version.
         if adapter is None or adapter.request is not request:
             return
         self.registry.remove(adapter.name)
@@ -350,6 +354,8 @@ class Lifecycle:
             adapter = self.registry.get(name)
             if adapter is None or adapter.version is None or adapter.held_digest is not None:
                 return
+            # `relieve` has ended the lease, so no request uses the adapter; the next request fetches the newest
+            # version.
             if not self.server.resolver.store.is_leased(name, adapter.version.path):
                 return
             try:

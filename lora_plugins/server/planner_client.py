@@ -34,6 +34,7 @@ class Request(Protocol):
 def combined(engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> AdapterState:
     """One adapter's state in all engines together: loaded or active only where every engine has the adapter so."""
     here = [engine[engine_id] for engine in engines if engine_id in engine]
+    # An engine without a state for the id does not have the adapter.
     everywhere = bool(here) and len(here) == len(engines)
     return AdapterState(
         engine_id,

@@ -121,6 +121,7 @@ class Reconciler:
                 len(awaited),
                 time.perf_counter() - started,
             )
+        # Only now: the loads of the start would write a list that lacks names not loaded yet.
         self._lifecycle.on_change = self._write_soon
         self._write_soon()
 
@@ -132,6 +133,7 @@ class Reconciler:
         path, waited_s = self._settings.adapters_file, 0.0
         asking = asyncio.create_task(self._ask_for_newer())
         try:
+            # Failed targets wait for the first retry; the rest was not tried before the server was ready.
             await self._begin(target for target in self._targets.values() if target.error is None)
             while path is not None or self._stale or not all(target.is_done for target in self._targets.values()):
                 await asyncio.sleep(LOOK_INTERVAL_S)

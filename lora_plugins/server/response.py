@@ -116,6 +116,7 @@ class AnswerForAdapters:
         token = _present.set(response)
 
         async def send_when_begun(message: Message) -> None:
+            # No byte has left yet, so the error can still have its own status.
             if response.error is not None and response.is_held and not response.has_begun:
                 response.has_begun, error = True, response.error
                 response.kept.clear()
@@ -124,6 +125,7 @@ class AnswerForAdapters:
             if response.error is not None and response.is_held:
                 return  # the rest of the response that the error has replaced
             response.kept.append(message)
+            # A whole body without a stream ends the wait, too.
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
             if response.has_begun or not response.is_held or is_last:
                 kept, response.kept = response.kept, []

@@ -34,6 +34,7 @@ class Shares:
         """Divide `places` for adapters in host memory, and `max_bytes` of adapters; None for no limit of bytes."""
         self._all = places
         self._max_bytes = max_bytes
+        # No limit over all principals here: the engines' own slots and memory are that limit.
         self._places = Places(PlaceLimits(None, _WAITING, wait_s), self._refusal, self._most_of)
 
     @asynccontextmanager

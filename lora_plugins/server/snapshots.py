@@ -63,6 +63,7 @@ class Snapshots:
             if (known := self.known(request)) is not None:
                 return known
             version, kept = await self.take(request), self._kept.get(request.lora_int_id)
+            # No adapter lies at the path.
             if version is None:
                 return request if kept is None or request.load_inplace else _at(kept.version, request)
             with self.trying(request, version) as found:

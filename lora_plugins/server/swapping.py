@@ -85,11 +85,13 @@ async def swap(
             adapter.version, adapter.last_error, adapter.is_only_copy = version, None, False
             return VersionChange(before, before, ChangeReason.UNCHANGED)
         reason = ChangeReason.REPAIRED
+        # Another spelling: cached prefixes of the damaged weights must not be found.
         path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
     else:
         path, is_3d, leased = str(version.path), version.is_3d, [version]
     # With `moves` the engine id stays, so the planner applies the new weights to running requests.
     if moves:
+        # The same engine id and name, with the new path.
         request = copy.copy(adapter.request)
         request.lora_path, request.is_3d_lora_weight = path, is_3d
     else:
@@ -102,6 +104,7 @@ async def swap(
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.version, adapter.last_error = request, version, None
     adapter.previous, adapter.is_only_copy, adapter.is_damaged = previous[:kept_versions], False, False
+    # No await between here and the assignments above: no request sees half a swap.
     server.registry.put(adapter)
     # The new version inherits the time of use: a swap must not make an unused adapter look recently used, or unused.
     used_at = server.planner.used_at.get(old_id)

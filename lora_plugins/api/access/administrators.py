@@ -47,6 +47,7 @@ class Administrators:
     def principal(self, scope: Scope) -> Principal:
         """The principal of a connection."""
         sent = bearer(scope)
+        # The admin key comes first: a policy must not lock its holder out.
         if self.key is not None and sent is not None and _are_equal(sent, self.key):
             return _HOLDER
         if self.policy is not None:
@@ -54,6 +55,7 @@ class Administrators:
         if self.key is not None:
             return _OTHER
         if self.keys_of_vllm:
+            # Compare with every key, so that the time shows nothing of the position of a match.
             known = [_are_equal(sent or "", key) for key in self.keys_of_vllm]
             return _KEY_OF_VLLM if any(known) else _OTHER
         return _LOCAL if self._why_not_local(scope) is None else _OTHER
@@ -110,8 +112,11 @@ class Administrators:
                 # DNS rebinding: a web page whose name resolves to this machine's address can read the answers to its
                 # calls.
                 return f"a call under a name that is not this machine's own, {value[:80].decode('latin-1')}"
+            # A proxy on this machine has a loopback address, but its clients may be anywhere.
             if name in _OF_PROXIES or name.startswith(_OF_PROXIES_PREFIX):
                 return "a call that a proxy has passed on"
+            # Browsers send Origin with calls of web pages, so a page of another site could use a local browser as its
+            # proxy.
             if name == b"origin" and not _is_page_of_this_machine(value.decode("latin-1")):
                 return "a call of a web page"
         return None

@@ -70,6 +70,7 @@ class Policy:
     def __init__(self, default: Principal, tenants: Mapping[bytes, Principal]) -> None:
         """Make a policy; `tenants` maps the SHA-256 of each key to a principal."""
         self.default = default
+        # A new secret for each process: timings of one process cannot be used against another.
         self._secret = os.urandom(32)
         self._tenants = {self._blinded(digest): principal for digest, principal in tenants.items()}
 
@@ -124,6 +125,7 @@ class Policy:
         """The principal of a key; the default's where no tenant has the key, or `key` is None."""
         if key is None:
             return self.default
+        # Headers are bytes: surrogateescape keeps bytes that are no UTF-8.
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         return self._tenants.get(self._blinded(digest), self.default)
 
@@ -162,6 +164,7 @@ def _tenant(label: str, table: Mapping[str, Any], where: str) -> Principal:
     is_admin = table.get("admin", False)
     if not isinstance(is_admin, bool):
         raise InvalidSettings(f"{where}.admin that is neither true nor false", expected="true or false")
+    # A forgotten field must not silently mean "no adapter".
     if "adapters" not in table and not is_admin:
         raise InvalidSettings(f"{where} without adapters", expected="adapters = [...], be it an empty list")
     return Principal(label, _patterns(table, where), is_admin, 1.0 if is_admin else _share(table, where))
@@ -177,6 +180,7 @@ def _share(table: Mapping[str, Any], where: str) -> float:
 def _patterns(table: Mapping[str, Any], where: str) -> tuple[NamePattern, ...]:
     patterns = _texts(table, "adapters", where)
     for number, text in enumerate(patterns):
+        # A space at an end is a typing error that no name would ever match.
         if not text or text != text.strip():
             raise InvalidSettings(
                 f"{where}.adapters[{number}] that is empty or has a space at an end", expected="a pattern of names"
@@ -195,6 +199,7 @@ def _keys(table: Mapping[str, Any], where: str) -> Iterator[tuple[str, bytes]]:
             if _HASH.fullmatch(key.removeprefix(_HASHED)) is None:
                 raise InvalidSettings(f"a malformed hash in {place}", expected=f"{_HASHED} and 64 hexadecimal digits")
             yield place, bytes.fromhex(key.removeprefix(_HASHED))
+        # RFC 9110 allows only visible ASCII in a field, and a key with spaces would be cut at the first.
         elif not key or not key.isascii() or not key.isprintable() or " " in key:
             raise InvalidSettings(f"a key that no header can carry in {place}", expected="printable ASCII, no space")
         else:

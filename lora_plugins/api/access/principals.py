@@ -65,11 +65,14 @@ class KnowPrincipal:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        # WebSockets too: vLLM serves realtime requests over them.
         ours = self._administrators
         principal = ours.principal(scope)
+        # Refuse here, before vLLM reads the body, which may be gigabytes of a push.
         if not principal.is_admin and _is_for_admins(scope):
             await _forbid(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
             return
+        # Context variables follow the request into its tasks, but not into other requests.
         tokens = principal_of_request.set(principal), _refusal.set(lambda: ours.refusal(scope))
         try:
             await self._app(scope, receive, send)
@@ -82,6 +85,7 @@ def _is_for_admins(scope: Scope) -> bool:
     path, root = scope["path"], scope.get("root_path", "")
     return any(
         candidate == admin or candidate.startswith(f"{admin}/")
+        # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
         for candidate in (path, path.removeprefix(root))
         for admin in _ADMIN_PATHS
     )

@@ -1,11 +1,11 @@
-"""Adapters in object stores: S3, and everything else that fsspec has a URL for.
+"""Adapters in object stores: S3, and every other store with a URL of fsspec.
 
-`S3_PATH_TEMPLATE` says where an adapter's directory lies, `s3://bucket/loras/{base_model_name}/{lora_name}`; one LIST
-(S3) or one look per file (the others) locates it, and its files are fetched together in parallel ranges (`ranges.py`).
+`S3_PATH_TEMPLATE` gives an adapter's directory, `s3://bucket/loras/{base_model_name}/{lora_name}`; one LIST (S3) or one
+look per file (others) locates the adapter, and parallel ranges fetch the files together (`ranges.py`).
 
-What is checked of the bytes: every range's length and place, that every range is of the located ETag, and the MD5 of
-S3 objects whose ETag is one. ETags of multipart uploads, of objects encrypted with a KMS or customer key and of
-directory buckets are no MD5: of those only lengths are checked here, and what the adapter verifier sees.
+Checks of the bytes: every range's length and place, the located ETag of every range, and the MD5 of S3 objects whose
+ETag is an MD5. ETags of multipart uploads, of objects encrypted with a KMS or customer key and of directory buckets are
+no MD5: such objects get only the check of lengths here, and the adapter verifier's checks.
 
 All network I/O runs on fsspec's loop thread and a pool of reading threads, never on the caller's event loop.
 """
@@ -51,13 +51,14 @@ T = TypeVar("T")
 
 
 def object_source(template: str, settings: Settings, *, locate_timeout_s: float | None = None) -> ObjectSource:
-    """The source that `S3_PATH_TEMPLATE` and the `AWS_*` variables describe; `locate_timeout_s` as of `ObjectSource`.
+    """The source of `S3_PATH_TEMPLATE` and the `AWS_*` variables; `locate_timeout_s` as in `ObjectSource`.
 
     Raises:
-        InvalidSettings: a template or a variable that cannot be right, or a package that is not installed.
+        InvalidSettings: a malformed template or variable, or a missing package.
     """
     protocol, url = _split(template)
     options = None
+    # Half of the look-up's time for one answer, so that a retry fits in.
     if protocol == "s3":
         answer_s = look_up_timeout_s(settings.fetch_timeout_s) / 2
         options = s3_storage_options(settings.aws, access_point_of(url), answer_s=answer_s)
@@ -72,19 +73,19 @@ def object_source(template: str, settings: Settings, *, locate_timeout_s: float 
 
 
 class ObjectSource:
-    """Adapters below a URL template, see `templates.Template`; without a scheme it is an S3 path.
+    """Adapters below a URL template, see `templates.Template`; a template without a scheme is an S3 path.
 
     Args:
         template: the adapter's directory; scheme and bucket or host must be fixed.
         label: the name in logs, metrics and `LORA_PLUGINS_SOURCES`.
-        local_template: absolute path that is made a symlink to the published directory.
+        local_template: absolute path to make a symlink to the published directory.
         storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
         limits: range size, ranges in flight, deadline and retries of one fetch.
-        locate_timeout_s: deadline of one `locate`, retries included; without it, what the deadline of a fetch gives.
+        locate_timeout_s: deadline of one `locate`, retries included; by default derived from a fetch's deadline.
         check_md5: compare S3 objects with ETags that look like an MD5.
 
     Raises:
-        InvalidSettings: a template that cannot be right, or a protocol that is not installed.
+        InvalidSettings: a malformed template, or a protocol without an installed package.
     """
 
     remote = True
@@ -116,14 +117,14 @@ class ObjectSource:
         self._check_md5 = check_md5
         timeout_s = look_up_timeout_s(self._limits.timeout_s) if locate_timeout_s is None else locate_timeout_s
         self._locating = Retries(timeout_s, _LOCATE_ATTEMPTS, self._limits.wait_s, self._limits.max_wait_s)
-        # Shared by all fetches of this source, so that their memory together is bounded; threads start when needed.
+        # One pool for all fetches of this source bounds their memory together; threads start on demand.
         self._threads = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
 
     def __str__(self) -> str:
         return f"{self.label} ({without_login(self._template.text)})"
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
-        """Find the adapter's files by one LIST or one look at each; see `Source` for what is raised."""
+        """Find the adapter's files by one LIST, or one look at each file; see `Source` for errors."""
         uri = self._template.fill(name, base_model_name, quoted=self._quoted)
         with describing(place=self._place(uri)):
             files = await on_loop(get_loop(), self._find(uri))
@@ -138,19 +139,20 @@ class ObjectSource:
         """Download the located files in parallel ranges.
 
         Raises:
-            VersionChanged: an object changed or vanished since it was located. SourceUnavailable: it cannot be had, or
-            arrived twice with another MD5 than its ETag. OSError: the disk refuses.
+            VersionChanged: an object changed or vanished since `locate`.
+            SourceUnavailable: an object cannot be had, or arrived twice with another MD5 than its ETag.
+            OSError: the disk refuses.
         """
         with describing(place=self._place(adapter.uri)):
             await on_loop(get_loop(), self._fetch(adapter, download))
 
     def _place(self, uri: str) -> str:
-        """Bucket and key, and the endpoint where one is set."""
+        """Bucket and key, and the endpoint if set."""
         endpoint = self._files.endpoint
         return f"{without_login(uri)}/" + (f" on {without_login(endpoint)}" if endpoint else "")
 
     async def names(self, base_model_name: str) -> Listing:
-        """What lies below the template's fixed beginning, by listing all of it; a web server cannot be listed.
+        """The adapters below the template's fixed beginning, by listing everything; web servers cannot be listed.
 
         Raises:
             SourceUnavailable: the store does not answer, or does not let these credentials list.
@@ -183,16 +185,17 @@ class ObjectSource:
         await download_ranges(
             adapter.files, reader, download, pool=self._threads, limits=self._limits, md5=self._check_md5
         )
+        # Stores without ETags in answers may have changed during the fetch: look again.
         if self._files.rechecks and not set(adapter.files) <= set(await self._find(adapter.uri)):
             raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
 
     async def _ask(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The answer to `ask`, with retries and a deadline, and with its errors mapped to ours."""
+        """The answer to `ask`, with retries and a deadline, and with errors of this package."""
 
         async def mapped() -> T:
             try:
                 return await ask()
-            except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
+            except Exception as error:  # noqa: BLE001 - the boundary to the libraries: every error is mapped
                 raise map_error(error) from None
 
         async with deadline(self._locating.timeout_s) as state:
@@ -200,10 +203,10 @@ class ObjectSource:
 
 
 def _split(template: str) -> tuple[str, str]:
-    """The protocol and the whole URL of a template, whose bucket or host is fixed.
+    """The protocol and the whole URL of a template with a fixed bucket or host.
 
     Raises:
-        InvalidSettings: it is no such thing.
+        InvalidSettings: the template has another form.
     """
     known = Template(template, _VARIABLE)
     url = template.rstrip("/")

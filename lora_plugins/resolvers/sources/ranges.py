@@ -1,13 +1,13 @@
 """Download a set of files in ranges, in parallel, straight to disk, in bounded memory.
 
-A thread of a pool reads a range and writes the bytes to the file. A range that breaks off is asked for again from the
-byte at which it broke off; a download that fails leaves nothing to a later download. At most `parallel` ranges of one
-download are in flight, small files first, and at first one for each file: on a fast network a small adapter is there
-before more connections would be. The pool's size bounds all downloads that share it: memory is at most (threads of the
-pool) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` sets it up for S3 and HTTP.
+A thread of a pool reads a range and writes the bytes to the file. A broken range goes on at the byte at which the range
+broke off; a failed download leaves nothing to a later download. At most `parallel` ranges of one download are in
+flight, small files first, and at first one for each file: on a fast network a small adapter has arrived before more
+connections would be open. The pool's size bounds all downloads that share the pool: memory is at most (threads of the
+pool) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` configures S3 and HTTP.
 
-Only what may pass is retried, with exponential backoff and jitter, and every download has one deadline. An error of the
-disk is not retried: it is raised as the OSError that it is.
+Only passing failures are retried, with exponential backoff and jitter, and every download has one deadline. Errors of
+the disk are raised unchanged, without a retry.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from lora_plugins.store.partial_download import PartialDownload
 
 _MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
 _REPORT_EVERY_BYTES = 1 << 20
-# A try that got this far does not count against a range: a line that breaks every few MB still ends.
+# A try with this many bytes does not count as a failed attempt: a line that breaks every few MB still finishes.
 _PROGRESS_BYTES = 64 << 10
-# For so long there is one connection for each file: where they have brought all until then, more would have been in
-# their way only.
+# Seconds with one connection for each file: where these suffice, more connections would only slow them down.
 _ALONE_S = 0.01
 
 
@@ -44,11 +43,11 @@ class RangeReader(Protocol):
     """Reads ranges of files from one place; called from several threads at once."""
 
     def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """Hand the bytes from `start` to `end` to `write`, in order; raises what `errors.py` maps."""
+        """Hand the bytes from `start` to `end` to `write`, in order; raises errors that `errors.py` maps."""
         ...
 
     def has_md5_etag(self, name: str) -> bool:
-        """Whether a file's ETag, where it looks like an MD5, is the MD5 of its bytes."""
+        """Whether a file's ETag with the form of an MD5 is the MD5 of the file's bytes."""
         ...
 
     def stop(self) -> None:
@@ -58,10 +57,10 @@ class RangeReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DownloadLimits(Retries):
-    """Bounds of one download; the retries are of one range, the time-out of the whole.
+    """Bounds of one download; retries are of one range, the time-out of the whole download.
 
     Attributes:
-        range_bytes: size of one range, and of what a retry can cost at most.
+        range_bytes: size of one range, and the most that a retry can cost.
         parallel: ranges in flight.
     """
 
@@ -78,7 +77,7 @@ class _DiskError(Exception):
 
 
 class _Part:
-    """A range of a file and how far it has come."""
+    """A range of a file, and its progress."""
 
     def __init__(self, file: _RangedFile, begin: int, end: int) -> None:
         self.file = file
@@ -87,7 +86,7 @@ class _Part:
 
 
 class _RangedFile:
-    """One file on disk: its parts, how much of its beginning is there, and the MD5 of that where it is wanted."""
+    """One file on disk: its parts, the complete beginning, and the beginning's MD5 where the ETag is an MD5."""
 
     def __init__(self, source: SourceFile, download: PartialDownload, range_bytes: int, *, md5: bool) -> None:
         self.source = source
@@ -101,7 +100,7 @@ class _RangedFile:
         self.begin()
 
     def begin(self) -> None:
-        """Start (over) with nothing of the file there."""
+        """Start (over) with an empty file of full length."""
         size, step = self.source.size_bytes, self._range_bytes
         self.parts = [_Part(self, start, min(start + step, size)) for start in range(0, size, step)]
         os.ftruncate(self.descriptor, size)
@@ -122,7 +121,7 @@ class _RangedFile:
         self.report()
 
     def report(self) -> None:
-        """Notify those who follow the file how far its beginning is complete."""
+        """Report the complete beginning of the file to the hashing threads."""
         with self._lock:
             while self._first < len(self.parts) and self.parts[self._first].at == self.parts[self._first].end:
                 self._first += 1
@@ -136,15 +135,15 @@ class _RangedFile:
                 self._md5.landed(landed)
 
     def is_damaged(self) -> bool:
-        """Whether the complete file has another MD5 than its ETag says. For a thread: it waits for the digest."""
+        """Whether the complete file has another MD5 than its ETag. For a thread: the call waits for the digest."""
         return bool(self.expected_md5) and self.md5() != self.expected_md5
 
     def md5(self) -> str:
-        """Of the complete file, in hexadecimal."""
+        """The MD5 of the complete file, in hexadecimal."""
         return self._md5.finish()[1]
 
     def close(self) -> None:
-        """Let go of the file. For a thread: it waits for who reads it."""
+        """Close the file. For a thread: the call waits for the hashing thread."""
         self._md5.abandon()
         os.close(self.descriptor)
 
@@ -160,21 +159,23 @@ async def download_ranges(
 ) -> None:
     """Write `files` to `download.directory`, all together.
 
-    With `md5`, a file whose ETag is an MD5 is compared with it, and fetched once more where it differs.
+    With `md5`, a file whose ETag is an MD5 is compared with the ETag, and fetched once more after a difference.
 
     Raises:
-        VersionChanged: a file changed or vanished meanwhile. SourceUnavailable: it cannot be had, or not in time, or
-            it arrived twice with another MD5 than its ETag. OSError: the disk.
+        VersionChanged: a file changed or vanished meanwhile.
+        SourceUnavailable: a file cannot be had, not in time, or arrived twice with another MD5 than its ETag.
+        OSError: the disk refuses.
     """
     opened: list[_RangedFile] = []
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
-            opened.append(_RangedFile(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept where one fails
+            opened.append(_RangedFile(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept on error
         async with deadline(limits.fetch_timeout_s(files)) as state:
             await _fetch(opened, reader, pool, limits, state)
             damaged = await asyncio.to_thread(_damaged, opened, reader)
             if damaged:
-                # The hashes that follow have seen the damaged bytes; ending their threads may wait for a disk.
+                # The hashing threads have seen damaged bytes; stopping the threads may wait for a disk, hence the
+                # thread.
                 await asyncio.to_thread(download.start_over)
                 for file in damaged:
                     file.begin()
@@ -207,7 +208,7 @@ def _refuse_damaged(files: Sequence[_RangedFile]) -> None:
 async def _fetch(
     files: Sequence[_RangedFile], reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
 ) -> None:
-    """Fetch every part of `files`; when this returns or raises, no thread works on them any more."""
+    """Fetch every part of `files`; on return or error, no thread works on the parts any more."""
     waiting = deque(part for file in files for part in file.parts)
 
     async def work() -> None:
@@ -239,14 +240,14 @@ async def _fetch_part(
         began = part.at
         future = pool.submit(_read, part, reader)
         try:
-            await until_ended(future, future.cancel)  # `reader` has been stopped when this is cancelled
+            await until_ended(future, future.cancel)  # `_fetch` stops `reader` before a cancellation
         except Transient as error:
             if part.at - began < _PROGRESS_BYTES:
                 raise
             state.last_failure = error
             await asyncio.sleep(limits.wait_s)
 
-    while part.at < part.end:  # a read that got on counts as no attempt
+    while part.at < part.end:  # a read with progress counts as no attempt
         await limits.run(read_on, state)
 
 
@@ -259,9 +260,9 @@ def _read(part: _Part, reader: RangeReader) -> None:
             raise EOFError
     except _DiskError as error:
         raise error.error from None
-    except Exception as error:  # noqa: BLE001 - this is the boundary; every one is mapped
+    except Exception as error:  # noqa: BLE001 - the boundary to the libraries: every error is mapped
         mapped = map_error(error, file=name)
         if isinstance(mapped, AdapterNotFound):
-            # It was there when it was located.
+            # `locate` has seen the object, so the adapter has changed rather than never existed.
             mapped = VersionChanged("an object that is gone", expected="the file", remedy="ask again", file=name)
         raise mapped from None

@@ -1,4 +1,4 @@
-"""Ask a remote source again while that may help, and only until a deadline."""
+"""Repeat a question to a remote source while a retry may help, and only until a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_UP_S = 30.0
 
 
 def look_up_timeout_s(fetch_timeout_s: float) -> float:
-    """The deadline for finding an adapter: that of a fetch, but half a minute or a tenth of it where it is longer."""
+    """Seconds for finding an adapter: a fetch's deadline, or less: the larger of 30 s and a tenth of the deadline."""
     return min(fetch_timeout_s, max(_LOOK_UP_S, fetch_timeout_s / 10))
 
 
@@ -29,8 +29,8 @@ class Retries:
     """When to ask again.
 
     Attributes:
-        timeout_s: for everything, retries included; a fetch has more, see `fetch_timeout_s`.
-        attempts: tries that bring nothing, before it is given up.
+        timeout_s: for the whole question, retries included; a fetch has more, see `fetch_timeout_s`.
+        attempts: tries without progress before giving up.
         wait_s: before the second try; doubled each time up to `max_wait_s`, with as much jitter again.
     """
 
@@ -40,15 +40,15 @@ class Retries:
     max_wait_s: float = 5.0
 
     def fetch_timeout_s(self, files: Iterable[SourceFile]) -> float:
-        """The deadline of a fetch of these files: `timeout_s`, and what their bytes take."""
+        """The deadline of a fetch of these files: `timeout_s`, and time for the bytes."""
         return fetch_timeout_s(sum(file.size_bytes for file in files), self.timeout_s)
 
     async def run(self, ask: Callable[[], Awaitable[_T]], deadline: Deadline) -> _T:
-        """The answer to `ask`, which is called again where it raises `Transient`."""
+        """The answer to `ask`, which is called again after `Transient`."""
         async for attempt in stamina.retry_context(
             on=backoff,
             attempts=self.attempts,
-            timeout=None,  # the deadline's business
+            timeout=None,  # `deadline` bounds the time
             wait_initial=self.wait_s,
             wait_max=self.max_wait_s,
             wait_jitter=self.wait_s,
@@ -64,23 +64,24 @@ class Retries:
 
 @dataclass(slots=True)
 class Deadline:
-    """What to say when the time is over: the last failure before, if there was any."""
+    """The last failure before a deadline, for the deadline's error."""
 
     last_failure: Transient | None = None
 
 
 @asynccontextmanager
 async def deadline(timeout_s: float, expected: str = "the adapter's files") -> AsyncIterator[Deadline]:
-    """End what is inside after `timeout_s` seconds.
+    """End the block after `timeout_s` seconds.
 
     Raises:
-        SourceUnavailable: the time is over; it names the last failure, if any.
+        SourceUnavailable: the time is over; the error names the last failure, if any.
     """
     state = Deadline()
     try:
         async with asyncio.timeout(timeout_s) as timeout:
             yield state
     except TimeoutError:
+        # A TimeoutError of the block itself is no end of the deadline.
         if not timeout.expired():
             raise
         last = state.last_failure
@@ -94,7 +95,7 @@ async def deadline(timeout_s: float, expected: str = "the adapter's files") -> A
 
 
 def backoff(error: Exception) -> bool | float:
-    """For `stamina`: whether to try again, or after how many seconds where the source says so."""
+    """For `stamina`: whether to try again, or after how many seconds if the source asks for a wait."""
     if not isinstance(error, Transient):
         return False
     return True if error.wait_s is None else error.wait_s

@@ -1,6 +1,6 @@
-"""S3 for `object_store.py`: options from the environment, one LIST per adapter, and its ranges by `get_object`.
+"""S3 for `object_store.py`: options from the environment, one LIST per adapter, and ranges by `get_object`.
 
-All of it goes through the client of s3fs, so that credentials, signing, TLS and proxies are botocore's.
+All requests use the client of s3fs, so that botocore does credentials, signing, TLS and proxies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 15.0
-# Of objects that are encrypted so, ETags are no MD5.
+# Server-side encryptions under which an object's ETag is no MD5.
 _NOT_MD5 = ("aws:kms", "aws:kms:dsse", "aws:fsx")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -42,7 +42,7 @@ def s3_storage_options(
     Understood: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT; AWS_REGION, AWS_DEFAULT_REGION; AWS_ALLOW_HTTP;
     AWS_S3_FORCE_PATH_STYLE, AWS_VIRTUAL_HOSTED_STYLE_REQUEST (path-style by default where an endpoint is set);
     AWS_SKIP_SIGNATURE; AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN. Everything else, profiles
-    and instance metadata among it, is left to botocore. The clients' own retries are off: `retries.py` does.
+    and instance metadata included, is left to botocore. The clients' own retries are off, because `retries.py` retries.
 
     Raises:
         InvalidSettings: an endpoint that is no URL, carries a password, or is plain HTTP without AWS_ALLOW_HTTP; or a
@@ -96,7 +96,7 @@ class S3Files:
 
     @property
     def endpoint(self) -> str:
-        """What the environment names, without what a client might add to it; empty for AWS's own."""
+        """The endpoint that the environment names, without a client's additions; empty for AWS's own."""
         url = urlsplit(self._options.get("endpoint_url") or "")
         return f"{url.scheme}://{url.netloc.rpartition('@')[2]}" if url.netloc else ""
 
@@ -112,7 +112,7 @@ class S3Files:
             return await _heads(client, bucket, f"{prefix}/", error)
 
     async def list_below(self, uri: str) -> list[str]:
-        """The URIs of all objects below `uri`, by as many LISTs as that takes."""
+        """The URIs of all objects below `uri`, by as many LISTs as needed."""
         client = await self._client()
         bucket, prefix = split_bucket(uri)
         asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
@@ -137,7 +137,7 @@ class S3Files:
 
 @cache
 def _staying_session() -> Any:
-    """Aiobotocore's class of sessions, without its redirects: they would lead to origins that nobody has named."""
+    """Aiobotocore's class of sessions without redirects, which would lead to origins that no operator has named."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     class Staying:
@@ -158,7 +158,7 @@ async def _page(client: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     """One page of a LIST.
 
     Raises:
-        BrokenAnswer: an answer of status 200 that is no LIST. Botocore takes a page of HTML, or an empty body, for a
+        BrokenAnswer: an answer with status 200 that is no LIST. Botocore reads a page of HTML, or an empty body, as a
             LIST without objects.
     """
     page: dict[str, Any] = await client.list_objects_v2(**asked)
@@ -184,11 +184,11 @@ async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
 
 
 async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> list[SourceFile]:
-    """What can be read where listing is denied: S3 then answers 403 for an object that is not there, too."""
+    """The readable files where listing is denied: S3 then answers 403 for a missing object, too."""
     found: list[SourceFile] = []
     hidden = False
     names = list(ADAPTER_FILES)
-    for name in names:  # grows where an index names more
+    for name in names:  # an index adds shards while the loop runs
         try:
             answer = await client.head_object(Bucket=bucket, Key=prefix + name)
         except Exception as error:
@@ -201,13 +201,13 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
         if name == ADAPTER_FILES[-1] and needs_shards([file.name for file in found]):
             index = await client.get_object(Bucket=bucket, Key=prefix + INDEX_FILE)
             names += shards_of(await index["Body"].read(MAX_INDEX_BYTES + 1))
-    if hidden and len(found) < 2:  # no configuration with weights, and no word on what is missing
+    if hidden and len(found) < 2:  # a 403 leaves open whether configuration or weights are missing
         raise denied
     return found
 
 
 class _S3Reader(StreamReader):
-    """Ranges by `get_object`, streamed, each under the condition of the located ETag."""
+    """Streams ranges by `get_object`, each under the condition of the located ETag."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, client: Any, bucket: str, prefix: str) -> None:
         super().__init__(loop)
@@ -217,12 +217,12 @@ class _S3Reader(StreamReader):
         self._not_md5: set[str] = set()
 
     def has_md5_etag(self, name: str) -> bool:
-        """Whether the answers so far let a file's ETag be the MD5 of its bytes (not encrypted with another's key)."""
+        """Whether a file's ETag is the MD5 of its bytes, as far as answers show (not encrypted with another key)."""
         # Directory buckets (S3 Express), also behind an access point, have ETags that are no MD5.
         return name not in self._not_md5 and not self._bucket.endswith(("--x-s3", "--xa-s3"))
 
     async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """As `read`, for callers on the file system's loop."""
+        """Read as `read` does, for callers on the file system's loop."""
         asked = {"Bucket": self._bucket, "Key": f"{self._prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
         if file.etag and not file.etag.startswith("W/"):  # some stores list their strong ETags without quotes
             asked["IfMatch"] = file.etag

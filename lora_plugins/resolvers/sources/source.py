@@ -1,4 +1,4 @@
-"""What every source of adapters does; `tests/resolvers/sources/contract.py` tests each of them for it."""
+"""The interface of all sources of adapters; `tests/resolvers/sources/contract.py` tests each source."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lora_plugins.resolvers.sources.templates import LocalLink
 from lora_plugins.store.layout import key_of
 from lora_plugins.store.partial_download import PartialDownload
 
-# The only files that are ever read or fetched, and those that the index names where weights are several files.
+# The only files that any source reads or fetches, besides the shards that an index names.
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of an adapter at its source: `etag` is its identity there, `sha256` its digest where that is known."""
+    """One file of an adapter at its source: `etag` is the file's identity there, `sha256` its digest if known."""
 
     name: str
     size_bytes: int
@@ -35,15 +35,15 @@ class RemoteAdapter:
     """An adapter that a source has, before any of its bytes are fetched.
 
     Attributes:
-        name: by which its source knows it.
+        name: the name by which the source knows the adapter.
         source: the label of the source.
-        uri: where it lies, without credentials: `file:///adapters/sql`, `s3://bucket/sql`, `hf://org/repo/sql`.
-        version: the identity of its bytes there: a commit, or a digest of names, sizes and ETags.
-        files: those of `ADAPTER_FILES` that it has, and the several files of its weights.
-        link: what is to be made a link to the fetched adapter, if anything.
+        uri: the place without credentials: `file:///adapters/sql`, `s3://bucket/sql`, `hf://org/repo/sql`.
+        version: the identity of the bytes at the source: a commit, or a digest of names, sizes and ETags.
+        files: the adapter's files among `ADAPTER_FILES`, and its shards.
+        link: a path to make a link to the fetched adapter, if any.
 
     Raises:
-        AdapterNotFound: it has no configuration.
+        AdapterNotFound: the adapter has no configuration.
     """
 
     name: AdapterName
@@ -70,12 +70,12 @@ class RemoteAdapter:
 
 
 def needs_shards(names: Collection[str]) -> bool:
-    """Whether the weights of an adapter with these files are several more, which an index names."""
+    """Whether an adapter with these files has its weights in shards, which an index names."""
     return INDEX_FILE in names and WEIGHTS_FILE not in names
 
 
 def choose_files(names: Iterable[str]) -> list[str]:
-    """The files of an adapter among all those beside each other; without weights, another writer's file, to name it."""
+    """The adapter's files among the names of a folder; without weights, a file of another writer, for the error."""
     present = set(names)
     chosen = [name for name in ADAPTER_FILES if name in present]
     foreign = by_files(present) if chosen == [CONFIG_FILE] else None
@@ -85,31 +85,32 @@ def choose_files(names: Iterable[str]) -> list[str]:
 
 
 def version_of(files: Iterable[SourceFile]) -> str:
-    """A version for a source that has none: a digest of names, sizes and ETags."""
+    """A version for a source without versions: a digest of names, sizes and ETags."""
     return key_of(*(f"{file.name} {file.size_bytes} {file.etag}" for file in sorted(files, key=lambda file: file.name)))
 
 
 class VersionChanged(SourceUnavailable):
-    """The adapter changed at its source while it was being fetched; the caller locates it again and starts over."""
+    """The adapter changed at its source during the fetch; the caller locates the adapter again and starts over."""
 
     is_of_one_request = True
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The names that a source can list, and what it cannot, each with the reason."""
+    """The names that a source can list, and the gaps in the list, with reasons."""
 
     names: tuple[str, ...]
     gaps: tuple[str, ...] = ()
 
 
 class Source(Protocol):
-    """A place adapters come from.
+    """A place with adapters.
 
-    `locate` answers an `Absence` only where the source itself says that it has no such adapter, or its settings leave
-    the name out. It and `fetch` raise:
-        InvalidAdapter, AdapterNotFound, IncompatibleAdapter: it has one of this name, but not one that can be served.
-        SourceUnavailable: it does not answer, or the bytes cannot be had; `VersionChanged` where they have changed.
+    `locate` returns an `Absence` only where the source itself answers that the adapter is absent, or the source's
+    settings exclude the name. `locate` and `fetch` raise:
+        InvalidAdapter, AdapterNotFound, IncompatibleAdapter: the source has the name, but no adapter that can be
+        served. SourceUnavailable: the source does not answer, or the bytes cannot be had; `VersionChanged` for changed
+        bytes.
     """
 
     @property
@@ -119,7 +120,7 @@ class Source(Protocol):
 
     @property
     def remote(self) -> bool:
-        """Whether asking costs a round trip, so that answers are worth remembering for a while."""
+        """Whether a question costs a round trip, so that answers are worth remembering for a while."""
         ...
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
@@ -127,13 +128,13 @@ class Source(Protocol):
         ...
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
-        """Write the located version's files, all of them and no others, to `download.directory`."""
+        """Write the located version's files, all files and no others, to `download.directory`."""
         ...
 
 
 @runtime_checkable
 class ListsNames(Protocol):
-    """A source that lists its names too, for `lora-plugins ls --remote`."""
+    """A source that can list its names, for `lora-plugins ls --remote`."""
 
     async def names(self, base_model_name: str) -> Listing:
         """The names of the source's adapters, as far as the source knows them; requests never need the list."""

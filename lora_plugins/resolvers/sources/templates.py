@@ -1,7 +1,7 @@
-"""URL and path templates of vLLM's documentation, and the links that a local path template asks for.
+"""URL and path templates of vLLM's documentation, and the links for a local path template.
 
-A template is text with the placeholders `{base_model_name}`, `{lora_name}` and `{revision}`, and nothing else of
-`str.format`. What requests can choose stands behind a fixed beginning and never leaves it.
+A template is text with the placeholders `{base_model_name}`, `{lora_name}` and `{revision}`, and no other syntax of
+`str.format`. Parts that requests choose stand behind a fixed beginning and never leave the beginning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = "!$&'()*+,;=:~-._@/"
 
 
 class Template:
-    """A checked template; `variable` is the environment variable that it came from.
+    """A checked template; `variable` is the environment variable with the template.
 
     Raises:
         InvalidSettings: an unknown placeholder, a conversion or format, or no `{lora_name}`.
@@ -54,10 +54,10 @@ class Template:
         return self.fixed[: self.fixed.rindex("/") + 1]
 
     def fill(self, name: AdapterName, base_model_name: str, *, quoted: bool = False) -> str:
-        """The text for an adapter; `quoted` percent-encodes what is filled in.
+        """The text for an adapter; `quoted` percent-encodes the values.
 
-        A pinned revision becomes part of the name where the template has no place for it. Of the base model's name,
-        which may be a path, what does not name anything (`/`, `.`, `..`) is left out.
+        A pinned revision becomes part of the name where the template has no place for a revision. Parts of the base
+        model's name that name nothing (`/`, `.`, `..`) are left out, because the name may be a path.
         """
         values = {
             "base_model_name": _path_of(base_model_name),
@@ -70,7 +70,7 @@ class Template:
         )
 
     def read(self, text: str, base_model_name: str) -> AdapterName | None:
-        """The adapter that `fill` makes `text` of; None where there is none, or where it takes a base model to tell."""
+        """The adapter for which `fill` makes `text`; None for no adapter, or where only a base model could decide."""
         if self.has_base and not base_model_name:
             return None
         pattern = ""
@@ -90,7 +90,7 @@ class Template:
             return None
 
     def wrong(self, found: str) -> InvalidSettings:
-        """An error about this template; the text itself is not repeated, it may hold a password."""
+        """An error about this template, without the text, which may have a password."""
         return InvalidSettings(
             f"{found} in {self._variable}",
             expected="text with {base_model_name}, {lora_name} and {revision} behind a fixed beginning",
@@ -111,7 +111,7 @@ def parse_local(text: str) -> Template:
     """The template of `LocalLink`s.
 
     Raises:
-        InvalidSettings: as `Template` does, or a path that is not absolute.
+        InvalidSettings: see `Template`; or a path that is not absolute.
     """
     template = Template(os.path.expanduser(text), "LOCAL_PATH_TEMPLATE")
     if not os.path.isabs(template.fixed):
@@ -125,13 +125,13 @@ def _path_of(base_model_name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LocalLink:
-    """A path below a fixed root that is to be a symlink to an adapter; what is not ours there is left alone."""
+    """A path below a fixed root that becomes a symlink to an adapter; foreign files and links there stay."""
 
     root: str
     path: str
 
     def point_to(self, directory: Path, name: str) -> None:
-        """Replace an earlier link at once; where that cannot be, log why, with the adapter's name."""
+        """Replace an earlier link atomically; on failure, log the reason with the adapter's name."""
         try:
             refusal = self._point_to(directory)
         except OSError as error:
@@ -140,7 +140,7 @@ class LocalLink:
             logger.warning("Adapter '%s': %s is not made a link to the adapter: %s", name, ascii(self.path), refusal)
 
     def _point_to(self, directory: Path) -> str | None:
-        """Returns why it was left alone."""
+        """Returns the reason for leaving the path alone, if any."""
         os.makedirs(self.root, exist_ok=True)
         *folders, last = [part for part in self.path[len(self.root) :].split("/") if part]
         if not self.path.startswith(self.root) or ".." in (*folders, last):
@@ -148,6 +148,7 @@ class LocalLink:
         with contextlib.ExitStack() as stack:
             at = _open_directory(self.root, None)
             stack.callback(os.close, at)
+            # Open folder by folder without following links: another user must not lead the link elsewhere.
             for folder in folders:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(folder, dir_fd=at)
@@ -172,7 +173,7 @@ def _replace_link(name: str, directory: Path, at: int) -> str | None:
         return None
     if target is not None and not is_digest(os.path.basename(target)):
         return "a link that is not ours stands there"
-    # In the same directory, so that the replacement is one rename; led by a dot, which no adapter name is.
+    # In the same directory, so that the replacement is one rename; with a dot in front, as no adapter name has.
     fresh = f".{os.urandom(8).hex()}.link"
     os.symlink(directory, fresh, dir_fd=at)
     try:
@@ -186,6 +187,6 @@ def _replace_link(name: str, directory: Path, at: int) -> str | None:
 
 
 def _open_directory(path: str, at: int | None) -> int:
-    # The root may be reached through symlinks, which the operator made; nothing below it is followed.
+    # The operator may have made symlinks on the way to the root; below the root, links are not followed.
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if at is None else os.O_NOFOLLOW)
     return os.open(path, flags, dir_fd=at)

@@ -1,7 +1,7 @@
-"""A directory tree of adapters in which symlinks lead only to where they may.
+"""A directory tree of adapters in which symlinks lead only to allowed places.
 
-A path that is checked and opened afterwards may have been exchanged in between. So the real path is judged, and then
-every component of it is opened by itself; one that has become a symlink fails. What was opened is what was judged.
+A path could be exchanged between a check and an open. So the tree judges the real path, and then opens each component
+by itself without following links: a component that has become a symlink fails. The opened file is the judged file.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailab
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, choose_files, needs_shards
 
 _ATTEMPTS = 5
-# On Linux a directory that may not be listed can be opened too.
+# On Linux, O_PATH also opens a directory without the right to list the directory.
 _PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-# What the system answers where a component that was a directory or file is a symlink now.
+# Errors of the system where a former directory or file is a symlink now.
 _EXCHANGED = frozenset({errno.ELOOP, errno.ENOTDIR})
 
-# Whether links may make what lies at a path below the root (the second) the adapter of a name (the first).
+# Whether links may make the adapter at a path below the root (second argument) the adapter of a name (first).
 MayLead = Callable[[str, str], bool]
 
 
 def anywhere(name: str, place: str) -> bool:  # noqa: ARG001 - a `MayLead`
-    """Below the root."""
+    """Allow every place below the root."""
     return True
 
 
 def is_neighbour(name: str, place: str) -> bool:
-    """In the same folder."""
+    """Allow places in the same folder."""
     return os.path.dirname(name) == os.path.dirname(place)
 
 
 class LeadsElsewhere(AdapterNotFound):
-    """Links make another adapter this one, and they may not."""
+    """Links make another adapter this adapter, without permission."""
 
 
 class AdapterTree:
-    """Adapters below `root`; links may leave it where `follow_symlinks`, and inside lead to where `may_lead` says."""
+    """Adapters below `root`; with `follow_symlinks` links may leave it; inside, `may_lead` decides."""
 
     def __init__(self, root: Path, *, follow_symlinks: bool, may_lead: MayLead) -> None:
         self.root = root
@@ -55,18 +55,18 @@ class AdapterTree:
         self._may_lead = may_lead
 
     def present(self, name: AdapterName) -> list[str] | None:
-        """The names of the adapter's files in its directory; None where that is something else.
+        """The names of the adapter's files in its directory; None where the path is no directory.
 
         Raises:
-            OSError: there is nothing, or it cannot be read.
-            InvalidAdapter, LeadsElsewhere: links lead to where they may not.
+            OSError: the path does not exist, or cannot be read.
+            InvalidAdapter, LeadsElsewhere: links lead to a forbidden place.
         """
         at = open_real(str(self.root / str(name)), _PATH_ONLY, partial(self._judge, name, is_file=False))
         try:
             if not stat.S_ISDIR(os.fstat(at).st_mode):
                 return None
             present = [file for file in ADAPTER_FILES if _is_in(at, file)]
-            # Listing needs the right to read, which looking hides: denied is not the same as absent.
+            # Listing needs the right to read, which the looks above do not: denied is not the same as absent.
             if needs_shards(present) or not present:
                 return choose_files(_names_in(at))
             if present == [CONFIG_FILE]:
@@ -78,10 +78,10 @@ class AdapterTree:
 
     @contextlib.contextmanager
     def opened(self, name: AdapterName, file: str) -> Iterator[BinaryIO]:
-        """One of an adapter's files; whatever is to be known of it is asked of what was opened, never of its path.
+        """One of an adapter's files; callers ask the opened file, never the path, for status and content.
 
         Raises:
-            LoRAPluginsError: it is missing or no file, or links lead to where they may not.
+            LoRAPluginsError: the file is missing or no regular file, or links lead to a forbidden place.
         """
         judge = partial(self._judge, name, is_file=True)
         with open_regular(self.root / str(name) / file, opener=lambda path, flags: open_real(path, flags, judge)) as (
@@ -91,10 +91,10 @@ class AdapterTree:
             yield opened
 
     def _judge(self, name: AdapterName, real: str, *, is_file: bool) -> None:
-        """Refuse what lies outside the root, or where links of this name may not lead.
+        """Refuse a place outside the root, and a place where links of this name may not lead.
 
         Raises:
-            InvalidAdapter, LeadsElsewhere: it does.
+            InvalidAdapter, LeadsElsewhere: the place is refused.
         """
         top = os.path.realpath(self.root, strict=True)
         if is_below(real, top):
@@ -114,7 +114,7 @@ class AdapterTree:
 
 
 def _is_in(directory: int, name: str) -> bool:
-    """Whether a directory that is open has an entry of this name; a link that leads nowhere is one."""
+    """Whether an open directory has an entry of this name, dangling links included."""
     try:
         os.stat(name, dir_fd=directory, follow_symlinks=False)
     except OSError:
@@ -131,12 +131,12 @@ def _names_in(directory: int) -> list[str]:
 
 
 def open_real(path: str, flags: int, judge: Callable[[str], None]) -> int:
-    """A new descriptor of what `path` leads to, once `judge` has let its real path through; it never waits for a pipe.
+    """A new descriptor of the target of `path`, once `judge` accepts the real path; never waits for a pipe.
 
     Raises:
-        OSError: there is nothing, or it cannot be opened.
-        SourceUnavailable: it was exchanged each time between the two.
-        Exception: what `judge` raises.
+        OSError: the target does not exist, or cannot be opened.
+        SourceUnavailable: each try met an exchange between the check and the open.
+        Exception: any error of `judge`.
     """
     for _ in range(_ATTEMPTS):
         real = os.path.realpath(path, strict=True)
@@ -161,10 +161,11 @@ def _open_without_links(real: str, flags: int) -> int:
             below = os.open(folder, _PATH_ONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=at)
             os.close(at)
             at = below
+        # O_NONBLOCK: opening a pipe for reading would wait for a writer.
         opened = os.open(last, flags | os.O_NONBLOCK | _NO_LINK, dir_fd=at)
     finally:
         os.close(at)
-    if stat.S_ISLNK(os.fstat(opened).st_mode):  # with _PATH_ONLY it is the link itself that is opened
+    if stat.S_ISLNK(os.fstat(opened).st_mode):  # with O_PATH, O_NOFOLLOW opens the link itself instead of failing
         os.close(opened)
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), real)
     return opened

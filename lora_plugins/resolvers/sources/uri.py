@@ -1,4 +1,4 @@
-"""Source URIs, and the prefixes below which they may be fetched; without any I/O.
+"""Source URIs, and prefixes of allowed URIs; without any I/O.
 
 ```
 file:///adapters/sql     s3://bucket/sql     https://host/sql     hf://org/repo[@revision][/folder]
@@ -6,15 +6,15 @@ s3://arn:aws:s3:region:account:accesspoint/name/sql
 s3://arn:aws:s3::account:accesspoint/alias.mrap/sql                              multi-region
 s3://arn:aws:s3-outposts:region:account:outpost/id/accesspoint/name/sql
 ```
-An access point's alias (`…-s3alias`) is a bucket's name like any other. Object Lambda access points are refused: what
-they answer has not the size and ETag that their listing says.
+An access point's alias (`…-s3alias`) is a bucket's name like any other. Object Lambda access points are refused: their
+answers do not have the size and ETag of their listing.
 
-A URI that is read has one spelling only, so prefixes are compared segment by segment and nothing is left to be resolved
-later. Refused are `.` and `..`, empty segments, backslashes, invisible characters, queries and fragments (presigned
-URLs carry credentials there), user names and passwords, chains of fsspec (`zip://x::s3://y`), and percent-encoding of
-what needs none. Scheme and host names are compared in lower case, everything else as it stands.
+A URI has one spelling only, so prefixes are compared segment by segment, without any later resolution. Refused are `.`
+and `..`, empty segments, backslashes, invisible characters, queries and fragments (presigned URLs carry credentials
+there), user names and passwords, chains of fsspec (`zip://x::s3://y`), and percent-encoding of characters that need
+none. Scheme and host names are compared in lower case, all other parts unchanged.
 
-Symlinks below an allowed `file://` prefix are the business of whoever opens the file.
+The code that opens a file judges symlinks below an allowed `file://` prefix.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ _PORT = re.compile(r"(.*):([0-9]{1,5})")
 _ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _S3 = frozenset({"s3", "s3a"})
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-# Elsewhere a percent sign is a character of the key like any other; whether it was meant so cannot be told.
+# In other schemes a percent sign is a character of the key like any other, whatever its writer meant.
 _ENCODED = frozenset({"file", "hf", "http", "https"})
 _NAMED_ACCOUNT = frozenset({"abfs", "abfss"})  # container@account.dfs.core.windows.net: no user, but the address
 _REPO_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 BRANCHES_AND_TAGS = ("refs/heads/", "refs/tags/")
 _NOT_MODELS = frozenset({"models", "datasets", "spaces", "buckets", "kernels", "collections"})
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
-_PLAIN = "!$&'()*+,;=~-._"  # beside letters and digits, what is written as it stands
+_PLAIN = "!$&'()*+,;=~-._"  # written unencoded, besides letters and digits
 _TWICE = re.compile(r"%[0-9A-Fa-f]{2}")
 _LONG_REVISIONS = {("refs", "pr"), ("refs", "convert"), ("refs", "heads"), ("refs", "tags")}
 
 
 def absolute(path: str) -> str:
-    """The path that vLLM reads where a call of its own names this one."""
+    """The path that vLLM reads for a path in one of vLLM's own calls."""
     return os.path.join(os.getcwd(), os.path.expanduser(path))
 
 
 def is_path(place: str | None) -> TypeGuard[str]:
-    """Whether a place is an absolute path, as only vLLM's own calls name one, and no URI."""
+    """Whether a place is an absolute path, as in vLLM's own calls, and no URI."""
     return place is not None and place.startswith("/")
 
 
 @dataclass(frozen=True, slots=True)
 class SourceUri:
-    """A URI in its one spelling.
+    """A URI in its only spelling.
 
     Attributes:
-        scheme: in lower case; `BY_PATH` for a directory that a call of vLLM's own named.
+        scheme: in lower case; `BY_PATH` for a directory in one of vLLM's own calls.
         authority: bucket, access point's ARN, host, container or, on the Hub, organisation; empty for files.
         segments: of the path, decoded.
-        revision: on the Hub, what stood behind `@`; always None elsewhere.
+        revision: on the Hub, the text behind `@`; None elsewhere.
     """
 
     scheme: str
@@ -90,7 +90,7 @@ class SourceUri:
         """Read a URI of any scheme.
 
         Raises:
-            InvalidAdapter: it is malformed, has more than one spelling, or carries credentials.
+            InvalidAdapter: the URI is malformed, has another spelling, or carries credentials.
         """
         if len(text) > MAX_CHARACTERS:
             raise _refused(f"a URI of {len(text)} characters", f"at most {MAX_CHARACTERS}")
@@ -111,7 +111,7 @@ class SourceUri:
 
     @classmethod
     def of_path(cls, path: str) -> SourceUri:
-        """Of a directory by its absolute path, whatever its spelling; only vLLM's own calls name one so."""
+        """The URI of a directory by its absolute path in any spelling; only vLLM's own calls have such paths."""
         return cls(BY_PATH, "", tuple(filter(None, path.split("/"))))
 
     @property
@@ -130,7 +130,7 @@ class SourceUri:
         return "/".join(self.segments)
 
     def is_below(self, prefix: SourceUri) -> bool:
-        """Whether this is what `prefix` names, or lies below it at a segment's boundary."""
+        """Whether the URI equals `prefix`, or lies below `prefix` at a segment's boundary."""
         return (
             (self.scheme, self.authority) == (prefix.scheme, prefix.authority)
             and self.segments[: len(prefix.segments)] == prefix.segments
@@ -146,7 +146,7 @@ class SourceUri:
 
 
 def is_from(uri: str, place: str) -> bool:
-    """Whether the URI of a version is the place that an operator has named, whose revision it does not say."""
+    """Whether a version's URI is the operator's `place`; the version's URI has no revision."""
     try:
         return replace(SourceUri.parse(place), revision=None) == SourceUri.parse(uri)
     except InvalidAdapter:
@@ -155,7 +155,7 @@ def is_from(uri: str, place: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AllowedUris:
-    """The prefixes of `LORA_PLUGINS_ALLOWED_URIS`; with none of them, nothing is allowed."""
+    """The prefixes of `LORA_PLUGINS_ALLOWED_URIS`; without a prefix, no URI is allowed."""
 
     prefixes: tuple[SourceUri, ...]
 
@@ -164,14 +164,14 @@ class AllowedUris:
         """Read the prefixes.
 
         Raises:
-            InvalidSettings: one of them is no URI in its one spelling.
+            InvalidSettings: a prefix is no URI in its only spelling.
         """
         parsed = []
         for text in prefixes:
             try:
                 parsed.append(SourceUri.parse(text))
             except InvalidAdapter as error:
-                # Not the text itself: it may be the one that carries a password.
+                # Without the text, which may have the password.
                 raise InvalidSettings(
                     f"a prefix with {error.found} in LORA_PLUGINS_ALLOWED_URIS",
                     expected=error.expected,
@@ -180,10 +180,10 @@ class AllowedUris:
         return cls(tuple(parsed))
 
     def check(self, text: str) -> SourceUri:
-        """Read a URI that may be fetched; a Hub URI that is allowed always names a repository.
+        """Read an allowed URI; an allowed Hub URI always names a repository.
 
         Raises:
-            InvalidAdapter: it is malformed, or not below any of the prefixes.
+            InvalidAdapter: the URI is malformed, or not below any prefix.
         """
         uri = SourceUri.parse(text)
         below = [prefix for prefix in self.prefixes if uri.is_below(prefix)]
@@ -205,7 +205,7 @@ class AllowedUris:
 
 
 def is_foreign(revision: str) -> bool:
-    """Whether a revision's own spelling says that it is neither a branch nor a tag: `refs/pr/7`, `refs/convert/…`."""
+    """Whether a revision's spelling shows neither a branch nor a tag: `refs/pr/7`, `refs/convert/…`."""
     return revision.startswith("refs/") and not revision.startswith(BRANCHES_AND_TAGS)
 
 
@@ -223,14 +223,14 @@ def is_repo(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AccessPoint:
-    """An access point; `arn` in one of its two spellings, with slashes, and `region` empty for a multi-region one."""
+    """An access point; `arn` is spelled with slashes, and `region` is empty for a multi-region access point."""
 
     arn: str
     region: str
 
 
 def split_access_point(path: str) -> tuple[AccessPoint, str] | None:
-    """The access point that `path` begins with, and what follows the slash behind it; None where the ARN is none."""
+    """The access point at the beginning of `path`, and the text behind its slash; None for another ARN."""
     match = _ARN.fullmatch(path)
     if match is None:
         return None
@@ -244,7 +244,7 @@ def split_access_point(path: str) -> tuple[AccessPoint, str] | None:
 
 
 def access_point_of(uri: str) -> AccessPoint | None:
-    """The access point of an `s3://` URI, if it is not of a bucket."""
+    """The access point of an `s3://` URI; None for a bucket."""
     found = split_access_point(uri.removeprefix("s3://"))
     return found[0] if found is not None else None
 
@@ -260,7 +260,7 @@ def split_bucket(uri: str) -> tuple[str, str]:
 
 
 def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
-    """What stands in a URI before the path, and the path without its leading slash."""
+    """The authority of a URI, and the path without its leading slash."""
     access_point = None
     if scheme in _S3 and rest.startswith(ARN_PREFIX):
         access_point = split_access_point(rest)
@@ -309,7 +309,7 @@ def _hub_uri(org: str, parts: list[str]) -> SourceUri:
         return SourceUri("hf", org, (repo, *(_segment(part, "hf") for part in below)))
     if revision == "refs" and len(below) >= 2 and ("refs", below[0]) in _LONG_REVISIONS:
         revision, below = "/".join((revision, *below[:2])), below[2:]
-    # The Hub's own spelling of a revision with slashes is one segment with %2F in it.
+    # The Hub's own spelling of a revision with slashes is one segment with %2F inside.
     pieces = re.sub("%2f", "/", revision, flags=re.IGNORECASE).split("/")
     return SourceUri(
         "hf",
@@ -340,6 +340,7 @@ def _segment(text: str, scheme: str) -> str:
 def _decode(text: str) -> str:
     if _ESCAPE.search(text):
         raise _refused("a percent sign that encodes nothing", "%25 for a percent sign")
+    # A second spelling of the same URI could slip past a comparison with prefixes.
     for escape in re.findall("%(..)", text):
         if chr(int(escape, 16)) in _UNRESERVED:
             raise _refused(f"%{escape}, which needs no encoding", "the character itself")
