@@ -21,7 +21,7 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
         return VLLMNotFoundError(text)  # type: ignore[no-any-return]
     if error.http_status == 400:
         return VLLMClientError(text)  # type: ignore[no-any-return]
-    # vLLM's own errors carry no headers, so errors with Retry-After need an HTTPException.
+    # An HTTPException can carry Retry-After.
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return HTTPException(error.http_status, text, headers)
 

@@ -13,6 +13,7 @@ from lora_plugins.store.layout import MIN_PREFIX
 class ServedState(StrEnum):
     """The state of a name for new requests."""
 
+    # The texts are part of the API: clients compare them.
     SERVING = "serving"
     PAUSED = "paused"
     DRAINING = "draining"

@@ -93,7 +93,7 @@ async def receive(
     for name, wanted in promised.items():
         if hashes[name].digest() != wanted:
             raise _broken(f"a body with another {name}", "the one of Content-Digest", "send the body again")
-    # Only the one-file form carries the configuration in the weights' metadata.
+    # The one-file form carries the configuration in the weights' metadata.
     if not (directory / CONFIG_FILE).exists():
         await asyncio.to_thread(_take_config, directory)
     return hashes["sha-256"].hexdigest()
@@ -161,7 +161,6 @@ class _Files:
             InvalidAdapter: there are no weights.
         """
         for opened in self._open.values():
-            # Flush now, because the configuration is read from the files before the stack closes them.
             await opened.flush()
         if not any(name.endswith(".safetensors") for name in self._sizes_bytes):
             raise _broken("no weights", WEIGHTS_FILE)
@@ -308,7 +307,7 @@ class _Archive:
         if not (is_taken or header.isreg() or header.isdir() or header.type in _EXTENDED):
             raise _broken(f"'{header.name[:80]}', which is no file", "files and folders only")
         self._name = name if is_taken else ""
-        # GNU tar gives directories a size of 0, but other writers do not.
+        # POSIX lets a directory have a size, which is a hint and not followed by content.
         self._left_bytes = 0 if header.isdir() else header.size
         self._padding_bytes = -self._left_bytes % _BLOCK_BYTES
         if is_taken:

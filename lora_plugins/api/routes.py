@@ -298,7 +298,7 @@ async def rollback(
     """Go back to the version before, or to a kept version, and stay there until the next refresh."""
     body = body or RollbackRequest()
     async with _as_http() as began:
-        # `load` and `swap` of one name wait for the name's lock, so the digests in the answer are of this call.
+        # The digests of the answer come with the change itself: another call may change the name meanwhile.
         change = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
     return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
 

@@ -40,6 +40,7 @@ class ConvertedAdapter:
         """Describe the conversion of a leased version of the store."""
         config = canonical_bytes(conversion.config)
         converted = Converted(form, stored.digest, conversion.changes)
+        # No SHA-256 in advance: the bytes are written during the download.
         promised = (CONFIG_FILE, len(config), ""), (WEIGHTS_FILE, weights_bytes(conversion), "")
         return cls(uri, version, converted, stored.directory, conversion, config, promised)
 

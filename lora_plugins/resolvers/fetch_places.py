@@ -40,6 +40,7 @@ class FetchPlaces:
         return found
 
     def _places(self, found: str) -> Places:
+        # Half of the places at most for one principal, so that another finds a place at once.
         limits = PlaceLimits(_AT_ONCE, _WAITING, self._wait_s)
         expected = f"a turn within {self._wait_s:g} s"
         refusal = partial(FetchesBusy, found, expected=expected, remedy="ask again")

@@ -52,9 +52,11 @@ def arrived_bytes(directory: str, files: Sequence[tuple[str, int]]) -> dict[str,
             with contextlib.suppress(OSError):
                 key = name if folder == directory else ""
                 # st_blocks is in units of 512 bytes, whatever the file system's block size.
+                # Files in folders below are a library's own: counted together under the empty name.
                 on_disk[key] = on_disk.get(key, 0) + os.stat(os.path.join(folder, name)).st_blocks * 512
     elsewhere = sum(on_disk.values()) - sum(on_disk.get(name, 0) for name, _ in files)
     arrived = {}
+    # Largest first: unnamed bytes most probably belong to the largest missing file.
     for name, size_bytes in sorted(files, key=lambda file: -file[1]):
         arrived[name] = min(size_bytes, on_disk.get(name) or elsewhere)
         elsewhere -= 0 if on_disk.get(name) else arrived[name]

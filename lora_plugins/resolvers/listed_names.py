@@ -47,6 +47,7 @@ class ListedNames:
         now = time.monotonic()
         if label in self._asking or now - self._asked_at.get(label, -self._fresh_s) < self._fresh_s:
             return
+        # Also before a failure, so that a broken source is not asked at every request.
         self._asked_at[label] = now
         task = asyncio.get_running_loop().create_task(self._list(label, source, base_path))
         self._asking[label] = task

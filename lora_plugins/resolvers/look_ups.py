@@ -73,6 +73,7 @@ class LookUps:
         if is_known:
             async with self._known.held(principal):
                 return await look_up()
+        # No `held` here: after an absence, the place stays taken until a timer gives the place back.
         place = await self._unknown.enter(principal)
         is_absent = False
         try:

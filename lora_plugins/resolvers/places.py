@@ -120,6 +120,7 @@ class Places:
         self._waiting += 1
         # The caller itself may be the one refused: then `place.given` has the error already.
         if self._waiting > self._limits.waiting:
+            # The principal with the longest queue pays, so that a flood of one principal refuses nobody else.
             self._refuse(max(self._uses.values(), key=lambda use: use.count).last())
         timer = loop.call_later(self._limits.wait_s, self._refuse, place)
         try:
@@ -144,8 +145,10 @@ class Places:
             self._let_in(place.principal)
 
     def _take(self, use: _Use, place: Place) -> None:
+        # A shared place counts once.
         self._taken += place.thing not in use.held
         use.held[place.thing] += 1
+        # A new version of the same thing may be larger.
         use.sizes_bytes[place.thing] = max(place.size_bytes, use.sizes_bytes.get(place.thing, 0))
 
     def _has_room(self, use: _Use, place: Place) -> bool:
@@ -166,6 +169,7 @@ class Places:
             if not able:
                 break
             use = min(able, key=lambda use: (len(use.held), use.first().number))
+            # All callers for the thing enter together, because they share the place.
             for place in use.waiting.pop(use.first().thing):
                 use.count -= 1
                 self._waiting -= 1
@@ -174,6 +178,7 @@ class Places:
                     place.given.set_result(None)
         use = self._uses[principal]
         if not use.held and not use.waiting:
+            # Principals without places leave nothing behind.
             del self._uses[principal]
 
     def _refuse(self, place: Place) -> None:

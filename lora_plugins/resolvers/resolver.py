@@ -140,6 +140,7 @@ class AdapterResolver:
             return
         order = self.settings.sources
         self.sources.append(source)
+        # Sources outside the setting come last, in the order in which plugins add them.
         self.sources.sort(key=lambda item: order.index(item.label) if item.label in order else len(order))
 
     async def resolve(self, text: str, base_path: str) -> ResolvedAdapter | None:
@@ -199,6 +200,7 @@ class AdapterResolver:
         Raises:
             LoRAPluginsError: the adapter cannot be served, or the file system does not answer.
         """
+        # No path can have a zero byte, and os calls would raise ValueError.
         if "\0" in path:
             return None
         query = _Query(AdapterName(name), SourceUri.of_path(path), force_refresh=True, holder=holder)
@@ -267,6 +269,7 @@ class AdapterResolver:
             LoRAPluginsError: the version does not fit the served model, or its URI is no longer allowed.
         """
         query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
+        # Another template or root now: the name may mean another adapter there.
         if uri is None and place not in {str(source) for source in self.sources}:
             return None
         found = await self.of_digest(name, digest, of_any_name=True)
@@ -342,6 +345,7 @@ class AdapterResolver:
 
     def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
         if resolved is not None:
+            # A name's lease may be in use by another request, so the server decides; other leases are nobody else's.
             if resolved.holder is None:
                 self.on_abandoned(resolved)
             else:
@@ -354,6 +358,7 @@ class AdapterResolver:
         name = str(query.name)
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
+            # `has` may have located the adapter a moment ago.
             located = None if query.force_refresh else self._located.pop(query.key, None)
             with describing(adapter=name):
                 found = located or await self._locate(query, base_path)
@@ -374,6 +379,7 @@ class AdapterResolver:
             except LoRAPluginsError as error:
                 self._report(name, source, error)
                 raise
+            # A success ends the remembered fault of the same question.
             self._failed.pop(query.key, None)
             if source.remote:
                 self._fresh[query.key] = served
@@ -395,6 +401,7 @@ class AdapterResolver:
 
     async def _described_base(self) -> BaseModel | None:
         """The served model with its modules; the first use asks the engine, which alone knows the modules."""
+        # One question to the engine, however many names wait.
         async with self._describing:
             if self.base is None or self.base.model is not None or self.describe_model is None:
                 return self.base
@@ -435,6 +442,7 @@ class AdapterResolver:
                 self._report(str(query.name), source, error)
                 if not isinstance(error, SourceUnavailable) or (query.force_refresh and self._came_from(source, query)):
                     raise
+                # The first error counts: earlier sources go before later sources.
                 unavailable = unavailable or error
             else:
                 if not isinstance(answer, Absence):
@@ -449,6 +457,7 @@ class AdapterResolver:
 
     async def _ask(self, source: Source, name: AdapterName, query: _Query, base_path: str) -> RemoteAdapter | Absence:
         """The source's answer, once a place for the name is free."""
+        # An operator's URI, a refresh, and a name served before are no flood of unknown names.
         is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key) is not None
         return await self._look_ups_at(source).run(
             lambda: source.locate(name, base_path), is_known=is_known, principal=self.principal()

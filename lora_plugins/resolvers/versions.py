@@ -194,6 +194,7 @@ class Versions:
         """Remember the version resolved for a key, and return the version with the requested URI."""
         name, asked_uri = key
         served = self._served[key] = replace(version, asked_uri=asked_uri)
+        # Places of the name, by which `of_digest` decides whether the name may reach a version.
         self._origins[name] = self._origins.get(name, frozenset()) | {version.uri}
         self._had[name, version.digest] = version.uri, version.version
         return served
@@ -210,6 +211,7 @@ class Versions:
     ) -> tuple[StoredAdapter[ReadAdapter], VerifiedAdapter, float]:
         """A located version, leased and in the engine's form; and the seconds until its bytes were here."""
         started = time.perf_counter()
+        # Look for the converted form first, because the original may have been evicted.
         stored = await self._find_converted(adapter, base, holder)
         if stored is None:
             stored = await self._obtain(name, source, adapter, holder, principal)
@@ -294,11 +296,13 @@ class Versions:
             SourceUnavailable: the bytes cannot be read at the moment.
             LoRAPluginsError: the version does not fit. No lease is left.
         """
+        # At the same time: hashing takes the disk, and the check takes the verification child.
         checked, is_sound = await asyncio.gather(
             self._check(digest, base, holder, principal, arrived),
             asyncio.to_thread(self._store.is_sound, digest),
             return_exceptions=True,
         )
+        # The hash may be remembered from before the damage, so allow only a recent hash.
         if isinstance(checked, LoRAPluginsError) and is_sound is True:
             is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
         if is_sound is True and not isinstance(checked, BaseException):
@@ -331,6 +335,7 @@ class Versions:
     ) -> StoredAdapter[ReadAdapter]:
         """Bring the version into the store."""
         version = (adapter.uri, adapter.version)
+        # The same bytes would be refused again after a fetch of gigabytes.
         if version in self._refused:
             raise copy.copy(self._refused[version])  # a copy: raising one object again and again grows its traceback
         with describing(place=adapter.uri):
@@ -369,6 +374,7 @@ class Versions:
                     continue
                 if origins is None or manifest.uri in origins or (name, digest) in self._had:
                     found.append(manifest)
+        # Two matches: a prefix must never choose between versions.
         if len(found) != 1 or self._store.acquire(found[0].digest, holder) is None:
             return None
         return found[0]

@@ -61,7 +61,7 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
         "headers": _pairs(first["scope"]["headers"]),
         "client": first["scope"]["client"] and tuple(first["scope"]["client"]),
         "server": first["scope"]["server"] and tuple(first["scope"]["server"]),
-        # Each carried request gets a state of its own, as uvicorn's own requests do.
+        # `state` is of one process: a carried request begins with an empty state.
         "state": {},
     }
 

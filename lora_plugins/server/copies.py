@@ -248,7 +248,7 @@ class Copies:
             if await asyncio.to_thread(self._store.is_sound, newest.digest):
                 return newest
             self._note_damage(adapter)
-        # Two damaged copies in a row: the disk or the memory of this host is at fault.
+        # Two damaged copies in a row: give up, and keep no lease of the last copy.
         self._server.release(adapter.name, newest)
         raise DamagedCopy.of(newest.digest, "it cannot be replaced")
 

@@ -41,7 +41,7 @@ class ToldTable(UserDict[str, Any]):
         super().__setitem__(name, request)
 
     def __delitem__(self, name: str) -> None:
-        # Remove first, then send: a local request must not find a name that followers no longer serve.
+        # First, because an unknown name raises KeyError here, and followers must get no change then.
         super().__delitem__(name)
         self._tell(name, None)
 

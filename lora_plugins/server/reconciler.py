@@ -121,7 +121,7 @@ class Reconciler:
                 len(awaited),
                 time.perf_counter() - started,
             )
-        # Only now: the loads of the start would write a list that lacks names not loaded yet.
+        # Only now, so that the loads of the start do not write the list again and again.
         self._lifecycle.on_change = self._write_soon
         self._write_soon()
 

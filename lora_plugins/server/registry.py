@@ -135,7 +135,7 @@ class Registry:
         # Another writer, such as vLLM's resolver, has put a new request into the table: the former entry is void.
         if adapter is None or adapter.request is not request:
             version = self._version_of(name)
-            # Loaded by vLLM past the resolvers: the resolved version is of another load.
+            # The request has another path than the version last resolved, so the version is not of this request.
             if version is not None and str(version.path) != request.lora_path:
                 version = None
             adapter = self._adapters[name] = ServedAdapter(name, request, version)

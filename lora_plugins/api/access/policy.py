@@ -125,7 +125,7 @@ class Policy:
         """The principal of a key; the default's where no tenant has the key, or `key` is None."""
         if key is None:
             return self.default
-        # Headers are bytes: surrogateescape keeps bytes that are no UTF-8.
+        # With surrogateescape an odd key is an unknown key, and not an error.
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         return self._tenants.get(self._blinded(digest), self.default)
 
@@ -199,7 +199,7 @@ def _keys(table: Mapping[str, Any], where: str) -> Iterator[tuple[str, bytes]]:
             if _HASH.fullmatch(key.removeprefix(_HASHED)) is None:
                 raise InvalidSettings(f"a malformed hash in {place}", expected=f"{_HASHED} and 64 hexadecimal digits")
             yield place, bytes.fromhex(key.removeprefix(_HASHED))
-        # RFC 9110 allows only visible ASCII in a field, and a key with spaces would be cut at the first.
+        # A key is sent behind `Authorization: Bearer`, where RFC 6750 allows only ASCII without spaces.
         elif not key or not key.isascii() or not key.isprintable() or " " in key:
             raise InvalidSettings(f"a key that no header can carry in {place}", expected="printable ASCII, no space")
         else:

@@ -100,6 +100,7 @@ async def _forbid(scope: Scope, send: Send, refusal: NotAllowed, *, asks_for_key
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if asks_for_key:
+        # RFC 9110 requires the header with a 401.
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

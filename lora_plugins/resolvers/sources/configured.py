@@ -148,6 +148,7 @@ class UriSources:
                 path = uri.segments
             elif uri.scheme == "hf":
                 # As for names: a moved repository is followed only where the operator named the repository.
+                # An allowed prefix without a path (hf://org) names an owner, and no repository.
                 named = any(prefix.segments for prefix in below)
                 pinned = any(prefix.revision is not None for prefix in below)
                 source = self._made(("hf", f"{named} {pinned}"), lambda: self._hub(named=named, pinned=pinned))
@@ -166,6 +167,7 @@ class UriSources:
         return source, AdapterName("/".join(path), uri.revision)
 
     def _made(self, key: tuple[str, str], make: Callable[[], Source]) -> Source:
+        # Keep the source: its threads, connections and caches serve later URIs.
         if key not in self._sources:
             self._sources[key] = make()
         return self._sources[key]

@@ -93,6 +93,7 @@ class Failure:
         error = error_type(text, expected=expected, remedy=remedy, file=file)
         error.kind = kind
         if isinstance(error, Transient) and self.retry_after_s:
+            # Wait half a minute at most, whatever the source asks for.
             error.wait_s = min(self.retry_after_s, _MAX_WAIT_S)
         return error
 
@@ -119,6 +120,7 @@ def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -
 
     `table` has classes as `package.Class` with the outermost package; the most derived class counts.
     """
+    # By name and in the order of inheritance: a more derived class is more specific.
     for cls in error_type.__mro__:
         name = f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
         kind = table.get(name) or _STANDARD.get(name)
@@ -235,6 +237,7 @@ def diagnose(error: BaseException) -> Failure:
         status, code, retry_after_s = answer
         detail = f"HTTP {status} {code}" if code and code != str(status) else f"HTTP {status}"
         kind = _BY_CODE.get(code) or kind_of_status(status)
+        # A proxy's 404 must not turn into "no such adapter".
         if kind is FailureKind.MISSING and _must_have_code(error) and code in ("", str(status)):
             kind = FailureKind.BROKEN_ANSWER
         return Failure(kind, detail, retry_after_s)

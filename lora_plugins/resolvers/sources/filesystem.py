@@ -121,6 +121,7 @@ class FilesystemSource:
             gaps.append(f"{error.filename}: {error.strerror}")
 
         for folder, below, files in os.walk(self.root, onerror=note):
+            # Hidden folders are no adapters, and os.walk does not enter folders removed from `below`.
             below[:] = [name for name in below if not name.startswith(".")]
             links = [name for name in below if os.path.islink(os.path.join(folder, name))]
             found = [folder] if CONFIG_FILE in files else []
@@ -149,6 +150,7 @@ class FilesystemSource:
         except LoRAPluginsError:
             raise
         except OSError as error:
+            # First rule out that the whole root is gone, as after a lost mount.
             if error.errno in ABSENT:
                 self._check_root()
                 return self._absent(directory, "no such directory", AbsenceKind.NOTHING)
@@ -173,6 +175,7 @@ class FilesystemSource:
                     return
                 try:
                     self._fetch_file(adapter.name, file, download, stop)
+                # `locate` has seen the file, so the adapter has changed.
                 except AdapterNotFound as error:
                     self._check_root()
                     raise VersionChanged(
@@ -234,6 +237,7 @@ def _copy(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:
                     source.fileno(), target.fileno(), min(_PIECE_BYTES, size_bytes - done), done, done
                 )
             except OSError as error:
+                # Fall back only before the first byte: a later error is an error of the disk.
                 if error.errno not in _NO_KERNEL_COPY or done:
                     raise
                 kernel = False

@@ -58,6 +58,7 @@ class FsspecFiles:
         # On the web every answer has an ETag to compare; elsewhere only a second look finds a change.
         self.rechecks = not self._web
         self._protocol = protocol
+        # fsspec would answer from a cache of listings, and never see a new version.
         self._options = {"use_listings_cache": False, **storage_options}
         if self._web:
             self._options.setdefault("encoded", True)  # URLs are quoted once, by the template
@@ -140,6 +141,7 @@ class FsspecFiles:
             else:
                 info = await asyncio.to_thread(filesystem.info, path)
         except Exception as error:
+            # File systems differ in the error for a missing file; the diagnosis knows them.
             if diagnose(error).kind is FailureKind.MISSING:
                 return None
             raise
@@ -147,6 +149,7 @@ class FsspecFiles:
             return None
         size_bytes = info.get("size")
         identity = next((str(info[key]) for key in _IDENTITIES if info.get(key)), "")
+        # Without an identity, two versions of one size could not be told apart.
         if size_bytes is None or not identity:
             raise SourceUnavailable(
                 "an answer without " + ("a size" if size_bytes is None else "an ETag or a time of change"),
@@ -295,6 +298,7 @@ class _WebReader(StreamReader):
         async with session.get(_path(self._filesystem, self._uri, file.name), headers=headers, **options) as answer:
             if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
                 raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
+            # Compare too: some servers ignore If-Match.
             known = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             if known and known != file.etag:
                 raise ObjectChanged

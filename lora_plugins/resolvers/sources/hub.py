@@ -189,18 +189,21 @@ class HubSource:
         try:
             async with deadline(retries.timeout_s, f"an answer of the Hub for {where}") as state:
                 info = await retries.run(lambda: self._call(partial(self._info, target), where), state)
+                # After the first request: a name that the Hub does not have needs no second request.
                 is_foreign = not await self._is_published(target, info.sha or "", retries, state)
         except AdapterNotFound as error:
             return Absence(self.label, place, AbsenceKind.NOTHING, error.found)
         except RemoteFailure as error:
             if error.kind is FailureKind.HIDDEN and not target.explicit:
                 return Absence(self.label, place, AbsenceKind.HIDDEN, error.found, error.remedy)
+            # Only offline: with a network, the Hub's answer counts, and not an old cache.
             cached = await asyncio.to_thread(self._cached, target) if error.kind is FailureKind.OFFLINE else None
             if cached is None:
                 raise
             return cached
         if not info.sha or info.siblings is None:
             raise _incomplete(where)
+        # The Hub redirects old names of repositories silently.
         if info.id != target.uri.repo and not target.explicit:
             detail = f"a repository that is now called {info.id}"
             return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "name the repository itself in the list")
@@ -252,6 +255,7 @@ class HubSource:
         return self._token is not False
 
     def _info(self, target: HubTarget) -> ModelInfo:
+        # A third of the look-up's time, so that retries fit in; 10 s at least, where the look-up has as many.
         timeout_s = min(self._locate_timeout_s, max(_REQUEST_TIMEOUT_S, self._locate_timeout_s / 3))
         return self._api.model_info(target.uri.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
 
@@ -325,6 +329,7 @@ def _reaches(api: HfApi, target: HubTarget, commit: str) -> bool:
         return True
     reached: set[str] = set()
     for ref in own:
+        # A branch inside another branch's history adds nothing.
         if ref.target_commit not in reached:
             reached.update(
                 made.commit_id for made in api.list_repo_commits(target.uri.repo, revision=ref.target_commit)

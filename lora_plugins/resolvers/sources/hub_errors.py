@@ -114,6 +114,7 @@ def _kind_of_answer(error: hub.HfHubHTTPError, status: int) -> FailureKind:
     # A 429 or 5xx outranks the library's class: the class would make a passing failure permanent.
     if kind.is_retryable:
         return kind
+    # By exact type: GatedRepoError derives from RepositoryNotFoundError.
     if type(error) is hub.RepositoryNotFoundError:
         return {401: FailureKind.HIDDEN, 404: FailureKind.MISSING}.get(status, FailureKind.DENIED)
     if kind is FailureKind.DENIED and not isinstance(error, hub.GatedRepoError):

@@ -72,6 +72,7 @@ class HubPatterns:
         fitting = self._fitting(uri)
         if not is_repo(uri.repo) or not fitting:
             return None
+        # The most specific entries decide alone.
         most = max(len(entry.segments) for entry in fitting)
         deciding = [entry for entry in fitting if len(entry.segments) == most]
         pins = [entry.revision for entry in deciding if entry.revision is not None]

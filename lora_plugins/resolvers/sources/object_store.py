@@ -159,6 +159,7 @@ class ObjectSource:
         """
         if self._quoted:
             return Listing((), ("a web server does not list what it has",))
+        # Each base model has its own folder, so without a base model there is no folder to list.
         if self._template.has_base and not base_model_name:
             return Listing((), (f"{self._template.text} needs --base-model",))
         names = await on_loop(get_loop(), self._names(base_model_name))
@@ -225,6 +226,7 @@ def _split(template: str) -> tuple[str, str]:
         raise known.wrong("no URL of one bucket or host")
     if "{" in place or "}" in place:
         raise known.wrong("a placeholder in the bucket or host")
+    # These protocols would pass by the checks of symlinks, and of allowed repositories.
     if protocol in _NOT_REMOTE:
         raise known.wrong(f"the protocol {protocol}://, which has a resolver of its own")
     if protocol == "s3a":

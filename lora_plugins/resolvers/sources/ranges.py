@@ -103,6 +103,7 @@ class _RangedFile:
         """Start (over) with an empty file of full length."""
         size, step = self.source.size_bytes, self._range_bytes
         self.parts = [_Part(self, start, min(start + step, size)) for start in range(0, size, step)]
+        # Full length from the start, because ranges arrive in any order.
         os.ftruncate(self.descriptor, size)
         self._first = 0  # the first part that is not complete
         self._reported = 0
@@ -113,6 +114,7 @@ class _RangedFile:
             raise ValueError("more bytes than the range has")
         while data:
             try:
+                # pwrite takes the offset, so threads need no lock for the descriptor; it may write less than asked.
                 count = os.pwrite(self.descriptor, data, part.at)
             except OSError as error:
                 raise _DiskError(error) from error
@@ -257,6 +259,7 @@ def _read(part: _Part, reader: RangeReader) -> None:
     try:
         reader.read(part.file.source, part.at, part.end, lambda data: part.file.write(part, data))
         if part.at != part.end:
+            # A body may end early without any error of the connection.
             raise EOFError
     except _DiskError as error:
         raise error.error from None

@@ -54,12 +54,15 @@ def s3_storage_options(
     path_style = _flag(env, "AWS_S3_FORCE_PATH_STYLE")
     if path_style is None:
         hosted = _flag(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
+        # Own endpoints (MinIO, Ceph) often have no DNS name for each bucket.
         path_style = endpoint is not None if hosted is None else not hosted
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_S,
         "read_timeout": max(READ_TIMEOUT_S, answer_s),
+        # Retries of two layers would multiply.
         "retries": {"total_max_attempts": 1},
         "signature_version": "s3v4",
+        # By default botocore would ask for checksums that many S3-compatible stores do not know.
         "response_checksum_validation": "when_required",
         "request_checksum_calculation": "when_required",
     }
@@ -107,6 +110,7 @@ class S3Files:
         try:
             return await _list(client, bucket, f"{prefix}/")
         except Exception as error:
+            # The right to read objects does not include the right to list.
             if diagnose(error).kind is not FailureKind.DENIED:
                 raise
             return await _heads(client, bucket, f"{prefix}/", error)

@@ -79,6 +79,7 @@ class Template:
             if field == "base_model_name":
                 pattern += re.escape(_path_of(base_model_name))
             elif field is not None:
+                # A placeholder that occurs twice must have the same text twice.
                 pattern += f"(?P={field})" if f"(?P<{field}>" in pattern else f"(?P<{field}>.+)"
         match = re.fullmatch(pattern, text, re.DOTALL)
         if match is None:
@@ -171,6 +172,7 @@ def _replace_link(name: str, directory: Path, at: int) -> str | None:
         return "a directory or file that is not ours stands there"
     if target == str(directory):
         return None
+    # Links of this package lead to a directory with a digest as name.
     if target is not None and not is_digest(os.path.basename(target)):
         return "a link that is not ours stands there"
     # In the same directory, so that the replacement is one rename; with a dot in front, as no adapter name has.

@@ -99,6 +99,7 @@ class AdapterTree:
         top = os.path.realpath(self.root, strict=True)
         if is_below(real, top):
             folder = os.path.dirname(real) if is_file else real
+            # The place decides as a name would: by the path below the root.
             place = "" if folder == top else os.path.relpath(folder, top)
             if place != str(name) and not self._may_lead(str(name), place):
                 raise LeadsElsewhere(

@@ -134,6 +134,7 @@ class SourceUri:
         return (
             (self.scheme, self.authority) == (prefix.scheme, prefix.authority)
             and self.segments[: len(prefix.segments)] == prefix.segments
+            # A prefix without a revision matches every revision.
             and prefix.revision in (None, self.revision)
         )
 
@@ -325,10 +326,12 @@ def _segment(text: str, scheme: str) -> str:
         raise _refused("a percent sign in a key", "keys without one")
     if decoded in ("", ".", ".."):
         raise _refused("an empty segment" if not decoded else f"the segment '{decoded}'", "names between slashes")
+    # Servers differ in whether they decode twice.
     if scheme in _DEFAULT_PORTS and _TWICE.search(decoded):
         raise _refused("percent-encoding inside percent-encoding", "one that is decoded once")
     if scheme == "hf" and "@" in decoded:
         raise _refused("more than one '@'", "one revision, behind the repository")
+    # Two spellings of one visible text would be two names for the checks.
     if not unicodedata.is_normalized("NFC", decoded) or decoded != decoded.strip(" "):
         raise _refused("a segment with another spelling", "composed Unicode (NFC), and no space at either end")
     for character in decoded:
