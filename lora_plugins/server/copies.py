@@ -279,7 +279,7 @@ class Copies:
         return bool(new)
 
     def _noted(self, event: Event) -> None:
-        """Flag damage at once, in the thread that finds the damage: a load after the replacement reads a sound copy."""
+        """Schedule the flag at once, from any thread: a load after the replacement reads a sound copy."""
         if isinstance(event, StoreDamaged) and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._flag, event.digest)

@@ -1,4 +1,4 @@
-"""Pause one name: running requests stop, new requests are held, and every other name runs on.
+"""Pause one name: its running requests end or stop, new requests are held, and every other name runs on.
 
 A pause is of a request's name, so the pause outlives every swap of the name; an unload of the name ends the pause, and
 so does the end of the server. A version asked for by digest, `name@digest`, is a name of its own.

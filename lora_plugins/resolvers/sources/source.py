@@ -108,9 +108,8 @@ class Source(Protocol):
 
     `locate` returns an `Absence` only where the source itself answers that the adapter is absent, or the source's
     settings exclude the name. `locate` and `fetch` raise:
-        InvalidAdapter, AdapterNotFound, IncompatibleAdapter: the source has the name, but no adapter that can be
-        served. SourceUnavailable: the source does not answer, or the bytes cannot be had; `VersionChanged` for changed
-        bytes.
+        InvalidAdapter, AdapterNotFound, IncompatibleAdapter: the source has the name, but no adapter to serve.
+        SourceUnavailable: the source does not answer, or the bytes cannot be had; `VersionChanged` for changed bytes.
     """
 
     @property
