@@ -1,4 +1,4 @@
-"""What passes between the processes: commands and reports, and the questions and answers of vLLM's utilities.
+"""Messages between the processes: commands and reports, and the questions and answers of vLLM's utilities.
 
 vLLM's `SchedulerOutput` carries commands, in the order in which every worker executes them, and its `ModelRunnerOutput`
 carries reports; both are pickled. A `key` names a generation of an adapter: the `lora_int_id` of batches. A `job` may
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What a worker needs to know to load an adapter.
+    """The facts that a worker needs to load an adapter.
 
     Attributes:
         engine_id: vLLM's `lora_int_id`, one for each version.
@@ -33,7 +33,7 @@ class AdapterSpec:
         uri: the source, for a worker that lacks the directory; None where the name is enough.
         is_3d: whether each tensor holds all experts, as vLLM's `is_3d_lora_weight` says.
         size_bytes: host memory for the weights, as the files say.
-        lora_request: the caller's own object of a subclass of vLLM's class, whose author knows how to load it.
+        lora_request: the caller's own object of a subclass of vLLM's class, whose author knows how to load the adapter.
         given: the workers' number for weights that a caller gave past the plan, which nobody could load again.
     """
 
@@ -49,7 +49,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load an adapter into host memory: in a background thread, or before this step's batch where that is shorter."""
+    """Load an adapter into host memory: in a background thread, or before this step's batch if a load is shorter."""
 
     spec: AdapterSpec
     key: int
@@ -74,7 +74,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """From this step's batch on, what runs with `key` computes with the weights of `source`, which is gone then."""
+    """From this step's batch on, compute requests of `key` with the weights of `source`; then `source` is gone."""
 
     key: int
     source: int
@@ -85,7 +85,7 @@ Command = Load | Activate | Evict | Move
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Every worker has it in host memory.
+    """Every worker has the adapter in host memory.
 
     Attributes:
         size_bytes: of host memory, on the worker that needs most. is_instant: whether no worker copies to activate.
@@ -101,7 +101,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """Every worker has it in its slot; `activate_s` is what writing the slot took."""
+    """Every worker has the adapter in its slot; `activate_s` is the time that writing the slot took."""
 
     job: int
     activate_s: float
@@ -130,7 +130,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A worker was given an adapter past the plan, or was told to remove one (`spec` is None)."""
+    """A worker was given an adapter past the plan, or had to remove an adapter (`spec` is None)."""
 
     engine_id: int
     spec: AdapterSpec | None = None
@@ -192,14 +192,14 @@ class PlannerFigures:
 
 
 def to_plain(message: Any) -> Any:
-    """A message, or several, as dicts and lists of plain values; a copy. An error of ours is its `plain()`."""
+    """Return a message, or several, as dicts and lists of plain values; a copy. Our errors become their `plain()`."""
     return msgspec.to_builtins(message, enc_hook=LoRAPluginsError.plain)
 
 
 def from_plain(kind: type[T], plain: Any) -> T:
-    """The message of this type that `to_plain` made `plain` of.
+    """Return the message of type `kind` that `to_plain` turned into `plain`.
 
     Raises:
-        msgspec.ValidationError: it is none.
+        msgspec.ValidationError: `plain` is no such message.
     """
     return msgspec.convert(plain, kind, dec_hook=lambda _, error: error_of(error))
