@@ -148,7 +148,7 @@ class Planner:
     def ended(self, request_ids: Iterable[str], now: float, *, expects_more: bool = False) -> None:
         """Note that requests have left vLLM's scheduler, in whatever way, held or admitted; others are left alone.
 
-        `expects_more`: the requests are parts of clients' requests with more parts to come; adapters wait for the parts.
+        `expects_more`: the requests are parts of clients' requests with more to come; adapters wait for the next parts.
         """
         for request_id in request_ids:
             adapter = self.state.of_request.get(request_id)
