@@ -27,6 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
     if code in (Exit.INTERRUPTED, Exit.BROKEN_PIPE):
-        # Threads of a fetch that was broken off, or a pipe that nobody reads, must not hold up the end.
+        # Threads of an interrupted fetch, or a pipe that nobody reads, must not hold up the end.
         os._exit(code)
     sys.exit(code)

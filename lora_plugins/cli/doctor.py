@@ -1,4 +1,4 @@
-"""`doctor`: every check in the order of a server's start, what a running server says, and a verdict in one sentence."""
+"""`doctor`: every check in the order of a server's start, a running server's answers, and a verdict in one sentence."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CHECKS: Mapping[str, Check] = {
     "adapters": checks.adapters_file,
 }
 
-# Metrics that a server has from its start, and what must run for them.
+# Metrics that a server has from its start, each of a plugin that runs.
 _OURS = re.compile(r"^# TYPE lora_plugins_", re.MULTILINE)
 _HELD = re.compile(r"^# TYPE lora_plugins_held\b", re.MULTILINE)
 _SHOWN = 3
@@ -109,7 +109,7 @@ def doctor(
 
 
 def examine(context: Context, client: AdminClient | None = None) -> list[Finding]:
-    """What every check finds, and with a client what its server says."""
+    """Return the findings of every check, and with a client the findings about its server."""
     checks = dict(CHECKS)
     if client is not None:
         checks["server"] = partial(_server, client)
@@ -117,7 +117,7 @@ def examine(context: Context, client: AdminClient | None = None) -> list[Finding
 
 
 def _run(name: str, check: Check, context: Context) -> Iterator[Finding]:
-    """What one check finds; one of our errors that it raises is a problem."""
+    """Return the findings of one check; an error of ours in a check is a problem."""
     try:
         for finding in check(context):
             yield replace(finding, check=name)
@@ -126,7 +126,7 @@ def _run(name: str, check: Check, context: Context) -> Iterator[Finding]:
 
 
 def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
-    """What is served by lora-plugins, or what first keeps it from serving."""
+    """Return what lora-plugins serves, or the first obstacle."""
     problems = [item for item in found if item.state is State.PROBLEM and item.check != "server"]
     vllm = next((item for item in problems if item.check == "vllm"), None)
     if vllm is not None:
@@ -148,7 +148,7 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
 
 
 def _server(client: AdminClient, context: Context) -> Iterator[Finding]:
-    """A running server's version, plugins, adapters and store, each beside what is here."""
+    """Compare a running server's version, plugins, adapters and store with this environment's."""
     yield _version(client, context)
     metrics = ""
     try:
@@ -160,6 +160,7 @@ def _server(client: AdminClient, context: Context) -> Iterator[Finding]:
         listed = client.adapters()
     except LoRAPluginsError as error:
         listed = error
+    # A server that denies the list has the routes: only the caller's key is wrong.
     has_admin = isinstance(listed, AdapterList) or "denies" in listed.found
     if metrics and not has_admin and not _OURS.search(metrics):
         yield problem(
