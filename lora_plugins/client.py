@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class PushFailed(Exception):
-    """Not every server serves the pushed version; each server that had taken it serves its earlier version again.
+    """Some servers do not serve the pushed version; each server that had taken it serves its earlier version again.
 
     Attributes:
         errors: the answers of the servers that did not take the version.
@@ -64,7 +64,7 @@ def push(name: str, adapter: Any, config: Mapping[str, Any] | None = None, **opt
 
 
 def wait_served(name: str, digest: str, servers: Sequence[str], *, timeout_s: float = 60.0, **options: Any) -> None:
-    """Wait until each server serves this digest under the name.
+    """Wait until each server serves `digest` under the name.
 
     Raises:
         TimeoutError: a server does not within `timeout_s`.

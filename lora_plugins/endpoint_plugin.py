@@ -67,6 +67,7 @@ class AdminPlugin:
         # Before the start, which may load for minutes: other replicas must see that this replica lives.
         self._tasks.append(asyncio.create_task(reconciler.keep_list()))
         await reconciler.start()
+        # Followers wait for the leader's start (`role.ready()`).
         if process.role is not None:
             process.role.say_ready()
         self._tasks.append(asyncio.create_task(reconciler.follow()))

@@ -1,4 +1,4 @@
-"""Every error that this package raises, with the code and HTTP status that a client sees.
+"""Every error of this package, with the code and HTTP status for clients.
 
 ```
 LoRAPluginsError
@@ -28,7 +28,7 @@ _FIELDS = ("found", "expected", "remedy", "adapter", "file", "place")
 
 
 class LoRAPluginsError(Exception):
-    """States what was found, what was expected and what to do, for one adapter and file where there is one.
+    """States the fault, the expectation and the remedy, for one adapter and file, if the error is about one.
 
     `place` is the error's path, or URL and endpoint: for the log, the command line and administrators. Other clients
     never get the place (`api/hidden_paths.py`); a place holds no credentials.
@@ -141,14 +141,14 @@ class InvalidSettings(LoRAPluginsError, ValueError):
 
 
 class NotAllowed(LoRAPluginsError, PermissionError):
-    """L008: a caller without the right to load, unload or look at what is served; 401 where it has sent no key."""
+    """L008: a caller without the right to load, unload or see served adapters; 401 for a request without a key."""
 
     code = "L008"
     http_status = 403
 
 
 class ReplicaLost(LoRAPluginsError, ConnectionError):
-    """L009: the replica that should answer, or did in part, is gone; asking again reaches another."""
+    """L009: the replica of an answer, or of a part of the answer, is gone; a second request reaches another."""
 
     code = "L009"
     http_status = 503
@@ -170,9 +170,10 @@ class PushSuperseded(LoRAPluginsError, RuntimeError):
 
 
 class ErrorKind(StrEnum):
-    """The subject of an error, which decides who remembers the error and for how long."""
+    """The subject of an error: the subject decides who remembers the error and for how long."""
 
-    VERDICT = "verdict"  # bytes and a base model, neither of which changes: remembered with the digest or the version
+    # Bytes and a base model, which never change: remembered with the digest or the version.
+    VERDICT = "verdict"
     FAULT = "fault"  # now (memory, disk, time, limits, network): remembered for a moment, `is_remembered`
     ABSENCE = "absence"  # a source's answer: remembered for LORA_PLUGINS_ABSENT_TTL_S
     REFUSAL = "refusal"  # a caller or a setting, and no adapter: never remembered

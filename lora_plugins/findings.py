@@ -40,7 +40,7 @@ class Finding:
 
 
 def problem_of(error: LoRAPluginsError) -> Finding:
-    """One of our errors as a finding."""
+    """Return an error of ours as a finding."""
     expected = f"; expected {error.expected}" if error.expected else ""
     return Finding(State.PROBLEM, f"{error.found}{expected}", error.remedy)
 

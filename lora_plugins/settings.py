@@ -69,7 +69,7 @@ class Settings:
     runtime_lora_updating: bool = required("VLLM_ALLOW_RUNTIME_LORA_UPDATING", VLLM_FLAG, "0")
     """`1` lets vLLM ask resolvers for unknown names. Otherwise nothing is ever resolved, and a warning says so."""
     untested_vllm: bool = required("LORA_PLUGINS_UNTESTED_VLLM", FLAG, "0")
-    """`1`: start in a vLLM release that this version does not know; otherwise the start is refused
+    """`1`: start in a vLLM release that lora-plugins does not know; otherwise the start is refused
     ([versions](errors.md#a-vllm-that-we-do-not-know))."""
     hub_repos: tuple[str, ...] = required("VLLM_LORA_RESOLVER_HF_REPO_LIST", NAMES, "")
     """The repositories of `lora_hf_hub_resolver` ([sources](../guides/sources.md#the-hugging-face-hub))."""
@@ -92,7 +92,7 @@ class Settings:
     check_finite: bool = required("LORA_PLUGINS_CHECK_FINITE", FLAG, "1")
     """`0`: skip the pass that reads every weight and refuses NaN and infinity."""
     check_md5: bool = required("LORA_PLUGINS_CHECK_MD5", FLAG, "1")
-    """`0`: do not compare S3 objects with ETags that look like an MD5, for stores whose ETags are no MD5."""
+    """`0`: do not compare S3 objects with ETags like an MD5, for stores whose ETags are no MD5."""
     max_adapter_bytes: int = required("LORA_PLUGINS_MAX_ADAPTER_BYTES", BYTES, "8GiB")
     """Size limit of an adapter's configuration and weights together."""
     store_dir: Path = required("LORA_PLUGINS_STORE_DIR", PATH, "~/.cache/lora-plugins")
@@ -101,7 +101,7 @@ class Settings:
     """The store's budget; unset, 80 % of the store's size and the free space beside the store at start, less where
     fewer than 1 GiB or 5 % of the disk would stay free ([store](../operate/store.md))."""
     sources: tuple[str, ...] = required("LORA_PLUGINS_SOURCES", order(*SOURCES), ",".join(SOURCES))
-    """The order in which sources are asked; a source that is left out is asked last."""
+    """The order in which sources are asked; sources left out are asked last."""
     allowed_uris: tuple[str, ...] = required("LORA_PLUGINS_ALLOWED_URIS", NAMES, "")
     """Prefixes, separated by commas, of the URIs that clients may have fetched
     ([sources](../guides/sources.md#by-uri))."""
@@ -136,7 +136,7 @@ class Settings:
     """A YAML file of adapters that `lora_admin` serves: from startup, and again whenever the file changes
     ([admin](../guides/admin.md#a-declared-set))."""
     restore: bool = required("LORA_PLUGINS_RESTORE", FLAG, "0")
-    """`1`: serve from startup the adapters that this replica served last
+    """`1`: serve from startup the adapters of this replica's last run
     ([restarts](../guides/admin.md#start-and-restart))."""
     replica: str | None = optional("LORA_PLUGINS_REPLICA", TEXT)
     """This replica's name among the replicas of the store, after a restart too: each has a list for
@@ -192,7 +192,7 @@ OWN_VARIABLES = frozenset(name for name, variable in VARIABLES.items() if variab
 _OF_A_SERVICE = re.compile(PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
 
-# Only the process that answers HTTP acts on these variables: they say who may do what, and what to serve.
+# Only the process that answers HTTP acts on these variables: they decide who may do what, and the declared set.
 OF_API_SERVERS = frozenset(f"{PREFIX}{name}" for name in ("ADMIN_KEY", "POLICY", "ADAPTERS_FILE"))
 _OF_STORES = {
     **dict.fromkeys(("s3", "s3a"), ("S3_", "AWS_")),
@@ -200,6 +200,7 @@ _OF_STORES = {
     **dict.fromkeys(("abfs", "abfss", "az", "adl"), ("AZURE_",)),
 }
 _SECRETS = frozenset({f"{PREFIX}ADMIN_KEY", "VLLM_API_KEY"})
+# Between underscores or ends: TOKENIZERS_PARALLELISM is no secret.
 _SECRET = re.compile(
     r"(^|_)(SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|STORAGE_KEY|CONNECTION_STRING|SAS|CREDENTIALS?)(_|$)"
 )
@@ -211,7 +212,7 @@ def is_unknown(name: str) -> bool:
 
 
 def unknown_variable(name: str) -> InvalidSettings:
-    """Return the error of a `LORA_PLUGINS_*` variable that does not exist, with the name that may be meant."""
+    """Return the error of a `LORA_PLUGINS_*` variable that does not exist, with a similar name."""
     close = closest(name.removeprefix(PREFIX), (known.removeprefix(PREFIX) for known in OWN_VARIABLES))
     close = close and PREFIX + close
     return InvalidSettings(
@@ -232,10 +233,10 @@ def environment() -> Mapping[str, str]:
 
 
 def variables_of_workers() -> list[str]:
-    """Return the names of the variables that are set here and that engines and workers need, vLLM's own left out.
+    """Return the names of set variables that engines and workers need, vLLM's own left out.
 
-    A worker that lacks an adapter's files fetches the files itself, so the worker needs the variables of the configured
-    object stores; variables that say who may do what are an API server's alone.
+    A worker without an adapter's files fetches the files itself, so the worker needs the variables of the configured
+    object stores; variables about rights are an API server's alone.
     """
     prefixes = (PREFIX, *_prefixes_of_stores())
     known = {*VARIABLES, "XDG_CACHE_HOME"} - OF_API_SERVERS
@@ -247,21 +248,22 @@ def variables_of_workers() -> list[str]:
 
 
 def variables_of_servers() -> list[str]:
-    """Return the names of the variables that are set here and that a server with our plugins and libraries reads."""
+    """Return the names of set variables that a server with our plugins and libraries reads."""
     others = (name for name in os.environ if name.startswith(("VLLM_", "HF_")) or name in OF_API_SERVERS)
     return sorted({*others, *variables_of_workers()})
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a variable's text lets its holder do what others may not."""
+    """Return whether a variable's text gives its holder rights."""
     return name in _SECRETS or _SECRET.search(name) is not None
 
 
 def _prefixes_of_stores() -> list[str]:
-    """Return the prefixes of the variables that the configured object stores read."""
+    """Return the prefixes of the variables for the configured object stores."""
     places = [os.environ.get("S3_PATH_TEMPLATE", ""), *os.environ.get(f"{PREFIX}ALLOWED_URIS", "").split(",")]
     schemes = {place.strip().partition("://")[0].lower() for place in places if "://" in place} - {"file", "hf"}
     found = {prefix for scheme in schemes for prefix in _OF_STORES.get(scheme, ())}
+    # fsspec reads FSSPEC_* for every file system.
     return sorted({*found, "FSSPEC_"} if schemes else found)
 
 
@@ -271,5 +273,5 @@ def set_for_children(name: str, text: str) -> None:
 
 
 def default_for_children(name: str, text: str) -> None:
-    """Set another package's variable as `set_for_children` does, unless the operator has set it."""
+    """Set another package's variable like `set_for_children`, unless the operator has set the variable."""
     os.environ.setdefault(name, text)

@@ -147,7 +147,7 @@ VLLM_FLAG = Kind("1 or 0", lambda text: text.strip().lower() in {"1", "true"})
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An environment variable; `default` is the text that one would write for the default, None where there is none."""
+    """An environment variable; `default` is the default's text, None without a text."""
 
     name: str
     kind: Kind[Any]
@@ -162,7 +162,7 @@ class Variable:
         """Return the value of a text of the environment; the default for None.
 
         Raises:
-            InvalidSettings: the text is not of this kind.
+            InvalidSettings: the text is not of the variable's kind.
         """
         if text is None or (self.kind.blank_is_unset and not text.strip()):
             if self.default is None:
@@ -171,6 +171,7 @@ class Variable:
         try:
             return self.kind.parse(text)
         except ValueError:
+            # `from None`: the ValueError's text would show a key.
             raise InvalidSettings(
                 f"{self.name}=…, which cannot be a key" if self.kind.is_secret else f"{self.name}={text!r}",
                 expected=self.kind.expected,
@@ -179,7 +180,7 @@ class Variable:
 
 
 def required(name: str, kind: Kind[T], default: str) -> T:
-    """Declare a dataclass field that always has a value."""
+    """Declare a dataclass field with a value in every case."""
     variable = Variable(name, kind, default)
     return cast(T, field(default_factory=lambda: variable.value(None), metadata={"variable": variable}))
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from lora_plugins.cli.exits import Exit
 
-_NEEDED = ("typer", "rich")  # vLLM brings them; an installation without dependencies may not have them
+_NEEDED = ("typer", "rich")  # vLLM brings them; an installation without dependencies may not
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command of `sys.argv` and end the process with its exit code; see `exits.Exit`."""
+    """Run one command of `sys.argv` and end the process with the command's exit code (`exits.Exit`)."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.stderr.write(

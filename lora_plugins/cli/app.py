@@ -110,7 +110,7 @@ def run(arguments: Sequence[str]) -> int:
         return Exit.BROKEN_PIPE
     except OSError as error:
         return _os_error(output, error)
-    except Exception as error:  # noqa: BLE001 - the end of the line: no traceback reaches a user who did not ask for one
+    except Exception as error:  # noqa: BLE001 - the last handler: no traceback without --debug
         message = getattr(error, "format_message", None)  # an error of Typer's
         if message is not None:
             return _usage(output, str(message()))
@@ -163,7 +163,7 @@ def _os_error(output: Output, error: OSError) -> Exit:
 
 
 def _printing(function: Callable[..., Result | None]) -> Callable[..., Exit | BaseException]:
-    """Return a command that prints its result, with the two options that every command has."""
+    """Return a command that prints its result, with the options of every command."""
     own = dict(introspection.signature(function, eval_str=True).parameters)
     needs_output = own.pop("output", None) is not None
 
@@ -189,7 +189,7 @@ def _common(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")] = False,
 ) -> None:
-    """The options that every command has."""
+    """The options of every command."""
 
 
 for _command in _COMMANDS:

@@ -1,4 +1,4 @@
-"""The modules of an adapter that are at fault where the served adapter is not the trained one.
+"""The modules at fault, where a server's answers are not the trained adapter's.
 
 The server's answers are compared with answers of the adapter with a group of its modules left out, or scaled: a group
 with equal answers is at fault. Groups are a projection of all layers, a layer, and one module of a layer.
@@ -72,7 +72,7 @@ def at_fault(
 
 @dataclass(frozen=True)
 class _Search:
-    """Looks for the causes that make the adapter answer as the server does, by the prompt `worst` first."""
+    """Looks for causes with which the adapter answers as the server does, by the prompt `worst` first."""
 
     trained: Sequence[Trained]
     served: Sequence[Sequence[float]]
@@ -116,7 +116,7 @@ def _groupings(modules: Sequence[str]) -> Iterator[list[_Cause]]:
 
 
 def _whole(model: Adapted) -> Iterator[_Cause]:
-    """Yield scalings of the whole adapter that a wrong configuration gives."""
+    """Yield scalings of the whole adapter by a wrong configuration."""
     for factor, text in ((2.0, "alpha were doubled"), (0.5, "alpha were halved"), (-1.0, "alpha had the other sign")):
         yield _Cause(text, dict.fromkeys(model.modules, factor))
     roots = {name: math.sqrt(model.rank_of(name)) for name in model.modules}

@@ -57,7 +57,7 @@ def read_base(
 
 
 def compared_with(base: BaseModel) -> str:
-    """Return the facts of the base model that an adapter is compared with."""
+    """Return the facts of the base model for a comparison."""
     limit = "any rank (--max-lora-rank)" if base.max_rank is None else f"ranks up to {base.max_rank}"
     if base.model is None:
         return f"its name, {limit}; no engine has listed its modules in this store yet"
@@ -81,7 +81,7 @@ def would_be_served(base: BaseModel | None, rank: int) -> str:
 
 
 def _read_model(settings: Settings, path: str) -> Model | None:
-    """Return the model as an engine with this store has listed it, or None."""
+    """Return the model as an engine with the store has listed it, or None."""
     file = ModelFile(settings.store_dir, path)
     try:
         modules = file.read()

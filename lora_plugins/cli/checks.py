@@ -1,4 +1,4 @@
-"""The doctor's checks of this machine; looking changes nothing."""
+"""The doctor's checks of the machine; looking changes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lora_plugins.vllm_patches import versions
 ok, on, off = partial(Finding, State.OK), partial(Finding, State.ON), partial(Finding, State.OFF)
 warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBLEM)
 
-# A server's variables, but for the names of plugins, which another check shows.
+# A server's variables, but for the names of plugins: another check shows them.
 _KEPT = {*VARIABLES, "XDG_CACHE_HOME"} - {"VLLM_PLUGINS"}
 _LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
@@ -50,7 +50,7 @@ class Context:
     """The checks' view of the environment.
 
     Attributes:
-        env: the environment. discovered: the values of the entry points that vLLM would find, by plugin.
+        env: the environment. discovered: the entry point values that vLLM would find, by plugin.
         vllm: the directory of its sources; None where vLLM is not installed.
         network: whether remote sources are asked. timeout_s: the limit of an answer.
     """
@@ -80,7 +80,7 @@ class Context:
 
     @cached_property
     def settings(self) -> Settings:
-        """The settings of all variables that are right."""
+        """The settings of all variables without an error."""
         return Settings.from_env({name: text for name, text in self.env.items() if name not in self.wrong})
 
     @property
@@ -133,7 +133,7 @@ def vllm(context: Context) -> Iterator[Finding]:
 
 
 def ledger(context: Context) -> Iterator[Finding]:
-    """Check every symbol of vLLM that the ledger names."""
+    """Check every symbol of vLLM in the ledger."""
     if context.vllm is None:
         return
     noted = symbols()
@@ -149,7 +149,7 @@ def ledger(context: Context) -> Iterator[Finding]:
 
 
 def settings(context: Context) -> Iterator[Finding]:
-    """Report every variable of ours that cannot be right."""
+    """Report every wrong variable of ours."""
     for name, error in context.wrong.items():
         found = problem_of(error)
         yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else found
@@ -187,6 +187,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
             yield warning(f"off: {said}", f"add {plugin} to VLLM_PLUGINS")
         elif why_off:
             yield off(f"{why_off}: {instead}" if instead else why_off)
+        # vLLM's builtins have entry points of the same names: one of the values must be ours.
         elif not any(value.startswith("lora_plugins.") for value in context.discovered.get(plugin, ())):
             yield problem(
                 "vLLM does not find this plugin: its entry point is not installed",
@@ -210,12 +211,12 @@ def runtime(context: Context) -> Iterator[Finding]:
 
 
 def manager(_: Context) -> Iterator[Finding]:
-    """Report the manager; its name in `VLLM_PLUGINS` is all that counts."""
+    """Report the manager: its name in `VLLM_PLUGINS` is enough."""
     yield on(f"VLLM_PLUGINS names {MANAGER}")
 
 
 def kernels(context: Context) -> Iterator[Finding]:
-    """Report the kernels that a server here would choose."""
+    """Report the kernels of a server here."""
     if context.vllm is None:
         yield on(f"VLLM_PLUGINS names {KERNELS}")
         return
@@ -252,7 +253,7 @@ def store(context: Context) -> Iterator[Finding]:
     budget = context.settings.store_max_bytes
     layout = Layout(context.settings.store_dir)
     place = layout.root
-    # A store that is not there yet is made below its first parent that exists.
+    # A store that does not exist yet is made below its first existing parent.
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     if not place.is_dir():

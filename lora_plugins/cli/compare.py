@@ -121,6 +121,7 @@ class CompletionServer:
         body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         answer = self._ask("POST", "/v1/completions", body, model)
         try:
+            # vLLM has no probability of a prompt's first token.
             said = zip(answer["choices"][0]["prompt_logprobs"][1:], token_ids[1:], strict=True)
             return tuple(float(of_token[str(token)]["logprob"]) for of_token, token in said)
         except (KeyError, IndexError, TypeError, ValueError):

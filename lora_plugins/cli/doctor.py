@@ -64,7 +64,7 @@ CHECKS: Mapping[str, Check] = {
     "adapters": checks.adapters_file,
 }
 
-# Metrics that a server has from its start, each of a plugin that runs.
+# Metrics of a server from its start, each of a plugin.
 _OURS = re.compile(r"^# TYPE lora_plugins_", re.MULTILINE)
 _HELD = re.compile(r"^# TYPE lora_plugins_held\b", re.MULTILINE)
 _SHOWN = 3
@@ -117,7 +117,7 @@ def examine(context: Context, client: AdminClient | None = None) -> list[Finding
 
 
 def _run(name: str, check: Check, context: Context) -> Iterator[Finding]:
-    """Return the findings of one check; an error of ours in a check is a problem."""
+    """Return the findings of a check; an error of ours in the check is a problem."""
     try:
         for finding in check(context):
             yield replace(finding, check=name)
@@ -136,7 +136,7 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
     if problems:
         first = next((item for item in problems if item.check in ("settings", "plugins")), problems[0])
         return f"not all that is asked for is served: first mend '{first.check}'"
-    # A warning may say that a source is set and off.
+    # A warning may be of a source that is set and off.
     runs = {item.check for item in found if item.state in (State.ON, State.WARNING) and item.found[:4] != "off:"}
     sources = [check for check in _SOURCES if check in runs]
     if not sources and "admin" not in runs:
@@ -184,6 +184,7 @@ def _version(client: AdminClient, context: Context) -> Finding:
     except (ValueError, KeyError, TypeError):
         return warning(f"{client.url} answers, and does not say which vLLM it is")
     here = None if context.vllm is None else versions.installed_version(context.vllm)
+    # Builds of a version differ behind the plus only, such as +cpu.
     if here is not None and here.partition("+")[0] != version.partition("+")[0]:
         found = f"{client.url} is vLLM {version}, and {here} is installed here"
         return warning(found, "run doctor where the server runs")

@@ -1,4 +1,4 @@
-"""The ends of commands: one exit code for each kind of outcome; docs/guides/command-line.md has the table."""
+"""The ends of commands: an exit code for each kind of outcome; docs/guides/command-line.md has the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Exit(IntEnum):
 
 
 class UsageProblem(Exception):
-    """An argument that cannot be right."""
+    """A wrong argument."""
 
 
 _BY_CODE = {
@@ -38,7 +38,7 @@ _BY_CODE = {
 
 
 def exit_of(error: LoRAPluginsError) -> Exit:
-    """Return the exit code for one of our errors."""
+    """Return the exit code for an error of ours."""
     return _BY_CODE.get(error.code, Exit.WRONG)
 
 

@@ -103,6 +103,7 @@ def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str
         stored = bring(output, settings, text)
         return [(stored.adapter.path, stored.manifest.uri)]
     path = Path(text)
+    # A directory of this machine goes before a name in the store.
     if not path.exists():
         if is_pattern(text) and (found := sorted(filter(os.path.isdir, glob(text)))):
             return [(Path(one).absolute(), None) for one in found]

@@ -35,12 +35,12 @@ SourceAnswer = RemoteAdapter | Absence | LoRAPluginsError
 
 @dataclass(slots=True)
 class LookUp:
-    """One name or URI, the sources' answers, and the end of the look-up.
+    """A name or URI, the sources' answers, and the end of the look-up.
 
     Attributes:
         text: the name or URI asked for. name: the adapter's. uri: the place, if not where the sources have the name.
         answers: of the sources that were asked, by label.
-        stored: the adapter in the store. located: with a dry run, the adapter that would be fetched.
+        stored: the adapter in the store. located: with a dry run, the adapter to fetch.
         error: why there is neither; None where every source answers "no such adapter", as `absences` say.
     """
 
@@ -68,7 +68,7 @@ class LookUp:
             uri = SourceUri.parse(text)
             return cls(text, _name_of(uri) if one.uri is None else str(AdapterName.parse(one.name)), uri)
         except LoRAPluginsError as error:
-            if "://" not in one.name:  # the URI may be wrong by a password in it
+            if "://" not in one.name:  # the URI's fault may be a password
                 error.adapter = error.adapter or one.name
             raise
 
@@ -121,6 +121,7 @@ def look_up(
     """
     said = _Said(output, asked)
     uris = [str(_prefix(one.uri)) for one in asked if one.uri is not None]
+    # Prefixes limit the clients of a server; the user of a command may read any URI.
     settings = replace(settings, allowed_uris=(*settings.allowed_uris, *uris))
     if base is None:
         settings = replace(settings, base_match=BaseMatch.OFF)
@@ -156,7 +157,7 @@ def look_up(
 
 
 class _Said:
-    """The reports of sources and resolver, kept with the look-up that they are about."""
+    """The reports of sources and resolver, by look-up."""
 
     def __init__(self, output: Output, asked: Sequence[LookUp]) -> None:
         self._by_name = {one.name: one for one in asked}
@@ -183,7 +184,7 @@ async def _store(resolver: AdapterResolver, asked: LookUp, base_path: str, said:
         try:
             found = await resolver.resolve_uri(asked.name, asked.text, base_path)
         except AdapterNotFound as error:
-            if asked.absences:  # otherwise something lies there, and the error names it
+            if asked.absences:  # otherwise something lies there, and the error names the fault
                 error.found += ": " + "; ".join(map(str, asked.absences))
             raise
     if found is None:

@@ -25,7 +25,7 @@ _WITH_URI = re.compile(r"(.*\S)\s+(\S+://\S+)")
 
 @dataclass(frozen=True, slots=True)
 class AskedName:
-    """One name, and the URI beside the name if there is one."""
+    """A name, and the URI beside the name, if any."""
 
     name: str
     uri: str | None = None
@@ -66,7 +66,7 @@ def expand(
             found[one] = one
             continue
         listed = list(known()) if listed is None else listed
-        # A name that is spelt exactly like the pattern goes before the pattern.
+        # A name spelt exactly like the pattern goes before the pattern.
         fits = [one.name] if one.name in listed else list(filter(NamePattern(one.name).matches, listed))
         found.update((AskedName(name), AskedName(name)) for name in fits)
         if not fits:
@@ -82,7 +82,7 @@ def expand(
 
 
 def together(answers: Sequence[Result | LoRAPluginsError], *, is_list: bool, blank_between: bool = False) -> Result:
-    """Return the answers for all names together: with `is_list` a list in JSON, otherwise the only answer as it is.
+    """Return the answers for all names together: with `is_list` a list in JSON, otherwise the only answer.
 
     Raises:
         LoRAPluginsError: the only answer is an error.
@@ -99,7 +99,7 @@ def together(answers: Sequence[Result | LoRAPluginsError], *, is_list: bool, bla
 
 
 def listed(answers: Iterable[Result | LoRAPluginsError], name_key: str = "name", **more: Any) -> Result:
-    """Return several answers in one result, with their objects in a list."""
+    """Return several answers as a single result, with their objects in a list."""
     results = [
         Result({name_key: one.adapter, "error": error_fields(one)}, [one]) if isinstance(one, LoRAPluginsError) else one
         for one in answers

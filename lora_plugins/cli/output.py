@@ -50,13 +50,13 @@ class Result:
 
 
 class Output:
-    """One command's two streams."""
+    """A command's two streams."""
 
     def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
         self.as_json = as_json
         self.quiet = quiet
         for stream in (sys.stdout, sys.stderr):
-            # A terminal that cannot show a character gets its escape, not an error.
+            # A terminal without a character gets the character's escape, not an error.
             reconfigure = getattr(stream, "reconfigure", None)
             if reconfigure is not None:
                 reconfigure(errors="backslashreplace")
@@ -91,18 +91,19 @@ class Output:
         if self.console.is_terminal:
             self.console.print(what, soft_wrap=is_text)
             return
+        # rich fills cells up with blanks, which a pipe need not carry.
         with self.console.capture() as drawn:
             self.console.print(what, soft_wrap=is_text)
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn.get().split("\n")[:-1]))
         sys.stdout.flush()
 
     def json(self, value: Any, *, compact: bool = False) -> None:
-        """Print one object on stdout."""
+        """Print an object on stdout."""
         sys.stdout.write(json.dumps(value, indent=None if compact else 2) + "\n")
         sys.stdout.flush()
 
     def progress(self, text: str) -> None:
-        """Print one line about the present work, on stderr, and only for people."""
+        """Print a line about the present work, on stderr, and only for people."""
         if self.is_for_people:
             self.errors.print(line(text, "dim"), soft_wrap=True)
 
@@ -115,12 +116,12 @@ class Output:
 
 
 def error_fields(error: LoRAPluginsError) -> dict[str, str]:
-    """Return one of our errors as the fields of JSON."""
+    """Return an error of ours as the fields of JSON."""
     return {"code": error.code, "kind": type(error).__name__, "message": str(error), **error.fields()}
 
 
 def line(text: str = "", style: str = "") -> Text:
-    """Return one line for people."""
+    """Return a line for people."""
     return Text(printable(text), style=style)
 
 

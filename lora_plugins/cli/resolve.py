@@ -38,7 +38,7 @@ _VERDICTS = {
 
 
 class Step(NamedTuple):
-    """One step: `verdict` is `ok`, `yes`, `no`, `not asked`, `not checked`, `warning` or `failed`."""
+    """A step: `verdict` is `ok`, `yes`, `no`, `not asked`, `not checked`, `warning` or `failed`."""
 
     step: str
     verdict: str
@@ -136,7 +136,7 @@ def _step_of(source: str, answer: SourceAnswer | None) -> Step:
 
 
 def _place_of(error: LoRAPluginsError) -> str:
-    """Return the step of an error that no source reported."""
+    """Return the step of an error without a source."""
     if isinstance(error, SourceUnavailable):
         return "fetch"
     return "store" if isinstance(error, (NoFreeSlot, OutOfMemory)) else "adapter"

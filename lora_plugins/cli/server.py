@@ -51,7 +51,7 @@ def _key_of_environment() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AdminClient:
-    """One server; every method raises the error that the server answers, as an error of ours.
+    """A server; every method raises the server's error, as an error of ours.
 
     Raises at construction:
         UsageProblem: `url` is no address of a server.

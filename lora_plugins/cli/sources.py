@@ -1,4 +1,4 @@
-"""The sources that a server with this environment would ask, without a server."""
+"""The sources of a server with this environment, without a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 from lora_plugins.resolvers.sources.source import Listing, ListsNames, RemoteAdapter, Source
 from lora_plugins.settings import Settings, named_in_environment
 
-# A source's label, the name that it was asked for, and its answer.
+# A source's label, the name asked for, and the answer.
 Report = Callable[[str, str, RemoteAdapter | Absence | LoRAPluginsError], None]
 
 
@@ -45,7 +45,7 @@ def require_sources(sources: Sequence[Source]) -> None:
 
 
 async def list_names(sources: Sequence[ReportingSource], base_model_name: str) -> list[Listing | LoRAPluginsError]:
-    """Return each source's list, or the error of a source that does not answer."""
+    """Return each source's list, or the source's error."""
 
     async def one(source: ReportingSource) -> Listing | LoRAPluginsError:
         try:
@@ -57,7 +57,7 @@ async def list_names(sources: Sequence[ReportingSource], base_model_name: str) -
 
 
 def names_of_environment(settings: Settings, base_model_name: str) -> list[str]:
-    """Return all names that the sources can list, each once.
+    """Return all names in the sources' lists, each once.
 
     Raises:
         LoRAPluginsError: a source does not answer.

@@ -82,7 +82,7 @@ class StoreView:
         return [self._processes.describe(name) for name in self._leases.holders(entry.digest)]
 
     def row(self, entry: Entry) -> dict[str, Any]:
-        """Return one adapter as JSON."""
+        """Return an adapter as JSON."""
         manifest = entry.manifest
         return {
             "digest": entry.digest,
@@ -98,7 +98,7 @@ class StoreView:
         }
 
     def name_of(self, entry: Entry) -> str | None:
-        """Return the name by which the sources of the settings know an adapter; None where no source does."""
+        """Return the name by which the sources of the settings know an adapter; None without such a source."""
         uri = "" if entry.manifest is None else entry.manifest.uri
         if uri.startswith("hf://"):
             return uri.removeprefix("hf://")
@@ -177,7 +177,7 @@ def verify(
         if not output.shows_progress or len(chosen) < 2:
             output.progress(f"hashing {entry.digest[:SHOWN_CHARACTERS]}")
         whole = view.store.verify(entry.digest)
-        # An adapter that a server has leased stays in its place until it is fetched again.
+        # A leased adapter stays in its place until the next fetch.
         is_gone = not view.layout.adapter(entry.digest).exists()
         adapters.append({"digest": entry.digest, "whole": whole, "quarantined": is_gone})
     damaged = sum(not adapter["whole"] for adapter in adapters)

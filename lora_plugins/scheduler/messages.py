@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """The facts that a worker needs to load an adapter.
+    """A worker's facts for loading an adapter.
 
     Attributes:
         engine_id: vLLM's `lora_int_id`, one for each version.
@@ -34,7 +34,7 @@ class AdapterSpec:
         is_3d: whether each tensor holds all experts, as vLLM's `is_3d_lora_weight` says.
         size_bytes: host memory for the weights, as the files say.
         lora_request: the caller's own object of a subclass of vLLM's class, whose author knows how to load the adapter.
-        given: the workers' number for weights that a caller gave past the plan, which nobody could load again.
+        given: the workers' number for weights that a caller gave past the plan: nobody could load them again.
     """
 
     engine_id: int
@@ -88,7 +88,7 @@ class Loaded:
     """Every worker has the adapter in host memory.
 
     Attributes:
-        size_bytes: of host memory, on the worker that needs most. is_instant: whether no worker copies to activate.
+        size_bytes: of host memory, on the largest worker. is_instant: whether no worker copies to activate.
         load_s: the slowest worker's time. rank: the largest of any module.
     """
 
@@ -101,7 +101,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """Every worker has the adapter in its slot; `activate_s` is the time that writing the slot took."""
+    """Every worker has the adapter in its slot; writing the slot took `activate_s`."""
 
     job: int
     activate_s: float
@@ -124,7 +124,7 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """Adapters that one batch can compute with."""
+        """How many adapters one batch can compute with."""
         return self.copied + self.pointed
 
 

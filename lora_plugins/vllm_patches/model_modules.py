@@ -19,7 +19,7 @@ TELL_METHOD = "lora_plugins_whole_model"
 
 
 def patch() -> None:
-    """Have every worker of this process answer; a second call changes nothing."""
+    """Have every worker of the process answer; a second call changes nothing."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, METHOD, _model_modules)
@@ -54,12 +54,12 @@ async def ask_engine(client: Any) -> ModelModules | None:
 
 
 def model_of(modules: ModelModules) -> Model:
-    """The modules, with vLLM's way of reading names and Transformers' other spellings of them."""
+    """Return the modules, with vLLM's way of reading names and Transformers' other spellings."""
     return Model(modules, reader_of_names(modules), respellings_of(modules))
 
 
 def reader_of_names(modules: ModelModules) -> Callable[[str], tuple[str, bool]]:
-    """Return vLLM's `parse_fine_tuned_lora_name` with the model's own mapping: a tensor's module, and whether it is A.
+    """Return vLLM's `parse_fine_tuned_lora_name` with the model's own mapping: a name's module, and whether A or B.
 
     The function raises ValueError for a tensor that is no LoRA weight.
     """

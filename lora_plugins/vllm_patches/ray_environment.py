@@ -18,7 +18,7 @@ _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def name_our_variables() -> None:
-    """Add the workers' variables to the list that vLLM copies; a user's names stay, but for secrets of API servers."""
+    """Add the workers' variables to vLLM's list; a user's names stay, but for secrets of API servers."""
     named = [name.strip() for name in environment().get(_COPIED, "").split(",") if name.strip()]
     kept = [name for name in named if name not in OF_API_SERVERS]
     missing = [name for name in variables_of_workers() if name not in kept]

@@ -15,7 +15,7 @@ from lora_plugins.scheduler.messages import Command, Report, Slots
 
 @dataclass(frozen=True, slots=True)
 class StepCommands:
-    """On a `SchedulerOutput`: the commands that every worker carries out, in this order."""
+    """On a `SchedulerOutput`: every worker's commands, in order."""
 
     commands: tuple[Command, ...] = ()
 

@@ -41,7 +41,7 @@ def refusal(version: str) -> InvalidSettings | None:
 
 
 def require_known(*, untested_is_allowed: bool) -> None:
-    """Refuse to run in a vLLM that the ledger was not compared with.
+    """Refuse to run in a vLLM unlike the ledger.
 
     Raises:
         InvalidSettings: the release is unknown, and `untested_is_allowed` is false.

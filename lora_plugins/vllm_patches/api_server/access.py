@@ -29,6 +29,7 @@ def install(app: Any, process: Process) -> None:
     if getattr(app.state, "lora_plugins_administrators", None) is not None:
         return
     settings, keys, args = process.settings, _keys_of_vllm(app), getattr(app.state, "args", None)
+    # Read first: a policy with a fault must stop the start before anything is patched.
     policy = None if settings.policy is None else Policy.read(settings.policy)
     administrators = app.state.lora_plugins_administrators = Administrators(
         policy, settings.admin_key, keys_of_vllm=tuple(keys), is_unix_socket=bool(getattr(args, "uds", None))
@@ -84,6 +85,7 @@ def _log_who_is_let_in(policy: Policy, keys: list[str]) -> None:
 def _keys_of_vllm(app: Any) -> list[str]:
     from vllm import envs
 
+    # As vLLM (vllm/entrypoints/serve/middleware/register.py, 0.30 to 0.33): the option replaces the variable.
     given = getattr(getattr(app.state, "args", None), "api_key", None)
     return [key for key in (given or [envs.VLLM_API_KEY]) if key]
 

@@ -62,6 +62,7 @@ def snapshots_of(client: Any) -> Snapshots:
     if snapshots is None:
         base_path = client.vllm_config.model_config.model
         snapshots = process.snapshots[client] = Snapshots(process.resolver, is_vllms, base_path)
+        # Copies hold leases in the store: release them with the client.
         weakref.finalize(client, snapshots.forget_all)
     return snapshots
 
@@ -118,6 +119,7 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
                 raise client.dead_error
         return answers.result()
     finally:
+        # Calls to a dead engine never end by themselves.
         answers.cancel()
 
 
@@ -187,6 +189,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
                     yield output
                 return
         except LoRAPluginsError as error:
+            # An answer that has begun cannot begin again, and an error before `taken` is not a copy's fault.
             is_final = is_last or has_begun or taken is None
             if copies is not None and not is_final and await copies.is_at_fault(taken, error):
                 continue  # the adapter is fetched again before the request goes on

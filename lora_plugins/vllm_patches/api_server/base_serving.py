@@ -1,4 +1,4 @@
-"""vLLM's serving classes: the adapter that a request is given, and the response's word on the adapter.
+"""vLLM's serving classes: the adapter for a request, and the response's word on the adapter.
 
 Every serving class gives a request its adapter by `BaseServing._maybe_get_adapters` (0.30 to 0.33). With an access
 policy, an adapter that the key may not use looks like an adapter that does not exist. The name alone decides, before
@@ -47,7 +47,7 @@ def patch() -> None:
 
 
 def patch_check() -> None:
-    """Have `_check_model` keep to the policy of this process; a second call changes nothing."""
+    """Have `_check_model` keep to the policy of the process; a second call changes nothing."""
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
     wrap(BaseServing, "_check_model", _checking)
@@ -91,9 +91,9 @@ def _checking(original: Any) -> Any:
 
 
 def _as_if_absent(serving: Any, request: Any) -> Any:
-    """Return `serving`, or a copy without adapters and resolvers where the request may not use the adapter it names.
+    """Return `serving`, or a copy without adapters and resolvers where the request may not use its adapter.
 
-    vLLM's own code then says that there is no such model, in vLLM's words.
+    vLLM's own code then answers "no such model", in vLLM's words.
     """
     if this_process().policy is None:
         return serving
@@ -121,6 +121,7 @@ def _refuse_unloaded(serving: Any, request: Any) -> None:
     if not (is_for_request() and is_planned(serving.models.engine_client)):
         return
     name = request.model
+    # Callers without the right must not learn that the name is blocked.
     is_blocked = may_use(name) and name in this_process().resolver.store.blocks
     raise http_error((blocked if is_blocked else no_longer_served)(name)) from None
 
@@ -142,7 +143,7 @@ def _withhold(_serving: Any, _request: Any, adapter: Any) -> Any:
 
 
 def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
-    """Note the digest that the path of a version in the store names; other adapters have no known digest."""
+    """Note the digest in the path of a version in the store; other adapters have no known digest."""
     process = this_process()
     if process.is_resolver_registered:
         digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
@@ -154,12 +155,13 @@ def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
 
 def _hold_stream(_serving: Any, request: Any, adapter: Any) -> Any:
     """Have the response to a request for an adapter begin when the engine has begun to answer."""
+    # A stream's status goes out with its headers: an error after them could only be text in a 200.
     if adapter is not None and this_process().is_manager_patched and getattr(request, "stream", False):
         present().is_held = True
     return adapter
 
 
-# Steps with the adapter that vLLM has picked, in order: an adapter that policy withholds is neither noted nor held.
+# In order: an adapter that policy withholds is neither noted nor held.
 _OF_PICKED = (_withhold, _refuse_blocked, _note_version, _hold_stream)
 
 

@@ -40,6 +40,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
         )
         lifecycle = process.lifecycles[models] = Lifecycle(server, _copies_of(server, process.role))
         process.copies[models.engine_client] = lifecycle.copies
+        # A weak reference: the watch ends with the copies.
         task = asyncio.get_running_loop().create_task(watch(weakref.ref(lifecycle.copies)))
         _watching.add(task)
         task.add_done_callback(_watching.discard)

@@ -59,6 +59,7 @@ def _add_request(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         taken = snapshots.known(given) or _waited_for(snapshots.of(given))
     except LoRAPluginsError as error:
+        # An exception here would end the caller's whole batch: the engine gets a path that it must refuse.
         _refused[call.arguments["request_id"]] = error
         taken = copy.copy(given)
         taken.lora_int_id, taken.lora_path = next(_refused_ids), _NOWHERE
@@ -92,6 +93,7 @@ def _explain(output: Any) -> LoRAPluginsError | None:
         if error is None:
             return None
         error = refused or error
+        # The error's bytes are no embedding.
         output.outputs.data = output.outputs.data[:0]
         if hasattr(output, "error"):
             output.error = _request_error(error)

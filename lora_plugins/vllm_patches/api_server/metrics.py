@@ -23,12 +23,12 @@ from lora_plugins.vllm_patches.api_server.async_llm import has_planner, planner_
 
 _OURS = "_lora_plugins"  # marks our objects where they outlive a second registration
 NAME = "vllm:lora_requests_info"
-# Routers read the series that was set last; some more, for who looks at a moment that has just passed.
+# Routers read the last series; some more, for who looks at a moment that has just passed.
 MOST_SERIES = 32
 
 
 def serve_metrics(app: Any, process: Process) -> None:
-    """Count from here on, and show the counts on the `/metrics` of this app.
+    """Count from here on, and show the counts on the application's `/metrics`.
 
     A second call, for another app of the process, keeps the counts.
     """
@@ -58,7 +58,7 @@ def serve_metrics(app: Any, process: Process) -> None:
 
 
 def _is_of_vllm(name: str) -> bool:
-    """Return whether vLLM has a metric of this name now; with several API servers its metrics are in our registry too.
+    """Return whether vLLM has a metric of this name; with several API servers, vLLM's metrics are in our registry too.
 
     Another way to ask `prometheus_client` is to collect everything once more, and llm-d scrapes every 50 ms.
     """
@@ -66,7 +66,7 @@ def _is_of_vllm(name: str) -> bool:
 
 
 def _answer_from(registry: CollectorRegistry) -> Asgi:
-    """Answer `/metrics` as vLLM does, from this registry: vLLM makes a new registry at each scrape."""
+    """Answer `/metrics` as vLLM does, from `registry`: vLLM makes a new registry at each scrape."""
     from starlette.responses import Response
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:

@@ -149,7 +149,7 @@ class _Unloads(_Client):
 def _loading_by_path(original: Any) -> Any:
     """Load by path, and answer errors with our status; vLLM answers 500 where `add_lora` raises.
 
-    vLLM serves the files at the path whenever it reads them; ours serves the files of the load. `load_inplace`
+    vLLM serves the files at the path whenever vLLM reads them; ours serves the files of the load. `load_inplace`
     changes weights under running requests; with ours, the call is a swap like any other, unless the settings say so.
     """
 
@@ -162,6 +162,7 @@ def _loading_by_path(original: Any) -> Any:
         result = await original(client.in_place_of(self), request, *args, **kwargs)
         if client.error is not None:
             raise http_error(client.error, shows_paths=True)  # the caller has named the path
+        # vLLM's own checks return an ErrorResponse.
         if not hasattr(result, "error"):
             lifecycle.on_change()
         return result
@@ -247,6 +248,7 @@ def _unloading(original: Any) -> Any:
         asking = _Unloads(self, lifecycle).in_place_of(self)
         asking._check_unload_lora_adapter_request = self._check_unload_lora_adapter_request  # noqa: SLF001 - of `self`
         result = await original(asking, request)
+        # After vLLM's own code: the table has lost the name, so no new request finds the adapter.
         adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
         if adapter is not None:
             lifecycle.on_change()
@@ -267,6 +269,7 @@ def _listing(original: Any) -> Any:
         listed = await original(self)
         if self.lora_requests and is_planned(self.engine_client):
             registry = lifecycle_of(self).registry
+            # Another server of the store may have blocked a name that is still in this server's table.
             blocked = registry.blocked.among(card.id for card in listed.data)
             listed.data = [card for card in listed.data if card.id not in blocked]
             for card in listed.data:

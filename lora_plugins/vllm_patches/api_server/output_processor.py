@@ -1,4 +1,4 @@
-"""vLLM's outputs of a request say which versions have made the answer, however the request ends.
+"""vLLM's outputs of a request name the versions of the answer, however the request ends.
 
 The scheduler names versions in the outputs of a moved request (`engine_core/request.py`). vLLM passes on one output's
 names: of several choices the last choice's, of a whole answer the end's. An abort's end has no names.
@@ -35,7 +35,7 @@ def _saying_versions(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         whole, said = self.parent_req or self, (kv_transfer_params or {}).get(VERSIONS, ())
-        # Each output has the spans so far or none: together they are whole for any output that vLLM passes on.
+        # Each output gets all spans so far: vLLM may pass on any output as the last.
         if spans := together(getattr(whole, _SPANS, ()), said):
             setattr(whole, _SPANS, spans)
             kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}

@@ -57,10 +57,12 @@ async def take_role(models: Any) -> Leader | Follower | None:
                 remedy="start vllm serve, with one API server",
             )
         return None
+    # vLLM numbers the API servers of a command from 0, each with its own engine client.
     if core.client_index == 0:
         process.role = leader = _leader(models, process)
         return leader
     process.role = follower = _follower(models, process)
+    # Before the connection: the leader's first message fills the table.
     models.lora_requests = follower.table
     await follower.connect(folder)
     return follower

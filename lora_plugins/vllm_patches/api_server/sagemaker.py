@@ -1,4 +1,4 @@
-"""SageMaker's `/invocations` answers for the model that the body names.
+"""SageMaker's `/invocations` answers for the model in the body.
 
 vLLM has `model_hosting_container_standards` change the route's body: `model` becomes the name in the header
 `X-Amzn-SageMaker-Adapter-Identifier`, and null without the header. So the base model answered whatever the body asked
@@ -37,7 +37,7 @@ def _keeping(original: Any) -> Any:
 
 def _transform() -> Any:
     """Return the class that puts the header's name into the body; importing it must not change the log."""
-    # Importing the package sets levels of the root logger and of its handlers: put all of them back.
+    # The levels that the import may change.
     loggers: list[logging.Logger | logging.Handler] = [logging.root]
     loggers += [*logging.root.handlers, *logging.getLogger("vllm").handlers]
     levels = [one.level for one in loggers]

@@ -1,4 +1,4 @@
-"""`vllm serve` with several API servers, and front ends that it refuses because our code is not there.
+"""`vllm serve` with several API servers, and its refusal of front ends without our code.
 
 In front ends other than vLLM's API server in Python, resolvers, admin API and access policy are not there. Several API
 servers share their adapters (`roles.py`) where our manager plans them; otherwise no server may change them.
@@ -25,7 +25,7 @@ from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _CLI = "vllm.entrypoints.cli.serve"
-_GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server imports it before plugins are loaded
+_GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server: imported before plugins are loaded
 _RUST = "vllm-rs"
 FOLDER = "lora_plugins_folder"  # an attribute of the arguments: where the API servers of one command find each other
 
@@ -34,9 +34,10 @@ def patch(settings: Settings) -> None:
     """Refuse front ends without the plugins asked for; manager and kernels alone run with any front end.
 
     Raises:
-        InvalidSettings: this process is such a front end, or the engine of one.
+        InvalidSettings: the process is such a front end, or the engine of a front end.
     """
     asked = [name for name in (FILESYSTEM, S3, HUB, OTHERS, ADMIN) if named_in_environment(name)] + configured(settings)
+    # Only the process of the command `vllm serve` has the module.
     cli: Any = sys.modules.get(_CLI)
     if cli is not None and (asked or named_in_environment(MANAGER)):
         wrap(cli, "run_multi_api_server", functools.partial(_sharing, settings=settings))
@@ -62,12 +63,12 @@ def refuse_several(count: int, asked: str, why: str = "which do not know of each
 
 
 def require_in_force(process: Process) -> None:
-    """Refuse to start a server that has a policy, a key or a declared set in its settings and does not enforce them.
+    """Refuse to start a server whose settings have a policy, a key or a declared set, and which does not enforce them.
 
-    vLLM goes on without an endpoint plugin that is not named, or that vLLM cannot load.
+    vLLM goes on without an endpoint plugin that is unnamed, or fails to load.
 
     Raises:
-        InvalidSettings: `access.install` has not been called in this process.
+        InvalidSettings: nobody has called `access.install` in this process.
     """
     if process.lets_in_administrators_only:
         return
@@ -80,7 +81,7 @@ def require_in_force(process: Process) -> None:
 
 
 def configured(settings: Settings) -> list[str]:
-    """Return the set variables that only an API server with `lora_admin` keeps to."""
+    """Return the set variables that need an API server with `lora_admin`."""
     values = {
         "LORA_PLUGINS_POLICY": settings.policy,
         ADMIN_KEY: settings.admin_key,
@@ -118,6 +119,7 @@ def _sharing(original: Any, settings: Settings) -> Any:
         envs = cli.envs
         with tempfile.TemporaryDirectory(prefix="lora-plugins-") as folder:
             setattr(args, FOLDER, folder)
+            # The module's global, not the variable: the API servers that start here must read the true value.
             cli.envs = _WithoutUpdating(envs)
             try:
                 return original(args)
@@ -156,7 +158,7 @@ def _refusal(front_end: str, asked: list[str], remedy: str) -> InvalidSettings:
 
 
 def _parent() -> str:
-    """Return the name of the program that started this one; empty where the system does not say."""
+    """Return the name of the parent process's program; empty where the system does not say."""
     try:
         return Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,6 +1,6 @@
 """A refused stream is logged as every refusal: one line of ours, once for each name and text.
 
-vLLM's stream generators write a traceback for every exception in them, so that a client could fill the log at will.
+vLLM's stream generators write a traceback for every exception, so that a client could fill the log at will.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def patch() -> None:
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Return whether a record is of anything but an exception of vLLM's that stands for an error of ours."""
+    """Return whether a record has no exception of vLLM that stands for an error of ours."""
     error = record.exc_info[1] if record.exc_info else None
     return error is None or not isinstance(error.__context__, LoRAPluginsError)
 

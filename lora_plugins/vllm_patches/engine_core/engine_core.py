@@ -43,6 +43,7 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -
     """Load an adapter into host memory, and into an idle slot; running requests of its id move with `moves`."""
     planner = _planner(self)
     planned, state = self.scheduler.specs.complete(spec), planner.state
+    # Before the load: afterwards nothing tells a load from a hit.
     known = state.current.get(planned.engine_id)
     was_loaded = known is not None and known.is_loaded and known.spec.path == planned.path
 
@@ -182,6 +183,7 @@ def _collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs:
     try:
         result = original(self, method, *args, **kwargs)
     except Exception:
+        # Some workers may have taken adapters before the error.
         _take_back(self, _changes(self))
         raise
     of_workers = _changes(self)

@@ -1,4 +1,4 @@
-"""A request of the engine core: the weights that compute it, and the client's request that it is a part of.
+"""A request of the engine core: its weights, and the client's request around it.
 
 vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation. Batches find
 the slot by its id; its path keeps the keys of cached prefixes apart from other weights' keys.
@@ -67,7 +67,7 @@ def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> 
 
 
 def is_beam(request_id: str) -> bool:
-    """Return whether a request is one token of a client's beams, so that more parts of the client's request come."""
+    """Return whether a request is a token of a client's beams: more parts of the client's request come soon."""
     return _BEAM.fullmatch(request_id) is not None
 
 

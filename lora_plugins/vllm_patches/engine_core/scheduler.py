@@ -140,7 +140,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         held, self._held_again = self._held_again, {}
         for session in held.values():
             if session.status == RequestStatus.WAITING and session.num_computed_tokens:
-                session.status = RequestStatus.RUNNING
+                session.status = RequestStatus.RUNNING  # `_preempt_request` asserts RUNNING
                 self._preempt_request(session, time.monotonic(), drop_stale_output=True)
                 self.waiting.remove_request(session)
                 session.status = RequestStatus.WAITING
@@ -200,6 +200,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Admit the next requests, then schedule as vLLM does; the output carries commands for the workers."""
+        # Inside `schedule` vLLM counts its own queues (`get_request_counts`).
         commands, self._counts_held = self.plan(), False
         try:
             output = super().schedule(*args, **kwargs)
@@ -212,7 +213,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def plan(self) -> list[Command]:
         """Admit the next requests; return the work of the workers before these requests run."""
         state = self.planner.state
-        stop_kept(self)
+        stop_kept(self)  # first: a stopped request's slot is free for this plan
         plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
         self._move([(name, adapter) for adapter in plan.moved for name in adapter.running])
         for request in plan.admitted:
@@ -346,6 +347,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def has_requests(self) -> bool:
         """Return whether to go on with steps: for the workers' jobs without any request too; not for paused ones."""
+        # vLLM must not spin for requests that a pause holds.
         self._counts_paused = False
         try:
             has_work = super().has_requests() or self.planner.state.refused or self._held_again
