@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 _LOGIN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<login>[^/?#\s'\"]*)@")
+# Queries of presigned URLs carry signatures.
 _QUERY = re.compile(r"(https?://[^\s?#'\"]*[?#])[^\s'\"]+")
 
 

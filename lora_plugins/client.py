@@ -194,6 +194,7 @@ def _headers(body: bytes, content_type: str) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
+    # PEFT's configurations hold sets and enumerations, which JSON lacks.
     return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
 
 

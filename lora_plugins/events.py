@@ -257,5 +257,6 @@ class Events:
 
     def emit(self, event: Event) -> None:
         """Notify every hook."""
+        # In the emitting thread: hooks must be short, and safe in any thread.
         for hook in self._hooks:
             hook(event)

@@ -108,6 +108,7 @@ class _Search:
 
 
 def _groupings(modules: Sequence[str]) -> Iterator[list[_Cause]]:
+    # Coarse groups first: they take fewer passes, and say more.
     yield _by(modules, _projection_of, "`{}` of all layers")
     layers = _by(modules, _layer_of, "layer {}")
     yield layers

@@ -42,6 +42,7 @@ def read_base(
                 "--served-model-name and --max-lora-rank say something of a base model: give --base-model"
             )
         return None
+    # A relative path that does not exist may be a Hub id.
     if os.path.isabs(path) and not os.path.exists(path):
         raise UsageProblem(f"--base-model {path}: no such directory")
     if os.path.exists(path):

@@ -66,6 +66,7 @@ class ByPeft:
     def logprobs(self, ids: Sequence[int]) -> tuple[float, ...]:
         """Return the logarithm of the probability of each token but the first."""
         with self._torch.inference_mode():
+            # In float32: rounding of a smaller dtype would hide small differences.
             logits = self._model(input_ids=self._torch.tensor([ids])).logits[0, :-1].float()
         return tuple(logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist())
 

@@ -58,6 +58,7 @@ def compare(
         output.progress("computing what was trained with PEFT")
         model = ByPeft(peft or Path(), base)
         trained = model.trained(PROMPTS if prompts is None else lines_of(prompts, "--prompts"))
+    # `prompt_logprobs` of vLLM are wrong for an adapter's head (`CompletionServer.logprobs`).
     by_token = by_token or (model is not None and model.trains_head)
     by_adapter = [server.logprobs(name, one.token_ids, by_token=by_token) for one in trained]
     by_base = [server.logprobs(served_base, one.token_ids, by_token=by_token) for one in trained]

@@ -127,6 +127,7 @@ def _run(name: str, check: Check, context: Context) -> Iterator[Finding]:
 
 def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
     """Return what lora-plugins serves, or the first obstacle."""
+    # A server's problem may be of another environment.
     problems = [item for item in found if item.state is State.PROBLEM and item.check != "server"]
     vllm = next((item for item in problems if item.check == "vllm"), None)
     if vllm is not None:

@@ -137,6 +137,7 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
     with suppress(LoRAPluginsError), open_regular(_of_source(path, CONFIG_FILE)) as (file, _):
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
     with suppress(LoRAPluginsError):
+        # A look never opens a pickle, whatever a server may serve.
         weights = choose_weights(_files(path), replace(settings, allow_pickle=False))
         with open_weights(path, weights) as opened:
             tensors = tuple(tensor for _, _, some in opened for tensor in some)

@@ -190,6 +190,7 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 def _error_of(message: str) -> LoRAPluginsError | None:
     """Return the error of ours that says `message`, or None."""
+    # Servers send our errors as text: read back, an error keeps its code, and so its exit code.
     match = _ERROR.fullmatch(message)
     kind = match and _KINDS.get(match["code"])
     if not match or kind is None:

@@ -131,6 +131,7 @@ def hub(context: Context) -> Iterator[Finding]:
         yield on("HF_HUB_OFFLINE is set: what the Hub's cache on this host has is served")
         return
     source = HubSource(HubPatterns.parse(repos), timeout_s=context.timeout_s)
+    # A pattern is asked for a repository that need not exist: any answer of the Hub is enough.
     asked = [(entry, AdapterName.parse(entry.replace("/*", f"/{_PROBE}"))) for entry in repos[:_MAX_ENTRIES]]
 
     async def ask_all() -> list[RemoteAdapter | Absence | LoRAPluginsError]:

@@ -27,6 +27,7 @@ def sources_of_environment(settings: Settings, report: Report = lambda *_: None)
         if named_in_environment(plugin):
             found += (ReportingSource(source, report) for source in configured(settings))
     order = settings.sources
+    # Sources that the setting leaves out come last, in the plugins' order.
     return sorted(found, key=lambda item: order.index(item.label) if item.label in order else len(order))
 
 

@@ -256,6 +256,7 @@ def gc(
 
 
 def _budget(settings: Settings, text: str | None) -> int:
+    # `bytes_of` refuses zero: for `gc` zero is the budget of an empty store.
     budget = settings.store_max_bytes if text is None else 0 if text.strip() == "0" else bytes_of(text)
     if budget is not None:
         return budget

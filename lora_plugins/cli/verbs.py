@@ -89,6 +89,7 @@ class Verb:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
             for name, (kind, default) in options.items()
         ]
+        # Typer reads the signature: each verb has its own options.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 

@@ -204,6 +204,7 @@ class Generations:
 
     def __init__(self) -> None:
         self._numbers = count(_LATER_KEYS)
+        # Bounded: every version that is ever served has an id.
         self._keys: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by engine id
         self._engine_ids: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by key
 

@@ -141,6 +141,7 @@ Report = Loaded | Activated | Failed
 
 def merged(reports: Sequence[Report]) -> Report:
     """One report of all workers for the same job: the largest size and rank, the longest time."""
+    # Every worker has reported the job: the slowest and the largest decide.
     loaded = [report for report in reports if isinstance(report, Loaded)]
     if loaded:
         return Loaded(

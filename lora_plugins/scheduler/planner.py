@@ -160,6 +160,7 @@ class Planner:
                 self.state.unstop(adapter, request_id)
             elif (client := self.state.ended(adapter, request_id, now)) and expects_more:
                 adapter.expected[client] = now + EXPECTED_S
+            # Otherwise the adapter runs on, and the end changes nothing for others.
             if not adapter.running or adapter.expected:
                 self.state.touched[adapter] = None
                 self._is_changed = True

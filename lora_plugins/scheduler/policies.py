@@ -126,6 +126,7 @@ class Lrfu(Generic[Key]):
                     if key in among:
                         yield key
         finally:
+            # `victims` only asks: entries go back, but for stale ones.
             for entry in taken:
                 heappush(self._heap, entry)
 

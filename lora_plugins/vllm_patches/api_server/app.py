@@ -56,6 +56,7 @@ async def _answer(scope: Any, error: Exception) -> Any:
     """Return the application's own response to an exception."""
     from starlette.requests import Request
 
+    # As Starlette looks handlers up: the nearest class first.
     handlers = scope["app"].exception_handlers
     handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
     return await handler(Request(scope), error)

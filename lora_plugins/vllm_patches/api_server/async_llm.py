@@ -47,6 +47,7 @@ def planner_of(client: Any) -> PlannerClient:
     process = this_process()
     planner = process.planners.get(client)
     if planner is None:
+        # `planners` holds the planner by client: a strong reference back would keep both for ever.
         planner = process.planners[client] = PlannerClient(_asking(weakref.ref(client)), process.events)
     return planner
 

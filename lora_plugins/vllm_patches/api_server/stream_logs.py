@@ -26,6 +26,7 @@ def patch() -> None:
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
     """Return whether a record has no exception of vLLM that stands for an error of ours."""
+    # `raise … from None` hides our error from the traceback, and keeps the error as the context.
     error = record.exc_info[1] if record.exc_info else None
     return error is None or not isinstance(error.__context__, LoRAPluginsError)
 

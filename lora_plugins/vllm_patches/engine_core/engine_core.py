@@ -43,7 +43,7 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -
     """Load an adapter into host memory, and into an idle slot; running requests of its id move with `moves`."""
     planner = _planner(self)
     planned, state = self.scheduler.specs.complete(spec), planner.state
-    # Before the load: afterwards nothing tells a load from a hit.
+    # Before the load: afterwards a load and a hit look alike.
     known = state.current.get(planned.engine_id)
     was_loaded = known is not None and known.is_loaded and known.spec.path == planned.path
 

@@ -43,8 +43,8 @@ def assign(request: Any, adapter: Adapter) -> None:
     if (before.lora_int_id, before.lora_path) == (adapter.key, path):
         return
     request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
+    # vLLM hashes a request's prompt on arrival (`Request.__init__`): the keys must follow the path.
     if before.lora_path != path:
-        # vLLM hashes a request's prompt on arrival (`Request.__init__`): the keys must follow the path.
         request.block_hashes.clear()
         request.update_block_hashes()
 

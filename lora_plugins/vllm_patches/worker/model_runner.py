@@ -100,6 +100,7 @@ def not_finite_in_rows(logits: Any) -> Any:
     """
     import torch
 
+    # A reduction by rows: no tensor of the logits' size is made.
     return (logits.amax(dim=-1) < torch.inf).logical_not().to(torch.int32)
 
 
@@ -110,6 +111,7 @@ def _zeroing(original: Any) -> Any:
         original(self, block_ids)
         layers = self.compilation_config.static_forward_context
         for group in self.kv_cache_config.kv_cache_groups:
+            # vLLM's own function has zeroed groups of full attention.
             if isinstance(group.kv_cache_spec, FullAttentionSpec):
                 continue
             of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs

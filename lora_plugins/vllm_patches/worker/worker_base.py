@@ -79,6 +79,7 @@ def _executing(original: Any) -> Any:
         output = original(self, scheduler_output)
         has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
         wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
+        # None: vLLM calls `sample_tokens` next, whose output carries the reports.
         return output if output is None else _with_reports(output, _reports(manager, wait_s))
 
     return execute_model
