@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import sys
 import threading
 import time
 from collections import Counter
@@ -67,15 +69,17 @@ async def takedowns(http: httpx.AsyncClient, proxy: FaultProxy, names: list[str]
 
 
 async def flood(server: Server, http: httpx.AsyncClient, name: str) -> dict[str, Any]:
-    """A hot adapter alone, and beside unknown names of one caller at `UNKNOWN_PER_S`."""
+    """A hot adapter alone, and beside unknown names of one caller at `UNKNOWN_PER_S`.
+
+    The hot adapter's client is a process of its own: here the flood and the proxy of its sources take their turns.
+    """
 
     async def hot() -> tuple[list[float], Counter[int]]:
-        times, statuses = [], Counter[int]()
-        for _ in range(HOT):
-            status, began, ended = await _status(http, name)
-            times.append((ended - began) * 1e3)
-            statuses[status] += 1
-        return times, statuses
+        arguments = sys.executable, "-m", "benchmarks.floods", server.url, name
+        process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
+        said, _ = await process.communicate()
+        answers = json.loads(said)
+        return [ms for _, ms in answers], Counter(status for status, _ in answers)
 
     await hot()
     alone, _ = await hot()
@@ -115,6 +119,13 @@ async def flood(server: Server, http: httpx.AsyncClient, name: str) -> dict[str,
         "unknown": dict(answers),
         "sent_per_s": sent_per_s,
     }
+
+
+async def _ask_hot(url: str, name: str) -> list[tuple[int, float]]:
+    """Status and milliseconds of `HOT` requests, one after the other."""
+    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as http:
+        answers = [await _status(http, name) for _ in range(HOT)]
+    return [(status, (ended - began) * 1e3) for status, began, ended in answers]
 
 
 async def crowd(http: httpx.AsyncClient, proxy: FaultProxy, name: str, *, hangs: bool) -> dict[str, Any]:
@@ -179,3 +190,7 @@ def goals_of(found: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     goal = f"≤ {DEADLINE_S} s, a deadline (and 1 s)"
     goals.append((f"{CROWD} requests while the source hangs", goal, f"{all_s} s", all_s <= DEADLINE_S + 1))
     return goals
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(_ask_hot(*sys.argv[1:]))))

@@ -1,4 +1,4 @@
-"""Why a source has no adapter of a name: facts for the log and the command line, which clients are never told."""
+"""Why a source has no adapter of a name: facts for the log and the command line; clients never get them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 _LOGIN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<login>[^/?#\s'\"]*)@")
+# Queries of presigned URLs carry signatures.
 _QUERY = re.compile(r"(https?://[^\s?#'\"]*[?#])[^\s'\"]+")
 
 
 class AbsenceKind(StrEnum):
-    """What the answer "no such adapter" rests on."""
+    """The reason of the answer "no such adapter"."""
 
     NOTHING = "nothing"
     NO_ADAPTER = "no-adapter"
@@ -25,11 +26,11 @@ class Absence:
 
     Attributes:
         source: the label of the source.
-        place: the path, URL or repository that was looked at, without credentials; empty where none was.
-        kind: nothing lies there; something that is no adapter; nothing that the source shows us; or the source was
-            not asked, as its settings leave the name out.
-        detail: what was found there, or why it was not asked; without the place.
-        hint: what its operator may do about it, where that is known.
+        place: the path, URL or repository where the source looked, without credentials; empty where it looked nowhere.
+        kind: nothing lies there; something else than an adapter; nothing that the source shows us; or the source was
+        not asked, as its settings leave the name out.
+        detail: what lies there, or why the source was not asked; without the place.
+        hint: what the source's operator may do about the absence, where known.
         is_remembered: whether the source said so a moment ago, and was not asked again.
     """
 
@@ -52,9 +53,9 @@ class Absence:
 
 
 def without_login(url: str) -> str:
-    """A text without the user names, passwords and queries of URLs: those of a mirror may be keys.
+    """Return a text without the user names, passwords and queries of URLs: a mirror's may be keys.
 
-    The container of `abfs://container@account` is none of these.
+    The container of `abfs://container@account` is no login, and stays.
     """
     return _QUERY.sub(r"\1…", _LOGIN.sub(_hidden, url))
 

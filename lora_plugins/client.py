@@ -4,7 +4,7 @@
 
     push("policy", model.state_dict(), model.peft_config["default"].to_dict(), servers=["http://localhost:8000"])
 
-`httpx` is all that is needed; tensors are taken where torch is installed, arrays of numpy anywhere.
+Only `httpx` is needed; `push` takes tensors where torch is installed, arrays of numpy anywhere.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _T = TypeVar("_T")
 
 
 class PushFailed(Exception):
-    """Not every server serves the pushed version; each that had taken it serves again what it served before.
+    """Some servers do not serve the pushed version; each server that had taken it serves its earlier version again.
 
     Attributes:
-        errors: what each server answered that did not take it.
+        errors: the answers of the servers that did not take the version.
         not_rolled_back: servers that serve the pushed version nevertheless, as their rollback failed.
     """
 
@@ -45,12 +45,12 @@ class PushFailed(Exception):
 
 @dataclass(frozen=True)
 class Pushed:
-    """What the servers serve after a push.
+    """The result of a push.
 
     Attributes:
-        digest: of the version that all of them serve.
-        previous_digests: by server, of the one before; None where the name was not served.
-        timings: by server, where the time went, in milliseconds.
+        digest: of the version that all servers serve.
+        previous_digests: by server, of the version before; None where the name was not served.
+        timings: by server, milliseconds of each stage.
     """
 
     digest: str
@@ -59,15 +59,15 @@ class Pushed:
 
 
 def push(name: str, adapter: Any, config: Mapping[str, Any] | None = None, **options: Any) -> Pushed:
-    """As `push_async`, for callers without an event loop."""
+    """Call `push_async`, for callers without an event loop."""
     return _run(push_async(name, adapter, config, **options))
 
 
 def wait_served(name: str, digest: str, servers: Sequence[str], *, timeout_s: float = 60.0, **options: Any) -> None:
-    """Wait until each server serves this digest under the name.
+    """Wait until each server serves `digest` under the name.
 
     Raises:
-        TimeoutError: one of them does not within `timeout_s`.
+        TimeoutError: a server does not within `timeout_s`.
     """
     _run(wait_served_async(name, digest, servers, timeout_s=timeout_s, **options))
 
@@ -87,24 +87,25 @@ async def push_async(
     """Have every server serve `adapter` as the next version of `name`.
 
     Args:
-        name: what requests ask for.
+        name: the model name of requests.
         adapter: a PEFT directory, or a mapping from tensor names to tensors, which needs `config`.
         config: the content of adapter_config.json.
         servers: base URLs.
         key: of an administrator.
-        if_match: the digest that each must serve now, `*` for any.
-        mode: `finish`, or `inflight`: what runs goes on with the new version.
+        if_match: the digest that each server must serve now, `*` for any.
+        mode: `finish`, or `inflight`: running requests go on with the new version.
         keep: how many earlier versions stay for `name@digest`.
         timeout_s: of each call.
 
     Raises:
-        PushFailed: a server did not take it; the others were rolled back to what they served.
+        PushFailed: a server did not take the version; the others were rolled back to their earlier versions.
     """
     body, content_headers = _body_of(adapter, config)
     query = {"mode": mode, **({} if keep is None else {"keep": str(keep)})}
     headers = content_headers if if_match is None else {**content_headers, "If-Match": if_match}
     async with _client(servers, key, timeout_s) as client:
         calls = [client.put(_url(it, name), content=body, headers=headers, params=query) for it in servers]
+        # Exceptions are answers too: every server must be heard before a rollback, or a late server keeps the version.
         answers = dict(zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         errors = {server: text for server, answer in answers.items() if (text := _error(answer)) is not None}
         if errors:
@@ -113,6 +114,7 @@ async def push_async(
                 errors, await _roll_back(client, name, {it: taken[it] for it in taken if it not in errors})
             )
     done = {server: answer.json() for server, answer in answers.items() if isinstance(answer, httpx.Response)}
+    # All servers got the same bytes, and a digest is of bytes: exactly one digest comes back.
     (digest,) = {one["digest"] for one in done.values()}
     previous = {server: one["previous_digest"] for server, one in done.items()}
     return Pushed(digest, previous, {server: one["timings"] for server, one in done.items()})
@@ -127,7 +129,7 @@ async def wait_served_async(
     timeout_s: float = 60.0,
     interval_s: float = 0.2,
 ) -> None:
-    """As `wait_served`, in an event loop."""
+    """Wait as `wait_served` does, in an event loop."""
     deadline, missing = time.monotonic() + timeout_s, list(servers)
     async with _client(servers, key, timeout_s) as client:
         while missing:
@@ -141,7 +143,7 @@ async def wait_served_async(
 
 
 async def _roll_back(client: httpx.AsyncClient, name: str, taken: Mapping[str, httpx.Response]) -> list[str]:
-    """Undo a push where it was taken, unless another came since; returns the servers where that failed."""
+    """Undo a push where a server took it, unless another push came since; return servers whose rollback failed."""
     failed = []
     for server, answer in taken.items():
         done = answer.json()
@@ -153,13 +155,14 @@ async def _roll_back(client: httpx.AsyncClient, name: str, taken: Mapping[str, h
         else:
             body = {"digest": done["previous_digest"]}
             undone = await client.post(f"{_url(server, name)}/rollback", json=body, headers=headers)
+        # 412: another push came since, and `If-Match` kept this rollback from undoing it.
         if undone.status_code not in (200, 412):
             failed.append(server)
     return failed
 
 
 def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
-    """The body of a push of a PEFT directory, and the headers that describe it."""
+    """Return the body of a push of a PEFT directory, and the headers that describe the body."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path in sorted(directory.glob("adapter_*")):
@@ -191,12 +194,13 @@ def _headers(body: bytes, content_type: str) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
+    # PEFT's configurations hold sets and enumerations, which JSON lacks.
     return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
 
 
 def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.AsyncClient:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    # To read certificates takes as long as to send a small adapter, and plain HTTP needs none.
+    # Reading certificates takes as long as sending a small adapter, and plain HTTP needs no certificates.
     needs_certificates = any(server.startswith("https:") for server in servers)
     return httpx.AsyncClient(headers=headers, timeout=timeout_s, verify=needs_certificates)
 

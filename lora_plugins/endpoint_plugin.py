@@ -1,4 +1,4 @@
-"""The endpoint plugin `lora_admin`: our routes on vLLM's API server, and what is served from its start."""
+"""The endpoint plugin `lora_admin`: our routes on vLLM's API server, and the adapters served from its start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lora_plugins.vllm_patches.api_server.serve_command import FOLDER, refuse_se
 
 
 class AdminPlugin:
-    """What vLLM asks of an endpoint plugin (vllm/plugins/endpoint_plugins/interface.py, 0.30)."""
+    """The methods that vLLM calls on an endpoint plugin (vllm/plugins/endpoint_plugins/interface.py, 0.30)."""
 
     name = ADMIN
     required_tasks = None
@@ -29,7 +29,7 @@ class AdminPlugin:
         self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: Any) -> None:
-        """Add the routes, for those who may administer, and keep to the access policy if there is one.
+        """Add the routes, for administrators, and enforce the access policy if there is a policy.
 
         Raises:
             InvalidSettings: the policy cannot be right.
@@ -40,7 +40,7 @@ class AdminPlugin:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Serve what is to be served from the start, and begin to poll for new versions.
+        """Serve the adapters of a start, and begin to poll for new versions.
 
         Raises:
             InvalidSettings: several API servers that do not know of each other; or the file of declared adapters
@@ -51,7 +51,7 @@ class AdminPlugin:
         process = this_process()
         if isinstance(process.role, Follower):
             await process.role.ready()
-            return  # the leader answers the routes, and serves what is to be served
+            return  # the leader answers the routes, and serves the adapters of a start
         if getattr(args, FOLDER, None) is None:
             refuse_several(getattr(args, "api_server_count", None) or 1, ADMIN)
         models = state.openai_serving_models
@@ -64,8 +64,10 @@ class AdminPlugin:
         )
         served = ServedFile.of_store(settings.store_dir, models.model_config.model, replica)
         reconciler = state.lora_plugins_reconciler = Reconciler(lifecycle, settings, served, process.events)
+        # Before the start, which may load for minutes: other replicas must see that this replica lives.
         self._tasks.append(asyncio.create_task(reconciler.keep_list()))
         await reconciler.start()
+        # Followers wait for the leader's start (`role.ready()`).
         if process.role is not None:
             process.role.say_ready()
         self._tasks.append(asyncio.create_task(reconciler.follow()))

@@ -1,18 +1,18 @@
-"""Every error that this package raises, with the code and HTTP status that a client sees.
+"""Every error of this package, with the code and HTTP status for clients.
 
 ```
 LoRAPluginsError
 ├── NoFreeSlot           L001  RuntimeError       503  every slot or byte is leased
 ├── AdapterNotFound      L002  FileNotFoundError  404  a file that should be there is not
 ├── IncompatibleAdapter  L003  ValueError         400  well-formed, but not for this server
-├── OutOfMemory          L004  MemoryError        507  larger than the budget it must fit in
+├── OutOfMemory          L004  MemoryError        507  larger than its budget
 ├── InvalidAdapter       L005  ValueError         400  unreadable, malformed or not allowed
 ├── SourceUnavailable    L006  ConnectionError    503  the source does not answer, denies, or times out
 ├── InvalidSettings      L007  ValueError         —    an environment variable that cannot be right
 ├── NotAllowed           L008  PermissionError    403  a caller who may not administer the server
 ├── ReplicaLost          L009  ConnectionError    503  the replica that should answer is gone
 ├── VersionMismatch      L010  RuntimeError       412  another version is served than If-Match names
-└── PushSuperseded       L011  RuntimeError       409  a later push of the name came while this one waited
+└── PushSuperseded       L011  RuntimeError       409  a later push of the name came while the push waited
 ```
 """
 
@@ -23,14 +23,15 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, ClassVar
 
+# Names of arguments: another process rebuilds an error from texts under these names (`error_of`).
 _FIELDS = ("found", "expected", "remedy", "adapter", "file", "place")
 
 
 class LoRAPluginsError(Exception):
-    """States what was found, what was expected and what to do, for one adapter and file where there is one.
+    """States the fault, the expectation and the remedy, for one adapter and file, if the error is about one.
 
-    `place` is the path, or the URL and endpoint, that it is about: for the log, the command line and administrators.
-    Other clients never get it, see `api/hidden_paths.py`; it holds no credentials.
+    `place` is the error's path, or URL and endpoint: for the log, the command line and administrators. Other clients
+    never get the place (`api/hidden_paths.py`); a place holds no credentials.
     """
 
     code: ClassVar[str] = "L000"
@@ -71,14 +72,15 @@ class LoRAPluginsError(Exception):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text) + "."
 
     def fields(self) -> dict[str, str]:
-        """Its texts, by the names of its arguments: `type(error)(**error.fields())` is an equal error."""
+        """Return the texts, by the names of the arguments: `type(error)(**error.fields())` is an equal error."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     def plain(self) -> dict[str, str]:
-        """As texts, for another process; `error_of` rebuilds it, as the nearest of its classes in this module."""
+        """Return texts for another process; `error_of` rebuilds the error, as its nearest class in this module."""
         kind = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
         return {"kind": kind, **self.fields()}
 
+    # Exceptions pickle their positional arguments only: `found` alone would arrive.
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.fields())
 
@@ -111,7 +113,7 @@ class IncompatibleAdapter(LoRAPluginsError, ValueError):
 
 
 class OutOfMemory(LoRAPluginsError, MemoryError):
-    """L004: an adapter larger than the budget that it must fit in."""
+    """L004: an adapter larger than its budget."""
 
     code = "L004"
     http_status = 507
@@ -139,14 +141,14 @@ class InvalidSettings(LoRAPluginsError, ValueError):
 
 
 class NotAllowed(LoRAPluginsError, PermissionError):
-    """L008: a caller without the right to load, unload or look at what is served; 401 where it has sent no key."""
+    """L008: a caller without the right to load, unload or see served adapters; 401 for a request without a key."""
 
     code = "L008"
     http_status = 403
 
 
 class ReplicaLost(LoRAPluginsError, ConnectionError):
-    """L009: the replica that should answer, or did in part, is gone; asking again reaches another."""
+    """L009: the replica of an answer, or of a part of the answer, is gone; a second request reaches another."""
 
     code = "L009"
     http_status = 503
@@ -161,22 +163,23 @@ class VersionMismatch(LoRAPluginsError, RuntimeError):
 
 
 class PushSuperseded(LoRAPluginsError, RuntimeError):
-    """L011: a later push of the name came while this one waited for an earlier one; nothing was changed."""
+    """L011: a later push of the name came while the push waited for an earlier push; nothing was changed."""
 
     code = "L011"
     http_status = 409
 
 
 class ErrorKind(StrEnum):
-    """What an error is about, which decides who remembers it and for how long."""
+    """The subject of an error: the subject decides who remembers the error and for how long."""
 
-    VERDICT = "verdict"  # bytes and a base model, neither of which changes: remembered with the digest or the version
+    # Bytes and a base model, which never change: remembered with the digest or the version.
+    VERDICT = "verdict"
     FAULT = "fault"  # now (memory, disk, time, limits, network): remembered for a moment, `is_remembered`
-    ABSENCE = "absence"  # what a source has said: remembered for LORA_PLUGINS_ABSENT_TTL_S
+    ABSENCE = "absence"  # a source's answer: remembered for LORA_PLUGINS_ABSENT_TTL_S
     REFUSAL = "refusal"  # a caller or a setting, and no adapter: never remembered
 
 
-# Of the tree's own classes; every other is of the kind of that which it refines.
+# The tree's own classes; every other class has the kind of the class that it refines.
 KINDS: Mapping[type[LoRAPluginsError], ErrorKind] = {
     NoFreeSlot: ErrorKind.FAULT,
     AdapterNotFound: ErrorKind.ABSENCE,
@@ -190,22 +193,22 @@ KINDS: Mapping[type[LoRAPluginsError], ErrorKind] = {
     VersionMismatch: ErrorKind.REFUSAL,
     PushSuperseded: ErrorKind.REFUSAL,
 }
-# For `isinstance`: what is said of an adapter itself, and holds until it changes.
+# For `isinstance`: errors about an adapter itself, true until the adapter changes.
 OfAdapter = tuple(error for error, kind in KINDS.items() if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE))
 
 
 def kind_of(error: LoRAPluginsError) -> ErrorKind:
-    """What an error is about; one of another package's that refines none of these is taken for a fault."""
+    """Return the subject of an error; a class of another package that refines none of `KINDS` counts as a fault."""
     return next((KINDS[known] for known in type(error).__mro__ if known in KINDS), ErrorKind.FAULT)
 
 
 def is_remembered(error: LoRAPluginsError) -> bool:
-    """Whether who asks for the same adapter within `SourceUnavailable.retry_after_s` gets this fault again."""
+    """Return whether a request for the same adapter within `SourceUnavailable.retry_after_s` gets the error again."""
     return kind_of(error) is ErrorKind.FAULT and not error.is_of_one_request
 
 
 def error_of(plain: dict[str, str]) -> LoRAPluginsError:
-    """The error whose `plain()` this is."""
+    """Return the error whose `plain()` is `plain`."""
     fields = dict(plain)
     kind: type[LoRAPluginsError] = globals()[fields.pop("kind")]
     return kind(**fields)

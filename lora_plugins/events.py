@@ -1,4 +1,4 @@
-"""What happened, as frozen facts; logging and metrics are hooks on them, never lines in the logic."""
+"""Events, as frozen facts; logging and metrics are hooks on events, never lines in the logic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lora_plugins.errors import LoRAPluginsError
 
 @dataclass(frozen=True, slots=True)
 class AdapterResolved:
-    """A name was found and its adapter verified; `path` is what the engine will read.
+    """A name was found and its adapter verified; the engine will read `path`.
 
-    `locate_s` was spent asking sources, `obtain_s` finding it in the store or fetching it there (`fetched`), `check_s`
-    validating it against the base model. `notes` are what was let through, `warnings` what clients see too.
+    `locate_s` was spent asking sources, `obtain_s` finding the adapter in the store or fetching (`fetched`), `check_s`
+    validating against the base model. `notes` are tolerated oddities, `warnings` are for clients too.
     """
 
     name: str
@@ -33,7 +33,7 @@ class AdapterResolved:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfirmed:
-    """A name was asked for again, and what was resolved before still holds."""
+    """A name was asked for again, and the earlier answer still holds."""
 
     name: str
     source: str
@@ -81,7 +81,7 @@ class AdapterFetched:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRejected:
-    """A source has the adapter, but it is not served."""
+    """A source has the adapter, but the adapter is not served."""
 
     name: str
     source: str
@@ -108,7 +108,7 @@ class AdapterDenied:
 
 @dataclass(frozen=True, slots=True)
 class LookUpRefused:
-    """A source was not asked, because too many names that are not known here wait for it."""
+    """A source was not asked, because too many unknown names wait for the source."""
 
     name: str
     source: str
@@ -119,7 +119,7 @@ class LookUpRefused:
 class AdapterUnknown:
     """Every source answered, and none has the adapter.
 
-    `reason` says why where the name itself is at fault and no source was asked; else `absences` are their answers.
+    `reason` says why, if the name itself is at fault and no source was asked; else `absences` are the sources' answers.
     """
 
     name: str
@@ -129,7 +129,7 @@ class AdapterUnknown:
 
 @dataclass(frozen=True, slots=True)
 class AbsenceRemembered:
-    """A source was not asked, because it answered recently that it has no such adapter."""
+    """A source was not asked, because the source answered recently "no such adapter"."""
 
     name: str
     source: str
@@ -145,7 +145,7 @@ class StoreEvicted:
 
 @dataclass(frozen=True, slots=True)
 class StoreDamaged:
-    """A published adapter has other bytes than its digest says; it is served no more. Emitted from any thread."""
+    """A published adapter has other bytes than its digest says, and is served no more. Emitted from any thread."""
 
     digest: str
 
@@ -162,8 +162,8 @@ class NotServed:
     """An adapter that was found cannot be served.
 
     Attributes:
-        stage: `request`, of a request; `load`, loaded without one; `update`, a new version at the source, and the old
-            one goes on; `declared`, as the file declares it, and it is tried again.
+        stage: `request`, of a request; `load`, loaded without a request; `update`, a new version at the source, and the
+            old version goes on; `declared`, an adapter of the declared file, which is tried again.
     """
 
     stage: str
@@ -183,10 +183,9 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSwapped:
-    """A name points to another version; running requests go on with the old one.
+    """A name points to another version; running requests go on with the old version.
 
-    Versions are digests, or Hub ids where they were loaded by these; the same digest twice where a damaged copy was
-    replaced.
+    Versions are digests, or Hub ids if loaded by Hub ids; the same digest twice if a damaged copy was replaced.
     """
 
     name: str
@@ -197,7 +196,7 @@ class AdapterSwapped:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUnloaded:
-    """No request uses it any more; slot, host memory and lease are free. `aborted` requests were ended for that."""
+    """No request uses the adapter; slot, host memory and lease are free. `aborted` requests were ended for that."""
 
     name: str
     drain_s: float
@@ -215,7 +214,7 @@ class DeclaredSetReconciled:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredFileInvalid:
-    """What the file of declared adapters says now is not followed; what was declared before goes on."""
+    """The present file of declared adapters cannot be followed; the adapters declared before go on."""
 
     error: LoRAPluginsError
 
@@ -258,5 +257,6 @@ class Events:
 
     def emit(self, event: Event) -> None:
         """Notify every hook."""
+        # In the emitting thread: hooks must be short, and safe in any thread.
         for hook in self._hooks:
             hook(event)

@@ -1,4 +1,4 @@
-"""What is right or wrong with an environment: the doctor shows it all, a server logs what is wrong as it starts."""
+"""Findings about an environment, right or wrong: the doctor shows all, a server logs the wrong ones as it starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found, and what to do where something is to be done; `check` is where, once the doctor has said so."""
+    """A finding and its remedy, if something is to be done; `check` is where, once the doctor has said so."""
 
     state: State
     found: str
@@ -40,13 +40,13 @@ class Finding:
 
 
 def problem_of(error: LoRAPluginsError) -> Finding:
-    """One of our errors as a finding."""
+    """Return an error of ours as a finding."""
     expected = f"; expected {error.expected}" if error.expected else ""
     return Finding(State.PROBLEM, f"{error.found}{expected}", error.remedy)
 
 
 def discovered_plugins() -> Mapping[str, Sequence[str]]:
-    """Every plugin that vLLM would discover, by name: the values of its entry points. Reads all installed packages."""
+    """Return every plugin that vLLM would discover: entry point values by name. Reads all installed packages."""
     found: dict[str, list[str]] = {}
     for group in PLUGIN_GROUPS:
         for point in entry_points(group=group):
@@ -57,12 +57,13 @@ def discovered_plugins() -> Mapping[str, Sequence[str]]:
 def unknown_plugins(
     env: Mapping[str, str], installed: Collection[str], *, only_ours: bool = False
 ) -> Iterator[Finding]:
-    """Names in `VLLM_PLUGINS` that vLLM passes over without a word; with `only_ours`, those that look like ours."""
+    """Yield names in `VLLM_PLUGINS` that vLLM passes over in silence; with `only_ours`, names that look like ours."""
     for name in env.get("VLLM_PLUGINS", "").split(","):
         close = closest(name.strip(), OURS if only_ours else {*OURS, *installed})
         if not name or name in installed or (only_ours and close is None):
             continue
         if name.strip() in installed:
+            # vLLM splits at commas and strips nothing (vllm/envs.py, 0.30 to 0.33).
             found = f"VLLM_PLUGINS names '{name}', and vLLM does not leave out the space: it is not loaded"
             yield Finding(State.PROBLEM, found, "separate the names by commas alone")
         else:
@@ -72,9 +73,9 @@ def unknown_plugins(
 
 
 def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_adapter: bool) -> Iterator[Finding]:
-    """All that a server warns of once it knows its model, beside names of plugins; `check` is the doctor's.
+    """Yield a server's warnings once the model is known, beside names of plugins; `check` is the doctor's.
 
-    With `base_rows_get_an_adapter`, vLLM's own kernels run on the CPU and are those that do so.
+    With `base_rows_get_an_adapter`, vLLM's own kernels run on the CPU and compute base-model rows with an adapter.
     """
     root = settings.filesystem_root
     if root is not None and named_in_environment(FILESYSTEM, env):
@@ -91,7 +92,7 @@ def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_ada
 
 
 def root_as_adapter(root: Path) -> Iterator[Finding]:
-    """Whether the directory of adapters is one adapter, whose name no request can have."""
+    """Yield a problem if the directory of adapters is an adapter itself, whose name no request can have."""
     if os.path.isfile(root / CONFIG_FILE):
         found = f"VLLM_LORA_RESOLVER_CACHE_DIR={root} is an adapter itself, and names are looked for below it"
         remedy = f"set VLLM_LORA_RESOLVER_CACHE_DIR={root.parent} to serve it as '{root.name}'"
@@ -99,7 +100,7 @@ def root_as_adapter(root: Path) -> Iterator[Finding]:
 
 
 def resolvers_not_asked(settings: Settings) -> Iterator[Finding]:
-    """Whether vLLM asks resolvers at all."""
+    """Yield a problem if vLLM asks no resolver."""
     if not settings.runtime_lora_updating:
         yield Finding(
             State.PROBLEM,

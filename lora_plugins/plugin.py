@@ -1,4 +1,4 @@
-"""The functions behind our entry points, and nothing else; vLLM calls them in every one of its processes."""
+"""The functions behind our entry points, and nothing else; vLLM calls them in every process of a server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_
 def register_filesystem_resolver() -> None:
     """Entry point `lora_filesystem_resolver`: serve adapters from `VLLM_LORA_RESOLVER_CACHE_DIR`.
 
-    Where `VLLM_PLUGINS` does not name it, vLLM's builtin of the same name runs as if we were not installed.
+    Where `VLLM_PLUGINS` does not name the plugin, vLLM's builtin of the same name runs as if we were not installed.
 
     Raises:
         InvalidSettings: the directory does not exist, a `LORA_PLUGINS_*` variable cannot be right, or vLLM is a
-            release that we do not know, here as in all functions below.
+        release that we do not know, here as in all functions below.
     """
     if not named_in_environment(FILESYSTEM):
         lora_resolver.builtin(*_FILESYSTEM_BUILTIN)()
@@ -47,7 +47,7 @@ def register_s3_resolver() -> None:
 def register_hf_hub_resolver() -> None:
     """Entry point `lora_hf_hub_resolver`: serve adapters from the repositories of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
 
-    Where `VLLM_PLUGINS` does not name it, vLLM's builtin of the same name runs as if we were not installed.
+    Where `VLLM_PLUGINS` does not name the plugin, vLLM's builtin of the same name runs as if we were not installed.
 
     Raises:
         InvalidSettings: the list, or a `LORA_PLUGINS_*` variable, cannot be right.
@@ -62,7 +62,7 @@ def register_other_sources() -> None:
     """Entry point `lora_sources`: serve adapters from the sources of other packages (group `lora_plugins.sources`).
 
     Raises:
-        InvalidSettings: one of them cannot be made, or a `LORA_PLUGINS_*` variable cannot be right.
+        InvalidSettings: a source cannot be made, or a `LORA_PLUGINS_*` variable cannot be right.
     """
     if named_in_environment(OTHERS):
         for source in sources_of_others(_checked_process().settings):
@@ -70,7 +70,7 @@ def register_other_sources() -> None:
 
 
 def register_lru_manager() -> None:
-    """Entry point `lora_lru_manager`: the scheduler plans which adapters are loaded and run, the workers carry it out.
+    """Entry point `lora_lru_manager`: the scheduler plans which adapters are loaded and run, workers follow the plan.
 
     Raises:
         InvalidSettings: a `LORA_PLUGINS_*` variable cannot be right.
@@ -92,7 +92,7 @@ def register_kernels() -> None:
 
 
 def register_admin() -> None:
-    """Entry point `lora_admin`, the general half: the routes are those of `lora_plugins.endpoint_plugin`.
+    """Entry point `lora_admin`, the general half: `lora_plugins.endpoint_plugin` has the routes.
 
     Raises:
         InvalidSettings: `lora_lru_manager` is not named too, or a `LORA_PLUGINS_*` variable cannot be right.
@@ -124,7 +124,7 @@ def _serve_from(source: Source) -> None:
 
 
 def _checked_process() -> Process:
-    """What this process has once; with a variable, a vLLM or a server that cannot be right, startup fails here."""
+    """Return this process's state; startup fails here where a variable, vLLM or the server cannot be right."""
     process = this_process()
     versions.require_known(untested_is_allowed=process.settings.untested_vllm)
     serve_command.patch(process.settings)
@@ -134,11 +134,12 @@ def _checked_process() -> Process:
 
 
 def _set_environment() -> None:
-    """Our settings reach processes that are started by Ray, but for what only an API server needs."""
+    """Pass our settings to processes that Ray starts, but for settings that only an API server needs."""
     ray_environment.name_our_variables()
     ray_environment.keep_keys_from_workers()
 
 
+# At import: vLLM imports its builtins and our functions first, and may then call the builtin of the same name.
 if named_in_environment(FILESYSTEM):
     lora_resolver.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)
 if named_in_environment(HUB):

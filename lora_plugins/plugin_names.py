@@ -1,4 +1,4 @@
-"""The names of our plugins: those of the entry points in `pyproject.toml`, and what `VLLM_PLUGINS` asks for."""
+"""The names of our plugins: the entry points in `pyproject.toml`, and the names that `VLLM_PLUGINS` lists."""
 
 FILESYSTEM = "lora_filesystem_resolver"
 S3 = "lora_s3_resolver"

@@ -1,7 +1,7 @@
-"""The composition root: what one process of vLLM has once, whichever of our plugins run in it.
+"""The composition root: the objects that a process of vLLM has once, whichever of our plugins run there.
 
-vLLM runs several processes (API server, engine cores, workers) and calls the plugin functions in each of them; a
-forked one has its parent's, whose sources have not been opened then.
+vLLM runs several processes (API server, engine cores, workers) and calls the plugin functions in each process. A
+forked process has its parent's objects, whose sources have not been opened at the fork.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """What the patches of one process share.
+    """The state that the patches of one process share.
 
     Attributes:
-        policy: the access policy that its API server keeps to.
-        lets_in_administrators_only: whether its API server asks who wants to change what is served.
+        policy: the access policy of this process's API server.
+        lets_in_administrators_only: whether the API server asks who wants to change the served adapters.
         is_manager_patched: whether adapters are planned and loaded our way.
         is_resolver_registered: whether vLLM asks our resolver.
-        counted: the metrics that are counted from events. store_usage: what the store's metrics remember.
+        counted: the metrics that are counted from events. store_usage: the memory of the store's metrics.
         planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
-        copies: of what is served, by vLLM's `AsyncLLM`.
+        copies: of served adapters, by vLLM's `AsyncLLM`.
         snapshots: by vLLM's `AsyncLLM` or `LLMEngine`.
-        app: its API server's application.
-        role: of its API server among several; None where it is the only one.
+        app: the API server's application.
+        role: of the API server among several; None for a single server.
     """
 
     def __init__(self, settings: Settings | None = None, known_sources: Sequence[Source] = ()) -> None:
-        """Make one; without `settings`, those of the environment are read at the first use."""
+        """Make the state; without `settings`, the environment is read at the first use of settings."""
         if settings is not None:
             self.settings = settings
         self.log = LogEvents()
@@ -66,6 +66,7 @@ class Process:
         self.is_resolver_registered = False
         self.counted: CollectorRegistry | None = None
         self.store_usage = StoreUsageReader()
+        # Weak keys: the state of an engine ends with the engine.
         self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()
         self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
         self.copies: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()
@@ -77,7 +78,7 @@ class Process:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """What the environment asks for, read once.
+        """The settings of the environment, read once.
 
         Raises:
             InvalidSettings: a variable cannot be right.
@@ -85,26 +86,26 @@ class Process:
         return Settings.from_env()
 
     def warn_of_misspelt_plugins(self) -> None:
-        """Log, once, which names in `VLLM_PLUGINS` look like ours and are none of an installed package."""
+        """Log, once, names in `VLLM_PLUGINS` that look like ours and belong to no installed package."""
         if self._warned_of_plugins:
             return
         self._warned_of_plugins = True
         if not any(unknown_plugins(environment(), OURS, only_ours=True)):
-            return  # what other packages have takes a tenth of a second to read
+            return  # reading the entry points of all packages takes a tenth of a second
         for finding in unknown_plugins(environment(), discovered_plugins(), only_ours=True):
             logger.warning("%s", finding)
 
     def may_lead(self, name: str, place: str) -> bool:
-        """Whether a link may make what lies at `place` below the adapters' root the adapter `name`: see `Policy`."""
+        """Return whether a link may turn the files at `place`, below the adapters' root, into `name`: see `Policy`."""
         return self.policy is None or self.policy.may_lead(name, place)
 
     def add_source(self, source: Source) -> None:
-        """Resolve names from this source too."""
+        """Resolve names from `source` too."""
         self._known_sources.append(source)
 
     @functools.cached_property
     def resolver(self) -> AdapterResolver:
-        """An API server's; threads and store are made here, as only an API server comes to it.
+        """The resolver of an API server; only API servers come here, and so make threads and a store.
 
         Raises:
             InvalidSettings: the store cannot be made.
@@ -113,7 +114,7 @@ class Process:
 
     @functools.cached_property
     def listed_names(self) -> ListedNames:
-        """What the sources of its API server list."""
+        """The names that the sources of the API server list."""
         return ListedNames(self._known_sources, self.settings.revalidate_s)
 
     @property
@@ -122,11 +123,12 @@ class Process:
         return "resolver" in vars(self)
 
     def resolver_of_worker(self, base: BaseModel | None = None) -> AdapterResolver | None:
-        """Another one with the same sources, for a worker that lacks an adapter's files.
+        """Return a new resolver with the same sources, for a worker that lacks an adapter's files.
 
-        None where no plugin of a resolver is named, and there can be no store.
+        None where no plugin of a resolver is named, and no store can be had.
 
-        The base model is not looked at: the API server has, and the worker will match every tensor with its model.
+        The resolver skips the base model: the API server has compared the base model, and the worker will match every
+        tensor with its model.
         """
         try:
             resolver = self._open(replace(self.settings, base_match=BaseMatch.OFF))
@@ -149,10 +151,10 @@ _process = Process()
 
 
 def moves_running() -> bool:
-    """Whether running requests move to the version that one of vLLM's own calls puts in the place of theirs."""
+    """Return whether vLLM's own calls move running requests to the new version of their adapter."""
     return _process.settings.load_inplace == "inflight"
 
 
 def this_process() -> Process:
-    """The one of this process."""
+    """Return the state of this process."""
     return _process

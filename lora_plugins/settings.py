@@ -1,6 +1,6 @@
-"""Settings, read from the environment; no other module reads it.
+"""Settings, read from the environment; no other module reads the environment.
 
-Each variable is declared once, as a field of `Settings` with a docstring: name, kind, default, meaning. From that come
+Each variable is declared once, as a field of `Settings` with a docstring: name, kind, default, meaning. The fields give
 the check for unknown variables, the doctor's list, and docs/reference/settings.md (`tools/write_settings_doc.py`).
 """
 
@@ -58,18 +58,18 @@ class Kernels(StrEnum):
 
 
 PLUGINS = Variable("VLLM_PLUGINS", NAMES, None)
-"""Plugins to load, separated by commas. Ours run only when named here: with it unset, a server behaves as if
+"""Plugins to load, separated by commas. Ours run only when named here: while unset, a server behaves as if
 lora-plugins were not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment asks of us; defaults are those of an empty environment."""
+    """The settings of the environment; the defaults are an empty environment's."""
 
     runtime_lora_updating: bool = required("VLLM_ALLOW_RUNTIME_LORA_UPDATING", VLLM_FLAG, "0")
-    """`1` lets vLLM ask resolvers for unknown names. Without it nothing is ever resolved, and a warning says so."""
+    """`1` lets vLLM ask resolvers for unknown names. Otherwise nothing is ever resolved, and a warning says so."""
     untested_vllm: bool = required("LORA_PLUGINS_UNTESTED_VLLM", FLAG, "0")
-    """`1`: start in a vLLM release that this version does not know; without it the start is refused
+    """`1`: start in a vLLM release that lora-plugins does not know; otherwise the start is refused
     ([versions](errors.md#a-vllm-that-we-do-not-know))."""
     hub_repos: tuple[str, ...] = required("VLLM_LORA_RESOLVER_HF_REPO_LIST", NAMES, "")
     """The repositories of `lora_hf_hub_resolver` ([sources](../guides/sources.md#the-hugging-face-hub))."""
@@ -86,49 +86,49 @@ class Settings:
     base_aliases: tuple[str, ...] = required("LORA_PLUGINS_BASE_ALIASES", NAMES, "")
     """Further names, separated by commas, under which adapters may know the served base model."""
     follow_symlinks: bool = required("LORA_PLUGINS_FOLLOW_SYMLINKS", FLAG, "0")
-    """`1`: serve what a symlink below the root points to outside it."""
+    """`1`: serve files outside the root to which a symlink below the root points."""
     allow_pickle: bool = required("LORA_PLUGINS_ALLOW_PICKLE", FLAG, "0")
     """`1`: serve `adapter_model.bin` and `.pt`. Loading a pickle can run code, and its weights are not verified."""
     check_finite: bool = required("LORA_PLUGINS_CHECK_FINITE", FLAG, "1")
     """`0`: skip the pass that reads every weight and refuses NaN and infinity."""
     check_md5: bool = required("LORA_PLUGINS_CHECK_MD5", FLAG, "1")
-    """`0`: do not compare S3 objects with ETags that look like an MD5, for stores whose ETags are none."""
+    """`0`: do not compare S3 objects with ETags like an MD5, for stores whose ETags are no MD5."""
     max_adapter_bytes: int = required("LORA_PLUGINS_MAX_ADAPTER_BYTES", BYTES, "8GiB")
     """Size limit of an adapter's configuration and weights together."""
     store_dir: Path = required("LORA_PLUGINS_STORE_DIR", PATH, "~/.cache/lora-plugins")
     """The [store](../operate/store.md); where `XDG_CACHE_HOME` is set, the default is `lora-plugins` below it."""
     store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", replace(BYTES, none="a share of the disk"))
-    """The store's budget; unset, 80 % of what the store has and what is free beside it at start, less where fewer than
-    1 GiB or 5 % of the disk would stay free ([store](../operate/store.md))."""
+    """The store's budget; unset, 80 % of the store's size and the free space beside the store at start, less where
+    fewer than 1 GiB or 5 % of the disk would stay free ([store](../operate/store.md))."""
     sources: tuple[str, ...] = required("LORA_PLUGINS_SOURCES", order(*SOURCES), ",".join(SOURCES))
-    """The order in which sources are asked; one left out is asked last."""
+    """The order in which sources are asked; sources left out are asked last."""
     allowed_uris: tuple[str, ...] = required("LORA_PLUGINS_ALLOWED_URIS", NAMES, "")
-    """Prefixes, separated by commas, of the URIs that may be fetched by URI
+    """Prefixes, separated by commas, of the URIs that clients may have fetched
     ([sources](../guides/sources.md#by-uri))."""
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
-    """Deadline for the fetch of one adapter, retries included, beside what its size takes, and for finding it
+    """Deadline for finding and fetching one adapter, retries included; the adapter's size adds to the deadline
     ([deadlines](../guides/sources.md#deadlines))."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
     list_models: str = required("LORA_PLUGINS_LIST", choice("served", "all"), "served")
-    """What `/v1/models` lists beside the base model: adapters that are `served`, or `all` that the sources list too,
-    each to who may use it, up to 1,000 ([pickers](../guides/first-request.md#a-picker-of-models))."""
+    """The adapters that `/v1/models` lists beside the base model: `served` adapters, or `all` that the sources list
+    too, each to who may use it, up to 1,000 ([pickers](../guides/first-request.md#a-picker-of-models))."""
     revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")
-    """How long a remote source is not asked again for a name that it had."""
+    """How long a remote source is not asked again for a name that the source had."""
     host_max_bytes: int | None = optional("LORA_PLUGINS_HOST_MAX_BYTES", BYTES)
     """Budget of each worker's [host cache](../explanation/manager.md), beside `--max-cpu-loras`."""
     host_policy: str = required("LORA_PLUGINS_HOST_POLICY", choice(*HOST_POLICIES), "lru")
     """Which adapter leaves the host cache first: `lru` or `lrfu` ([policies](../benchmarks/policies.md))."""
     load_inplace: str = required("LORA_PLUGINS_LOAD_INPLACE", choice("finish", "inflight"), "finish")
-    """What becomes of running requests when vLLM's own calls put another version in the place of theirs: they `finish`
-    on the weights that they began with, or go on with the new ones (`inflight`)
+    """What happens to running requests when vLLM's own calls replace their version: requests `finish` on the weights
+    that they began with, or go on with the new weights (`inflight`)
     ([hot swap](../guides/admin.md#running-requests))."""
     unmatched: str = required("LORA_PLUGINS_UNMATCHED", choice("refuse", "warn"), "refuse")
-    """An adapter of which some modules match none of the model's: `refuse` it, or serve the rest and `warn`. One of
-    which none match is always refused."""
+    """An adapter with some modules that match no module of the model: `refuse` the adapter, or serve the rest and
+    `warn`. An adapter without any match is always refused."""
     kernels: Kernels = required("LORA_PLUGINS_KERNELS", member(Kernels), "auto")
-    """What `lora_kernels` computes adapters with: `auto`, `cpu`, `triton`, `reference` or `vllm`; startup
-    fails where the one asked for is not available ([kernels](../explanation/kernels.md))."""
+    """The kernels with which `lora_kernels` computes adapters: `auto`, `cpu`, `triton`, `reference` or `vllm`; startup
+    fails where the chosen kernels are not available ([kernels](../explanation/kernels.md))."""
     preload: tuple[str, ...] = required("LORA_PLUGINS_PRELOAD", NAMES, "")
     """Names, separated by commas, that `lora_admin` serves before `/health` is ready
     ([admin](../guides/admin.md#start-and-restart))."""
@@ -136,15 +136,16 @@ class Settings:
     """A YAML file of adapters that `lora_admin` serves: from startup, and again whenever the file changes
     ([admin](../guides/admin.md#a-declared-set))."""
     restore: bool = required("LORA_PLUGINS_RESTORE", FLAG, "0")
-    """`1`: serve from startup what this replica served last ([restarts](../guides/admin.md#start-and-restart))."""
+    """`1`: serve from startup the adapters of this replica's last run
+    ([restarts](../guides/admin.md#start-and-restart))."""
     replica: str | None = optional("LORA_PLUGINS_REPLICA", TEXT)
-    """What names this replica among those of its store, after a restart too: each has a list for
-    `LORA_PLUGINS_RESTORE`. Unset, it is the host's name and the port."""
+    """This replica's name among the replicas of the store, after a restart too: each has a list for
+    `LORA_PLUGINS_RESTORE`. Unset, the name is the host's name and the port."""
     refresh_s: float = required("LORA_PLUGINS_REFRESH_S", seconds(least=0.0), "60")
-    """How often `lora_admin` looks for new versions of what is served; `0`: never
+    """How often `lora_admin` looks for new versions of served adapters; `0`: never
     ([hot swap](../guides/admin.md#hot-swap))."""
     drain_timeout_s: float = required("LORA_PLUGINS_DRAIN_TIMEOUT_S", seconds(least=0.0), "60")
-    """How long an unload waits for running requests before it ends them."""
+    """How long an unload waits for running requests before the unload ends them."""
     policy: Path | None = optional("LORA_PLUGINS_POLICY", FILE)
     """A TOML file that says which API key may use which adapters ([access](../guides/access.md));
     needs `lora_admin`."""
@@ -152,7 +153,7 @@ class Settings:
     """The key that `lora_admin` asks for, as `Authorization: Bearer …`; without it, `--api-key` and a policy, only
     callers on this machine may administer ([admin](../guides/admin.md#who-may-administer))."""
     url: str = required("LORA_PLUGINS_URL", TEXT, "http://127.0.0.1:8000")
-    """The server that the command line asks where `--url` is not given; servers do not read it
+    """The server that the command line asks where `--url` is not given; servers do not read the variable
     ([the command line](../guides/command-line.md#a-running-server))."""
     metrics_adapters: int = required("LORA_PLUGINS_METRICS_ADAPTERS", COUNT, "200")
     """How many adapters have their own label in [metrics](metrics.md); all others share `_other`."""
@@ -176,7 +177,7 @@ class Settings:
 
     @property
     def refuse_unmatched(self) -> bool:
-        """Whether an adapter of which some modules do not match the model's is refused."""
+        """Whether an adapter is refused if some of its modules do not match the model's."""
         return self.unmatched == "refuse"
 
 
@@ -187,11 +188,11 @@ VARIABLES: Mapping[str, Variable] = {variable.name: variable for variable in (PL
 OWN_VARIABLES = frozenset(name for name, variable in VARIABLES.items() if variable.is_ours)
 
 
-# What Kubernetes sets in every pod for a Service called lora-plugins, or lora-plugins-something.
+# Kubernetes sets these variables in every pod for a Service called lora-plugins, or lora-plugins-something.
 _OF_A_SERVICE = re.compile(PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
 
-# Only the process that answers HTTP acts on them: who may do what, and what is to be served.
+# Only the process that answers HTTP acts on these variables: they decide who may do what, and the declared set.
 OF_API_SERVERS = frozenset(f"{PREFIX}{name}" for name in ("ADMIN_KEY", "POLICY", "ADAPTERS_FILE"))
 _OF_STORES = {
     **dict.fromkeys(("s3", "s3a"), ("S3_", "AWS_")),
@@ -199,18 +200,19 @@ _OF_STORES = {
     **dict.fromkeys(("abfs", "abfss", "az", "adl"), ("AZURE_",)),
 }
 _SECRETS = frozenset({f"{PREFIX}ADMIN_KEY", "VLLM_API_KEY"})
+# Between underscores or ends: TOKENIZERS_PARALLELISM is no secret.
 _SECRET = re.compile(
     r"(^|_)(SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|STORAGE_KEY|CONNECTION_STRING|SAS|CREDENTIALS?)(_|$)"
 )
 
 
 def is_unknown(name: str) -> bool:
-    """Whether a variable is named as ours are, and is none of ours."""
+    """Return whether a variable has our prefix, and is no variable of ours."""
     return name.startswith(PREFIX) and name not in OWN_VARIABLES and _OF_A_SERVICE.fullmatch(name) is None
 
 
 def unknown_variable(name: str) -> InvalidSettings:
-    """The error of a `LORA_PLUGINS_*` variable that does not exist, with the one that may be meant."""
+    """Return the error of a `LORA_PLUGINS_*` variable that does not exist, with a similar name."""
     close = closest(name.removeprefix(PREFIX), (known.removeprefix(PREFIX) for known in OWN_VARIABLES))
     close = close and PREFIX + close
     return InvalidSettings(
@@ -221,20 +223,20 @@ def unknown_variable(name: str) -> InvalidSettings:
 
 
 def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> bool:
-    """Whether `VLLM_PLUGINS` names this plugin; False where it is unset and vLLM loads all. Never raises."""
+    """Return whether `VLLM_PLUGINS` names `plugin`; False where unset, though vLLM then loads all. Never raises."""
     return plugin in (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
 
 
 def environment() -> Mapping[str, str]:
-    """The variables of this process as they are, for whoever passes them on or takes no settings from them."""
+    """Return the variables of this process as they are, to pass them on or to read no settings from them."""
     return dict(os.environ)
 
 
 def variables_of_workers() -> list[str]:
-    """Names of the variables that are set here and that engines and workers need, vLLM's own left out.
+    """Return the names of set variables that engines and workers need, vLLM's own left out.
 
-    A worker that lacks an adapter's files fetches them by itself, so it needs what the configured object stores read;
-    what says who may do what is an API server's alone.
+    A worker without an adapter's files fetches the files itself, so the worker needs the variables of the configured
+    object stores; variables about rights are an API server's alone.
     """
     prefixes = (PREFIX, *_prefixes_of_stores())
     known = {*VARIABLES, "XDG_CACHE_HOME"} - OF_API_SERVERS
@@ -246,29 +248,30 @@ def variables_of_workers() -> list[str]:
 
 
 def variables_of_servers() -> list[str]:
-    """Names of the variables that are set here and that a server with our plugins and its libraries read."""
+    """Return the names of set variables that a server with our plugins and libraries reads."""
     others = (name for name in os.environ if name.startswith(("VLLM_", "HF_")) or name in OF_API_SERVERS)
     return sorted({*others, *variables_of_workers()})
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's text lets its holder do what others may not."""
+    """Return whether a variable's text gives its holder rights."""
     return name in _SECRETS or _SECRET.search(name) is not None
 
 
 def _prefixes_of_stores() -> list[str]:
-    """Of the variables that the configured object stores read."""
+    """Return the prefixes of the variables for the configured object stores."""
     places = [os.environ.get("S3_PATH_TEMPLATE", ""), *os.environ.get(f"{PREFIX}ALLOWED_URIS", "").split(",")]
     schemes = {place.strip().partition("://")[0].lower() for place in places if "://" in place} - {"file", "hf"}
     found = {prefix for scheme in schemes for prefix in _OF_STORES.get(scheme, ())}
+    # fsspec reads FSSPEC_* for every file system.
     return sorted({*found, "FSSPEC_"} if schemes else found)
 
 
 def set_for_children(name: str, text: str) -> None:
-    """Set another package's variable, for it to read in this process and in those that it starts."""
+    """Set another package's variable, which this process and its children then read."""
     os.environ[name] = text
 
 
 def default_for_children(name: str, text: str) -> None:
-    """As `set_for_children`, unless the operator has set it."""
+    """Set another package's variable like `set_for_children`, unless the operator has set the variable."""
     os.environ.setdefault(name, text)

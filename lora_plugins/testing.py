@@ -1,7 +1,7 @@
 # ruff: noqa: S101 - tests assert
-"""What every source must do, as tests that its package runs: `class TestMine(SourceContract)` with a fixture `harness`.
+"""Tests of the duties of a source; a source's package runs `class TestMine(SourceContract)` with a fixture `harness`.
 
-Nothing here needs pytest; it collects the methods that begin with `test_`.
+Nothing here needs pytest; pytest collects the methods that begin with `test_`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BASE = "org/base"
 
 
 class SourceHarness(ABC):
-    """One place that adapters come from, as a test sets it up; the place exists and is empty at first."""
+    """A place of adapters, as a test sets it up; the place exists and is empty at first."""
 
     # Whether one version stands for everything in the place, as a commit does.
     commits = False
 
     @abstractmethod
     def make_source(self) -> Source:
-        """The source for this place."""
+        """Return the source for this place."""
 
     @abstractmethod
     def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -41,25 +41,25 @@ class SourceHarness(ABC):
 
     @abstractmethod
     def break_source(self) -> None:
-        """From now on the place does not answer."""
+        """Have the place answer nothing from now on."""
 
     @abstractmethod
     def restore_source(self) -> None:
-        """End what `break_source` began; what was put is there again."""
+        """End the outage of `break_source`; the adapters are there again."""
 
     def asked(self, name: str) -> str:
-        """How a request spells what the contract calls `name`, where the place allows only some names."""
+        """Return a request's spelling of the contract's `name`, where the place allows only some names."""
         return name
 
     def settle(self) -> None:  # noqa: B027 - most have none
-        """Wait for whatever the source's own threads still do after a fetch has ended."""
+        """Wait until the source's own threads have ended, after a fetch has ended."""
 
 
 class SourceContract:
     """Subclasses define the fixture `harness`, a new `SourceHarness` for each test."""
 
     def test_the_label_is_one_word_for_logs_and_metrics(self, harness: SourceHarness) -> None:
-        """And the source prints as its label, with its place in brackets."""
+        """And the source prints as its label, with the source's place in brackets."""
         source = harness.make_source()
         assert source.label.isidentifier()
         assert str(source).startswith(f"{source.label} (")
@@ -89,7 +89,7 @@ class SourceContract:
             assert absence.detail
 
     def test_an_outage_is_never_an_absence(self, harness: SourceHarness) -> None:
-        """It is `SourceUnavailable`, with a remedy; afterwards the source answers again."""
+        """`SourceUnavailable`, with a remedy; afterwards the source answers again."""
         harness.put_adapter("sql", FILES)
         source = harness.make_source()
         harness.break_source()
@@ -102,7 +102,7 @@ class SourceContract:
         assert located(source, harness, "sql")
 
     def test_an_outage_before_the_fetch_is_said(self, harness: SourceHarness, tmp_path: Path) -> None:
-        """It is `SourceUnavailable`, and not that the version has changed."""
+        """`SourceUnavailable`, and not `VersionChanged`."""
         harness.put_adapter("sql", FILES)
         source = harness.make_source()
         found = located(source, harness, "sql")
@@ -151,14 +151,14 @@ class SourceContract:
 
 
 def located(source: Source, harness: SourceHarness, name: str) -> RemoteAdapter:
-    """The adapter, which must be there."""
+    """Return the adapter, which must be there."""
     found = asyncio.run(source.locate(AdapterName.parse(harness.asked(name)), _BASE))
     assert isinstance(found, RemoteAdapter)
     return found
 
 
 def fetched(source: Source, adapter: RemoteAdapter, directory: Path) -> dict[str, bytes]:
-    """What the source writes into a new directory."""
+    """Return the files that the source writes into a new directory."""
     directory.mkdir()
     download = PartialDownload(directory, [file.name for file in adapter.files])
     try:

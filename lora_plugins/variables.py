@@ -1,4 +1,4 @@
-"""Environment variables: the kinds of values that they have, and how a dataclass field declares one."""
+"""Environment variables: the kinds of their values, and how a dataclass field declares a variable."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Kind(Generic[T]):
     """A kind of value.
 
     Attributes:
-        expected: what its text must be, for error messages.
+        expected: the form of a text, for error messages.
         parse: the value of a text; raises ValueError where the text is not as expected.
-        none: what the documentation calls its absence.
+        none: the documentation's word for no value.
         blank_is_unset: whether an empty text stands for the default, instead of being parsed.
-        is_secret: whether no error and no representation may hold its text.
+        is_secret: whether no error and no representation may hold the text.
     """
 
     expected: str
@@ -47,11 +47,12 @@ class Kind(Generic[T]):
 
 
 def bytes_of(text: str) -> int | None:
-    """Read a positive number of bytes such as `20Gi`, `1.5GiB`, `500MB` or `1024`; None where it is none."""
+    """Read a positive number of bytes such as `20Gi`, `1.5GiB`, `500MB` or `1024`; None for any other text."""
     match = re.fullmatch(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([a-z]*)", text.strip().lower())
     if match is None or match[3] not in _UNITS or (match[2] and _UNITS[match[3]] == 1):
         return None
     tenths = match[2] or ""
+    # In integers: a float would round 1.1Gi, and 18 digits times Ti exceed its 53 bits.
     return int(match[1] + tenths) * _UNITS[match[3]] // 10 ** len(tenths) or None
 
 
@@ -72,6 +73,7 @@ def _bytes(text: str) -> int:
 
 
 def _count(text: str) -> int:
+    # Not `int(text)`, which takes "1_000", "+1" and digits of other scripts.
     return int(_accept(text.strip(), accepted=re.fullmatch("[0-9]{1,6}", text.strip()) is not None))
 
 
@@ -95,12 +97,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def member(kind: type[E]) -> Kind[E]:
-    """One of an enumeration's values."""
+    """Return the kind of an enumeration's values."""
     return Kind("one of " + ", ".join(kind), lambda text: kind(text.strip().lower()), blank_is_unset=False)
 
 
 def choice(*choices: str) -> Kind[str]:
-    """One of `choices`."""
+    """Return the kind whose values are `choices`."""
 
     def parse(text: str) -> str:
         word = text.strip().lower()
@@ -110,7 +112,7 @@ def choice(*choices: str) -> Kind[str]:
 
 
 def order(*choices: str) -> Kind[tuple[str, ...]]:
-    """Some of `choices`, separated by commas; all of them where none is named."""
+    """Return the kind of some of `choices`, separated by commas; all choices where none is named."""
 
     def parse(text: str) -> tuple[str, ...]:
         named = _names(text) or choices
@@ -120,10 +122,11 @@ def order(*choices: str) -> Kind[tuple[str, ...]]:
 
 
 def seconds(least: float) -> Kind[float]:
-    """Seconds, a day at most."""
+    """Return the kind of a number of seconds, a day at most."""
 
     def parse(text: str) -> float:
         value = float(text)
+        # The range refuses NaN too: NaN compares false.
         return _accept(value, accepted=least <= value <= 86_400)
 
     return Kind(f"seconds, from {least:g} to 86400", parse, blank_is_unset=False)
@@ -136,15 +139,15 @@ NAMES = Kind("names, separated by commas", _names)
 TEXT = Kind("text", str)
 PATH = Kind("a path of this machine", _path)
 FILE = Kind("a file that exists", _existing_file)
-# An empty one is an error: a secret that was not mounted must not open what it was to close.
+# An empty key is an error: a secret that was not mounted must not open what the key was to close.
 KEY = Kind("printable ASCII without spaces, which a header can carry", _key, blank_is_unset=False, is_secret=True)
-# vLLM reads its own flag so: what it does not know is no, and never an error.
+# As vLLM reads its own flag (vllm/envs.py): an unknown text means no, and is never an error.
 VLLM_FLAG = Kind("1 or 0", lambda text: text.strip().lower() in {"1", "true"})
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable; `default` is what one would write for it, None where there is no such text."""
+    """An environment variable; `default` is the default's text, None without a text."""
 
     name: str
     kind: Kind[Any]
@@ -152,14 +155,14 @@ class Variable:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is this package's, and not vLLM's."""
+        """Whether the variable is this package's, and not vLLM's."""
         return self.name.startswith(PREFIX)
 
     def value(self, text: str | None) -> Any:
-        """What a text of the environment stands for; the default for None.
+        """Return the value of a text of the environment; the default for None.
 
         Raises:
-            InvalidSettings: the text is not of this kind.
+            InvalidSettings: the text is not of the variable's kind.
         """
         if text is None or (self.kind.blank_is_unset and not text.strip()):
             if self.default is None:
@@ -168,6 +171,7 @@ class Variable:
         try:
             return self.kind.parse(text)
         except ValueError:
+            # `from None`: the ValueError's text would show a key.
             raise InvalidSettings(
                 f"{self.name}=…, which cannot be a key" if self.kind.is_secret else f"{self.name}={text!r}",
                 expected=self.kind.expected,
@@ -176,7 +180,7 @@ class Variable:
 
 
 def required(name: str, kind: Kind[T], default: str) -> T:
-    """Declare a dataclass field that always has a value."""
+    """Declare a dataclass field with a value in every case."""
     variable = Variable(name, kind, default)
     return cast(T, field(default_factory=lambda: variable.value(None), metadata={"variable": variable}))
 

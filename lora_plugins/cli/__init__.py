@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from lora_plugins.cli.exits import Exit
 
-_NEEDED = ("typer", "rich")  # vLLM brings them; an installation without dependencies may not have them
+_NEEDED = ("typer", "rich")  # vLLM brings them; an installation without dependencies may not
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command of `sys.argv` and end the process with its exit code; see `exits.Exit`."""
+    """Run one command of `sys.argv` and end the process with the command's exit code (`exits.Exit`)."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.stderr.write(
@@ -27,6 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
     if code in (Exit.INTERRUPTED, Exit.BROKEN_PIPE):
-        # Threads of a fetch that was broken off, or a pipe that nobody reads, must not hold up the end.
+        # Threads of an interrupted fetch, or a pipe that nobody reads, must not hold up the end.
         os._exit(code)
     sys.exit(code)

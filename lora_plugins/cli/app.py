@@ -1,4 +1,4 @@
-"""The application: every command, and how what goes wrong in one becomes a line and an exit code."""
+"""The application: every command, and how errors of a command become a line and an exit code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COMMANDS: Sequence[Callable[..., Result | None]] = (
     explain,
     *(verb.command() for verb in VERBS),
 )
-# What stands at the end of each command's help.
+# Examples at the end of each command's help.
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "doctor": ("doctor", "doctor --url http://127.0.0.1:8000", "doctor --no-network --json"),
     "resolve": (
@@ -91,7 +91,7 @@ app = typer.Typer(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; never raises."""
-    # What libraries log on the way is for servers; without any handler, Python writes it to stderr.
+    # The log of libraries is for servers; without any handler, Python writes it to stderr.
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.NullHandler())
@@ -110,8 +110,8 @@ def run(arguments: Sequence[str]) -> int:
         return Exit.BROKEN_PIPE
     except OSError as error:
         return _os_error(output, error)
-    except Exception as error:  # noqa: BLE001 - the end of the line: no traceback reaches a user who did not ask for one
-        message = getattr(error, "format_message", None)  # one of Typer's
+    except Exception as error:  # noqa: BLE001 - the last handler: no traceback without --debug
+        message = getattr(error, "format_message", None)  # an error of Typer's
         if message is not None:
             return _usage(output, str(message()))
         if "--debug" in arguments:
@@ -129,6 +129,7 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stderr.write(context.get_help() + "\n")
         return Exit.USAGE
     try:
+        # Not standalone: Typer would end the process with exit codes of its own.
         result = command.main(list(arguments), prog_name="lora-plugins", standalone_mode=False)
     except SystemExit as end:  # Typer ends by itself where a pipe is closed while it prints its help
         return end.code if isinstance(end.code, int) else Exit.BROKEN_PIPE
@@ -152,7 +153,7 @@ def _os_error(output: Output, error: OSError) -> Exit:
         return Exit.BROKEN_PIPE
     except OSError as failed:
         sys.stderr.write(f"error: stdout cannot be written: {failed.strerror}\n")
-        # What is still in its buffer would raise again when Python ends.
+        # The rest of the buffer would raise again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.UNAVAILABLE
     mapped = map_os_error(error)
@@ -162,7 +163,7 @@ def _os_error(output: Output, error: OSError) -> Exit:
 
 
 def _printing(function: Callable[..., Result | None]) -> Callable[..., Exit | BaseException]:
-    """A command that prints its result, with the two options that every command has."""
+    """Return a command that prints its result, with the options of every command."""
     own = dict(introspection.signature(function, eval_str=True).parameters)
     needs_output = own.pop("output", None) is not None
 
@@ -172,7 +173,7 @@ def _printing(function: Callable[..., Result | None]) -> Callable[..., Exit | Ba
             result = function(output, **given) if needs_output else function(**given)
             return Exit.OK if result is None else output.show(result)
         except (Exception, KeyboardInterrupt, CancelledError) as error:  # noqa: BLE001 - `run` handles it
-            return error  # if it were raised, Typer would make something else of interrupts and closed pipes
+            return error  # a raised interrupt or closed pipe would be Typer's to handle
 
     common = introspection.signature(_common, eval_str=True).parameters.values()
     options = [option.replace(kind=option.KEYWORD_ONLY) for option in (*own.values(), *common)]
@@ -188,11 +189,11 @@ def _common(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")] = False,
 ) -> None:
-    """The options that every command has."""
+    """The options of every command."""
 
 
 for _command in _COMMANDS:
-    # Typer keeps the lines of a paragraph that begins so.
+    # Typer keeps the lines of a paragraph that begins with \b.
     _lines = "\n".join(("\b", "Examples:", *(f"  lora-plugins {example}" for example in EXAMPLES[_command.__name__])))
     app.command(epilog=_lines)(_printing(_command))
 

@@ -1,7 +1,7 @@
-"""Which modules of an adapter are at fault where what is served is not what was trained.
+"""The modules at fault, where a server's answers are not the trained adapter's.
 
-What is served is compared with what the adapter would answer with a group of its modules left out, or scaled: the group
-with which both agree is at fault. Groups are a projection of all layers, a layer, and one module of a layer.
+The server's answers are compared with answers of the adapter with a group of its modules left out, or scaled: a group
+with equal answers is at fault. Groups are a projection of all layers, a layer, and one module of a layer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Protocol
 
 from lora_plugins.cli.judging import Trained, apart
 
-_MOST_GROUPS = 3  # that are at fault together; each costs a pass over all of them
-_CLEARLY = 0.7  # of the distance that is left: a group whose omission takes away less explains nothing
+_MOST_GROUPS = 3  # at fault together; each costs a pass over all groups
+_CLEARLY = 0.7  # of the remaining distance: a group whose omission takes away less explains nothing
 
 
 class Adapted(Protocol):
-    """A model with the adapter, as `by_peft.ByPeft` has it."""
+    """A model with the adapter, such as `by_peft.ByPeft`."""
 
     @property
     def modules(self) -> Sequence[str]: ...
@@ -31,7 +31,7 @@ class Adapted(Protocol):
 
 @dataclass(frozen=True)
 class _Cause:
-    """What may have been done to the adapter: by how much each module is scaled, 0 where it is left out."""
+    """A possible change of the adapter: by how much each module is scaled, 0 where left out."""
 
     text: str
     factors: Mapping[str, float]
@@ -40,10 +40,10 @@ class _Cause:
 def at_fault(
     trained: Sequence[Trained], served: Sequence[Sequence[float]], right: float, model: Adapted
 ) -> tuple[str, ...]:
-    """Lines that name the cause, or what comes closest.
+    """Return lines that name the cause, or the closest cause.
 
     Args:
-        trained: the prompts, with what the whole adapter computes.
+        trained: the prompts, with the whole adapter's answers.
         served: logarithms of probabilities of each prompt.
         right: a difference up to which two answers are the same.
         model: the adapter, parts of which are left out.
@@ -55,6 +55,7 @@ def at_fault(
     for cause in _whole(model):
         if search.explains(cause.factors):
             return (f"at fault: served as if {cause.text}",)
+    # No single change explains the answers: look for groups of modules, coarse groups first.
     begin = search.distance({})
     best = begin, list[_Cause]()
     for groups in _groupings(model.modules):
@@ -71,7 +72,7 @@ def at_fault(
 
 @dataclass(frozen=True)
 class _Search:
-    """Looks for the causes that make the adapter answer as the server does, by the prompt `worst` first."""
+    """Looks for causes with which the adapter answers as the server does, by the prompt `worst` first."""
 
     trained: Sequence[Trained]
     served: Sequence[Sequence[float]]
@@ -80,13 +81,14 @@ class _Search:
     worst: int
 
     def distance(self, factors: Mapping[str, float]) -> float:
-        """Mean over the tokens of the worst prompt, with modules scaled by these factors."""
+        """Return the mean over the tokens of the worst prompt, with modules scaled by `factors`."""
         answer = self.served[self.worst]
         with self.model.scaled(factors):
             return sum(apart(self.model.logprobs(self.trained[self.worst].token_ids), answer)) / len(answer)
 
     def explains(self, factors: Mapping[str, float]) -> bool:
-        """Whether the adapter then answers every prompt as the server does."""
+        """Return whether the scaled adapter answers every prompt as the server does."""
+        # One prompt first: most causes fail there, and each prompt costs a pass of the model.
         if self.distance(factors) > self.right:
             return False
         with self.model.scaled(factors):
@@ -94,7 +96,7 @@ class _Search:
             return all(max(apart(self.model.logprobs(one.token_ids), answer)) <= self.right for one, answer in both)
 
     def of(self, groups: Sequence[_Cause], begin: float) -> tuple[float, list[_Cause]]:
-        """The groups that, left out one after the other, bring the adapter closest; and what distance is left."""
+        """Return the distance left, and the groups whose omission, one after the other, brings the adapter closest."""
         left, chosen, others = begin, list[_Cause](), list(groups)
         while others and left > self.right and len(chosen) < _MOST_GROUPS:
             tried = [self.distance(_together([*chosen, group])) for group in others]
@@ -106,6 +108,7 @@ class _Search:
 
 
 def _groupings(modules: Sequence[str]) -> Iterator[list[_Cause]]:
+    # Coarse groups first: they take fewer passes, and say more.
     yield _by(modules, _projection_of, "`{}` of all layers")
     layers = _by(modules, _layer_of, "layer {}")
     yield layers
@@ -114,7 +117,7 @@ def _groupings(modules: Sequence[str]) -> Iterator[list[_Cause]]:
 
 
 def _whole(model: Adapted) -> Iterator[_Cause]:
-    """Scalings of the whole adapter that a wrong configuration gives."""
+    """Yield scalings of the whole adapter by a wrong configuration."""
     for factor, text in ((2.0, "alpha were doubled"), (0.5, "alpha were halved"), (-1.0, "alpha had the other sign")):
         yield _Cause(text, dict.fromkeys(model.modules, factor))
     roots = {name: math.sqrt(model.rank_of(name)) for name in model.modules}
@@ -124,7 +127,7 @@ def _whole(model: Adapted) -> Iterator[_Cause]:
 
 
 def _by(modules: Sequence[str], key: Callable[[str], str], text: str) -> list[_Cause]:
-    """Groups of modules of one key each; those of none are in no group."""
+    """Return groups of modules with the same key; modules without a key are in no group."""
     groups: dict[str, dict[str, float]] = {}
     for name in modules:
         groups.setdefault(key(name), {})[name] = 0.0

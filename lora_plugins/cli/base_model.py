@@ -1,4 +1,4 @@
-"""The base model of `--base-model`, described as a server that serves it would."""
+"""The base model of `--base-model`, described as a server of the model would describe it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MaxRank = Annotated[int | None, typer.Option("--max-lora-rank", min=1, help="The
 def read_base(
     settings: Settings, path: str | None, served_names: Sequence[str] | None, max_rank: int | None
 ) -> BaseModel | None:
-    """Describe the base model at a path or Hub id; its modules are what an engine with this store said of them.
+    """Describe the base model at a path or Hub id; an engine with this store has listed the modules.
 
     Raises:
-        UsageProblem: what an engine said cannot be read; there is no path, or nothing at it.
+        UsageProblem: the engine's list cannot be read; there is no path, or nothing at the path.
     """
     if path is None:
         if served_names or max_rank is not None:
@@ -42,6 +42,7 @@ def read_base(
                 "--served-model-name and --max-lora-rank say something of a base model: give --base-model"
             )
         return None
+    # A relative path that does not exist may be a Hub id.
     if os.path.isabs(path) and not os.path.exists(path):
         raise UsageProblem(f"--base-model {path}: no such directory")
     if os.path.exists(path):
@@ -57,7 +58,7 @@ def read_base(
 
 
 def compared_with(base: BaseModel) -> str:
-    """What of the base model an adapter is compared with."""
+    """Return the facts of the base model for a comparison."""
     limit = "any rank (--max-lora-rank)" if base.max_rank is None else f"ranks up to {base.max_rank}"
     if base.model is None:
         return f"its name, {limit}; no engine has listed its modules in this store yet"
@@ -66,7 +67,7 @@ def compared_with(base: BaseModel) -> str:
 
 
 def why_not_compared(base: BaseModel | None, files: Collection[str]) -> str:
-    """Why an adapter of these files was not compared with a base model's modules, or nothing where it was."""
+    """Return why an adapter of `files` was not compared with a base model's modules, or nothing."""
     if base is None:
         return "no base model was given (--base-model)"
     if base.model is None:
@@ -75,13 +76,13 @@ def why_not_compared(base: BaseModel | None, files: Collection[str]) -> str:
 
 
 def would_be_served(base: BaseModel | None, rank: int) -> str:
-    """The verdict on an adapter that was compared, with the server's option that was not."""
+    """Return the verdict on a compared adapter, with the server's option that was not compared."""
     size = slot_rank(rank) if base is None or base.max_rank is None else None
     return "would be served" if size is None else f"would be served, with --max-lora-rank {size} or more"
 
 
 def _read_model(settings: Settings, path: str) -> Model | None:
-    """What an engine that used this store said of the model; None where none has."""
+    """Return the model as an engine with the store has listed it, or None."""
     file = ModelFile(settings.store_dir, path)
     try:
         modules = file.read()

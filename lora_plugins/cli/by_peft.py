@@ -1,4 +1,4 @@
-"""What PEFT computes on this machine for a prompt: with an adapter, without it, and with parts of it scaled."""
+"""PEFT's answers to a prompt on this machine: with an adapter, without, and with parts of the adapter scaled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ByPeft:
     """A base model in its own dtype with one adapter, as PEFT loads both.
 
     Args:
-        directory: the adapter's. base: another base model than it names.
+        directory: the adapter's. base: another base model than the adapter names.
 
     Raises:
         UsageProblem: there is no adapter, or torch, Transformers or PEFT are not installed.
@@ -39,7 +39,7 @@ class ByPeft:
             self._tokenizer = AutoTokenizer.from_pretrained(base)
             plain = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
             self._model: Any = PeftModel.from_pretrained(plain, str(directory)).eval()
-        # By the names that the adapter's own file has for them.
+        # By the names in the adapter's own file.
         self._layers: dict[str, Any] = {
             name.removeprefix("base_model.model."): module
             for name, module in self._model.named_modules()
@@ -48,12 +48,13 @@ class ByPeft:
 
     @property
     def modules(self) -> list[str]:
-        """The names of the modules that the adapter is for."""
+        """The names of the adapter's modules."""
         return list(self._layers)
 
     @property
     def trains_head(self) -> bool:
-        """Whether the module that makes logits is among them."""
+        """Whether the adapter has the module that makes logits."""
+        # By identity: the module's name differs from model to model.
         head = self._model.get_output_embeddings()
         return any(module is head for module in self._layers.values())
 
@@ -63,13 +64,14 @@ class ByPeft:
         return int(rank)
 
     def logprobs(self, ids: Sequence[int]) -> tuple[float, ...]:
-        """Of each token but the first."""
+        """Return the logarithm of the probability of each token but the first."""
         with self._torch.inference_mode():
+            # In float32: rounding of a smaller dtype would hide small differences.
             logits = self._model(input_ids=self._torch.tensor([ids])).logits[0, :-1].float()
         return tuple(logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist())
 
     def trained(self, prompts: Sequence[str]) -> list[Trained]:
-        """Each prompt with the adapter and without.
+        """Return each prompt's answers with the adapter and without.
 
         Raises:
             UsageProblem: a prompt of less than two tokens.
@@ -86,7 +88,7 @@ class ByPeft:
 
     @contextlib.contextmanager
     def scaled(self, factors: Mapping[str, float]) -> Iterator[None]:
-        """While the block runs, what these modules add is so many times what was trained; 0 leaves a module out."""
+        """Scale the contributions of modules by `factors` while the block runs; 0 leaves a module out."""
         kept = {name: dict(self._layers[name].scaling) for name in factors}
         try:
             for name, factor in factors.items():

@@ -1,4 +1,4 @@
-"""What the doctor looks at on this machine; nothing is changed by looking."""
+"""The doctor's checks of the machine; looking changes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lora_plugins.vllm_patches import versions
 ok, on, off = partial(Finding, State.OK), partial(Finding, State.ON), partial(Finding, State.OFF)
 warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBLEM)
 
-# What a server takes from its environment, but for the names of plugins, which another check shows.
+# A server's variables, but for the names of plugins: another check shows them.
 _KEPT = {*VARIABLES, "XDG_CACHE_HOME"} - {"VLLM_PLUGINS"}
 _LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
@@ -47,12 +47,12 @@ _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can wr
 
 @dataclass(frozen=True)
 class Context:
-    """What the checks use.
+    """The checks' view of the environment.
 
     Attributes:
-        env: the environment. discovered: the values of the entry points that vLLM would find, by plugin.
-        vllm: where its sources are; None where it is not installed.
-        network: whether remote sources are asked. timeout_s: for how long.
+        env: the environment. discovered: the entry point values that vLLM would find, by plugin.
+        vllm: the directory of its sources; None where vLLM is not installed.
+        network: whether remote sources are asked. timeout_s: the limit of an answer.
     """
 
     env: Mapping[str, str]
@@ -63,10 +63,11 @@ class Context:
 
     @cached_property
     def wrong(self) -> Mapping[str, InvalidSettings]:
-        """What is wrong with single variables, all of them and not only the first."""
+        """The errors of single variables, of all variables and not only the first."""
         found = {}
         for name in sorted(self.env):
             try:
+                # `Settings.from_env` stops at the first error, and the doctor shows all.
                 if is_unknown(name):
                     raise unknown_variable(name)
                 if name in VARIABLES:
@@ -79,7 +80,7 @@ class Context:
 
     @cached_property
     def settings(self) -> Settings:
-        """The settings of all variables that are right."""
+        """The settings of all variables without an error."""
         return Settings.from_env({name: text for name, text in self.env.items() if name not in self.wrong})
 
     @property
@@ -92,13 +93,13 @@ class Context:
         """The kernels that `lora_kernels` would choose here.
 
         Raises:
-            InvalidSettings: what was asked for cannot be had here.
+            InvalidSettings: the chosen kernels cannot be had here.
         """
         machine = dispatch.Machine("cpu" if self.is_cpu else "cuda", dispatch.triton_is_there(), build.problem)
         return dispatch.choose(self.settings.kernels, machine)
 
     def at_start(self, check: str) -> list[Finding]:
-        """What a server would warn of as it starts, of one check."""
+        """Return the warnings of a server's start that belong to a check."""
         found = at_start(self.settings, self.env, base_rows_get_an_adapter=self._base_rows_get_an_adapter())
         return [finding for finding in found if finding.check == check]
 
@@ -112,7 +113,7 @@ class Context:
         return False
 
     def why_off(self, plugin: str) -> str:
-        """Why a plugin does not run, or nothing where it does."""
+        """Return why a plugin does not run, or nothing."""
         if "VLLM_PLUGINS" not in self.env:
             return "VLLM_PLUGINS is unset"
         return "" if named_in_environment(plugin, self.env) else "VLLM_PLUGINS does not name it"
@@ -122,7 +123,7 @@ Check = Callable[[Context], Iterator[Finding]]
 
 
 def vllm(context: Context) -> Iterator[Finding]:
-    """The version of vLLM's sources against those we know; nothing is imported."""
+    """Compare the version of vLLM's sources with the known versions; nothing is imported."""
     if context.vllm is None:
         yield problem("vLLM is not installed beside lora-plugins", "pip install vllm")
         return
@@ -132,7 +133,7 @@ def vllm(context: Context) -> Iterator[Finding]:
 
 
 def ledger(context: Context) -> Iterator[Finding]:
-    """Every symbol of vLLM that the ledger names."""
+    """Check every symbol of vLLM in the ledger."""
     if context.vllm is None:
         return
     noted = symbols()
@@ -148,7 +149,7 @@ def ledger(context: Context) -> Iterator[Finding]:
 
 
 def settings(context: Context) -> Iterator[Finding]:
-    """Every variable of ours that cannot be right."""
+    """Report every wrong variable of ours."""
     for name, error in context.wrong.items():
         found = problem_of(error)
         yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else found
@@ -157,7 +158,7 @@ def settings(context: Context) -> Iterator[Finding]:
 
 
 def plugins(context: Context) -> Iterator[Finding]:
-    """What `VLLM_PLUGINS` names, against what is installed."""
+    """Compare the names in `VLLM_PLUGINS` with the installed plugins."""
     if "VLLM_PLUGINS" not in context.env:
         yield off(
             "VLLM_PLUGINS is unset: vLLM loads every plugin, and all of lora-plugins stays out of the way",
@@ -170,10 +171,10 @@ def plugins(context: Context) -> Iterator[Finding]:
 
 
 def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str = "", *, needs: str = "") -> Check:
-    """The check of one of our plugins: whether it runs, and then `look`.
+    """Return the check of one of our plugins: whether the plugin runs, and then `look`.
 
-    `variables` do nothing without it, and it does nothing without the one that it `needs`; `instead` is what happens
-    where it does not run.
+    `variables` do nothing without the plugin, and the plugin does nothing without the variable that it `needs`;
+    `instead` says what happens where the plugin does not run.
     """
 
     def check(context: Context) -> Iterator[Finding]:
@@ -186,6 +187,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
             yield warning(f"off: {said}", f"add {plugin} to VLLM_PLUGINS")
         elif why_off:
             yield off(f"{why_off}: {instead}" if instead else why_off)
+        # vLLM's builtins have entry points of the same names: one of the values must be ours.
         elif not any(value.startswith("lora_plugins.") for value in context.discovered.get(plugin, ())):
             yield problem(
                 "vLLM does not find this plugin: its entry point is not installed",
@@ -200,7 +202,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
 
 
 def runtime(context: Context) -> Iterator[Finding]:
-    """Whether vLLM asks resolvers at all; nobody minds where no source is named."""
+    """Report whether vLLM asks resolvers at all; nobody minds where no source is named."""
     not_asked = context.at_start("runtime")
     if not_asked and all(context.why_off(plugin) for plugin in (FILESYSTEM, S3, HUB)):
         yield off(not_asked[0].found, not_asked[0].remedy)
@@ -209,12 +211,12 @@ def runtime(context: Context) -> Iterator[Finding]:
 
 
 def manager(_: Context) -> Iterator[Finding]:
-    """That it is named is all."""
+    """Report the manager: its name in `VLLM_PLUGINS` is enough."""
     yield on(f"VLLM_PLUGINS names {MANAGER}")
 
 
 def kernels(context: Context) -> Iterator[Finding]:
-    """Which kernels a server here would choose."""
+    """Report the kernels of a server here."""
     if context.vllm is None:
         yield on(f"VLLM_PLUGINS names {KERNELS}")
         return
@@ -222,7 +224,7 @@ def kernels(context: Context) -> Iterator[Finding]:
 
 
 def or_vllms_kernels(check: Check) -> Check:
-    """The check of our kernels, with what vLLM's own do on the CPU where ours do not run."""
+    """Return the check of our kernels, with the faults of vLLM's own on the CPU where ours do not run."""
 
     def both(context: Context) -> Iterator[Finding]:
         yield from context.at_start("kernels")
@@ -237,7 +239,7 @@ def or_vllms_kernels(check: Check) -> Check:
 
 
 def admin(context: Context) -> Iterator[Finding]:
-    """Whether the manager runs too, without which a server does not start."""
+    """Check that the manager runs too: a server does not start without."""
     why_not = context.why_off(MANAGER)
     if why_not:
         found = f"VLLM_PLUGINS names {ADMIN}, which needs {MANAGER}; {why_not}"
@@ -247,10 +249,11 @@ def admin(context: Context) -> Iterator[Finding]:
 
 
 def store(context: Context) -> Iterator[Finding]:
-    """Whether the store can be written, links and locks files as servers do, and has room."""
+    """Check that the store can be written, links and locks files as servers do, and has room."""
     budget = context.settings.store_max_bytes
     layout = Layout(context.settings.store_dir)
     place = layout.root
+    # A store that does not exist yet is made below its first existing parent.
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     if not place.is_dir():
@@ -282,7 +285,7 @@ def store(context: Context) -> Iterator[Finding]:
 
 
 def policy(context: Context) -> Iterator[Finding]:
-    """Whether the policy can be read, and by whom."""
+    """Check that the policy can be read, and by whom."""
     path = context.settings.policy
     if path is None:
         yield off("LORA_PLUGINS_POLICY is unset: every key may use every adapter")
@@ -296,7 +299,7 @@ def policy(context: Context) -> Iterator[Finding]:
 
 
 def adapters_file(context: Context) -> Iterator[Finding]:
-    """Whether the file of declared adapters can be read, where there is one."""
+    """Check that the file of declared adapters can be read, if there is a file."""
     path = context.settings.adapters_file
     if path is not None:
         declared = parse(read_bytes(path), path, AllowedUris.parse(context.settings.allowed_uris))

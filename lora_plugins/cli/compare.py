@@ -1,4 +1,4 @@
-"""`compare`: what a server answers for an adapter against what was trained, in multiples of the noise floor.
+"""`compare`: a server's answers for an adapter against the trained answers, in multiples of the noise floor.
 
 Works with any vLLM server, ours or not: prompts are token ids, answers are `prompt_logprobs` of `/v1/completions`.
 """
@@ -58,6 +58,7 @@ def compare(
         output.progress("computing what was trained with PEFT")
         model = ByPeft(peft or Path(), base)
         trained = model.trained(PROMPTS if prompts is None else lines_of(prompts, "--prompts"))
+    # `prompt_logprobs` of vLLM are wrong for an adapter's head (`CompletionServer.logprobs`).
     by_token = by_token or (model is not None and model.trains_head)
     by_adapter = [server.logprobs(name, one.token_ids, by_token=by_token) for one in trained]
     by_base = [server.logprobs(served_base, one.token_ids, by_token=by_token) for one in trained]
@@ -84,23 +85,23 @@ def compare(
 
 
 class CompletionServer:
-    """A server with OpenAI's API, as vLLM has it.
+    """A server with OpenAI's API, as vLLM has the API.
 
     Raises, in every method:
-        AdapterNotFound: it does not know the model. SourceUnavailable: anything else than an answer of vLLM's.
+        AdapterNotFound: the server does not know the model. SourceUnavailable: any other answer than vLLM's.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        import httpx  # a tenth of a second, which other commands do not need
+        import httpx  # the import takes a tenth of a second, and other commands do without
 
-        AdminClient(url, timeout_s)  # is it an address?
+        AdminClient(url, timeout_s)  # raises where `url` is no address
         self._url = url.rstrip("/").removesuffix("/v1")
         key = environment().get("VLLM_API_KEY")
         self._client = httpx.Client(timeout=timeout_s, headers={"Authorization": f"Bearer {key}"} if key else {})
         self._failures = (httpx.HTTPError, httpx.InvalidURL, ValueError)
 
     def base_model(self) -> str:
-        """The base model's name: the first in `/v1/models` that has no parent."""
+        """Return the base model's name: the first in `/v1/models` without a parent."""
         try:
             cards = self._ask("GET", "/v1/models")["data"]
             return next(str(card["id"]) for card in cards if card.get("parent") is None)
@@ -108,26 +109,27 @@ class CompletionServer:
             raise self._strange("/v1/models", "no base model") from None
 
     def logprobs(self, model: str, token_ids: Sequence[int], *, by_token: bool = False) -> tuple[float, ...]:
-        """Of each token but the first, as the server computes it with this model.
+        """Return for each token but the first the logarithm of its probability, as the server computes it with `model`.
 
         Args:
-            model: its name at the server.
+            model: the model's name at the server.
             token_ids: the prompt.
-            by_token: let each token be generated, which takes as many requests. vLLM (0.30 to 0.33) computes an
-                adapter's head for prompt_logprobs with the rows of another step, and for what it generates rightly.
+            by_token: let each token be generated, at the price of a request for each. vLLM (0.30 to 0.33) computes an
+            adapter's head for prompt_logprobs with the rows of another step, and for generated tokens rightly.
         """
         if by_token:
             return tuple(self._generated(model, token_ids[:at], token_ids[at]) for at in range(1, len(token_ids)))
         body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         answer = self._ask("POST", "/v1/completions", body, model)
         try:
+            # vLLM has no probability of a prompt's first token.
             said = zip(answer["choices"][0]["prompt_logprobs"][1:], token_ids[1:], strict=True)
             return tuple(float(of_token[str(token)]["logprob"]) for of_token, token in said)
         except (KeyError, IndexError, TypeError, ValueError):
             raise self._strange("/v1/completions", "no prompt_logprobs of each token") from None
 
     def _generated(self, model: str, before: Sequence[int], token: int) -> float:
-        """Of one token, which is the only one that the server may generate; masks do not change what it says of it."""
+        """Return the logarithm of the probability of the only token allowed; masks do not change the logarithm."""
         body = {"model": model, "prompt": list(before), "max_tokens": 1, "temperature": 0, "logprobs": 0}
         answer = self._ask("POST", "/v1/completions", {**body, "allowed_token_ids": [token]}, model)
         try:

@@ -1,4 +1,4 @@
-"""`doctor`: every check in the order of a server's start, what a running server says, and a verdict in one sentence."""
+"""`doctor`: every check in the order of a server's start, a running server's answers, and a verdict in one sentence."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CHECKS: Mapping[str, Check] = {
     "adapters": checks.adapters_file,
 }
 
-# Metrics that a server has from its start, and what must run for them.
+# Metrics of a server from its start, each of a plugin.
 _OURS = re.compile(r"^# TYPE lora_plugins_", re.MULTILINE)
 _HELD = re.compile(r"^# TYPE lora_plugins_held\b", re.MULTILINE)
 _SHOWN = 3
@@ -109,7 +109,7 @@ def doctor(
 
 
 def examine(context: Context, client: AdminClient | None = None) -> list[Finding]:
-    """What every check finds, and with a client what its server says."""
+    """Return the findings of every check, and with a client the findings about its server."""
     checks = dict(CHECKS)
     if client is not None:
         checks["server"] = partial(_server, client)
@@ -117,7 +117,7 @@ def examine(context: Context, client: AdminClient | None = None) -> list[Finding
 
 
 def _run(name: str, check: Check, context: Context) -> Iterator[Finding]:
-    """What one check finds; one of our errors that it raises is a problem."""
+    """Return the findings of a check; an error of ours in the check is a problem."""
     try:
         for finding in check(context):
             yield replace(finding, check=name)
@@ -126,7 +126,8 @@ def _run(name: str, check: Check, context: Context) -> Iterator[Finding]:
 
 
 def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
-    """What is served by lora-plugins, or what first keeps it from serving."""
+    """Return what lora-plugins serves, or the first obstacle."""
+    # A server's problem may be of another environment.
     problems = [item for item in found if item.state is State.PROBLEM and item.check != "server"]
     vllm = next((item for item in problems if item.check == "vllm"), None)
     if vllm is not None:
@@ -136,7 +137,7 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
     if problems:
         first = next((item for item in problems if item.check in ("settings", "plugins")), problems[0])
         return f"not all that is asked for is served: first mend '{first.check}'"
-    # A warning may say that a source is set and off.
+    # A warning may be of a source that is set and off.
     runs = {item.check for item in found if item.state in (State.ON, State.WARNING) and item.found[:4] != "off:"}
     sources = [check for check in _SOURCES if check in runs]
     if not sources and "admin" not in runs:
@@ -148,7 +149,7 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
 
 
 def _server(client: AdminClient, context: Context) -> Iterator[Finding]:
-    """A running server's version, plugins, adapters and store, each beside what is here."""
+    """Compare a running server's version, plugins, adapters and store with this environment's."""
     yield _version(client, context)
     metrics = ""
     try:
@@ -160,6 +161,7 @@ def _server(client: AdminClient, context: Context) -> Iterator[Finding]:
         listed = client.adapters()
     except LoRAPluginsError as error:
         listed = error
+    # A server that denies the list has the routes: only the caller's key is wrong.
     has_admin = isinstance(listed, AdapterList) or "denies" in listed.found
     if metrics and not has_admin and not _OURS.search(metrics):
         yield problem(
@@ -183,6 +185,7 @@ def _version(client: AdminClient, context: Context) -> Finding:
     except (ValueError, KeyError, TypeError):
         return warning(f"{client.url} answers, and does not say which vLLM it is")
     here = None if context.vllm is None else versions.installed_version(context.vllm)
+    # Builds of a version differ behind the plus only, such as +cpu.
     if here is not None and here.partition("+")[0] != version.partition("+")[0]:
         found = f"{client.url} is vLLM {version}, and {here} is installed here"
         return warning(found, "run doctor where the server runs")

@@ -1,4 +1,4 @@
-"""How commands end: one exit code for each kind of outcome; docs/guides/command-line.md has the table."""
+"""The ends of commands: an exit code for each kind of outcome; docs/guides/command-line.md has the table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lora_plugins.errors import LoRAPluginsError
 
 
 class Exit(IntEnum):
-    """Exit codes; 130 and 141 are what a shell reports for the signals behind them."""
+    """Exit codes; a shell reports 130 and 141 for the signals behind them."""
 
     OK = 0
     WRONG = 1
@@ -25,7 +25,7 @@ class Exit(IntEnum):
 
 
 class UsageProblem(Exception):
-    """An argument that cannot be right."""
+    """A wrong argument."""
 
 
 _BY_CODE = {
@@ -38,10 +38,10 @@ _BY_CODE = {
 
 
 def exit_of(error: LoRAPluginsError) -> Exit:
-    """The exit code for one of our errors."""
+    """Return the exit code for an error of ours."""
     return _BY_CODE.get(error.code, Exit.WRONG)
 
 
 def worst(codes: Iterable[Exit]) -> Exit:
-    """The largest of several; what was not compared with a base model is better than everything that went wrong."""
+    """Return the largest code; "not compared with a base model" is better than every failure."""
     return max(codes, key=lambda code: 0.5 if code is Exit.NOT_COMPARED else float(code))

@@ -1,4 +1,4 @@
-"""`explain`: what the documentation's page of errors says of a code, from the package's own copy."""
+"""`explain`: the documentation's words on an error code, from the package's own copy of the page of errors."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def explain(code: Annotated[str, typer.Argument(help="The code of an error, such
 
 
 def plain(text: str) -> str:
-    """A page without its links, which a terminal cannot open."""
+    """Return a page without its links, as a terminal cannot open links."""
     return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)

@@ -1,4 +1,4 @@
-"""`inspect`: what adapters are, and whether a server would serve them."""
+"""`inspect`: the facts of adapters, and whether a server would serve them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from lora_plugins.store.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What could be read of an adapter, and what is wrong with it."""
+    """The readable facts of an adapter, and its error if the adapter has an error."""
 
     config: AdapterConfig | None
     tensors: tuple[TensorInfo, ...]
@@ -93,16 +93,17 @@ def inspect(
 
 
 def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str | None]]:
-    """The directories of a path, a URI, or of what is in the store; and the URIs that they came from.
+    """Return the directories of a path, a URI, or of adapters in the store; and the URIs that they came from.
 
     Raises:
         AdapterNotFound: there is no such directory.
-        LoRAPluginsError: a URI whose adapter cannot be had.
+        LoRAPluginsError: the adapter of a URI cannot be had.
     """
     if "://" in text:
         stored = bring(output, settings, text)
         return [(stored.adapter.path, stored.manifest.uri)]
     path = Path(text)
+    # A directory of this machine goes before a name in the store.
     if not path.exists():
         if is_pattern(text) and (found := sorted(filter(os.path.isdir, glob(text)))):
             return [(Path(one).absolute(), None) for one in found]
@@ -128,13 +129,15 @@ def _stored(view: StoreView, digest: str) -> tuple[Path, str]:
 
 
 def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
-    """Verify the adapter, and read what can be read whatever else is wrong."""
+    """Verify the adapter, and read every readable part, whatever else is wrong."""
     config: AdapterConfig | None = None
     tensors: tuple[TensorInfo, ...] = ()
     pairs: tuple[LoraPair, ...] = ()
+    # Each part by itself: a broken configuration must not hide the tensors, nor the reverse.
     with suppress(LoRAPluginsError), open_regular(_of_source(path, CONFIG_FILE)) as (file, _):
         config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
     with suppress(LoRAPluginsError):
+        # A look never opens a pickle, whatever a server may serve.
         weights = choose_weights(_files(path), replace(settings, allow_pickle=False))
         with open_weights(path, weights) as opened:
             tensors = tuple(tensor for _, _, some in opened for tensor in some)
@@ -149,7 +152,7 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
 
 
 def _of_source(path: Path, name: str) -> Path:
-    """The file as the adapter's source has it: in the store another configuration is in the place of its own."""
+    """Return the file as the adapter's source has it: the store may have replaced the configuration."""
     kept = path / ORIGINAL_CONFIG_FILE
     return kept if name == CONFIG_FILE and os.path.lexists(kept) else path / name
 
@@ -214,7 +217,7 @@ def _base(base: BaseModel) -> dict[str, Any]:
 
 
 def _converted(path: Path) -> dict[str, Any] | None:
-    """What the store has changed of it, and of which original."""
+    """Return the store's changes of the adapter, and the original's digest."""
     with suppress(InvalidAdapter):
         converted = Manifest.read(path).converted
         return None if converted is None else asdict(converted)

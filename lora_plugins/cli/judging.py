@@ -1,4 +1,4 @@
-"""Whether answers are those that were trained: logarithms of probabilities, in multiples of a noise floor."""
+"""Whether answers are the trained answers: logarithms of probabilities, in multiples of a noise floor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lora_plugins.cli.exits import UsageProblem
 
 _SMALLEST = 1e-5  # of a floor: float32's own rounding, in logarithms of probabilities
 _SHOWN = 40  # characters of a prompt
-_FARTHEST = 0.5  # mean floor of one model in two dtypes, or quantised; beyond, there are two models
+_FARTHEST = 0.5  # mean floor of one model in two dtypes, or quantised; beyond, the two models differ
 OK, OUT, AS_BASE = "ok", "out", "out: answers as the base model"
 UNSEEN, OTHER_BASE = "cannot tell: trained to almost no effect", "cannot tell: the base models differ"
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One prompt as it was trained: of each token but the first its logarithm of probability; the base model's too."""
+    """One trained prompt: of each token but the first its logarithm of probability; the base model's too."""
 
     prompt: str
     token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class Compared:
 def judge(
     trained: Sequence[Trained], by_adapter: Sequence[Sequence[float]], by_base: Sequence[Sequence[float]], limit: float
 ) -> tuple[tuple[float, float], list[Compared]]:
-    """The floor, largest and mean, and a verdict for each prompt."""
+    """Return the floor, largest and mean, and a verdict for each prompt."""
     both = [(served, one.base_logprobs) for one, served in zip(trained, by_base, strict=True)]
     floors = [one for served, plain in both if plain is not None for one in apart(served, plain)]
     largest_floor, mean_floor = max(*floors, _SMALLEST), max(sum(floors) / len(floors), _SMALLEST)
@@ -65,15 +65,15 @@ def judge(
 
 
 def apart(some: Sequence[float], others: Sequence[float]) -> list[float]:
-    """How far each number is from its other."""
+    """Return how far each number is from its other."""
     return [abs(one - other) for one, other in zip(some, others, strict=True)]
 
 
 def read_trained(path: Path) -> Iterator[Trained]:
-    """What a trainer has written: an object a line.
+    """Yield a trainer's records: an object a line.
 
     Raises:
-        UsageProblem: it cannot be read, is something else, or says nothing of the base model.
+        UsageProblem: the file cannot be read, is something else, or has no answers of the base model.
     """
     has_floor = False
     for place, text in enumerate(lines_of(path, "--trainer"), 1):
@@ -94,7 +94,7 @@ def read_trained(path: Path) -> Iterator[Trained]:
 
 
 def _after_the_first(values: Sequence[Any], tokens: int) -> tuple[float, ...]:
-    """One for each token but the first, of which no model says anything; trainers write null there, or leave it out."""
+    """Return a number for each token but the first: no model predicts the first, and trainers write null or nothing."""
     if tokens < 2 or len(values) not in (tokens, tokens - 1):
         raise ValueError(f"{len(values)} logprobs of {tokens} tokens")
     found = tuple(map(float, values[len(values) - tokens + 1 :]))
@@ -104,10 +104,10 @@ def _after_the_first(values: Sequence[Any], tokens: int) -> tuple[float, ...]:
 
 
 def lines_of(path: Path, option: str) -> list[str]:
-    """The lines of a file that an option names, without empty ones.
+    """Return the lines of a file that an option names, without empty lines.
 
     Raises:
-        UsageProblem: it cannot be read, or has none.
+        UsageProblem: the file cannot be read, or has no lines.
     """
     try:
         lines = [text for text in path.read_text(encoding="utf-8").splitlines() if text.strip()]

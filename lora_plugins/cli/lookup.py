@@ -1,4 +1,4 @@
-"""Names and URIs looked up as a server would, several at once, and what each step found; `resolve` and `pull`."""
+"""Names and URIs looked up as a server would, several at once, with each step's answer; `resolve` and `pull`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lora_plugins.store.layout import Layout, is_digest, key_of
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.opening import open_store
 
-_AT_ONCE = 8  # of which the resolver fetches four
+_AT_ONCE = 8  # the resolver fetches four at once
 
 
 SourceAnswer = RemoteAdapter | Absence | LoRAPluginsError
@@ -35,13 +35,13 @@ SourceAnswer = RemoteAdapter | Absence | LoRAPluginsError
 
 @dataclass(slots=True)
 class LookUp:
-    """One name or URI, what the sources answered, and how it ended.
+    """A name or URI, the sources' answers, and the end of the look-up.
 
     Attributes:
-        text: what is asked for. name: what it is called. uri: where it lies, if not where the sources have the name.
+        text: the name or URI asked for. name: the adapter's. uri: the place, if not where the sources have the name.
         answers: of the sources that were asked, by label.
-        stored: the adapter in the store. located: with a dry run, what would be fetched.
-        error: why there is neither; None where every source says that there is none, as `absences` say.
+        stored: the adapter in the store. located: with a dry run, the adapter to fetch.
+        error: why there is neither; None where every source answers "no such adapter", as `absences` say.
     """
 
     text: str
@@ -56,10 +56,10 @@ class LookUp:
 
     @classmethod
     def of(cls, one: AskedName) -> LookUp:
-        """A name, or a URI with the name that it has in messages.
+        """Return the look-up of a name, or of a URI with a name for messages.
 
         Raises:
-            LoRAPluginsError: neither.
+            LoRAPluginsError: the text is neither a name nor a URI.
         """
         text = one.uri or one.name
         try:
@@ -68,14 +68,14 @@ class LookUp:
             uri = SourceUri.parse(text)
             return cls(text, _name_of(uri) if one.uri is None else str(AdapterName.parse(one.name)), uri)
         except LoRAPluginsError as error:
-            if "://" not in one.name:  # what is wrong with a URI may be a password in it
+            if "://" not in one.name:  # the URI's fault may be a password
                 error.adapter = error.adapter or one.name
             raise
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An adapter that is in the store now, and what was said of it."""
+    """An adapter that is in the store now, and the event that says how it came."""
 
     adapter: ResolvedAdapter
     manifest: Manifest
@@ -84,7 +84,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class WouldFetch:
-    """An adapter that a source has: what of it would be fetched, and its directory if the store has it already."""
+    """An adapter that a source has: the bytes to fetch, and the directory if the store has the adapter already."""
 
     adapter: RemoteAdapter
     size_bytes: int
@@ -111,16 +111,17 @@ def look_up(
     *,
     dry_run: bool = False,
 ) -> list[str]:
-    """Look all of them up, each with its steps; the labels of the sources, in their order.
+    """Look up all names and URIs, each with its steps; return the labels of the sources, in their order.
 
     URIs need not be below an allowed prefix. A dry run asks the sources, and leaves the store as it is. Without `base`,
-    adapters are compared with none.
+    adapters are compared with no base model.
 
     Raises:
         InvalidSettings: the environment has no source for a name; a source or the store cannot be made.
     """
     said = _Said(output, asked)
     uris = [str(_prefix(one.uri)) for one in asked if one.uri is not None]
+    # Prefixes limit the clients of a server; the user of a command may read any URI.
     settings = replace(settings, allowed_uris=(*settings.allowed_uris, *uris))
     if base is None:
         settings = replace(settings, base_match=BaseMatch.OFF)
@@ -156,7 +157,7 @@ def look_up(
 
 
 class _Said:
-    """What sources and resolver say on the way, kept with the look-up that it is about."""
+    """The reports of sources and resolver, by look-up."""
 
     def __init__(self, output: Output, asked: Sequence[LookUp]) -> None:
         self._by_name = {one.name: one for one in asked}
@@ -171,6 +172,7 @@ class _Said:
         if isinstance(event, AdapterUnknown):
             self._by_name[event.name].absences = event.absences
         elif isinstance(event, AdapterResolved):
+            # The first event says whether the bytes were fetched: a second look-up finds them in the store.
             self.resolved.setdefault((event.name, event.path), event)
 
 
@@ -182,21 +184,22 @@ async def _store(resolver: AdapterResolver, asked: LookUp, base_path: str, said:
         try:
             found = await resolver.resolve_uri(asked.name, asked.text, base_path)
         except AdapterNotFound as error:
-            if asked.absences:  # else there is something, which the error names
+            if asked.absences:  # otherwise something lies there, and the error names the fault
                 error.found += ": " + "; ".join(map(str, asked.absences))
             raise
     if found is None:
         return None
     stored = Stored(found, Manifest.read(found.path), said.resolved[found.name, str(found.path)])
+    # Nothing is served from here: a lease would only keep the adapter from eviction.
     resolver.store.release(found.name, found.path)
     return stored
 
 
 async def _locate(sources: Sequence[Source], name: str, base_path: str, settings: Settings) -> WouldFetch | None:
-    """What the first source that has the name would bring; None where every source says that it has none.
+    """Return what the first source that has the name would bring; None where every source lacks the name.
 
     Raises:
-        LoRAPluginsError: as a server's resolver does; a source that is unavailable hides no later one.
+        LoRAPluginsError: as a server's resolver raises; an unavailable source hides no later source.
     """
     unavailable: SourceUnavailable | None = None
     for source in sources:
@@ -225,12 +228,12 @@ def _stored(settings: Settings, adapter: RemoteAdapter) -> Path | None:
 
 
 def _prefix(uri: SourceUri) -> SourceUri:
-    """What is allowed by naming `uri`: its directory, or on the Hub its repository."""
+    """Return the prefix that naming `uri` allows: its directory, or on the Hub its repository."""
     return SourceUri(uri.scheme, uri.authority, uri.segments[:1] if uri.scheme == "hf" else uri.segments[:-1])
 
 
 def _name_of(uri: SourceUri) -> str:
-    """A name for messages: the last part of the URI, where that is one."""
+    """Return a name for messages: the last part of the URI, where the part is a name."""
     last = uri.segments[-1] if uri.segments else ""
     try:
         return str(AdapterName.parse(last))

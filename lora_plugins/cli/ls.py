@@ -1,4 +1,4 @@
-"""`ls`: what is in the store, what the sources have, or what a running server serves."""
+"""`ls`: the adapters in the store, in the sources, or of a running server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.settings import Settings
 
-_WIDE = 90  # characters of a terminal, for all columns to be readable; one that is narrower goes without some
+_WIDE = 90  # characters of a terminal, for all columns to be readable; a narrower terminal goes without some
 _WIDE_ONLY = ("rank", "tiers", "used", "version")
 
 
@@ -66,7 +66,7 @@ def ls(
     listed = client.adapters()
     if not watch:
         return _served(output, listed, url)
-    with contextlib.suppress(KeyboardInterrupt):  # how one stops looking
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the watch
         _watch(output, client, listed, interval_s)
     return None
 
@@ -135,7 +135,7 @@ def _served(output: Output, listed: AdapterList, url: str) -> Result:
 def _watch(output: Output, client: AdminClient, listed: AdapterList, interval_s: float) -> NoReturn:
     """Look again and again.
 
-    On a terminal, a server that no longer answers is reported and asked again; in a pipe that is the end.
+    On a terminal, a server that no longer answers is reported and asked again; in a pipe, `ls` ends.
     """
     if output.as_json or not output.console.is_terminal:
         while True:

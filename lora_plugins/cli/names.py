@@ -1,4 +1,4 @@
-"""The names that a command is asked for: as arguments, as patterns, or a line each in a file."""
+"""The names given to a command: as arguments, as patterns, or a line each in a file."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _WITH_URI = re.compile(r"(.*\S)\s+(\S+://\S+)")
 
 @dataclass(frozen=True, slots=True)
 class AskedName:
-    """One name, and the URI beside it where there is one."""
+    """A name, and the URI beside the name, if any."""
 
     name: str
     uri: str | None = None
 
 
 def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
-    """All that is asked for, each once and in its order.
+    """Return all names given, each once and in order.
 
     Raises:
-        UsageProblem: nothing, or a file that cannot be read.
+        UsageProblem: there are no names, or the file cannot be read.
     """
     found = [AskedName(name) for name in names or ()]
     if file is not None:
@@ -46,19 +46,19 @@ def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
 
 
 def is_several(names: Sequence[str] | None, file: Path | None) -> bool:
-    """Whether more than one answer is to be expected: JSON is a list then."""
+    """Return whether to expect more than one answer: JSON is a list then."""
     return file is not None or len(names or ()) != 1 or is_pattern((names or [""])[0])
 
 
 def is_pattern(text: str) -> bool:
-    """Whether this stands for all names that fit it; URIs do not."""
+    """Return whether a text stands for all names that fit; a URI does not."""
     return ("*" in text or "?" in text) and "://" not in text
 
 
 def expand(
     asked: Iterable[AskedName], known: Callable[[], Iterable[str]], where: str
 ) -> list[AskedName | LoRAPluginsError]:
-    """Names in the place of patterns, and an error in the place of a pattern that fits none; `known` is asked once."""
+    """Replace patterns by names, and a pattern that fits no name by an error; `known` is asked once."""
     found: dict[AskedName, AskedName | LoRAPluginsError] = {}
     listed: list[str] | None = None
     for one in asked:
@@ -66,7 +66,7 @@ def expand(
             found[one] = one
             continue
         listed = list(known()) if listed is None else listed
-        # A name that is spelt just so goes before what the pattern stands for.
+        # A name spelt exactly like the pattern goes before the pattern.
         fits = [one.name] if one.name in listed else list(filter(NamePattern(one.name).matches, listed))
         found.update((AskedName(name), AskedName(name)) for name in fits)
         if not fits:
@@ -82,10 +82,10 @@ def expand(
 
 
 def together(answers: Sequence[Result | LoRAPluginsError], *, is_list: bool, blank_between: bool = False) -> Result:
-    """The answers for all names as one: with `is_list` a list in JSON, or else the only one as it is.
+    """Return the answers for all names together: with `is_list` a list in JSON, otherwise the only answer.
 
     Raises:
-        LoRAPluginsError: the only one is an error.
+        LoRAPluginsError: the only answer is an error.
     """
     if is_list:
         first, *others = answers
@@ -99,7 +99,7 @@ def together(answers: Sequence[Result | LoRAPluginsError], *, is_list: bool, bla
 
 
 def listed(answers: Iterable[Result | LoRAPluginsError], name_key: str = "name", **more: Any) -> Result:
-    """Several answers as one, with their objects in a list."""
+    """Return several answers as a single result, with their objects in a list."""
     results = [
         Result({name_key: one.adapter, "error": error_fields(one)}, [one]) if isinstance(one, LoRAPluginsError) else one
         for one in answers

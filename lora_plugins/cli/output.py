@@ -1,6 +1,6 @@
-"""What a command answers, and how it is printed: text for people, or one JSON object; errors go to stderr.
+"""The results of commands, and how they are printed: text for people, or one JSON object; errors go to stderr.
 
-Names and paths in adapter files are user-supplied: what is not printable is escaped before it reaches a terminal.
+Names and paths in adapter files are user-supplied: unprintable characters are escaped before they reach a terminal.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Shown = RenderableType | LoRAPluginsError
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a command answers.
+    """A command's result.
 
     Attributes:
-        fields: the JSON object. shown: what people see instead, in its order; errors go to stderr.
-        code: how the command ends, unless one of the errors that are shown asks for a larger one.
+        fields: the JSON object. shown: the text for people, in order; errors go to stderr.
+        code: the exit code, unless a shown error asks for a larger code.
     """
 
     fields: dict[str, Any]
@@ -50,13 +50,13 @@ class Result:
 
 
 class Output:
-    """One command's two streams."""
+    """A command's two streams."""
 
     def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
         self.as_json = as_json
         self.quiet = quiet
         for stream in (sys.stdout, sys.stderr):
-            # A terminal that cannot show a character gets its escape, not an error.
+            # A terminal without a character gets the character's escape, not an error.
             reconfigure = getattr(stream, "reconfigure", None)
             if reconfigure is not None:
                 reconfigure(errors="backslashreplace")
@@ -74,7 +74,7 @@ class Output:
         return self.is_for_people and self.errors.is_terminal
 
     def show(self, result: Result) -> Exit:
-        """Print it as it was asked for; the exit code."""
+        """Print the result in the form asked for; return the exit code."""
         if self.as_json:
             self.json(result.fields)
             return result.exit
@@ -86,28 +86,29 @@ class Output:
         return result.exit
 
     def draw(self, what: RenderableType) -> None:
-        """Anything that rich can draw; without the blanks at the ends of lines in a pipe."""
+        """Print anything that rich can draw; in a pipe without the blanks at the ends of lines."""
         is_text = isinstance(what, Text)
         if self.console.is_terminal:
             self.console.print(what, soft_wrap=is_text)
             return
+        # rich fills cells up with blanks, which a pipe need not carry.
         with self.console.capture() as drawn:
             self.console.print(what, soft_wrap=is_text)
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn.get().split("\n")[:-1]))
         sys.stdout.flush()
 
     def json(self, value: Any, *, compact: bool = False) -> None:
-        """One object on stdout."""
+        """Print an object on stdout."""
         sys.stdout.write(json.dumps(value, indent=None if compact else 2) + "\n")
         sys.stdout.flush()
 
     def progress(self, text: str) -> None:
-        """One line about what is going on, on stderr, and only for people."""
+        """Print a line about the present work, on stderr, and only for people."""
         if self.is_for_people:
             self.errors.print(line(text, "dim"), soft_wrap=True)
 
     def error(self, error: dict[str, str]) -> None:
-        """What went wrong."""
+        """Print an error."""
         if self.as_json:
             self.json({"error": error})
         else:
@@ -115,17 +116,17 @@ class Output:
 
 
 def error_fields(error: LoRAPluginsError) -> dict[str, str]:
-    """One of our errors as JSON has it."""
+    """Return an error of ours as the fields of JSON."""
     return {"code": error.code, "kind": type(error).__name__, "message": str(error), **error.fields()}
 
 
 def line(text: str = "", style: str = "") -> Text:
-    """One line for people."""
+    """Return a line for people."""
     return Text(printable(text), style=style)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table without lines, whose cells fold where a terminal is narrow."""
+    """Return a table without lines, whose cells fold where a terminal is narrow."""
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=any(heads))
     for head in heads:
         made.add_column(head, justify="right" if head in _NUMBERS else "left", overflow="fold")
@@ -135,19 +136,20 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
 
 
 def table_above(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Shown]:
-    """A table and the blank line between it and what follows; nothing where there are no rows."""
+    """Return a table and a blank line below; nothing without rows."""
     return [table(heads, rows), line()] if rows else []
 
 
 def printable(text: str) -> str:
-    """`text` with everything escaped that would move a cursor, or that UTF-8 cannot carry."""
+    """Return `text` with escapes for characters that would move a cursor, or that UTF-8 cannot carry."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def size(size_bytes: float) -> str:
-    """Bytes, in powers of 1000 and three digits."""
+    """Return bytes in words, in powers of 1000 and three digits."""
     value, unit = float(size_bytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
+        # 999.5 rounds to 1000: such a value gets the next unit.
         if value < 999.5:
             break
         value, unit = value / 1000, larger
@@ -155,7 +157,7 @@ def size(size_bytes: float) -> str:
 
 
 def ago(at: float | None) -> str:
-    """How long ago a time in seconds since 1970 was; `never` for none."""
+    """Return how long ago a time in seconds since 1970 was; `never` for none."""
     if not at:
         return "never"
     seconds = max(0.0, time.time() - at)
@@ -166,7 +168,7 @@ def ago(at: float | None) -> str:
 
 
 def number(count: int, what: str) -> str:
-    """A count with its noun."""
+    """Return a count with its noun."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 

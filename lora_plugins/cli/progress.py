@@ -1,4 +1,4 @@
-"""Bars on stderr for what takes long: how far each file of a fetch is, all fetches together, and names done."""
+"""Bars on stderr for long work: how far each file of a fetch is, all fetches together, and names done."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FetchBars(Progress):
             self._fetches.append((event, bars))
 
     def name_ended(self) -> None:
-        """Count a name as done, whatever became of it."""
+        """Count a name as done, in success or failure."""
         self._ended_names += 1
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -89,7 +89,7 @@ class FetchBars(Progress):
 
 
 def counted(output: Output, items: Iterable[T], count: int, what: str) -> Iterable[T]:
-    """`items` as they come, with a bar of how many of `count` there are, where there are several."""
+    """Return `items` as they come, with a bar of how many of `count` there are, if several."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
     is_off = not output.shows_progress or count < 2
     with Progress(*columns, console=output.errors, transient=True, disable=is_off) as progress:

@@ -36,10 +36,10 @@ def pull(
 
 
 def bring(output: Output, settings: Settings, uri: str) -> Stored:
-    """Fetch and verify the adapter at a URI, which need not be among the allowed ones.
+    """Fetch and verify the adapter at a URI, allowed by the settings or not.
 
     Raises:
-        AdapterNotFound: there is none. LoRAPluginsError: it cannot be had, or is not one that can be served.
+        AdapterNotFound: there is no adapter. LoRAPluginsError: the adapter cannot be had, or cannot be served.
     """
     asked = LookUp.of(AskedName(uri))
     look_up(output, settings, [asked], "")

@@ -38,7 +38,7 @@ _VERDICTS = {
 
 
 class Step(NamedTuple):
-    """One step: `verdict` is `ok`, `yes`, `no`, `not asked`, `not checked`, `warning` or `failed`."""
+    """A step: `verdict` is `ok`, `yes`, `no`, `not asked`, `not checked`, `warning` or `failed`."""
 
     step: str
     verdict: str
@@ -89,7 +89,7 @@ def _malformed(name: str) -> AdapterNotFound | None:
 
 
 def _steps(asked: LookUp, labels: Sequence[str], base: BaseModel | None) -> Iterator[Step]:
-    """What a request for the name meets, up to where it ends; a name that no source can have is an error then."""
+    """Yield the steps of a request for the name, up to its end; a name that no source can have ends as an error."""
     malformed = _malformed(asked.name)
     if malformed is not None:
         asked.error = malformed
@@ -136,7 +136,7 @@ def _step_of(source: str, answer: SourceAnswer | None) -> Step:
 
 
 def _place_of(error: LoRAPluginsError) -> str:
-    """The step of an error that no source reported."""
+    """Return the step of an error without a source."""
     if isinstance(error, SourceUnavailable):
         return "fetch"
     return "store" if isinstance(error, (NoFreeSlot, OutOfMemory)) else "adapter"

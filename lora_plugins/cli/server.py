@@ -1,4 +1,4 @@
-"""A running server, as the command line asks it; the key comes from the environment alone."""
+"""The command line's client of a running server; the key comes from the environment alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _key_of_environment() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AdminClient:
-    """One server; every method raises the error that the server answers, as one of ours.
+    """A server; every method raises the server's error, as an error of ours.
 
     Raises at construction:
         UsageProblem: `url` is no address of a server.
@@ -70,7 +70,7 @@ class AdminClient:
             raise UsageProblem(f"--url {self.url}: not http://host:port")
 
     def adapters(self) -> AdapterList:
-        """What the server serves, and has blocked: page by page, as an answer has an end."""
+        """Return the adapters that the server serves, and has blocked: in pages, as an answer is limited."""
         listed = page = self.ask(AdapterList, "GET", f"?limit={_PAGE}")
         while page.next is not None:
             page = self.ask(AdapterList, "GET", f"?limit={_PAGE}&after={quote(page.next, safe='')}")
@@ -88,7 +88,7 @@ class AdminClient:
         if_match: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Model:
-        """What the admin API answers at a path below `/v1/loras`."""
+        """Return the admin API's answer at a path below `/v1/loras`."""
         headers = {**(headers or {}), **({"If-Match": if_match} if if_match is not None else {})}
         if isinstance(body, BaseModel):
             headers["Content-Type"] = "application/json"
@@ -107,14 +107,14 @@ class AdminClient:
             ) from None
 
     def text(self, path: str) -> str:
-        """What the server answers at another path of its own, such as `/metrics`."""
+        """Return the server's answer at another path of its own, such as `/metrics`."""
         return self._send("GET", path, None, {}).decode(errors="replace")
 
     def whole_digest(self, name: str, prefix: str) -> str:
-        """The digest that begins so, if that version is served now: the server takes whole ones only.
+        """Return the whole digest of the served version that begins with `prefix`: the server takes whole digests only.
 
         Raises:
-            VersionMismatch: another one is.
+            VersionMismatch: another version is served.
         """
         if prefix == "*" or is_digest(prefix):
             return prefix
@@ -124,12 +124,14 @@ class AdminClient:
         raise VersionMismatch(f"version {served}" if served else "no version", expected=prefix, adapter=name)
 
     def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> bytes:
+        # Not `httpx`, whose import takes a tenth of a second.
         request = urllib.request.Request(  # noqa: S310 - checked at construction
             self.url.rstrip("/").removesuffix("/v1") + path,
             data=body,
             headers={"Accept": "application/json", **headers},
             method=method,
         )
+        # Unredirected: a redirect to another host must not get the key.
         if self.key:
             request.add_unredirected_header("Authorization", f"Bearer {self.key}")
         try:
@@ -174,7 +176,7 @@ class AdminClient:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """The text of an error: vLLM's `error.message`, or FastAPI's `detail`."""
+    """Return the text of an error: vLLM's `error.message`, or FastAPI's `detail`."""
     try:
         content = json.loads(error.read(_MAX_BYTES))
     except (OSError, http.client.HTTPException, ValueError):
@@ -187,7 +189,8 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def _error_of(message: str) -> LoRAPluginsError | None:
-    """The error of ours that says `message`; None where it says something else."""
+    """Return the error of ours that says `message`, or None."""
+    # Servers send our errors as text: read back, an error keeps its code, and so its exit code.
     match = _ERROR.fullmatch(message)
     kind = match and _KINDS.get(match["code"])
     if not match or kind is None:

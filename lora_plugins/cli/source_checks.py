@@ -1,4 +1,4 @@
-"""What the doctor looks at in the sources of adapters; remote ones are asked for what need not be there."""
+"""The doctor's checks of the sources of adapters; remote sources are asked for an adapter that need not be there."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MAX_FOLDERS = 10_000
 
 
 def filesystem(context: Context) -> Iterator[Finding]:
-    """Whether the directory may be read, has adapters, and is none."""
+    """Check that the directory can be read, has adapters, and is no adapter itself."""
     filesystem_source(context.settings)
     root = context.settings.filesystem_root
     if root is None:
-        return  # its variable cannot be right, which another check reports
+        return  # its variable cannot be right, and another check reports the variable
     try:
         count = _adapters_below(root)
     except OSError as error:
@@ -49,7 +49,7 @@ def filesystem(context: Context) -> Iterator[Finding]:
 
 
 def _adapters_below(root: Path) -> int:
-    """Adapters that a name can reach, two folders deep; of a huge tree, only the beginning is read."""
+    """Count adapters that a name can reach, two folders deep; of a huge tree, only the beginning is read."""
     count = looked = 0
     for folder in [entry for entry in os.scandir(root) if entry.is_dir()]:
         below = [folder.path]
@@ -73,7 +73,7 @@ def _is_a_name(text: str) -> bool:
 
 
 def s3(context: Context) -> Iterator[Finding]:
-    """Whether the object store answers for the template, asked for something that need not be there."""
+    """Check that the object store answers for the template, asked for an adapter that need not be there."""
     s3_source(context.settings)
     template = context.settings.s3_path_template or ""
     shown = without_login(template)
@@ -86,7 +86,9 @@ def s3(context: Context) -> Iterator[Finding]:
     answer, listed = asyncio.run(_ask_and_list(source, context.timeout_s))
     if isinstance(answer, SourceUnavailable):
         yield problem_of(answer)
-    elif isinstance(answer, LoRAPluginsError):  # there is something of this name, and that it is broken is no matter
+    elif isinstance(
+        answer, LoRAPluginsError
+    ):  # an adapter of the probe's name, broken or not, shows that the store answers
         yield on(f"{shown} answers ({answer.found})")
     elif isinstance(listed, str):
         yield on(f"{shown} answers; its adapters were not counted: {listed}")
@@ -100,7 +102,7 @@ def s3(context: Context) -> Iterator[Finding]:
 async def _ask_and_list(
     source: ObjectSource, timeout_s: float
 ) -> tuple[RemoteAdapter | Absence | LoRAPluginsError, int | str]:
-    """The answer for the probe, and how many adapters there are, or why nobody knows."""
+    """Return the answer for the probe, and the number of adapters, or why the number is unknown."""
     answer = await _ask(source, AdapterName(_PROBE), timeout_s)
     if isinstance(answer, LoRAPluginsError):
         return answer, 0
@@ -114,7 +116,7 @@ async def _ask_and_list(
 
 
 def hub(context: Context) -> Iterator[Finding]:
-    """What the Hub answers for each entry of the list."""
+    """Report the Hub's answer for each entry of the list."""
     hub_source(context.settings)
     repos = context.settings.hub_repos
     if not context.network:
@@ -129,6 +131,7 @@ def hub(context: Context) -> Iterator[Finding]:
         yield on("HF_HUB_OFFLINE is set: what the Hub's cache on this host has is served")
         return
     source = HubSource(HubPatterns.parse(repos), timeout_s=context.timeout_s)
+    # A pattern is asked for a repository that need not exist: any answer of the Hub is enough.
     asked = [(entry, AdapterName.parse(entry.replace("/*", f"/{_PROBE}"))) for entry in repos[:_MAX_ENTRIES]]
 
     async def ask_all() -> list[RemoteAdapter | Absence | LoRAPluginsError]:
@@ -149,6 +152,7 @@ def hub(context: Context) -> Iterator[Finding]:
 
 async def _ask(source: Source, name: AdapterName, timeout_s: float) -> RemoteAdapter | Absence | LoRAPluginsError:
     try:
+        # A second more than the source's own limit: the source's error names the place, and should come first.
         return await asyncio.wait_for(source.locate(name, _PROBE), timeout_s + 1)
     except LoRAPluginsError as error:
         return error

@@ -1,4 +1,4 @@
-"""The sources that a server with this environment would ask, without a server."""
+"""The sources of a server with this environment, without a server."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 from lora_plugins.resolvers.sources.source import Listing, ListsNames, RemoteAdapter, Source
 from lora_plugins.settings import Settings, named_in_environment
 
-# A source's label, the name that it was asked for, and its answer.
+# A source's label, the name asked for, and the answer.
 Report = Callable[[str, str, RemoteAdapter | Absence | LoRAPluginsError], None]
 
 
 def sources_of_environment(settings: Settings, report: Report = lambda *_: None) -> list[ReportingSource]:
-    """The sources that `VLLM_PLUGINS` names, in their order; `report` gets what each answers.
+    """Return the sources that `VLLM_PLUGINS` names, in their order; `report` gets each answer.
 
     Raises:
-        InvalidSettings: one cannot be made.
+        InvalidSettings: a source cannot be made.
     """
     found: list[ReportingSource] = []
     for plugin, configured in SOURCE_PLUGINS.items():
         if named_in_environment(plugin):
             found += (ReportingSource(source, report) for source in configured(settings))
     order = settings.sources
+    # Sources that the setting leaves out come last, in the plugins' order.
     return sorted(found, key=lambda item: order.index(item.label) if item.label in order else len(order))
 
 
@@ -34,7 +35,7 @@ def require_sources(sources: Sequence[Source]) -> None:
     """Refuse to go on where a server with this environment would ask no source.
 
     Raises:
-        InvalidSettings: no plugin with a source is named, or none has its own setting.
+        InvalidSettings: no plugin with a source is named, or no named plugin has its own setting.
     """
     if not sources:
         raise InvalidSettings(
@@ -45,7 +46,7 @@ def require_sources(sources: Sequence[Source]) -> None:
 
 
 async def list_names(sources: Sequence[ReportingSource], base_model_name: str) -> list[Listing | LoRAPluginsError]:
-    """What each source can list, or why it does not answer."""
+    """Return each source's list, or the source's error."""
 
     async def one(source: ReportingSource) -> Listing | LoRAPluginsError:
         try:
@@ -57,10 +58,10 @@ async def list_names(sources: Sequence[ReportingSource], base_model_name: str) -
 
 
 def names_of_environment(settings: Settings, base_model_name: str) -> list[str]:
-    """All names that the sources can list, each once.
+    """Return all names in the sources' lists, each once.
 
     Raises:
-        LoRAPluginsError: of a source that does not answer.
+        LoRAPluginsError: a source does not answer.
     """
     names: dict[str, None] = {}
     for listing in asyncio.run(list_names(sources_of_environment(settings), base_model_name)):
@@ -82,7 +83,7 @@ class ReportingSource:
         return str(self._source)
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
-        """As the source does."""
+        """Locate as the source does."""
         try:
             found = await self._source.locate(name, base_model_name)
         except LoRAPluginsError as error:
@@ -92,7 +93,7 @@ class ReportingSource:
         return found
 
     async def names(self, base_model_name: str) -> Listing:
-        """As the source does, where it can list."""
+        """List as the source does, if the source can list."""
         if isinstance(self._source, ListsNames):
             return await self._source.names(base_model_name)
         return Listing((), ("this source does not list what it has",))

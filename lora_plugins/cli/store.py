@@ -1,4 +1,4 @@
-"""The store: what is in it, and `verify`, `gc` and `rm`; nothing is written by looking."""
+"""The store: its adapters, and `verify`, `gc` and `rm`; looking writes nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be 
 
 
 class StoreView:
-    """The store of the settings, which need not be there."""
+    """The store of the settings, which need not exist."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -52,15 +52,15 @@ class StoreView:
 
     @functools.cached_property
     def store(self) -> Store:
-        """The store itself, to change it; made where it is not there.
+        """The store itself, to change it; made where the store does not exist.
 
         Raises:
-            InvalidSettings: it cannot be written.
+            InvalidSettings: the store cannot be written.
         """
         return open_store(self.settings)
 
     def entries(self) -> list[Entry]:
-        """What is published, the one used longest ago first; nothing where the store has never been made.
+        """Return the published adapters, the least recently used first; nothing where the store has never been made.
 
         Raises:
             InvalidSettings: the store cannot be read.
@@ -78,11 +78,11 @@ class StoreView:
             ) from error
 
     def holders(self, entry: Entry) -> list[str]:
-        """The processes that have leased it, in words."""
+        """Return the processes that have leased an adapter, in words."""
         return [self._processes.describe(name) for name in self._leases.holders(entry.digest)]
 
     def row(self, entry: Entry) -> dict[str, Any]:
-        """One adapter as JSON has it."""
+        """Return an adapter as JSON."""
         manifest = entry.manifest
         return {
             "digest": entry.digest,
@@ -98,7 +98,7 @@ class StoreView:
         }
 
     def name_of(self, entry: Entry) -> str | None:
-        """The name by which the sources of the settings know it; None where none of them does."""
+        """Return the name by which the sources of the settings know an adapter; None without such a source."""
         uri = "" if entry.manifest is None else entry.manifest.uri
         if uri.startswith("hf://"):
             return uri.removeprefix("hf://")
@@ -113,10 +113,10 @@ class StoreView:
         return None if name is None else str(name)
 
     def select(self, text: str) -> list[Entry]:
-        """The published adapters that a name, a pattern of names, a URI, or the beginning of a digest stands for.
+        """Return the published adapters that match a name, a pattern of names, a URI, or the beginning of a digest.
 
         Raises:
-            AdapterNotFound: there is none. UsageProblem: this is the beginning of several digests.
+            AdapterNotFound: there is no match. UsageProblem: the text is the beginning of several digests.
         """
         known = self.entries()
         if is_prefix(text):
@@ -142,10 +142,10 @@ class StoreView:
     def select_all(
         self, names: Sequence[str] | None, file: Path | None
     ) -> tuple[Sequence[Entry], list[LoRAPluginsError]]:
-        """What `select` finds for several, each adapter once, and an error for each that stands for none.
+        """Return the adapters that `select` finds for all names, each once, and an error for each name without a match.
 
         Raises:
-            AdapterNotFound: the only one stands for none. UsageProblem: as `select` does; nothing is asked for.
+            AdapterNotFound: the only name has no match. UsageProblem: as `select` raises, or without names.
         """
         asked = wanted(names, file)
         found: dict[str, Entry] = {}
@@ -177,6 +177,7 @@ def verify(
         if not output.shows_progress or len(chosen) < 2:
             output.progress(f"hashing {entry.digest[:SHOWN_CHARACTERS]}")
         whole = view.store.verify(entry.digest)
+        # A leased adapter stays in its place until the next fetch.
         is_gone = not view.layout.adapter(entry.digest).exists()
         adapters.append({"digest": entry.digest, "whole": whole, "quarantined": is_gone})
     damaged = sum(not adapter["whole"] for adapter in adapters)
@@ -215,6 +216,7 @@ def gc(
     budget = _budget(view.settings, max_bytes)
     rows: dict[str, dict[str, Any]] = {}
 
+    # A dry run asks the same questions as `evict` would, and only leaves out the removal.
     def remove(entry: Entry) -> bool:
         rows[entry.digest] = row = view.row(entry)
         return not row["leases"] if dry_run else view.store.remove(entry.digest)
@@ -254,6 +256,7 @@ def gc(
 
 
 def _budget(settings: Settings, text: str | None) -> int:
+    # `bytes_of` refuses zero: for `gc` zero is the budget of an empty store.
     budget = settings.store_max_bytes if text is None else 0 if text.strip() == "0" else bytes_of(text)
     if budget is not None:
         return budget

@@ -52,12 +52,12 @@ _OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One change of what a server serves.
+    """One change of a server's adapters.
 
     Attributes:
-        name: of the command. says: its help. options: those of `_OPTIONS` that it has.
-        route: method and path of a name. answer: what the server answers.
-        body: of the request for a name with these options. has_patterns: whether `team/*` stands for what is listed.
+        name: of the command. says: its help. options: the verb's keys of `_OPTIONS`.
+        route: method and path of a name. answer: the type of the server's answer.
+        body: of the request for a name with these options. has_patterns: whether `team/*` stands for listed names.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Verb:
     has_patterns: bool = True
 
     def command(self) -> Callable[..., Result]:
-        """The function behind the command, with the options of this verb."""
+        """Return the function behind the command, with the options of this verb."""
 
         def run(output: Output, names: list[str] | None, file: Path | None, **given: Any) -> Result:
             client = AdminClient(given.pop("url"), given.pop("timeout_s"))
@@ -89,14 +89,15 @@ class Verb:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
             for name, (kind, default) in options.items()
         ]
+        # Typer reads the signature: each verb has its own options.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
     def ask(self, client: AdminClient, one: AskedName, options: dict[str, Any]) -> AdapterStatus:
-        """Ask a server to do it with one name.
+        """Send the change of one name to a server.
 
         Raises:
-            UsageProblem: the name or an option cannot be right. LoRAPluginsError: what the server answers.
+            UsageProblem: the name or an option cannot be right. LoRAPluginsError: the server's error.
         """
         try:
             body = self.body(one, options)
@@ -162,7 +163,7 @@ VERBS = (
 def _change(
     output: Output, client: AdminClient, verb: Verb, asked: Sequence[AskedName], options: dict[str, Any]
 ) -> Result:
-    """Ask for every name, a few at once; one that fails keeps none of the others from being asked for."""
+    """Ask for every name, a few at once; a failure keeps no other name from being asked for."""
     if options.get("uri") is not None and (len(asked) != 1 or asked[0].uri is not None):
         raise UsageProblem("--uri is for one name; --file takes a URI behind each name")
     for option in ("if_match", "to"):
@@ -199,7 +200,7 @@ def _change(
 
 
 def row_of(one: AdapterStatus) -> tuple[str, ...]:
-    """The name, what became of its versions, and the server's sentence, without the name that stands beside it."""
+    """Return the name, the change of versions, and the server's sentence, without the name in front."""
     versions: tuple[str, ...] = ()
     if isinstance(one, VersionStatus):
         digests = [(digest or "")[:SHOWN_CHARACTERS] for digest in (one.digest, one.previous_digest)]

@@ -1,1 +1,1 @@
-"""The scheduler's half: which adapter is loaded, which has a slot, and which requests may run; no vLLM, no torch."""
+"""The scheduler's half: which adapter is loaded, has a slot, and runs requests; no vLLM, no torch."""

@@ -18,7 +18,7 @@ from lora_plugins.scheduler.stats import FoundIn
 NOWHERE = (False,) * 7
 _REMEMBERED = 10_000
 _LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
-LONGEST_DRAIN_S = 60.0  # clients choose what their requests are called: one name for all must not keep a slot for ever
+LONGEST_DRAIN_S = 60.0  # clients choose their requests' names: a name for all requests must not keep a slot for ever
 
 
 class HostState(StrEnum):
@@ -29,7 +29,7 @@ class HostState(StrEnum):
     LOADED = "loaded"
 
 
-ABSENT, LOADING, LOADED = HostState  # as an attribute of its class a member takes 15 times as long to find
+ABSENT, LOADING, LOADED = HostState  # the members as globals: an attribute of the enum takes 15 times as long to find
 _SLOT, _HOST, _STORE = FoundIn
 
 
@@ -39,7 +39,7 @@ class Held:
 
     Attributes:
         request: the scheduler's own object; the planner reads none of its attributes.
-        client: the client's request of which a beam or a choice is a part; empty where vLLM divides nothing.
+        client: the client's request that a beam or a choice is a part of; empty where vLLM divides nothing.
         is_bound: the request named this generation, so no earlier generation may answer.
         has_run: a pause has stopped the request after its admission.
     """
@@ -78,14 +78,14 @@ class Adapter:
         held: requests that are not admitted, by id. priorities: how many held requests have each priority.
         stopped: requests that a pause has stopped, by id: they wait for its end, and for neither slot nor room.
         running: the time of admission and the client's request of each admitted request, by id.
-        expected: clients' requests of which nothing runs now and more is expected, each until a time.
+        expected: clients' requests without a running part, whose next part is expected until a time.
         waits_since: since when requests or calls wait, and nothing is admitted.
         draining_since: since when other clients' requests are not admitted, so that slot or room passes on.
         is_pinned: keeps host memory and slot without any request.
         is_retired: evicted once unused; the eviction answers `retirements`.
-        replaces: the generation before, which goes once this one is loaded, and is current again if the load fails.
+        replaces: the generation before: goes once this generation is loaded, and is current again if the load fails.
         moves: whether requests that run with `replaces` go on with this generation's weights.
-        weights_key: the key of the generation whose weights these are; after a move, another than `key`.
+        weights_key: the key of the generation that brought the weights; after a move, another than `key`.
         load_s: the duration of the last load. rank: as workers report it; 0 before.
         waits_in, kept_in: the planner's orders and collections that hold this adapter (`PlannerState.settle`).
     """
@@ -133,7 +133,7 @@ class Adapter:
 
     @property
     def clients(self) -> set[str]:
-        """The clients' requests of which parts run, or are expected."""
+        """The clients' requests with a running or an expected part."""
         return (self.expected.keys() | {client for _, client in self.running.values()}) - {""}
 
     @property
@@ -163,7 +163,7 @@ class Adapter:
 
     @property
     def order(self) -> tuple[int, float]:
-        """The place among waiting adapters: the best priority of held requests, then the time since when they wait."""
+        """The place among waiting adapters: the best priority of held requests, then the time of the first."""
         return min(self.priorities) if self.priorities else 0, self.waits_since or 0.0
 
     @property
@@ -204,6 +204,7 @@ class Generations:
 
     def __init__(self) -> None:
         self._numbers = count(_LATER_KEYS)
+        # Bounded: every version that is ever served has an id.
         self._keys: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by engine id
         self._engine_ids: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by key
 
@@ -254,8 +255,8 @@ class WaitingOrder:
             if self._sorted and self._sorted[-1] > entry:
                 insort(self._sorted, entry)
             else:
-                self._sorted.append(entry)  # as most do, which came last
+                self._sorted.append(entry)  # most adapters came last
 
     def count_before(self, adapter: Adapter) -> int:
-        """How many adapters are served before this one."""
+        """Return how many adapters are served before `adapter`."""
         return bisect_left(self._sorted, (*adapter.order, adapter.key))

@@ -1,4 +1,4 @@
-"""Which requests may run: those whose adapter is in a slot. Slots, and room, pass on in a fair order."""
+"""Which requests may run: requests whose adapter is in a slot. Slots, and room, pass on in a fair order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PATIENT_RUNS = 2
 
 
 def forget_expected(state: PlannerState, now: float) -> float:
-    """Expect no more of clients' requests of which too long nothing came; returns when the next of them is due."""
+    """Expect no more of clients' requests that were quiet for too long; return when the next expectation ends."""
     if not state.expecting:
         return float("inf")
     for adapter in state.expecting:
@@ -27,14 +27,16 @@ def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool,
     """
     admitted: list[object] = []
     waiting: dict[SlotPool, list[Adapter]] = {pool: [] for pool in (state.copied, state.pointed) if pool.size}
+    # Calls that wait for a slot come first: no adapter with requests overtakes them.
     for adapter in [it for it in state.calling if it.needs_slot]:
         waiting[state.pool_of(adapter)].append(adapter)
     left = len(waiting)
-    for adapter in state.ready:  # which changes when the state is settled
+    for adapter in state.ready:  # a copy would be wrong: settling, between calls of `begin`, changes the order
         pool = state.pool_of(adapter)
         without_slot = waiting[pool]
         if len(without_slot) > pool.size or adapter in state.draining:
             continue
+        # An adapter takes a slot only if no earlier adapter of the pool waits for a slot: no later arrival overtakes.
         if adapter.slot is None and (without_slot or not state.activate(adapter, displaces=True)):
             without_slot.append(adapter)  # each slot is used, or being written
             left -= len(without_slot) > pool.size
@@ -47,7 +49,8 @@ def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool,
 
 
 def join(state: PlannerState, now: float) -> list[object]:
-    """The requests that run from now on beside others of their adapter."""
+    """Return the requests that run from now on beside other requests of their adapter."""
+    # `joined` is in the order of touches; with two adapters or more, admit in the order in which adapters began.
     joined = state.joined if len(state.joined) < 2 else [adapter for adapter in state.in_flight if adapter.held]
     return [request for adapter in joined for request in state.admit(adapter, now)]
 
@@ -59,7 +62,7 @@ def start_draining(
     without_room: list[Adapter],
     patience_s: float,
 ) -> float:
-    """Have one more adapter drain where others wait and nothing has passed on for a while; returns when to look again.
+    """Have one more adapter drain where others wait and nothing has passed on for a while; return when to look again.
 
     `waiting`: for slots, as `begin` returns. `without_room`: for room in the host cache, in order.
     """
@@ -68,6 +71,7 @@ def start_draining(
         if adapters:
             next_at = min(next_at, _pass_slots_on(state, pool, adapters, now, patience_s))
         else:
+            # Nobody waits: the patience counts from now, and adapters that drained for this pool take requests again.
             pool.passed_on_at = now
             for adapter in [it for it in state.leaving if it in pool.owners and it not in state.draining]:
                 state.leave(adapter, None)
@@ -84,19 +88,20 @@ def start_draining(
 
 
 def _share(state: PlannerState, patience_s: float) -> float:
-    """How long all that run together may pass on nothing."""
+    """Return for how many seconds all running adapters together may pass on nothing."""
     passing_on = len(state.copied.running) + len(state.pointed.running)
     return max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, passing_on)
 
 
 def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], now: float, patience_s: float) -> float:
     running, leaving = len(pool.running), sum(it in pool.running for it in state.leaving)
-    # The last that takes any requests stays, unless nobody else would leave.
+    # The last adapter that takes requests stays, unless no adapter would leave.
     while len(waiting) > leaving and (running - leaving > 1 or running - leaving == running == 1):
         share_s = _share(state, patience_s)
         look_at = max(pool.passed_on_at, min(it.waits_since or now for it in waiting)) + share_s
         if look_at > now:
             return look_at
+        # `look_at`, not `now`: a late step drains as many adapters as steps in time would have.
         pool.passed_on_at = look_at
         taking = [it for it in pool.owners if it in pool.running and it.draining_since is None]
         state.leave(min(taking, key=lambda it: len(it.running)), now)
@@ -107,9 +112,9 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
 
 
 def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
-    """Choose adapters to evict, once unused, for another: later arrivals, then those with the fewest running requests.
+    """Choose adapters to evict, once unused, for `adapter`: later arrivals, then the fewest running requests.
 
-    The choice stands until the load: else freed room would be used again before enough room is free.
+    The choice stands until the load: without a reservation, requests would use freed room before enough room is free.
     """
     state.reserved_for = adapter
     gone = [it.key for it in state.draining if it.key not in state.cache.idle]
@@ -124,13 +129,14 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
     behind.sort(key=lambda it: it.order, reverse=True)
     running.sort(key=lambda it: len(it.running))
     chosen, sizes_bytes = list[Adapter](), state.cache.sizes_bytes
+    # First choose until enough would be free, then drop each choice whose room turned out superfluous.
     for other in (*behind, *running):
         if places_over <= 0 and bytes_over <= 0:
             break
         chosen.append(other)
         places_over, bytes_over = places_over - 1, bytes_over - sizes_bytes[other.key]
     for other in chosen:
-        if places_over < 0 and bytes_over + sizes_bytes[other.key] <= 0:  # it need not go
+        if places_over < 0 and bytes_over + sizes_bytes[other.key] <= 0:  # superfluous
             places_over, bytes_over = places_over + 1, bytes_over + sizes_bytes[other.key]
         else:
             state.draining[other] = None

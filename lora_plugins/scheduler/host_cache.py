@@ -69,7 +69,7 @@ class HostCache:
         self.used_bytes += size_bytes
 
     def loaded(self, key: int, spec: AdapterSpec, size_bytes: int, cost_s: float) -> None:
-        """Count an adapter's real size."""
+        """Count an adapter's real size, as workers report the size."""
         self.known_bytes[spec.engine_id] = spec, size_bytes
         if len(self.known_bytes) > _REMEMBERED:
             del self.known_bytes[next(iter(self.known_bytes))]
@@ -100,6 +100,7 @@ class HostCache:
         places_over, bytes_over = self.over(sizes_bytes, gone)
         more, fewer = [key for key in also if key not in self.idle], [key for key in gone if key in self.idle]
         size_of = self.sizes_bytes.__getitem__
+        # First by sums: they show a lack of room without a walk through the policy's order.
         free_bytes = self.idle_bytes + sum(map(size_of, more)) - sum(map(size_of, fewer))
         if places_over > len(self.idle) + len(more) - len(fewer) or bytes_over > free_bytes:
             return None

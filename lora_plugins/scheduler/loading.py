@@ -1,4 +1,4 @@
-"""What is loaded into the host cache, and when, for held requests and for calls; which pins leave others too little."""
+"""Loads into the host cache, when, and for which requests and calls; and which pins leave others too little."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ _MOST_LOOKED_AT = 2 * MAX_LOADS
 
 
 def answer_calls(state: PlannerState, *, is_paused: bool) -> list[Future[None]]:
-    """Activate what calls need; returns the futures of the calls that can be answered."""
+    """Activate the adapters that calls need; return the futures of the calls that can be answered."""
     answered = []
     for adapter in state.calling:
         if not adapter.is_loaded:
             continue
         for call in list(adapter.calls):
             if not adapter.is_active and not is_paused and (call.wants_slot or call.needs_slot):
+                # A call that only `wants_slot` takes an idle slot, and displaces nobody.
                 is_coming = state.activate(adapter, displaces=call.needs_slot)
                 if is_coming and not adapter.is_active:
                     continue
                 if is_coming and adapter.can_be_displaced:
-                    state.pool_of(adapter).unused[adapter] = None  # by a call that comes after
+                    state.pool_of(adapter).unused[adapter] = None  # a later call of this loop may take the slot
             if adapter.is_active or not call.needs_slot:
                 adapter.calls.remove(call)
                 answered.append(call.future)
@@ -41,7 +42,7 @@ def take_loaded(adapter: Adapter) -> list[Future[None]]:
 
 
 def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped: bool = False) -> list[Adapter]:
-    """Have the workers load the next adapters, as far as there is room; returns adapters without room.
+    """Have the workers load the next adapters, as far as there is room; return adapters without room.
 
     A later adapter is loaded only if room stays for an earlier adapter without room, once `draining` adapters have
     gone. During a pause held requests wait, calls do not. Where the pause `is_stopped`, adapters with held requests
@@ -56,6 +57,7 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped:
         next_ones = [first, *(adapter for adapter in next_ones if adapter is not first)]
     without_room: list[Adapter] = []
     for adapter in next_ones:
+        # A bound on the work of a step: later adapters are looked at in a later step.
         if state.loads >= MAX_LOADS or len(without_room) >= MAX_LOADS:
             break
         if without_room and not (is_stopped or state.cache.idle or state.cache.has_room([0])):
@@ -77,8 +79,8 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped:
 def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
     """Keys to evict so that an adapter fits, adapters with held requests too; None where no choice is enough.
 
-    Earlier generations of the adapter go first, and their requests wait for the adapter then. Adapters stay that nobody
-    could load again, and adapters that are to replace others.
+    Earlier generations of the adapter go first; their requests then wait for the adapter. An adapter stays if nobody
+    could load the weights again, or if the adapter is to replace another.
     """
     victims = _victims(state, adapter, [])
     if victims is not None:
@@ -104,7 +106,8 @@ def _victims(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> li
     if not before:
         victims = cache.victims([size_bytes])
         if victims is None and (old := adapter.replaces) is not None and old.is_loaded and not old.is_used:
-            # It is loaded again if this one cannot be; what workers were given is gone then, as its caller replaced it.
+            # If the new generation's load fails, the old generation is loaded again. Weights that workers were given
+            # past the plan are lost: the caller has replaced them.
             victims = cache.victims([size_bytes], [old.key])
         if victims is not None or adapter is not state.reserved_for:
             return victims
@@ -112,6 +115,7 @@ def _victims(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> li
         return cache.victims([size_bytes], drained) if drained else None
     sizes_bytes = [size_bytes, *(cache.expected_bytes(other.spec) for other in before)]
     if state.reserved_for is None:
+        # Only unevictable adapters stay for ever: the earlier adapters find room once all others have gone.
         staying = [other.key for other in state.staying if other.key in cache.sizes_bytes]
         return cache.victims([size_bytes]) if cache.has_room_beside(sizes_bytes, staying) else None
     victims = cache.victims(sizes_bytes, gone={other.key for other in state.draining})
@@ -119,16 +123,17 @@ def _victims(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> li
 
 
 def _runs_soon(state: PlannerState, adapter: Adapter) -> bool:
-    """Whether a loaded adapter would run soon: few adapters in host memory come before. Early loads evict others."""
+    """Return whether a loaded adapter would run soon: few adapters in host memory come before. Early loads evict."""
     return state.ready.count_before(adapter) < state.slots.total + MAX_LOADS - state.loads
 
 
 def why_not_pinned(state: PlannerState, spec: AdapterSpec) -> NoFreeSlot | None:
-    """Why an adapter cannot be pinned; None where it can."""
+    """Return why an adapter cannot be pinned, or None."""
     cache = state.cache
     # Two versions of one name are pinned for as long as the old one drains.
     staying = [adapter for adapter in state.staying if adapter.spec.name != spec.name]
     pinned = [adapter for adapter in staying if adapter.is_pinned]
+    # The pool is known only after the load (`is_instant`): the pointed slots stand for any adapter's pool until then.
     places = min(state.slots.pointed or state.slots.copied, cache.max_adapters)
     if len(pinned) + 1 >= places:
         return _no_slot_left(places, len(pinned), spec.name)
@@ -150,7 +155,7 @@ def why_not_pinned(state: PlannerState, spec: AdapterSpec) -> NoFreeSlot | None:
 
 
 def takes_last_slot(state: PlannerState, adapter: Adapter) -> NoFreeSlot | None:
-    """Why a pin has to be undone, which is known only once it is loaded; None where it may stay."""
+    """Return why a pin has to be undone, or None; only a load shows the pool that the pin takes a slot from."""
     pool, name = state.pool_of(adapter), adapter.spec.name
     others = [it for it in state.pinned if it.spec.name != name and state.pool_of(it) is pool]
     if not (adapter.is_pinned and adapter.is_loaded) or len(others) + 1 < pool.size:

@@ -1,4 +1,4 @@
-"""What passes between the processes: commands and reports, and the questions and answers of vLLM's utilities.
+"""Messages between the processes: commands and reports, and the questions and answers of vLLM's utilities.
 
 vLLM's `SchedulerOutput` carries commands, in the order in which every worker executes them, and its `ModelRunnerOutput`
 carries reports; both are pickled. A `key` names a generation of an adapter: the `lora_int_id` of batches. A `job` may
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What a worker needs to know to load an adapter.
+    """A worker's facts for loading an adapter.
 
     Attributes:
         engine_id: vLLM's `lora_int_id`, one for each version.
@@ -33,8 +33,8 @@ class AdapterSpec:
         uri: the source, for a worker that lacks the directory; None where the name is enough.
         is_3d: whether each tensor holds all experts, as vLLM's `is_3d_lora_weight` says.
         size_bytes: host memory for the weights, as the files say.
-        lora_request: the caller's own object of a subclass of vLLM's class, whose author knows how to load it.
-        given: the workers' number for weights that a caller gave past the plan, which nobody could load again.
+        lora_request: the caller's own object of a subclass of vLLM's class, whose author knows how to load the adapter.
+        given: the workers' number for weights that a caller gave past the plan: nobody could load them again.
     """
 
     engine_id: int
@@ -49,7 +49,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load an adapter into host memory: in a background thread, or before this step's batch where that is shorter."""
+    """Load an adapter into host memory: in a background thread, or before this step's batch if a load is shorter."""
 
     spec: AdapterSpec
     key: int
@@ -74,7 +74,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """From this step's batch on, what runs with `key` computes with the weights of `source`, which is gone then."""
+    """From this step's batch on, compute requests of `key` with the weights of `source`; then `source` is gone."""
 
     key: int
     source: int
@@ -85,10 +85,10 @@ Command = Load | Activate | Evict | Move
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Every worker has it in host memory.
+    """Every worker has the adapter in host memory.
 
     Attributes:
-        size_bytes: of host memory, on the worker that needs most. is_instant: whether no worker copies to activate.
+        size_bytes: of host memory, on the largest worker. is_instant: whether no worker copies to activate.
         load_s: the slowest worker's time. rank: the largest of any module.
     """
 
@@ -101,7 +101,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """Every worker has it in its slot; `activate_s` is what writing the slot took."""
+    """Every worker has the adapter in its slot; writing the slot took `activate_s`."""
 
     job: int
     activate_s: float
@@ -124,13 +124,13 @@ class Slots:
 
     @property
     def total(self) -> int:
-        """Adapters that one batch can compute with."""
+        """How many adapters one batch can compute with."""
         return self.copied + self.pointed
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A worker was given an adapter past the plan, or was told to remove one (`spec` is None)."""
+    """A worker was given an adapter past the plan, or had to remove an adapter (`spec` is None)."""
 
     engine_id: int
     spec: AdapterSpec | None = None
@@ -141,6 +141,7 @@ Report = Loaded | Activated | Failed
 
 def merged(reports: Sequence[Report]) -> Report:
     """One report of all workers for the same job: the largest size and rank, the longest time."""
+    # Every worker has reported the job: the slowest and the largest decide.
     loaded = [report for report in reports if isinstance(report, Loaded)]
     if loaded:
         return Loaded(
@@ -192,14 +193,14 @@ class PlannerFigures:
 
 
 def to_plain(message: Any) -> Any:
-    """A message, or several, as dicts and lists of plain values; a copy. An error of ours is its `plain()`."""
+    """Return a message, or several, as dicts and lists of plain values; a copy. Our errors become their `plain()`."""
     return msgspec.to_builtins(message, enc_hook=LoRAPluginsError.plain)
 
 
 def from_plain(kind: type[T], plain: Any) -> T:
-    """The message of this type that `to_plain` made `plain` of.
+    """Return the message of type `kind` that `to_plain` turned into `plain`.
 
     Raises:
-        msgspec.ValidationError: it is none.
+        msgspec.ValidationError: `plain` is no such message.
     """
     return msgspec.convert(plain, kind, dec_hook=lambda _, error: error_of(error))

@@ -1,6 +1,6 @@
 """Names whose requests are held until a resume, outside the plan: they take neither slots nor room from others.
 
-A pause is of a name, so it holds requests for each version that the name gets meanwhile.
+A pause is of a name, so the pause holds requests for each version that the name gets meanwhile.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from lora_plugins.scheduler.state import PlannerState, resolve
 
 
 class PauseMode(StrEnum):
-    """What becomes of the requests that came before a pause."""
+    """How a pause treats the requests that came before."""
 
     WAIT = "wait"
-    """Those that run end by themselves; those that are held go on being held."""
+    """Running requests end by themselves; held requests stay held."""
     ABORT = "abort"
-    """All of them are ended."""
+    """All requests are aborted."""
     KEEP = "keep"
-    """They stop, and go on after the resume."""
+    """Requests stop, and go on after the resume."""
 
 
 @dataclass(eq=False, slots=True)
 class _Pause:
     mode: PauseMode
-    held: dict[str, Any] = field(default_factory=dict)  # requests that came since, by id
+    held: dict[str, Any] = field(default_factory=dict)  # requests that came during the pause, by id
     calls: list[Future[None]] = field(default_factory=list)
 
 
 class Pauses:
-    """The pauses of one engine; what runs and what waits for a slot is the planner's."""
+    """The pauses of one engine; running requests, and requests that wait for a slot, are the planner's."""
 
     def __init__(self, state: PlannerState) -> None:
         self._state = state
@@ -51,14 +51,14 @@ class Pauses:
 
     @property
     def held_by_name(self) -> Counter[str]:
-        """The same, by name of adapter."""
+        """How many requests wait for a resume, by name of adapter."""
         counts = Counter({name: len(pause.held) for name, pause in self._pauses.items()})
         counts.update({it.spec.name: len(it.stopped) for it in self._state.adapters.values() if it.stopped})
         return +counts
 
     @property
     def held(self) -> list[Any]:
-        """The requests that came since their name was paused."""
+        """The requests that came after their name was paused."""
         return [request for pause in self._pauses.values() for request in pause.held.values()]
 
     @property
@@ -67,10 +67,11 @@ class Pauses:
         return bool(self._state.expecting) and any(pause.calls for pause in self._pauses.values())
 
     def holds(self, name: str, client: str = "") -> bool:
-        """Whether a request waits for a resume; parts of a client's request that runs do not, where the pause waits."""
+        """Return whether a request waits for a resume; in mode WAIT, parts of a running client's request run."""
         pause = self._pauses.get(name)
         if pause is None:
             return False
+        # A beam whose next part waited for the resume would never end, and the pause waits for the beam's end.
         if pause.mode is not PauseMode.WAIT or not client:
             return True
         return not any(client in adapter.clients for adapter in self.in_flight(name))
@@ -80,20 +81,20 @@ class Pauses:
         self._pauses[name].held[request_id] = request
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """Requests have left vLLM's scheduler, in whatever way; those that are not held by a pause are left alone."""
+        """Drop requests that have left vLLM's scheduler, in whatever way; ids that no pause holds are left alone."""
         for pause in self._pauses.values():
             for request_id in request_ids:
                 pause.held.pop(request_id, None)
 
     def pause(self, name: str, mode: PauseMode) -> list[str]:
-        """Begin a pause, or change its mode; returns the ids of all requests of the name that there are by now."""
+        """Begin a pause, or change its mode; return the ids of all requests that the name has by now."""
         pause = self._pauses.setdefault(name, _Pause(mode))
         pause.mode = mode
         adapters = [it for it in self._state.adapters.values() if it.spec.name == name]
         return [*pause.held, *(key for it in adapters for key in (*it.stopped, *it.held, *it.running))]
 
     def resume(self, name: str) -> list[Any]:
-        """End a pause; returns the requests that have come meanwhile."""
+        """End a pause; return the requests that came during the pause."""
         pause = self._pauses.pop(name, None)
         if pause is None:
             return []
@@ -111,14 +112,14 @@ class Pauses:
         return future
 
     def answer(self) -> None:
-        """Answer the calls that nothing is in flight for any more."""
+        """Answer the calls whose name has nothing in flight any more."""
         for name, pause in self._pauses.items():
             if pause.calls and not self.in_flight(name):
                 resolve(pause.calls)
                 pause.calls = []
 
     def in_flight(self, name: str) -> list[Adapter]:
-        """The generations of a name of which requests run."""
+        """Return the generations of a name that have requests in flight."""
         return [adapter for adapter in self._state.in_flight if adapter.spec.name == name]
 
     def to_stop(self) -> list[Adapter]:

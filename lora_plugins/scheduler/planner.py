@@ -2,7 +2,7 @@
 
 The planner is notified of requests, reports of workers and the time, and answers with commands and admitted requests.
 Commands are for the workers. The unit is a generation of an adapter: an engine id finds the current
-generation, and a later one is loaded beside it. The rules:
+generation, and a later generation is loaded beside the current. The rules:
 
 - An adapter with admitted requests keeps its slot until the last of them has ended, and takes further requests at once.
   Adapters whose activation costs a copy use the copied slots, others the pointed slots, if there are any. A copy that
@@ -57,13 +57,13 @@ from lora_plugins.scheduler.state import PlannerState, resolve
 from lora_plugins.scheduler.stats import Stats
 
 PATIENCE_S = 1.0
-EXPECTED_S = 0.2  # an API server takes so long at most to ask for the next token of beams
+EXPECTED_S = 0.2  # an API server takes at most so long to ask for the next token of beams
 _REMEMBERED = 10_000
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What is to be done in one step.
+    """Commands and requests of one step.
 
     Attributes:
         commands: for the workers. admitted: requests to admit.
@@ -76,12 +76,13 @@ class StepPlan:
 
 
 class Planner:
-    """See the module.
+    """The planner of one engine; the module has the rules.
 
     Args:
         slots: places in the workers' device memory.
         cache: the budget of the host cache.
-        patience_s: how long all slots together may pass on to nobody while others wait, if requests are shorter.
+        patience_s: for how many seconds all slots together may pass on to nobody while others wait, unless runs take
+            longer.
 
     Attributes:
         state: read by others, changed only here.
@@ -91,17 +92,17 @@ class Planner:
         self.stats = Stats()
         self.state = PlannerState(slots, cache, self.stats)
         self._patience_s = patience_s
-        self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # of ids that are given once
+        self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # by ids that are given once
         self._is_changed = False
         self._was_paused = self._was_stopped = False
         self._look_at = float("inf")
 
     def has_work(self, *, is_paused: bool, is_stopped: bool = False) -> bool:
-        """Whether a step without any request would do something but answer what was refused."""
+        """Return whether a step without any request would do more than answer refused requests."""
         state = self.state
         has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
         has_stopped = is_stopped and not self._was_stopped and (state.calling or self._retiring)
-        waits = self._look_at < float("inf") and (  # for a client of whom more is expected
+        waits = self._look_at < float("inf") and (  # for a client whose next part is expected
             state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
         )
         return self.is_busy or bool(has_resumed or has_stopped or waits)
@@ -125,10 +126,10 @@ class Planner:
         priority: int = 0,
         client: str = "",
     ) -> None:
-        """A request came, perhaps as part of a client's; a later `plan` admits or refuses it.
+        """Note that a request came, perhaps as part of a client's; a later `plan` admits or refuses the request.
 
-        Its adapter is the current generation of its engine id, whatever path it has, as in vLLM, unless it `is_other`.
-        Where that cannot be loaded, the one before answers, unless the request `is_bound` to it.
+        The request gets the current generation of its engine id, whatever path the spec has, as in vLLM, unless the
+        spec `is_other`. If that generation cannot be loaded, the one before answers, unless the request `is_bound`.
         """
         adapter = self._generation(spec, begins=is_other)
         error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
@@ -138,16 +139,16 @@ class Planner:
             order = adapter.order if adapter.held and adapter.waits_since is not None else None
             self.state.hold(adapter, request_id, Held(request, now, adapter.found, priority, client, is_bound))
             if order is not None and adapter.order == order:
-                return  # one more of those that wait changes nothing
-            if adapter.waits_since is None:  # the order is that of arrivals, not of adapters within a step
+                return  # one more waiting request changes nothing
+            if adapter.waits_since is None:  # the order is the arrivals' order, not the order of adapters within a step
                 adapter.waits_since = now
         self.state.touched[adapter] = None
         self._is_changed = True
 
     def ended(self, request_ids: Iterable[str], now: float, *, expects_more: bool = False) -> None:
-        """Requests have left vLLM's scheduler, in whatever way, held or admitted; others are left alone.
+        """Note that requests have left vLLM's scheduler, in whatever way, held or admitted; others are left alone.
 
-        `expects_more`: they are part of clients' requests that will have others soon; their adapters wait for these.
+        `expects_more`: the requests are parts of clients' requests with more to come; adapters wait for the next parts.
         """
         for request_id in request_ids:
             adapter = self.state.of_request.get(request_id)
@@ -159,17 +160,18 @@ class Planner:
                 self.state.unstop(adapter, request_id)
             elif (client := self.state.ended(adapter, request_id, now)) and expects_more:
                 adapter.expected[client] = now + EXPECTED_S
+            # Otherwise the adapter runs on, and the end changes nothing for others.
             if not adapter.running or adapter.expected:
                 self.state.touched[adapter] = None
                 self._is_changed = True
 
     def stop(self, request_id: str, request: Any, now: float, *, priority: int = 0) -> None:
-        """A pause has taken a request out of the scheduler; it keeps its generation, whatever becomes of that."""
+        """Note that a pause has taken a request out of the scheduler; the request keeps its generation in any case."""
         self.state.stop(self.state.of_request[request_id], request_id, request, priority, now)
         self._is_changed = True
 
     def go_on(self, name: str, now: float) -> None:
-        """The pause of a name has ended: what was stopped waits for admission."""
+        """Note that the pause of a name has ended: stopped requests wait for admission."""
         for adapter in [it for it in self.state.adapters.values() if it.stopped and it.spec.name == name]:
             self.state.go_on(adapter, now)
             self._changed(adapter, now)
@@ -188,9 +190,9 @@ class Planner:
     ) -> Future[None]:
         """Load an adapter into host memory without a request, and perhaps into a slot (`LoadCall`).
 
-        Another path than the current generation's, or `is_other`, begins another one, pinned as that is. With `moves`,
-        what runs goes on with that one's weights from one step on. The future raises a LoRAPluginsError where it cannot
-        be.
+        A path unlike the current generation's, or `is_other`, begins another generation, pinned if the current is.
+        With `moves`, running requests go on with the new generation's weights from one step on. The future raises a
+        LoRAPluginsError where the adapter cannot be loaded.
         """
         known = self.state.known(spec.engine_id)
         adapter = self._generation(spec, begins=is_other or (known is not None and known.spec.path != spec.path))
@@ -201,13 +203,13 @@ class Planner:
         if error is None:
             adapter.is_pinned = is_pinned
             adapter.calls.append(LoadCall(future, wants_slot, needs_slot))
-            if is_pinned and adapter is not known:  # its slot comes as soon as there is one, which nobody waits for
+            if is_pinned and adapter is not known:  # nobody waits for this slot
                 adapter.calls.append(LoadCall(Future(), needs_slot=True))
         self._changed(adapter, now)
         return future
 
     def given(self, changes: Iterable[Change], now: float) -> Future[None]:
-        """Workers were given adapters past the plan, or told to remove some: take these up, each a new generation."""
+        """Take up adapters that workers were given, or had to remove, past the plan: each is a new generation."""
         futures = []
         for change in changes:
             if change.spec is None:
@@ -218,6 +220,7 @@ class Planner:
         whole = _all_of(futures)
 
         def withdraw_rest(done: Future[None]) -> None:
+            # The caller gets the first error: the other calls would wait for an answer that nobody reads.
             error = None if done.cancelled() else done.exception()
             for future in [it for it in futures if not it.done()]:
                 if isinstance(error, LoRAPluginsError):
@@ -232,10 +235,10 @@ class Planner:
         return [it for adapter in idle for it in adapter.retirements if not it.done()]
 
     def _answer_stopped(self, now: float) -> None:
-        """Answer callers who wait for requests that do not go on during a pause.
+        """Answer callers whose requests do not go on during a pause.
 
         A removal of an adapter that no request runs with is done: later requests do not find the adapter. A drain waits
-        for requests in flight. A caller who waits for room gets an error; one who waits for a slot goes on waiting.
+        for requests in flight. A caller who waits for room gets an error; a caller who waits for a slot keeps waiting.
         """
         resolve(self._retiring)
         for adapter in list(self.state.calling):
@@ -244,7 +247,7 @@ class Planner:
                     self.withdraw(call.future, _in_use(), now)
 
     def withdraw(self, future: Future[None], error: LoRAPluginsError, now: float) -> None:
-        """A caller waits no more: it gets this error, and a pin is undone."""
+        """Have a caller wait no more: the future raises `error`, and a pin is undone."""
         for adapter in list(self.state.calling):
             for call in [call for call in adapter.calls if call.future is future]:
                 adapter.is_pinned = adapter.is_pinned and not call.needs_slot
@@ -256,8 +259,8 @@ class Planner:
     def pin(self, spec: AdapterSpec, now: float) -> Future[None]:
         """Keep an adapter in host memory and in a slot of its own; done when it is there.
 
-        The future raises NoFreeSlot where too little would be left for others, AdapterNotFound for a retired one, or
-        what `load` raises.
+        The future raises NoFreeSlot where too little would be left for others, AdapterNotFound for a retired adapter,
+        or an error of `load`.
         """
         if spec.engine_id in self._refusals:
             going = AdapterNotFound("a version that is being removed", adapter=spec.name)
@@ -283,12 +286,13 @@ class Planner:
     def retire(
         self, engine_id: int, now: float, refusal: LoRAPluginsError | None = None, *, is_last: bool = False
     ) -> Future[None]:
-        """Evict an adapter as soon as it is not used; done when the workers have evicted it.
+        """Evict an adapter as soon as it is not used; done when the workers have evicted the adapter.
 
-        With a `refusal`, requests that are held are refused with it; without one they are served first. `is_last`: the
-        id is not given again, so requests that still come are answered alike.
+        With a `refusal`, held requests are refused; without a refusal they are served first. `is_last`: the id is not
+        given again, so requests that still come are answered alike.
         """
         state = self.state
+        # An id may come back with other weights: its next generation gets a key that batches have never seen.
         if is_last:
             self._refusals[engine_id] = refusal
         else:
@@ -303,6 +307,7 @@ class Planner:
                 state.go_on(adapter, now)
                 state.fail(adapter, refusal)
             self._retire(adapter, now)
+        # Workers may not have carried out earlier evictions of the id: the caller waits for them too.
         for key, waiting in state.evicting.items():
             if state.generations.engine_id_of(key) == engine_id:
                 futures.append(Future())
@@ -310,7 +315,7 @@ class Planner:
         return _all_of(futures)
 
     def _retire(self, adapter: Adapter, now: float) -> None:
-        """Have an engine id find it no more, and what uses it use it up."""
+        """Have an engine id find the adapter no more; its requests end with the adapter's weights."""
         adapter.is_retired, adapter.is_pinned = True, False
         if self.state.current.get(adapter.spec.engine_id) is adapter:
             del self.state.current[adapter.spec.engine_id]
@@ -319,9 +324,9 @@ class Planner:
     # --- steps ---
 
     def plan(self, now: float, *, is_paused: bool = False, is_stopped: bool = False) -> StepPlan:
-        """What to do in the step that begins now; while paused, nothing is admitted and no slot is written.
+        """Return the plan of the step that begins now; while paused, nothing is admitted and no slot is written.
 
-        `is_stopped`: no request goes on during this pause, so callers wait for none: what is only held for makes room.
+        `is_stopped`: no request goes on during this pause, so callers wait for none, and held adapters make room.
         """
         state, plan = self.state, StepPlan()
         state.times.step_begins(now, is_running=bool(state.in_flight) and not is_paused)
@@ -331,10 +336,10 @@ class Planner:
             state.settle(now)
             self._look_at = forget_expected(state, now)
             if not is_paused:
-                plan.moved = self._move_all(now)  # before what comes is given a slot of its own
+                plan.moved = self._move_all(now)  # before the new generation gets a slot of its own
             resolve(answer_calls(state, is_paused=is_paused))
             state.settle(now)
-            # Before `begin`, which would let the adapters to be evicted run again.
+            # Before `begin`: `begin` would let the adapters to be evicted run again.
             without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
             state.settle(now)
             if not is_paused:
@@ -342,6 +347,7 @@ class Planner:
                 state.settle(now)
                 look_at = start_draining(state, now, waiting, without_room, self._patience_s)
                 self._look_at = min(self._look_at, look_at)
+                # Last: an adapter that began to drain in this step takes no other client's requests.
                 plan.admitted += join(state, now)
                 state.settle(now)
         plan.commands, state.commands = state.commands, []
@@ -350,7 +356,7 @@ class Planner:
         return plan
 
     def reported(self, reports: Iterable[Report | Slots], now: float) -> None:
-        """The workers have finished jobs, or say which slots they have."""
+        """Take up the workers' reports: jobs that ended, or the slots that they have."""
         state = self.state
         state.settle(now)
         for report in reports:
@@ -373,6 +379,7 @@ class Planner:
                             self._replace(adapter, now)
                         resolve(take_loaded(adapter))
                 case Activated():
+                    # The planner's own figures decide whether the next copy is made before a step (`StepTimes`).
                     self.stats.activate_seconds.observe(report.activate_s)
                     state.times.copied(state.cache.sizes_bytes[adapter.key], report.activate_s)
                     self.stats.background_activations += 1
@@ -387,7 +394,7 @@ class Planner:
             state.settle(now)
 
     def carried_out(self, commands: Sequence[Command]) -> None:
-        """The step that these commands came with is over."""
+        """Note that the step of `commands` is over."""
         for command in commands:
             if isinstance(command, Evict):
                 resolve(self.state.evicting.pop(command.key, ()))
@@ -400,9 +407,10 @@ class Planner:
     # --- after a change ---
 
     def _generation(self, spec: AdapterSpec, *, begins: bool) -> Adapter:
-        """The current generation; a new one where there is none, or where another `begins`.
+        """Return the current generation; a new generation where there is none, or where another `begins`.
 
-        Requests wait for that one from now on; the one before serves what it has, and goes once the new one is loaded.
+        Requests wait for the new generation from now on; the one before serves its own, and goes once the new is
+        loaded.
         """
         state, engine_id = self.state, spec.engine_id
         replaces = state.current.get(engine_id) or state.known(engine_id)
@@ -418,7 +426,7 @@ class Planner:
         return adapter
 
     def _replace(self, adapter: Adapter, now: float, until: Adapter | None = None) -> None:
-        """Retire all that an adapter replaces, which is loaded by now; the last first, and none from `until` on."""
+        """Retire the generations before a loaded adapter; the last first, and none from `until` on."""
         self.state.touched[adapter] = None
         before, adapter.replaces = adapter.replaces, None
         while before is not until and before is not None:
@@ -427,6 +435,7 @@ class Planner:
             self._retire(replaced, now)
 
     def _move_all(self, now: float) -> list[Adapter]:
+        # Weights move between slots of one pool only: a pointed slot cannot take over the weights of a copied slot.
         moved = []
         for adapter in list(self.state.moving):
             runs = adapter.replaces
@@ -434,7 +443,7 @@ class Planner:
                 runs = runs.replaces
             is_movable = runs is not None and runs.is_active and runs.is_instant == adapter.is_instant
             if runs is not None and runs.is_in_flight and not is_movable:
-                runs = None  # what runs with it finishes
+                runs = None  # running requests finish with their own weights
             self._replace(adapter, now, until=runs)
             if runs is not None:
                 self.state.move(adapter, runs)
@@ -456,7 +465,7 @@ class Planner:
     def _refuse_what_never_fits(self, now: float) -> None:
         self.state.settle(now)
         is_new = True
-        while is_new:  # what is refused one generation may wait for the one before then
+        while is_new:  # a request refused one generation may then wait for the generation before
             is_new = False
             for adapter in list(self.state.absent):
                 if (error := self.state.never_fits(adapter)) is not None:
@@ -480,7 +489,7 @@ def _in_use() -> NoFreeSlot:
 
 
 def _all_of(futures: list[Future[None]]) -> Future[None]:
-    """Done when all of these are; raises what the first of them raises."""
+    """Return a future that is done when all futures are; it raises the first error."""
     whole: Future[None] = Future()
     left = set(futures)
 

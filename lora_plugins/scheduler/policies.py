@@ -1,8 +1,8 @@
-"""Which adapter leaves the host cache when another needs its room; bookkeeping that neither holds nor frees anything.
+"""Which adapter leaves the host cache when another needs its room; a policy holds and frees no memory itself.
 
-A policy is notified of every arrival, use and departure, and names the best victim among those that may leave; the
-caller leaves out pinned adapters and those in use. Every load is for a request that waits for it, so none refuses a
-newcomer: one that distrusts newcomers names them as its next victims. Not thread-safe.
+A policy is notified of every arrival, use and departure, and names the best victim among the adapters that may leave;
+the caller leaves out pinned adapters and adapters in use. A request waits for every load, so no policy refuses a
+newcomer: a policy that distrusts newcomers names them as its next victims. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
-_FEW = 20  # measured: to sort so many squared takes as long as to pass over the others
+_FEW = 20  # measured: sorting so many keys, squared, takes as long as passing over the other keys
 
 
 class EvictionPolicy(Protocol[Key]):
-    """Ranks the adapters of one cache; a key is the adapter's identity, the same one whenever it comes back."""
+    """Ranks the adapters of one cache; a key is the adapter's identity, and an adapter comes back under its key."""
 
     def added(self, key: Key, size_bytes: int, cost_s: float) -> None:
-        """Note that `key` was loaded, which counts as a use; one that is already there has been replaced.
+        """Note that `key` was loaded; a load counts as a use. If `key` is there already, the load replaces the adapter.
 
-        `size_bytes` is what it takes of the cache, `cost_s` the seconds that loading it again would take.
+        `size_bytes` is the adapter's share of the cache, `cost_s` the seconds that another load would take.
         """
 
     def used(self, key: Key) -> None:
@@ -33,14 +33,14 @@ class EvictionPolicy(Protocol[Key]):
         """Note that `key` left the cache, evicted or not; a key that is not there is left alone."""
 
     def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
-        """The keys to evict of those in `among`, the first one first, while nothing is added, used or removed.
+        """Yield the keys to evict among `among`, the first victim first, while nothing is added, used or removed.
 
-        They stay until `removed` is called. O(log n) for each key, and for each one passed over on the way.
+        Victims stay until `removed` is called. O(log n) for each key, and for each key passed over on the way.
         """
 
 
 class Lru(Generic[Key]):
-    """Evicts the least recently used; blind to size and cost."""
+    """Evicts the least recently used adapter; blind to size and cost."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()  # least recently used first
@@ -60,18 +60,18 @@ class Lru(Generic[Key]):
         self._order.pop(key, None)
 
     def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
-        """The least recently used one first; O(1) for each key."""
+        """Yield the least recently used key first; O(1) for each key."""
         return (key for key in self._order if key in among)
 
 
 class Lrfu(Generic[Key]):
-    """Evicts what saves the fewest seconds of loading per byte, by uses that count less the longer they lie back.
+    """Evicts the adapter that saves the fewest seconds of loading per byte; older uses count less.
 
     Value = (sum over uses of 2 ** -age) * cost / size. Ages are in half-lives of `half_life` uses for each key there,
     so the memory's length follows the cache's: longer suits steady popularity, shorter suits bursts and moving hot sets
-    (benchmarks/policies.py measures it). Every value shrinks alike, so the order changes by uses alone and a heap can
-    hold it: the rank is log2 of the value at time 0. The last `REMEMBERED` evicted keys keep their uses: an adapter
-    that comes back again and again is not a newcomer each time.
+    (`benchmarks/policies.py` measures half-lives). Every value shrinks alike, so only uses change the order, and a heap
+    can hold the order: the rank is log2 of the value at time 0. The last `REMEMBERED` evicted keys keep their uses: an
+    adapter that comes back again and again is not a newcomer each time.
 
     Source: D. Lee et al., "LRFU: A Spectrum of Policies that Subsumes the Least Recently Used and Least Frequently
     Used Policies", IEEE Transactions on Computers 50(12), 2001; weighed by cost / size as GreedyDual-Size does.
@@ -87,7 +87,7 @@ class Lrfu(Generic[Key]):
         self._now = 0.0  # half-lives
         self._tick = 0  # of the last use: orders equal ranks, so that keys are never compared
         self._ranks: dict[Key, tuple[float, int]] = {}
-        # With lazy deletion: entries that no longer match `_ranks` are skipped, and dropped once they outnumber it.
+        # With lazy deletion: entries unlike `_ranks` are skipped, and dropped once they outnumber `_ranks`.
         self._heap: list[tuple[float, int, Key]] = []
 
     def added(self, key: Key, size_bytes: int, cost_s: float) -> None:
@@ -113,7 +113,7 @@ class Lrfu(Generic[Key]):
         self._tidy()
 
     def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
-        """The one with the lowest value first, the least recently used of equal ones."""
+        """Yield the key of the lowest value first, the least recently used of equal keys."""
         if isinstance(among, Collection) and len(among) ** 2 < _FEW * len(self._ranks):  # most would be passed over
             yield from sorted(self._ranks.keys() & among, key=self._ranks.__getitem__)
             return
@@ -126,12 +126,14 @@ class Lrfu(Generic[Key]):
                     if key in among:
                         yield key
         finally:
+            # `victims` only asks: entries go back, but for stale ones.
             for entry in taken:
                 heappush(self._heap, entry)
 
     def _use(self, key: Key) -> None:
         self._now += 1 / (self._half_life * len(self._uses))
         self._tick += 1
+        # log2(2 ** a + 2 ** b) by the larger exponent: 2 ** a alone overflows after 1024 half-lives.
         high, low = max(self._now, self._uses[key]), min(self._now, self._uses[key])
         self._uses[key] = high + math.log2(1 + 2 ** (low - high))
         rank = self._uses[key] + self._density[key]
@@ -149,5 +151,5 @@ POLICIES: dict[str, Callable[[], EvictionPolicy[Any]]] = {"lru": Lru, "lrfu": Lr
 
 
 def make_policy(name: str) -> EvictionPolicy[Key]:
-    """A new policy by its name, one of `LORA_PLUGINS_HOST_POLICY`'s."""
+    """Return a new policy by its name, a choice of `LORA_PLUGINS_HOST_POLICY`."""
     return POLICIES[name]()

@@ -1,6 +1,6 @@
 """The state of the planner: adapters that are loaded, reserved, draining, pinned, held and in flight.
 
-A change of an adapter is noted in `touched`; `settle` then updates the collections that are derived from the adapter.
+A change of an adapter is noted in `touched`; `settle` then updates the collections derived from the adapter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SlotPool:
     """Slots of one kind.
 
     Attributes:
-        owners: which adapter has which, the least recently used first. running: those in flight that are not pinned.
-        unused: those that can be displaced. passed_on_at: when one passed on last, or none had to.
+        owners: each adapter's slot, the least recently used first. running: adapters in flight that are not pinned.
+        unused: adapters that can be displaced. passed_on_at: when a slot passed on last, or no slot had to.
     """
 
     def __init__(self, first: int, size: int) -> None:
@@ -39,7 +39,7 @@ class SlotPool:
 
 
 class PlannerState:
-    """See the module; what is in slots and in the host cache is as it will be once the commands are carried out.
+    """See the module; slots and the host cache are shown as they will be once the commands are carried out.
 
     Attributes:
         adapters: all generations, by key (`generations`). current: the generation that new requests get, by engine id.
@@ -48,8 +48,8 @@ class PlannerState:
         calling: with calls. joined: in flight with held requests. expecting: in flight, with more expected.
         staying: unevictable. moving: loaded, for requests that run with the generation before.
         leaving: with `draining_since`.
-        jobs: adapters that workers load, or activate in the background. loads: the number of loads among these.
-        reserved_for: the adapter for which room is made. draining: adapters to evict for it once unused.
+        jobs: adapters that workers load, or activate in the background. loads: how many of the jobs are loads.
+        reserved_for: the adapter that needs room. draining: adapters to evict for the reservation once unused.
         made_room_at: when an adapter that waited for room found room last, or none waited.
         mean_run_s: the mean of the last requests' times, from admission to end.
         evicting: futures of callers who wait for an eviction, by key. refused: requests to answer with an error.
@@ -62,6 +62,7 @@ class PlannerState:
         self.adapters: dict[int, Adapter] = {}
         self.current: dict[int, Adapter] = {}
         self.of_request: dict[str, Adapter] = {}
+        # Counted at each change: a sum over thousands of adapters in every step would be slow.
         self.held_count = self.stopped_count = 0
         self.held_by_name: Counter[str] = Counter()
         self.absent, self.ready = WaitingOrder(), WaitingOrder()
@@ -81,17 +82,18 @@ class PlannerState:
         self._numbers = count(1)
 
     def set_slots(self, slots: Slots) -> None:
-        """What the workers say that they have, before any is used."""
+        """Take over the slots that the workers report, before any slot is used."""
         self.slots = slots
         self.copied, self.pointed = SlotPool(0, slots.copied), SlotPool(slots.copied, slots.pointed)
 
     def known(self, engine_id: int) -> Adapter | None:
-        """The current generation, if it is used, loaded, or wanted."""
+        """Return the current generation, if used, loaded, or wanted."""
         return self.adapters.get(self.generations.key_of(engine_id))
 
     def settle(self, now: float) -> None:
-        """See that every adapter that was touched is where it belongs, and evict or forget those that nobody needs."""
+        """Put every touched adapter into its collections; evict or forget adapters that nobody needs."""
         while self.touched:
+            # Placing and forgetting may touch further adapters: the loop ends when nothing changes any more.
             adapter, _ = self.touched.popitem()
             in_flight, wanted = bool(adapter.running or adapter.expected), bool(adapter.held or adapter.calls)
             is_absent, is_pinned = adapter.residency is ABSENT, adapter.is_pinned
@@ -100,10 +102,12 @@ class PlannerState:
             elif adapter.waits_since is None:
                 adapter.waits_since = now
             if adapter is self.reserved_for and not (is_absent and wanted):
-                self.reserved_for = None  # loaded, or not wanted any more
+                # Loaded, or not wanted any more: the adapters that drained for the room take requests again.
+                self.reserved_for = None
                 self.touched.update(self.draining)
                 self.draining.clear()
             if is_pinned:
+                # A pin that came after the reservation keeps the adapter.
                 self.draining.pop(adapter, None)
             if adapter.draining_since is not None and not in_flight and adapter not in self.draining:
                 self.leave(adapter, None)
@@ -134,7 +138,7 @@ class PlannerState:
         adapter.waits_in, adapter.kept_in = waits, kept_in
 
     def leave(self, adapter: Adapter, since: float | None) -> None:
-        """Have an adapter take no requests of other clients from a time on; None: it takes any again."""
+        """Have an adapter take no requests of other clients from a time on; None: the adapter takes any again."""
         adapter.draining_since = since
         _keep(self.leaving, adapter, is_in=since is not None)
 
@@ -147,21 +151,23 @@ class PlannerState:
             if adapter.replaces is not None:
                 self._restore(adapter, adapter.replaces)
             if adapter.key in self.evicting:
+                # The workers still have an `Evict` to carry out: callers are answered after that step.
                 self.evicting[adapter.key] += adapter.retirements
             else:
                 resolve(adapter.retirements)
 
     def move(self, adapter: Adapter, before: Adapter) -> None:
-        """Have what runs with the generation before go on with this one's weights, and all that waits with it."""
+        """Have requests that run or wait with `before` go on with the weights of `adapter`, the generation after."""
         if not before.is_in_flight and before.residency is not ABSENT:
-            self.evict(before)  # only stopped requests go on with it, in whatever slot it has then
+            self.evict(before)  # only stopped requests go on with `before`, in whatever slot `before` has then
         self.commands.append(Move(before.key, adapter.key))
         self._release_slot(adapter)
+        # The bytes count under the key of `before` from now on: batches go on naming that key.
         size_bytes = self.cache.remove(adapter.key)
         if before.residency is ABSENT:
             self.cache.reserve(before.key, size_bytes)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
-        self._count_held(before, -len(before.held))  # by a name that may be another now
+        self._count_held(before, -len(before.held))  # the spec may bring another name
         before.spec, before.weights_key = adapter.spec, adapter.key
         self._count_held(before, len(before.held))
         before.load_s, before.rank, before.is_instant = adapter.load_s, adapter.rank, adapter.is_instant
@@ -173,9 +179,10 @@ class PlannerState:
         self.touched[adapter] = None
 
     def _restore(self, adapter: Adapter, before: Adapter, *, has_same: bool = False) -> None:
-        """Have what waits for an adapter get the generation before, where it may, or where that `has_same` weights."""
+        """Have requests that wait for `adapter` wait for `before`, if they may, or if `before` `has_same` weights."""
         engine_id, adapter.replaces = before.spec.engine_id, None
         self.adapters[before.key] = before
+        # A third generation may replace the second already: the third then replaces the first.
         later = next((it for it in self.adapters.values() if it.replaces is adapter), None)
         if later is not None:
             later.replaces = before
@@ -190,7 +197,7 @@ class PlannerState:
     # --- requests ---
 
     def stop(self, adapter: Adapter, request_id: str, request: object, priority: int, now: float) -> None:
-        """A pause stops a request, held or admitted: it waits for no slot until it goes on."""
+        """Stop a request for a pause, held or admitted: the request waits for no slot until `go_on`."""
         if request_id in adapter.held:
             adapter.stopped[request_id] = self.release(adapter, request_id)
         else:
@@ -203,27 +210,27 @@ class PlannerState:
         self.touched[adapter] = None
 
     def unstop(self, adapter: Adapter, request_id: str) -> Held:
-        """A pause holds a request no more."""
+        """Forget a request that a pause has stopped; returns the request as held."""
         self.stopped_count -= 1
         del self.of_request[request_id]
         self.touched[adapter] = None
         return adapter.stopped.pop(request_id)
 
     def go_on(self, adapter: Adapter, now: float) -> None:
-        """What a pause has stopped waits for its adapter again; what ran before comes before what was held."""
+        """Have requests that a pause has stopped wait for their adapter again: requests that ran before come first."""
         for request_id in sorted(adapter.stopped, key=lambda it: not adapter.stopped[it].has_run):
             held = self.unstop(adapter, request_id)
             held.arrived_at = now
             self.hold(adapter, request_id, held)
 
     def hold(self, adapter: Adapter, request_id: str, held: Held) -> None:
-        """A request waits for an adapter."""
+        """Have a request wait for an adapter."""
         adapter.hold(request_id, held)
         self.of_request[request_id] = adapter
         self._count_held(adapter, 1)
 
     def release(self, adapter: Adapter, request_id: str) -> Held:
-        """A request waits for an adapter no more."""
+        """Have a request wait for an adapter no more."""
         self._count_held(adapter, -1)
         del self.of_request[request_id]
         held = adapter.held[request_id]
@@ -231,7 +238,7 @@ class PlannerState:
         return held
 
     def admit(self, adapter: Adapter, now: float) -> list[object]:
-        """Have an adapter run what is held for it, as far as it may; returns these requests."""
+        """Have an adapter run its held requests, as far as they may join; return these requests."""
         items = adapter.joining(now)
         if not items:
             return []
@@ -243,6 +250,7 @@ class PlannerState:
         adapter.unhold(request_id for request_id, _ in items)
         self._count_held(adapter, -len(items))
         pool = self.pool_of(adapter)
+        # To the end of the order: the least recently used owner comes first.
         pool.owners[adapter] = pool.owners.pop(adapter)
         pool.unused.pop(adapter, None)
         self.cache.used(adapter.key)
@@ -250,7 +258,7 @@ class PlannerState:
         return [held.request for _, held in items]
 
     def ended(self, adapter: Adapter, request_id: str, now: float) -> str:
-        """An admitted request has ended; returns the client's request that it was part of."""
+        """Note that an admitted request has ended; return the client's request that the request was part of."""
         del self.of_request[request_id]
         began_at, client = adapter.running.pop(request_id)
         self.mean_run_s += (now - began_at - self.mean_run_s) / _AVERAGED
@@ -258,7 +266,7 @@ class PlannerState:
         return client
 
     def fail(self, adapter: Adapter, error: LoRAPluginsError) -> None:
-        """Answer all that waits for an adapter with an error, but requests that another generation is there for."""
+        """Answer an adapter's requests and calls with an error, but requests that an earlier generation can serve."""
         if adapter.replaces is not None:
             self._restore(adapter, adapter.replaces)
         for request_id in list(adapter.held):
@@ -285,13 +293,13 @@ class PlannerState:
     # --- slots ---
 
     def pool_of(self, adapter: Adapter) -> SlotPool:
-        """Where a loaded adapter gets its slot from."""
+        """Return the pool that a loaded adapter gets its slot from."""
         return self.pointed if adapter.is_instant and self.pointed.size else self.copied
 
     def activate(self, adapter: Adapter, *, displaces: bool = False) -> bool:
-        """See that a loaded adapter has a slot, at once or once it is written; False where it cannot have one now.
+        """Give a loaded adapter a slot, at once or after the copy; return False where no slot can be had now.
 
-        An idle slot is taken, of the least recently used; `displaces`: or that of one that waits, and is served later.
+        The slot is free, or idle and the least recently used; with `displaces`, or of a later waiting adapter.
         """
         if adapter.slot is not None:
             return True
@@ -300,6 +308,7 @@ class PlannerState:
             return False
         adapter.slot = pool.owners[adapter] = pool.free.pop()
         size_bytes, running = self.cache.sizes_bytes[adapter.key], len(self.in_flight)
+        # A slot that is written before the step's batch is active at once; a job reports its end by `Activated`.
         adapter.is_active = adapter.is_instant or self.times.is_short(size_bytes, running)
         self.stats.instant_activations += adapter.is_active
         self.commands.append(
@@ -332,7 +341,7 @@ class PlannerState:
         return adapter.job
 
     def end_job(self, adapter: Adapter) -> None:
-        """The workers have nothing more to do for it."""
+        """Note that the workers have no job for an adapter any more."""
         if adapter.job is not None:
             del self.jobs[adapter.job]
             self.loads -= adapter.residency is LOADING
@@ -342,7 +351,7 @@ class PlannerState:
     # --- the host cache ---
 
     def load(self, adapter: Adapter) -> None:
-        """Have an adapter loaded that there is room for."""
+        """Have an adapter loaded; the caller has seen to room."""
         self.cache.reserve(adapter.key, self.cache.expected_bytes(adapter.spec))
         adapter.residency = LOADING
         self.loads += 1
@@ -350,10 +359,11 @@ class PlannerState:
         self.touched[adapter] = None
 
     def loaded(self, adapter: Adapter, size_bytes: int, cost_s: float) -> None:
-        """The workers have it in host memory; where it takes more than there is room for, it is evicted."""
+        """Note that the workers have an adapter in host memory; an adapter that takes more than the room is evicted."""
         self.end_job(adapter)
         adapter.residency = LOADED
         self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
+        # Files may say less than the weights take: others are evicted for the rest, or else this adapter.
         victims = self.cache.victims(())
         for key in [adapter.key] if victims is None else victims:
             self.evict(self.adapters[key])
@@ -371,10 +381,10 @@ class PlannerState:
         self.commands.append(Evict(adapter.key))
         self.evicting.setdefault(adapter.key, [])
         if adapter.is_wanted and (error := self.never_fits(adapter)) is not None:
-            self.fail(adapter, error)  # it turned out too large, or something was pinned since it was loaded
+            self.fail(adapter, error)  # the adapter turned out too large, or another was pinned after the load
 
     def never_fits(self, adapter: Adapter) -> LoRAPluginsError | None:
-        """Why an adapter can have no place for as long as others stay; None where it can."""
+        """Return why an adapter can have no place for as long as others stay, or None."""
         size_bytes, cache = self.cache.expected_bytes(adapter.spec), self.cache
         if not self.staying and (cache.max_bytes is None or size_bytes <= cache.max_bytes):
             return None

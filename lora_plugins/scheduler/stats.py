@@ -1,4 +1,4 @@
-"""What the planner measures: counts for metrics since the engine started, and how long steps and copies take."""
+"""The planner's measures: counts for metrics since the engine started, and how long steps and copies take."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class FoundIn(StrEnum):
 
 @dataclass(slots=True)
 class Histogram:
-    """Durations: `counts[i]` of at most `BOUNDS_S[i]`, above the bound before; the last above all."""
+    """Counts of durations: `counts[i]` up to `BOUNDS_S[i]` and above the bound before; the last above all bounds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_s: float = 0.0
 
     def observe(self, duration_s: float) -> None:
-        """Count one."""
+        """Count a duration."""
         self.counts[bisect_left(BOUNDS_S, duration_s)] += 1
         self.total_s += duration_s
 
 
 @dataclass(slots=True)
 class Stats:
-    """Counted as the planner plans.
+    """Counts and durations since the engine started.
 
     Attributes:
         wait_seconds: from a request's arrival to its admission, by where its adapter was found.
@@ -66,17 +66,17 @@ class StepTimes:
         self._began_at: float | None = None
 
     def step_begins(self, now: float, *, is_running: bool) -> None:
-        """A step begins; whether requests run in it."""
+        """Note that a step begins, and whether requests run in the step."""
         if self._began_at is not None:
             self._step_s += (now - self._began_at - self._step_s) / _AVERAGED
         self._began_at = now if is_running else None
 
     def copied(self, size_bytes: int, copy_s: float) -> None:
-        """A slot was written in the background."""
+        """Note that a slot was written in the background."""
         s_per_byte = copy_s / max(1, size_bytes)
         before = s_per_byte if self._s_per_byte is None else self._s_per_byte
         self._s_per_byte = before + (s_per_byte - before) / _AVERAGED
 
     def is_short(self, size_bytes: int, running: int) -> bool:
-        """Whether a copy costs the `running` adapters together less than the step that its own would wait."""
+        """Return whether a copy costs the `running` adapters together less than a step costs the copy's adapter."""
         return self._s_per_byte is not None and self._s_per_byte * size_bytes * running <= self._step_s

@@ -1,7 +1,7 @@
-"""What the engine core attaches to vLLM's outputs for the API server: versions, and the error that ends a request.
+"""Additions of the engine core to vLLM's outputs for the API server: versions, and the error that ends a request.
 
-An error travels in the last output of its request: as the stop reason, or as a tensor of bytes where the request is a
-pooling one (`EngineCoreOutput` in vllm/v1/engine/__init__.py, 0.30 to 0.33).
+An error travels in the last output of its request: as the stop reason, or as a tensor of bytes for a pooling request
+(`EngineCoreOutput` in vllm/v1/engine/__init__.py, 0.30 to 0.33).
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any
 from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.ledger import Patch
 
-VERSIONS = "lora_versions"  # in the kv_transfer_params of an output: vLLM answers with no other field of ours
+VERSIONS = "lora_versions"  # in the kv_transfer_params of an output: vLLM passes no other free field on to answers
 _PREFIX = "lora-plugins:"  # of the stop reason
 
 
 def refused_output(request: Any, error: LoRAPluginsError) -> Any:
-    """The last output of a request, which ends with this error; vLLM's `EngineCoreOutput`."""
+    """Return the last output of a request, which ends with `error`; vLLM's `EngineCoreOutput`."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.request import RequestStatus
 
+    # vLLM turns FINISHED_ERROR into `FinishReason.ERROR`, for which its API server raises: no short text goes out.
     request.status = RequestStatus.FINISHED_ERROR
     return EngineCoreOutput(
         request_id=request.request_id,
@@ -34,26 +35,26 @@ def refused_output(request: Any, error: LoRAPluginsError) -> Any:
 
 
 def stop_reason(error: LoRAPluginsError) -> str:
-    """An error as vLLM's outputs can carry it."""
+    """Return an error as a stop reason."""
     return _PREFIX + json.dumps(error.plain())
 
 
 def error_tensor(error: LoRAPluginsError) -> Any:
-    """An error as the output of a pooling request can carry it: vLLM asks for a tensor, and drops the stop reason."""
+    """Return an error as a pooling request's output: vLLM asks for a tensor, and drops the stop reason."""
     import torch
 
     return torch.frombuffer(bytearray(stop_reason(error).encode()), dtype=torch.uint8)
 
 
 def error_in_tensor(pooled: Any) -> LoRAPluginsError | None:
-    """The error that a pooled output carries; None where it is a result, which is none of bytes."""
+    """Return the error in a pooled output; None for a result, as no result is of bytes."""
     if str(getattr(pooled, "dtype", "")) != "torch.uint8":
         return None
     return error_in(bytes(pooled.tolist()).decode(errors="replace"))
 
 
 def error_in(reason: object) -> LoRAPluginsError | None:
-    """The error that a stop reason carries; None where it is another one."""
+    """Return the error in a stop reason; None for another stop reason."""
     if isinstance(reason, str) and reason.startswith(_PREFIX):
         return error_of(json.loads(reason.removeprefix(_PREFIX)))
     return None

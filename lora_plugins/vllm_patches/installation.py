@@ -1,7 +1,7 @@
-"""Which patches each of our plugins needs, in the order in which they are made.
+"""The patches that each of our plugins needs, in the order in which they are made.
 
-vLLM calls the plugins in each of its processes, and each patch is made in all of them: it takes effect where its object
-is used, which the folder says. Every patch is made once, whichever plugins need it.
+vLLM calls the plugins in each of its processes, and each process makes all patches: a patch takes effect in the
+process that uses the patched object, as the folder says. Every patch is made once, whichever plugins need the patch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lora_plugins.resolvers.sources.uri import AllowedUris
 
 
 def install_resolver(process: Process) -> None:
-    """Have vLLM ask our resolver. Without sources it serves what is loaded by URI only.
+    """Have vLLM ask our resolver. Without sources the resolver serves only adapters loaded by URI.
 
     Raises:
         InvalidSettings: a prefix of `LORA_PLUGINS_ALLOWED_URIS` cannot be right.
@@ -62,12 +62,12 @@ def install_manager(process: Process) -> None:
     from lora_plugins.worker.weights_file import patch_safetensors
 
     in_order = (
-        # Layers and requests first: what is patched after them makes and compares these.
+        # Layers and requests first: later patches make and compare layers and requests.
         vocab_parallel_embedding.patch,
-        patch_set_lora,  # of the classes, before there are layers, of which lora_kernels wraps each one
+        patch_set_lora,  # the classes, before there are layers: lora_kernels wraps each layer
         patch_safetensors,
         lora_request.distinguish_versions,
-        # Then from the workers up to the API server: each wrapper calls what the one before has put in place.
+        # Then from the workers up to the API server: each wrapper calls the wrapper before.
         model_runner.patch,
         worker_base.patch,
         scheduler.patch,
@@ -90,7 +90,7 @@ def install_kernels(process: Process) -> None:
     """Have the workers compute adapters with our kernels.
 
     Raises:
-        InvalidSettings: the kernels asked for cannot be had on this machine.
+        InvalidSettings: the chosen kernels cannot be had on this machine.
     """
     from lora_plugins.vllm_patches.api_server import app
     from lora_plugins.vllm_patches.worker import punica_wrapper, vocab_parallel_embedding

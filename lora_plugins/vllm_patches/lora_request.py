@@ -1,7 +1,7 @@
 """Two versions of one adapter, under one name, in the engine at the same time.
 
-vLLM takes requests' adapters for the same where their names are the same: a batch with both versions would hold one of
-them only, and the other's rows would be computed with whatever is in its slot. With this, name and id distinguish them.
+vLLM takes two requests' adapters for the same if their names are the same: a batch with both versions would hold only
+one version, and the other's rows would be computed with a stranger's slot. Here, name and id distinguish adapters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def distinguish_versions() -> None:
-    """Compare requests' adapters by name and id, and what is cached for them by name and path, in this process."""
+    """Compare requests' adapters by name and id, and caches by name and path, in this process."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.input_processor import InputProcessor
@@ -27,10 +27,10 @@ def distinguish_versions() -> None:
 
 
 def _reads_name_only(keys: Any) -> bool:
-    """Whether nothing but their names distinguishes the cached prefixes of adapters.
+    """Return whether nothing but their names distinguishes the cached prefixes of adapters.
 
-    Keys with anything more are left as they are, whatever it is: its path, or what vllm-project/vllm#48352 will make of
-    its bytes.
+    Keys with anything more stay as they are, be the addition the path or, with vllm-project/vllm#48352, the bytes'
+    identity.
     """
     return set(keys.__code__.co_names) <= {"lora_request", "lora_name"}
 
@@ -40,22 +40,23 @@ def _is_same(self: Any, value: object) -> bool:
 
 
 def _hash(self: Any) -> int:
+    # Python drops an inherited hash of a class whose `__eq__` is replaced in its body; here both are set from outside.
     return hash((self.lora_name, self.lora_int_id))
 
 
 def _of_path(original: Any) -> Any:
-    """What a tower makes of an image is cached under this: the adapter's path changes with its bytes."""
+    """The key of a tower's work on an image gets the adapter's path, which changes with the adapter's bytes."""
 
     def _get_mm_identifier(self: Any, mm_hash: str, lora_request: Any) -> str:
         identifier: str = original(self, mm_hash, lora_request)
-        # It is the image's own where the tower has no adapters; an operator's path may be no part of a file's name.
+        # A tower without adapters has the image's own key; an operator's path may be no part of a file's name.
         return identifier if identifier == mm_hash else f"{key_of(lora_request.lora_path)}:{identifier}"
 
     return _get_mm_identifier
 
 
 def _prefix_keys(request: Any) -> list[str]:
-    """What a cached prefix of this request depends on: the adapter's path changes with its bytes."""
+    """Return the facts that a cached prefix of `request` depends on: the adapter's path changes with its bytes."""
     adapter = request.lora_request
     return [] if not adapter else [adapter.lora_name, adapter.lora_path]
 

@@ -1,6 +1,6 @@
-"""What the engine's model has for LoRA, asked of its workers once, and an adapter's names as vLLM reads them.
+"""The LoRA modules of the engine's model, asked of the workers once, and an adapter's names as vLLM reads them.
 
-Every plugin of ours that serves adapters gives the workers this method, the resolvers alone as well.
+Every plugin of ours that serves adapters gives the workers this method, also the resolvers by themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TELL_METHOD = "lora_plugins_whole_model"
 
 
 def patch() -> None:
-    """Have every worker of this process answer; a second call changes nothing."""
+    """Have every worker of the process answer; a second call changes nothing."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, METHOD, _model_modules)
@@ -40,9 +40,9 @@ def _whole_model(self: Any, plain: dict[str, Any]) -> None:  # `self` is a Worke
 
 
 async def ask_engine(client: Any) -> ModelModules | None:
-    """The modules of all workers together, of which each has some with pipeline parallelism; None where LoRA is off.
+    """Return the modules of all workers, as pipeline stages have some modules each; None where LoRA is off.
 
-    These workers are then sent all of them. With data parallelism the first engine answers: all serve the same model.
+    The workers then get all modules. With data parallelism the first engine answers: all engines serve the same model.
     """
     answers = [ModelModules.of_plain(answer) for answer in await client.collective_rpc(METHOD) if answer is not None]
     if not answers:
@@ -54,14 +54,14 @@ async def ask_engine(client: Any) -> ModelModules | None:
 
 
 def model_of(modules: ModelModules) -> Model:
-    """The modules, with vLLM's way of reading names and Transformers' other spellings of them."""
+    """Return the modules, with vLLM's way of reading names and Transformers' other spellings."""
     return Model(modules, reader_of_names(modules), respellings_of(modules))
 
 
 def reader_of_names(modules: ModelModules) -> Callable[[str], tuple[str, bool]]:
-    """VLLM's `parse_fine_tuned_lora_name` with the model's own mapping: a tensor's module, and whether it is A.
+    """Return vLLM's `parse_fine_tuned_lora_name` with the model's own mapping: a name's module, and whether A or B.
 
-    It raises ValueError for a tensor that is no LoRA weight.
+    The function raises ValueError for a tensor that is no LoRA weight.
     """
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -70,9 +70,10 @@ def reader_of_names(modules: ModelModules) -> Callable[[str], tuple[str, bool]]:
 
 
 def respellings_of(modules: ModelModules) -> tuple[Respell, ...]:
-    """How Transformers 5 renames this model's modules, and back; none with Transformers 4.
+    """Return how Transformers 5 renames this model's modules, and back; nothing with Transformers 4.
 
-    Checkpoints, and so adapters, are named as the version that made them names modules; vLLM's model as one of both.
+    Checkpoints, and so adapters, name modules as the Transformers version that made them; vLLM's model uses the
+    names of one version.
     """
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -1,8 +1,9 @@
-"""Our settings reach the processes that vLLM starts by Ray, but for what only an API server needs.
+"""Our settings reach the processes that vLLM starts by Ray, but for settings that only an API server needs.
 
-vLLM copies its own variables to its Ray actors, and those that VLLM_RAY_EXTRA_ENV_VARS_TO_COPY names
-(vllm/ray/ray_env.py, 0.30 to 0.33). It is read when the actors are made, after the plugins were loaded. Its second Ray
-executor copies the whole environment to its workers. What Ray is given, it shows to whoever sees its dashboard.
+vLLM copies its own variables to its Ray actors, and the variables that VLLM_RAY_EXTRA_ENV_VARS_TO_COPY names
+(vllm/ray/ray_env.py, 0.30 to 0.33). vLLM reads the list when it makes the actors, after the plugins were loaded. vLLM's
+second Ray executor copies the whole environment to its workers. Ray shows its actors' variables to everybody who sees
+the dashboard.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def name_our_variables() -> None:
-    """Add what workers need to what vLLM copies; a user's names stay, but for those that no worker may have."""
+    """Add the workers' variables to vLLM's list; a user's names stay, but for secrets of API servers."""
     named = [name.strip() for name in environment().get(_COPIED, "").split(",") if name.strip()]
     kept = [name for name in named if name not in OF_API_SERVERS]
     missing = [name for name in variables_of_workers() if name not in kept]
+    # Set only if changed: vLLM starts processes with this environment, and each calls the plugins again.
     if missing or kept != named:
         set_for_children(_COPIED, ",".join([*kept, *missing]))
 
 
 def keep_keys_from_workers() -> None:
-    """Have vLLM's second Ray executor leave out what only an API server needs; again, nothing happens."""
+    """Have vLLM's second Ray executor leave out variables of API servers; a second call changes nothing."""
     from vllm.v1.executor import ray_env_utils
 
     wrap(ray_env_utils, "get_driver_env_vars", _without_keys)

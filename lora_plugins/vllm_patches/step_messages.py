@@ -1,4 +1,4 @@
-"""What the scheduler and the workers attach to vLLM's own messages of a step, which carry it to the other side.
+"""Additions of scheduler and workers to vLLM's own messages of a step, which carry them to the other side.
 
 `SchedulerOutput` (vllm/v1/core/sched/output.py) and `ModelRunnerOutput` (vllm/v1/outputs.py, 0.30 to 0.33) are plain
 dataclasses, pickled whole, without a field for more.
@@ -15,14 +15,14 @@ from lora_plugins.scheduler.messages import Command, Report, Slots
 
 @dataclass(frozen=True, slots=True)
 class StepCommands:
-    """On a `SchedulerOutput`: what every worker carries out, in this order."""
+    """On a `SchedulerOutput`: every worker's commands, in order."""
 
     commands: tuple[Command, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepReports:
-    """On a `ModelRunnerOutput`: what all workers have done, and once, before it, which slots they have."""
+    """On a `ModelRunnerOutput`: finished work of all workers, and once, before all reports, the workers' slots."""
 
     reports: tuple[Report | Slots, ...] = ()
 
@@ -32,12 +32,13 @@ _NAMES = {StepCommands: "lora_commands", StepReports: "lora_reports"}
 
 
 def attach(output: Any, message: StepCommands | StepReports) -> None:
-    """Have one of vLLM's messages carry one of ours."""
+    """Attach our message to a message of vLLM."""
     setattr(output, _NAMES[type(message)], message)
 
 
 def attached(output: Any, kind: type[T]) -> T:
-    """What one of vLLM's messages carries of this kind; an empty one where there is none."""
+    """Return our message of type `kind` on a message of vLLM; an empty message where there is none."""
+    # Outputs of vLLM's own making, such as an empty output, lack the attribute.
     found: T = getattr(output, _NAMES[kind], None) or kind()
     return found
 

@@ -1,4 +1,4 @@
-"""Which releases of vLLM this package knows; plugins and doctor refuse another one with one text."""
+"""The releases of vLLM that this package knows; plugins and doctor refuse other releases with the same text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _VARIABLE = "LORA_PLUGINS_UNTESTED_VLLM"
 
 
 def installed_version(sources: Path) -> str:
-    """The version of the distribution of these sources, or of this environment's; "unknown" where neither says."""
+    """Return the version of the distribution of `sources`, or of this environment; "unknown" where neither says."""
     version = ledger_check.version(sources).removeprefix("vllm ")
+    # `ledger_check.version` says "in PATH" for sources without metadata.
     if not version.startswith("in "):
         return version
     try:
@@ -28,7 +29,7 @@ def installed_version(sources: Path) -> str:
 
 
 def refusal(version: str) -> InvalidSettings | None:
-    """Why a server with this version of vLLM must not start with our plugins; None where it may."""
+    """Return why a server with this version of vLLM must not start with our plugins, or None."""
     if version != "unknown" and KNOWN.contains(version, prereleases=True):
         return None
     return InvalidSettings(
@@ -40,10 +41,10 @@ def refusal(version: str) -> InvalidSettings | None:
 
 
 def require_known(*, untested_is_allowed: bool) -> None:
-    """Refuse to run in a vLLM that the ledger was not compared with.
+    """Refuse to run in a vLLM unlike the ledger.
 
     Raises:
-        InvalidSettings: it is another release, and `untested_is_allowed` is false.
+        InvalidSettings: the release is unknown, and `untested_is_allowed` is false.
     """
     sources = ledger_check.installed()
     error = None if sources is None else refusal(installed_version(sources))

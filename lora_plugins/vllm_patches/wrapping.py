@@ -1,4 +1,4 @@
-"""How a function of vLLM gets ours around it: once, however often it is asked for."""
+"""Wraps functions of vLLM: once, however often a plugin asks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OURS = "lora_plugins_wrapper"  # marks the function, whatever else wraps it
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Put `wrapper(original)` in the place of an attribute of a class or module; again, nothing changes."""
+    """Put `wrapper(original)` in the place of an attribute of a class or module; a second call changes nothing."""
     original = getattr(owner, name)
     if not hasattr(original, _OURS):
         wrapped = functools.wraps(original)(wrapper(original))
@@ -19,7 +19,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def where(is_ours: Callable[[Any], bool], method: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A wrapper for `wrap`: `method(original, self, ...)` answers for `is_ours` objects, else vLLM's method."""
+    """Return a wrapper for `wrap`: `method(original, self, ...)` answers for `is_ours` objects, else vLLM's method."""
 
     def wrapper(original: Any) -> Any:
         def answer(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -57,6 +57,8 @@ def test_an_adapter_is_inspected_pulled_and_verified(packages, tmp_path):
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
         "VLLM_PLUGINS": "lora_filesystem_resolver",
     }
-    for command in (["inspect", str(root / "sql")], ["pull", "sql"], ["ls"], ["verify"]):
+    for command in (["pull", "sql"], ["ls"], ["verify"]):
         done = run(packages, *command, **env)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
+    done = run(packages, "inspect", str(root / "sql"), **env)
+    assert (done.returncode, "not compared" in done.stdout) == (7, True), (done.stdout, done.stderr)

@@ -68,7 +68,10 @@ KUBERNETES = Walk(
             "needs the Prometheus operator; tests/test_manifests.py renders the objects",
         ),
     ],
-    {"localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one")},
+    {
+        "localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
+        "--base-model /models/base": ("--base-model {base}", "the pod of this test mounts nothing at /models"),
+    },
 )
 # What the Deployment's container is given besides what the manifests say.
 ADDED_ENVIRONMENT = {
@@ -126,7 +129,7 @@ def test_300_adapters_in_s3_are_served_by_name(tmp_path: Path, short_path: Path,
         )
         pod.install(tmp_path / "bin", sys.executable)
         shell = {**own, "PATH": f"{tmp_path / 'bin'}:{env['PATH']}", "POD": str(pod.folder), "REPOSITORY": repository}
-        reader = Reader(KUBERNETES, tmp_path, shell, {"port": str(port)}, url)
+        reader = Reader(KUBERNETES, tmp_path, shell, {"port": str(port), "base": str(bed.base)}, url)
         try:
             reader.read()
             what_the_page_shows(reader)

@@ -31,6 +31,7 @@ TRAINER = '"""A trainer whose policy is served while it learns: rl_loop.py BASE_
 TRAIN = "$ export LORA_PLUGINS_ADMIN_KEY=$KEY         # where the server asks for one"
 FRAGMENT = "from lora_plugins.client import push"
 PUSH = "LORA_PLUGINS_ADMIN_KEY=$KEY lora-plugins push policy-11 policy --url http://localhost:8000 --json"
+PAUSE = 'curl -X POST "localhost:8000/v1/loras/policy/pause?mode=keep" -H "Authorization: Bearer $KEY"'
 FROM_S3 = "aws s3 cp --recursive policy-12 s3://adapters/policy/12"
 ADDED = " ".join(SMALL_ENGINE)
 
@@ -42,6 +43,7 @@ RL = Walk(
         Step(TRAIN),
         Step(FRAGMENT, Do.LEAVE_OUT, "three lines of a trainer, which tests/e2e/test_push.py runs"),
         Step(PUSH),
+        Step(PAUSE),
         Step(FROM_S3),
     ],
     {

@@ -1,1 +1,1 @@
-"""What is changed in vLLM's API server, and in its offline engine."""
+"""Our changes in vLLM's API server, and in its offline engine."""

@@ -1,7 +1,7 @@
-"""vLLM's API server lets only administrators change what is served, and keeps to the access policy.
+"""vLLM's API server lets only administrators change the served adapters, and keeps to the access policy.
 
-Which adapters a request may use is looked at in `base_serving.py` and `openai_serving_models.py`, who may change them
-in the latter and in the middleware that is added here.
+`base_serving.py` and `openai_serving_models.py` check which adapters a request may use; the latter, and the middleware
+added here, check who may change them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 
 
 def install(app: Any, process: Process) -> None:
-    """Have the API server `app` let in only those who may, by the settings and its options; again, nothing happens.
+    """Have the API server `app` let in only those who may, by settings and options; a second call changes nothing.
 
-    To be called before the server adds its own middleware (an endpoint plugin's `attach_router` is).
+    Call before the server adds its own middleware (an endpoint plugin's `attach_router` runs before).
 
     Raises:
         InvalidSettings: the policy cannot be right.
@@ -29,6 +29,7 @@ def install(app: Any, process: Process) -> None:
     if getattr(app.state, "lora_plugins_administrators", None) is not None:
         return
     settings, keys, args = process.settings, _keys_of_vllm(app), getattr(app.state, "args", None)
+    # Read first: a policy with a fault must stop the start before anything is patched.
     policy = None if settings.policy is None else Policy.read(settings.policy)
     administrators = app.state.lora_plugins_administrators = Administrators(
         policy, settings.admin_key, keys_of_vllm=tuple(keys), is_unix_socket=bool(getattr(args, "uds", None))
@@ -45,7 +46,10 @@ def install(app: Any, process: Process) -> None:
     if policy is not None:
         _log_who_is_let_in(policy, keys)
     if args is not None and keys and settings.admin_key is not None and settings.admin_key not in keys:
-        args.api_key = [*keys, settings.admin_key]  # vLLM reads it after us, and asks for one of these below /v1
+        args.api_key = [
+            *keys,
+            settings.admin_key,
+        ]  # vLLM reads the list later, for paths below /v1
 
 
 def _log_who_administers(administrators: Administrators) -> None:
@@ -81,6 +85,7 @@ def _log_who_is_let_in(policy: Policy, keys: list[str]) -> None:
 def _keys_of_vllm(app: Any) -> list[str]:
     from vllm import envs
 
+    # As vLLM (vllm/entrypoints/serve/middleware/register.py, 0.30 to 0.33): the option replaces the variable.
     given = getattr(getattr(app.state, "args", None), "api_key", None)
     return [key for key in (given or [envs.VLLM_API_KEY]) if key]
 

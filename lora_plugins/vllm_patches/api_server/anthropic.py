@@ -1,6 +1,6 @@
 """`/v1/messages` and `/v1/messages/count_tokens` answer with the status and headers that our errors have elsewhere.
 
-vLLM's two routes catch whatever is raised, log a traceback, and answer with 500 for what is no error of vLLM's own.
+vLLM's two routes catch every exception, log a traceback, and answer errors of others than vLLM with 500.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
-    """Have the serving class of this process do so; a second call changes nothing."""
+    """Have the serving class of this process answer so; a second call changes nothing."""
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
     for name in ("create_messages", "count_tokens"):
@@ -22,7 +22,7 @@ def patch() -> None:
 
 
 def _returning_errors(original: Any) -> Any:
-    """The routes put an error that is returned into Anthropic's form; its headers are the response's."""
+    """Return errors: the routes put a returned error into Anthropic's form; the response carries its headers."""
     from fastapi import HTTPException
     from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 

@@ -1,7 +1,7 @@
 """vLLM's web application: our metrics and our middleware on it, and the headers of our errors.
 
-`attach_router` of vLLM's metrics runs where `/metrics` is, in API servers only. There each application gets what all of
-our plugins need.
+`attach_router` of vLLM's metrics runs where `/metrics` is, in API servers only. There each application gets the parts
+that all our plugins need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
-    """Have every API server of this process do so; a second call changes nothing."""
+    """Have every API server of this process get our parts; a second call changes nothing."""
     from vllm.entrypoints.serve.instrumentator import metrics
 
     wrap(metrics, "attach_router", _attaching)
@@ -40,6 +40,7 @@ def _attaching(original: Any) -> Any:
         process.app = app
         serve_metrics(app, process)
         if process.is_resolver_registered or process.is_manager_patched:
+            # The middleware added last is the outermost: a follower's requests go to the leader before all else.
             app.add_middleware(AnswerForAdapters, answer=_answer)
             if folder_of(app) is not None:
                 app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer_ours)
@@ -52,9 +53,10 @@ async def _answer_ours(scope: Any, error: LoRAPluginsError) -> Any:
 
 
 async def _answer(scope: Any, error: Exception) -> Any:
-    """The response that the application's own handler makes of an exception."""
+    """Return the application's own response to an exception."""
     from starlette.requests import Request
 
+    # As Starlette looks handlers up: the nearest class first.
     handlers = scope["app"].exception_handlers
     handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
     return await handler(Request(scope), error)

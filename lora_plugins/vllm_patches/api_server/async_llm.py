@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine client: loads go to the planner, and an error of ours reaches whoever asked.
+"""vLLM's asynchronous engine client: loads go to the planner, and our errors reach the callers.
 
 Wrapped are `AsyncLLM.add_lora`, `remove_lora`, `generate` and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33).
 """
@@ -33,7 +33,7 @@ _DEATH_IS_SEEN_S = 1.0
 
 
 def patch() -> None:
-    """Have every client of this process do so."""
+    """Wrap every client of this process."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     wrap(AsyncLLM, "add_lora", where(has_planner, _add_lora))
@@ -43,16 +43,17 @@ def patch() -> None:
 
 
 def planner_of(client: Any) -> PlannerClient:
-    """The planners behind an engine client; the same object every time."""
+    """Return the planners behind an engine client; the same object every time."""
     process = this_process()
     planner = process.planners.get(client)
     if planner is None:
+        # `planners` holds the planner by client: a strong reference back would keep both for ever.
         planner = process.planners[client] = PlannerClient(_asking(weakref.ref(client)), process.events)
     return planner
 
 
 def snapshots_of(client: Any) -> Snapshots:
-    """What callers of an engine client have named by a path; the same object every time.
+    """Return the adapters that callers of an engine client have named by a path; the same object every time.
 
     Raises:
         InvalidSettings: the store cannot be made.
@@ -62,17 +63,18 @@ def snapshots_of(client: Any) -> Snapshots:
     if snapshots is None:
         base_path = client.vllm_config.model_config.model
         snapshots = process.snapshots[client] = Snapshots(process.resolver, is_vllms, base_path)
+        # Copies hold leases in the store: release them with the client.
         weakref.finalize(client, snapshots.forget_all)
     return snapshots
 
 
 def has_planner(client: Any) -> bool:
-    """Whether LoRA is on; an engine client that is not vLLM's own may have no configuration."""
+    """Return whether LoRA is on; an engine client that is not vLLM's own may have no configuration."""
     return getattr(getattr(client, "vllm_config", None), "lora_config", None) is not None
 
 
 def is_planned(client: Any) -> bool:
-    """Whether our scheduler plans this engine's adapters: the manager is named, and LoRA is on."""
+    """Return whether our scheduler plans this engine's adapters: the manager is named, and LoRA is on."""
     return this_process().is_manager_patched and has_planner(client)
 
 
@@ -84,6 +86,7 @@ def _asking(client: weakref.ref[Any]) -> Ask:
             raise RuntimeError("the engine client is gone")
         if not has_planner(target):
             return _without_lora(utility)
+        # vLLM's ids of engines are their ranks, little-endian (vllm/v1/engine/core_client.py, 0.30 to 0.33).
         core = target.engine_core
         engines = getattr(core, "core_engines", None) or []
         numbers = [int.from_bytes(identity, "little") for identity in engines] or [0]
@@ -97,19 +100,19 @@ def _asking(client: weakref.ref[Any]) -> Ask:
 
 
 def _without_lora(utility: str) -> dict[int, Any]:
-    """No engine of a server without LoRA has a planner: there is nothing to be seen, and nothing can be loaded."""
+    """No engine of a server without LoRA has a planner: nothing can be loaded, and figures are empty."""
     if utility in {"lora_plugins_residency", "lora_plugins_figures"}:
         return {}
     raise without_lora()
 
 
 async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[Any]:
-    """What the engines answer.
+    """Return the engines' answers.
 
-    Where one dies meanwhile, vLLM never ends the call. The request that made it would keep the API server from ending.
+    If an engine dies meanwhile, vLLM never ends the call. The caller's request would keep the API server from ending.
 
     Raises:
-        EngineDeadError: one has died.
+        EngineDeadError: an engine has died.
     """
     try:
         while not (await asyncio.wait([answers], timeout=_DEATH_IS_SEEN_S))[0]:
@@ -117,6 +120,7 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
                 raise client.dead_error
         return answers.result()
     finally:
+        # Calls to a dead engine never end by themselves.
         answers.cancel()
 
 
@@ -133,7 +137,7 @@ async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:
 
 
 def removing(original: Any) -> Any:
-    """With this, the id stands for no copy any more: what comes with it next is read again, as by vLLM."""
+    """Forget the copy of an id: an adapter that comes under the id later is read again, as by vLLM."""
 
     def remove_lora(self: Any, lora_id: int) -> Any:
         if (snapshots := this_process().snapshots.get(self)) is not None:
@@ -159,7 +163,7 @@ def _answering(error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Cal
 
 
 async def _watched(original: Any, call: inspect.BoundArguments, error_of_output: Any) -> AsyncIterator[Any]:
-    """The outputs of a request for an adapter; raises where the engine could not have it."""
+    """Yield the outputs of a request for an adapter; raise where the engine could not have the adapter."""
     events, client, lora_request = this_process().events, call.args[0], call.arguments["lora_request"]
     name, response, has_begun = lora_request.lora_name, present(), False
     if has_planner(client):
@@ -169,6 +173,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
             response.error = http_error(refusal)
             raise response.error from None
     copies, share = this_process().copies.get(client), share_of_request()
+    # With copies, a damaged copy is fetched again and the request goes on: hence at most two rounds.
     for is_last in (copies is None, True):
         taken = None
         try:
@@ -185,9 +190,10 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
                     yield output
                 return
         except LoRAPluginsError as error:
+            # An answer that has begun cannot begin again, and an error before `taken` is not a copy's fault.
             is_final = is_last or has_begun or taken is None
             if copies is not None and not is_final and await copies.is_at_fault(taken, error):
-                continue  # it is fetched again before the request goes on
+                continue  # the adapter is fetched again before the request goes on
             events.emit(NotServed("request", name, error))
             snapshots_of(client).refused(taken or lora_request, error)
             response.error = http_error(error)
@@ -195,7 +201,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
 
 
 def _note_spans(response: Response, output: Any, path: str | None) -> None:
-    """Note which versions have made an output: what the engine says, or else, of a first one, the version at `path`."""
+    """Note which versions have made an output, by the engine; else, for a first output, the version at `path`."""
     spans = (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS)
     if spans is None and path is not None and is_in_store(path):
         spans = [(os.path.basename(path), 0)]

@@ -1,12 +1,12 @@
-"""vLLM's serving classes: which adapter a request is given, and what its response says of it.
+"""vLLM's serving classes: the adapter for a request, and the response's word on the adapter.
 
 Every serving class gives a request its adapter by `BaseServing._maybe_get_adapters` (0.30 to 0.33). With an access
-policy, an adapter that the key may not use looks like one that does not exist. The name alone decides, before anything
-is looked up, so neither text nor time says what exists; for that `_check_model` is wrapped too. Pooling's is always: it
-lets unknown names pass, and what is missing after the check is to be what was unloaded meanwhile.
+policy, an adapter that the key may not use looks like an adapter that does not exist. The name alone decides, before
+anything is looked up, so neither text nor time says what exists; `_check_model` is wrapped too for the same reason, and
+always for pooling: pooling's check lets unknown names pass, and a name that is missing afterwards must be an unload.
 
-Four kinds of response have a `system_fingerprint`. vLLM writes there what describes the server, in some chunks of a
-stream only; where it is started with `--fingerprint-mode none` it writes nothing, and the digest stands there.
+Four kinds of response have a `system_fingerprint`. vLLM fills the field with a description of the server, in some
+chunks of a stream only; with `--fingerprint-mode none` vLLM leaves the field empty, and the digest stands there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
-    """Have the serving classes of this process do so; a second call changes nothing."""
+    """Wrap the serving classes of this process; a second call changes nothing."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionStreamResponse
     from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionStreamResponse
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
@@ -47,14 +47,14 @@ def patch() -> None:
 
 
 def patch_check() -> None:
-    """Have `_check_model` keep to the policy of this process; a second call changes nothing."""
+    """Have `_check_model` keep to the policy of the process; a second call changes nothing."""
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
     wrap(BaseServing, "_check_model", _checking)
 
 
 def may_use(name: str) -> bool:
-    """Whether the present request may use this adapter; one that we have not seen may use what the default may."""
+    """Return whether the present request may use an adapter; an unseen request may use the default's adapters."""
     policy = this_process().policy
     return policy is None or (principal_of_request.get() or policy.default).may_use(name)
 
@@ -76,7 +76,7 @@ def _picking(original: Any) -> Any:
 
 
 def _checking(original: Any) -> Any:
-    """Pooling's check lets every name pass; with this one, what `_picking` then misses was unloaded meanwhile."""
+    """Pooling's check lets every name pass; with ours, a name that `_picking` misses was unloaded meanwhile."""
     from vllm.exceptions import VLLMNotFoundError
 
     async def _check_model(self: Any, request: Any) -> Any:
@@ -91,9 +91,9 @@ def _checking(original: Any) -> Any:
 
 
 def _as_if_absent(serving: Any, request: Any) -> Any:
-    """`serving`, or, where the request may not use the adapter that it names, the same without any adapter or resolver.
+    """Return `serving`, or a copy without adapters and resolvers where the request may not use its adapter.
 
-    vLLM's own code then says that there is no such model, in its own words.
+    vLLM's own code then answers "no such model", in vLLM's words.
     """
     if this_process().policy is None:
         return serving
@@ -101,6 +101,7 @@ def _as_if_absent(serving: Any, request: Any) -> Any:
     if not name or serving.models.is_base_model(name) or may_use(name):
         return serving
     logger.debug("%s may not use adapter %r", label_of_request(), name)
+    # Shallow copies, for one call: other requests go on with the table itself.
     bare = copy.copy(serving)
     bare.models = copy.copy(serving.models)
     bare.models.lora_requests = {}
@@ -113,19 +114,20 @@ async def _resolve_nothing(_: str) -> None:
 
 
 def _refuse_unloaded(serving: Any, request: Any) -> None:
-    """A name that vLLM has checked, and that is unloaded before it looks it up again, is one to ask for once more.
+    """Raise "ask once more" for a name that vLLM has checked, and that was unloaded before the second look.
 
-    What calls without a request has checked nothing: vLLM's own error stands.
+    Calls without a request have checked nothing: vLLM's own error stands.
     """
     if not (is_for_request() and is_planned(serving.models.engine_client)):
         return
     name = request.model
+    # Callers without the right must not learn that the name is blocked.
     is_blocked = may_use(name) and name in this_process().resolver.store.blocks
     raise http_error((blocked if is_blocked else no_longer_served)(name)) from None
 
 
 def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:
-    """What stands in vLLM's table may be blocked: by another server of the store, or while its unload waits."""
+    """Refuse a blocked adapter in vLLM's table: another server of the store blocked the name, or its unload waits."""
     process = this_process()
     if adapter is not None and (process.is_resolver_registered or process.is_manager_patched):
         try:
@@ -136,12 +138,12 @@ def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:
 
 
 def _withhold(_serving: Any, _request: Any, adapter: Any) -> Any:
-    """An adapter with the name of a content part's type (`image`) comes without being named."""
+    """An adapter with the name of a content part's type (`image`) comes without being named: withhold it."""
     return adapter if adapter is None or may_use(adapter.lora_name) else None
 
 
 def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
-    """The path of a version in the store says its digest; of an adapter that lies elsewhere none is known."""
+    """Note the digest in the path of a version in the store; other adapters have no known digest."""
     process = this_process()
     if process.is_resolver_registered:
         digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
@@ -152,24 +154,25 @@ def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
 
 
 def _hold_stream(_serving: Any, request: Any, adapter: Any) -> Any:
-    """The response to a request for an adapter begins when the engine has begun to answer."""
+    """Have the response to a request for an adapter begin when the engine has begun to answer."""
+    # A stream's status goes out with its headers: an error after them could only be text in a 200.
     if adapter is not None and this_process().is_manager_patched and getattr(request, "stream", False):
         present().is_held = True
     return adapter
 
 
-# What is done with the adapter that vLLM has picked, in this order: what policy withholds is neither noted nor held.
+# In order: an adapter that policy withholds is neither noted nor held.
 _OF_PICKED = (_withhold, _refuse_blocked, _note_version, _hold_stream)
 
 
 def _filling(original: Any) -> Any:
-    """What is set here is written in every chunk; vLLM leaves out what it has not set."""
+    """Set the fields in every chunk; vLLM leaves out fields that it has not set."""
 
     def made(self: Any, **fields: Any) -> None:
         if fields.get("system_fingerprint") is None and (digest := fingerprint()) is not None:
             fields["system_fingerprint"] = digest
         of_connector = {name: it for name, it in (fields.get("kv_transfer_params") or {}).items() if name != VERSIONS}
-        if of_connector:  # which a proxy hands to another engine as they are
+        if of_connector:  # a proxy hands these to another engine as they are
             fields["kv_transfer_params"] = of_connector
         elif (response := present()).has_moved:
             fields["kv_transfer_params"] = {VERSIONS: response.spans}

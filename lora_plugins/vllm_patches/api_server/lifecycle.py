@@ -1,4 +1,4 @@
-"""The lifecycle of what one of vLLM's API servers serves, made at its first use."""
+"""The lifecycle of the adapters of one of vLLM's API servers, made at its first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _watching: set[asyncio.Task[None]] = set()  # the event loop itself keeps no tas
 
 
 def lifecycle_of(models: Any) -> Lifecycle:
-    """The lifecycle of what `models`, vLLM's `OpenAIServingModels`, serves; the same object every time.
+    """Return the lifecycle of the adapters of `models`, vLLM's `OpenAIServingModels`; the same object every time.
 
     Raises:
         InvalidSettings: the store cannot be made.
@@ -30,7 +30,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
     lifecycle = process.lifecycles.get(models)
     if lifecycle is None:
         server = ApiServer(
-            # Not `models` itself, of which the lifecycle is a value: it would never go.
+            # A proxy: `lifecycles` holds the lifecycle by `models`, and would keep both for ever with a reference.
             Registry(weakref.proxy(models), process.resolver.served, process.resolver.store.blocks),
             planner_of(models.engine_client),
             _Server(weakref.proxy(models)),
@@ -40,6 +40,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
         )
         lifecycle = process.lifecycles[models] = Lifecycle(server, _copies_of(server, process.role))
         process.copies[models.engine_client] = lifecycle.copies
+        # A weak reference: the watch ends with the copies.
         task = asyncio.get_running_loop().create_task(watch(weakref.ref(lifecycle.copies)))
         _watching.add(task)
         task.add_done_callback(_watching.discard)
@@ -53,7 +54,7 @@ def _copies_of(server: ApiServer, role: Leader | Follower | None) -> Copies:
 
 
 class _Server:
-    """What is asked of vLLM (`server.api_server.VllmServer`)."""
+    """Our calls of vLLM (`server.api_server.VllmServer`)."""
 
     def __init__(self, models: Any) -> None:
         self._models = models
@@ -87,7 +88,7 @@ class _Server:
         )
 
     async def abort(self, request_ids: list[str]) -> None:
-        await self._models.engine_client.abort(request_ids, internal=True)  # the ids are those of the engine core
+        await self._models.engine_client.abort(request_ids, internal=True)  # ids of the engine core
         if isinstance(role := this_process().role, Leader):
             role.abort(request_ids)
 

@@ -1,4 +1,4 @@
-"""vLLM's offline engine (`LLM`): adapters are copied, and the output of a request whose adapter cannot be had says why.
+"""vLLM's offline engine (`LLM`): adapters are copied, and the output of a request without its adapter says why.
 
 Wrapped are `LLMEngine.add_lora`, `remove_lora`, `add_request` and `step` (vllm/v1/engine/llm_engine.py, 0.30 to 0.33).
 """
@@ -26,15 +26,15 @@ from lora_plugins.vllm_patches.wrapping import where, wrap
 
 T = TypeVar("T")
 _thread = ThreadPoolExecutor(1, "lora-plugins-snapshots")
-# Of requests that the engine is about to refuse, by their ids.
+# Errors of requests that the engine is about to refuse, by request id.
 _refused: LRUCache[str, LoRAPluginsError] = LRUCache(10_000)
 _signature = functools.cache(inspect.signature)
-# An engine id and a path for each of these, by which the engine can find nothing.
+# An engine id and a path for each refused request, by which the engine finds nothing.
 _NOWHERE, _refused_ids = "/dev/null/refused", itertools.count(1 << 29)
 
 
 def patch() -> None:
-    """Have every offline engine of this process do so."""
+    """Wrap every offline engine of this process."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     wrap(LLMEngine, "add_lora", where(has_planner, _add_lora))
@@ -50,7 +50,7 @@ def _add_lora(original: Any, engine: Any, lora_request: Any) -> Any:
 
 
 def _add_request(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """An adapter that cannot be copied ends its own request, as an adapter does that the engine cannot load."""
+    """Add a request; an adapter that cannot be copied ends its own request, as a failed load does."""
     call = _signature(original).bind(engine, *args, **kwargs)
     given = call.arguments.get("lora_request")
     if given is None:
@@ -59,6 +59,7 @@ def _add_request(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         taken = snapshots.known(given) or _waited_for(snapshots.of(given))
     except LoRAPluginsError as error:
+        # An exception here would end the caller's whole batch: the engine gets a path that it must refuse.
         _refused[call.arguments["request_id"]] = error
         taken = copy.copy(given)
         taken.lora_int_id, taken.lora_path = next(_refused_ids), _NOWHERE
@@ -67,7 +68,7 @@ def _add_request(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _waited_for(work: Coroutine[Any, Any, T]) -> T:
-    """Its result; in a thread, as the caller's may run an event loop."""
+    """Return the result of `work`, run in a thread, as the caller's thread may run an event loop."""
     return _thread.submit(asyncio.run, work).result()
 
 
@@ -85,13 +86,14 @@ def _stepping(original: Any) -> Any:
 
 
 def _explain(output: Any) -> LoRAPluginsError | None:
-    """Put an error's text where the user finds it: the stop reason; of a pooling request, its own error."""
+    """Put an error's text where the user finds the text: the stop reason; for a pooling request, its own error."""
     refused = _refused.pop(output.request_id, None)
     if hasattr(output.outputs, "data"):
         error = error_in_tensor(output.outputs.data)
         if error is None:
             return None
         error = refused or error
+        # The error's bytes are no embedding.
         output.outputs.data = output.outputs.data[:0]
         if hasattr(output, "error"):
             output.error = _request_error(error)

@@ -34,7 +34,7 @@ _BUILTIN = "lora_plugins_builtin"  # of our function: the one whose place it has
 class LoRAPluginsResolver:
     """Answers vLLM from the sources of this process.
 
-    Duck-typed after `vllm.lora.resolver.LoRAResolver`, of which it is registered as a virtual subclass.
+    Duck-typed after `vllm.lora.resolver.LoRAResolver`, and registered as its virtual subclass.
     """
 
     def __init__(self, process: Process) -> None:
@@ -70,7 +70,7 @@ def register(process: Process) -> None:
 
 
 def begin_serving(models: Any, process: Process) -> None:
-    """Learn what base model is served, from vLLM's `OpenAIServingModels`, and log what is resolved from where."""
+    """Take the served base model from vLLM's `OpenAIServingModels`, and log the sources."""
     keep_model_of_body()
     models.lora_resolver_lock = NameLocks()
     process.resolver.base = describe_base(models, process.settings)
@@ -83,9 +83,9 @@ def begin_serving(models: Any, process: Process) -> None:
 def take_over(module_name: str, function_name: str, register: Callable[[], None]) -> None:
     """Put `register` in the place of vLLM's builtin of the same entry-point name.
 
-    vLLM imports both entry points and keeps the one that it discovered last. If that is the builtin, it is read
-    from its module after this has run; if it is ours, nothing else is needed. So ours runs in either order. A vLLM
-    that has no such builtin is refused when ours runs, or has nothing to take over.
+    vLLM imports both entry points and keeps the last discovered. If vLLM keeps its builtin, vLLM reads the builtin from
+    the builtin's module after this function has run; if vLLM keeps ours, nothing else is needed. So ours runs in either
+    order. A vLLM without the builtin is refused when ours runs, or has nothing to take over.
     """
     try:
         setattr(register, _BUILTIN, builtin(module_name, function_name))
@@ -95,17 +95,17 @@ def take_over(module_name: str, function_name: str, register: Callable[[], None]
 
 
 def builtin(module_name: str, function_name: str) -> Callable[[], None]:
-    """The function of vLLM behind an entry point, taken over or not.
+    """Return the function of vLLM behind an entry point, taken over or not.
 
     Raises:
-        ImportError, AttributeError: this vLLM has none.
+        ImportError, AttributeError: this vLLM has no such function.
     """
     function: Callable[[], None] = getattr(importlib.import_module(module_name), function_name)
     return getattr(function, _BUILTIN, function)
 
 
 async def _describe_model(client: Any, base_path: str, process: Process) -> Model | None:
-    """What the engine says of its model, kept in the store for the command line."""
+    """Return the engine's description of its model, kept in the store for the command line."""
     modules = await model_modules.ask_engine(client)
     if modules is None:
         return None

@@ -1,7 +1,7 @@
-"""Our metrics on vLLM's `/metrics`, and its `vllm:lora_requests_info` kept short.
+"""Our metrics on vLLM's `/metrics`, and vLLM's `vllm:lora_requests_info` kept short.
 
-vLLM makes a series of that one for each set of adapters that ran or waited together, and removes none: a server of many
-adapters, and each scrape of it, grows for ever.
+vLLM makes a series of the latter for each set of adapters that ran or waited together, and removes no series: a server
+of many adapters, and each scrape of the server, grows for ever.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBef
 from lora_plugins.process import Process
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, planner_of
 
-_OURS = "_lora_plugins"  # marks what is ours on objects that outlive a second registration
+_OURS = "_lora_plugins"  # marks our objects where they outlive a second registration
 NAME = "vllm:lora_requests_info"
-# Routers read the one that was set last; some more, for who looks at a moment that has just passed.
+# Routers read the last series; some more, for who looks at a moment that has just passed.
 MOST_SERIES = 32
 
 
 def serve_metrics(app: Any, process: Process) -> None:
-    """Count from here on, and show it on the `/metrics` of this app.
+    """Count from here on, and show the counts on the application's `/metrics`.
 
-    Called again, for another app of the process, it goes on counting where it was.
+    A second call, for another app of the process, keeps the counts.
     """
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -58,15 +58,15 @@ def serve_metrics(app: Any, process: Process) -> None:
 
 
 def _is_of_vllm(name: str) -> bool:
-    """Whether vLLM has a metric of this name now; with several API servers its metrics are in this registry too.
+    """Return whether vLLM has a metric of this name; with several API servers, vLLM's metrics are in our registry too.
 
-    `prometheus_client` says so otherwise only by collecting everything once more, and llm-d scrapes every 50 ms.
+    Another way to ask `prometheus_client` is to collect everything once more, and llm-d scrapes every 50 ms.
     """
     return name in REGISTRY._names_to_collectors  # noqa: SLF001 - vLLM reads its other half, `_collector_to_names`
 
 
 def _answer_from(registry: CollectorRegistry) -> Asgi:
-    """`/metrics` as vLLM's own answers, of this registry: its own makes a new one at each scrape."""
+    """Answer `/metrics` as vLLM does, from `registry`: vLLM makes a new registry at each scrape."""
     from starlette.responses import Response
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -77,7 +77,7 @@ def _answer_from(registry: CollectorRegistry) -> Asgi:
 
 
 def _counted(process: Process, *, can_forget: bool) -> CollectorRegistry:
-    """The registry of what is counted from events, made once; not vLLM's, which a second one would not enter."""
+    """Return the registry of counted events, made once; not vLLM's, which refuses a second metric of one name."""
     if process.counted is None:
         process.counted = CollectorRegistry()
         process.events.add(CountEvents(process.counted, process.settings.metrics_adapters, can_forget=can_forget))
@@ -85,7 +85,7 @@ def _counted(process: Process, *, can_forget: bool) -> CollectorRegistry:
 
 
 class _Both:
-    """A collector without a name: vLLM unregisters those called `vllm:…` whenever it makes its own."""
+    """A collector without a name: vLLM unregisters collectors named `vllm:…` whenever it makes its own."""
 
     def __init__(self, counted: CollectorRegistry, collector: MetricsCollector) -> None:
         self._counted = counted
@@ -100,7 +100,7 @@ class _Both:
 
 
 def _show(both: _Both) -> None:
-    """Enter it into the process's registry in the place of what was there from us."""
+    """Enter a collector into the process's registry, in the place of our former collector."""
     before = getattr(REGISTRY, _OURS, None)
     if before is not None:
         REGISTRY.unregister(before)
@@ -119,7 +119,7 @@ def _read_store_usage(process: Process) -> StoreUsage | None:
 
 
 def forget_old_series() -> None:
-    """Remove those of sets that ran long ago; to be called before a scrape, in the event loop that sets them.
+    """Remove series of sets that ran long ago; call before a scrape, in the event loop that sets them.
 
     Nothing happens where several API servers count in files, from which no series can be removed.
     """

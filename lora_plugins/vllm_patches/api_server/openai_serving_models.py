@@ -1,7 +1,7 @@
-"""vLLM's table of served models: what is resolved, loaded and unloaded by it is known to us, and freed.
+"""vLLM's table of served models: our lifecycle sees what vLLM resolves, loads and unloads, and frees the adapters.
 
 Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/serving.py, 0.30 to 0.33), each once. Loads
-reach the planner by the engine client: vLLM's code runs over a copy of the table that has ours in the client's place.
+reach the planner by the engine client: vLLM's code runs over a copy of the table with ours in the client's place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _loading: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task
 
 
 def patch() -> None:
-    """Have every API server of this process do so; a second call changes nothing."""
+    """Wrap the table of every API server of this process; a second call changes nothing."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
     for name, wrapper in WRAPPERS.items():
@@ -45,10 +45,11 @@ def patch() -> None:
 
 
 def _making(original: Any) -> Any:
-    """The base model is known when vLLM begins to serve; if this raises, startup fails."""
+    """Begin to serve when vLLM has its base model; an error here fails the startup."""
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         process = this_process()
+        # Before vLLM's own start: without the policy of the settings, nothing may be served.
         if process.is_resolver_registered:
             require_in_force(process)
         original(self, *args, **kwargs)
@@ -59,7 +60,7 @@ def _making(original: Any) -> Any:
 
 
 def _starting(original: Any) -> Any:
-    """Several API servers share vLLM's table before the first name is in it; the leader's modules are all servers'."""
+    """Share vLLM's table among several API servers before the table has a name; `--lora-modules` are the leader's."""
 
     async def init_static_loras(self: Any) -> None:
         role = await take_role(self)
@@ -73,7 +74,7 @@ def _starting(original: Any) -> Any:
 
 
 class _Client:
-    """The engine client as vLLM's table of models has it while it adds an adapter: its loads are ours."""
+    """The engine client for vLLM's table of models while vLLM adds an adapter: loads are ours."""
 
     def __init__(self, models: Any, lifecycle: Lifecycle) -> None:
         self._client = models.engine_client
@@ -83,30 +84,30 @@ class _Client:
         return getattr(self._client, name)
 
     def in_place_of(self, models: Any) -> Any:
-        """A copy of the table, over the same adapters, which asks this client."""
+        """Return a copy of the table, over the same adapters, that asks this client."""
         asking = copy.copy(models)
         asking.engine_client = self
         return asking
 
 
 class _LoadsByPath(_Client):
-    """Serves what lies at a path as a version.
+    """Serves the files at a path as a version.
 
     Attributes:
-        error: why it cannot, of which vLLM keeps the text only.
+        error: why the adapter cannot be served; vLLM keeps the text only.
     """
 
     error: LoRAPluginsError | None = None
 
     async def add_lora(self, request: Any) -> bool:
-        """As vLLM's, which puts the request into its table afterwards.
+        """Load as vLLM does; vLLM puts the request into its table afterwards.
 
-        An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for that.
+        An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for an end.
         """
         moves, name = moves_running(), request.lora_name
         try:
             async with self._lifecycle.ending_block(name) if is_for_request() else nullcontext():
-                if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find it
+                if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find the files
                     await planner_of(self._client).load(request, wants_slot=False, moves=moves)
         except LoRAPluginsError as error:
             self.error = error
@@ -115,11 +116,11 @@ class _LoadsByPath(_Client):
 
 
 class _LoadsInBackground(_Client):
-    """Answers before the load: the request that is resolved waits for it in the scheduler."""
+    """Answers before the load: the resolved request waits for the load in the scheduler."""
 
     async def add_lora(self, request: Any) -> bool:
-        """As vLLM's; a load that fails takes the adapter out of the table again."""
-        if not is_vllms(request):  # it may hold weights, which only vLLM's own way brings to the workers
+        """Load as vLLM does; a load that fails takes the adapter out of the table again."""
+        if not is_vllms(request):  # it may hold weights, which only vLLM's own call brings to the workers
             return bool(await self._client.add_lora(request))
         async with snapshots_of(self._client).adding(request) as taken:
             uri = None if taken is request else absolute(request.lora_path)
@@ -132,12 +133,12 @@ class _LoadsInBackground(_Client):
     async def _loading(self, load: Coroutine[Any, Any, None], request: Any) -> None:
         try:
             await load
-        except LoRAPluginsError:  # its request is answered with it
+        except LoRAPluginsError:  # the adapter's request is answered with the error
             self._lifecycle.load_failed(request)
 
 
 class _Unloads(_Client):
-    """Leaves the engine alone: what is unloaded is retired afterwards, with the refusal for what waits for it.
+    """Leaves the engine alone: afterwards the adapter is retired, with the refusal for its waiting requests.
 
     For a release whose unload calls `remove_lora` (vllm-project/vllm#54939).
     """
@@ -147,10 +148,10 @@ class _Unloads(_Client):
 
 
 def _loading_by_path(original: Any) -> Any:
-    """Where `add_lora` raises, vLLM answers a 500 with its text; with this it is our status.
+    """Load by path, and answer errors with our status; vLLM answers 500 where `add_lora` raises.
 
-    vLLM serves whatever lies at the path when it is read; with this, what lay there when it was loaded. `load_inplace`
-    changes weights under what runs; with this, it is a swap like any other, unless the settings say so.
+    vLLM serves the files at the path whenever vLLM reads them; ours serves the files of the load. `load_inplace`
+    changes weights under running requests; with ours, the call is a swap like any other, unless the settings say so.
     """
 
     async def load_lora_adapter(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,6 +163,7 @@ def _loading_by_path(original: Any) -> Any:
         result = await original(client.in_place_of(self), request, *args, **kwargs)
         if client.error is not None:
             raise http_error(client.error, shows_paths=True)  # the caller has named the path
+        # vLLM's own checks return an ErrorResponse.
         if not hasattr(result, "error"):
             lifecycle.on_change()
         return result
@@ -170,9 +172,9 @@ def _loading_by_path(original: Any) -> Any:
 
 
 def _resolving(original: Any) -> Any:
-    """A name that no resolver has is answered with what is wrong with it, where the name itself shows that.
+    """Resolve, and answer a name that no resolver has with the name's fault, where the name itself shows the fault.
 
-    vLLM says "does not exist" of every such name. Not raised by our resolver: another one may have other names.
+    vLLM says "does not exist" of every such name. Our resolver does not raise: another resolver may have other names.
     """
 
     async def resolve_lora(self: Any, lora_name: str) -> Any:
@@ -183,7 +185,7 @@ def _resolving(original: Any) -> Any:
             result = await _resolved(original, self, lora_name)
         else:
             result = await original(self, lora_name)
-        error = getattr(result, "error", None)  # of an ErrorResponse
+        error = getattr(result, "error", None)  # an attribute of an ErrorResponse
         if error is not None and error.code == AdapterNotFound.http_status and this_process().is_resolver_registered:
             reason = why_absent(lora_name)
             if reason is not None:
@@ -201,9 +203,9 @@ async def _resolved_by_leader(follower: Follower, lora_name: str) -> Any:
 
 
 async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
-    """A blocked name is not resolved again, and whatever is resolved is written down for the next start.
+    """Resolve, unless the name is blocked, and write the result down for the next start.
 
-    Requests for one name share an answer: behind vLLM's lock for the name each would wait for a turn of its own.
+    Requests for one name share an answer: behind vLLM's lock for the name each request would wait for its own turn.
     """
     lifecycle, share = lifecycle_of(models), share_of_request()
 
@@ -218,7 +220,7 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
     try:
         lifecycle.registry.blocked.refuse(lora_name)
         if share is not None and not await this_process().resolver.has(lora_name, lifecycle.server.vllm.base_path):
-            share = None  # what no source has takes nothing of it
+            share = None  # a name that no source has takes nothing of the share
         async with lifecycle.copies.sharing(share, lora_name):
             return await lifecycle.resolving.run(lora_name, resolve)
     except LoRAPluginsError as error:
@@ -226,7 +228,7 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
 
 
 def _checking_unload(original: Any) -> Any:
-    """Under the name's lock, vLLM checks what it then takes out of its table: here the registry still sees it."""
+    """Look under the name's lock, where vLLM checks the adapter that it then removes: the registry still has it."""
 
     async def _check_unload_lora_adapter_request(self: Any, request: Any) -> Any:
         if is_planned(self.engine_client):
@@ -237,7 +239,7 @@ def _checking_unload(original: Any) -> Any:
 
 
 def _unloading(original: Any) -> Any:
-    """The endpoint takes the name out of vLLM's table only; with this, its slot, memory and lease are freed."""
+    """Unload, and free slot, memory and lease; vLLM's endpoint takes the name out of its table only."""
 
     async def unload_lora_adapter(self: Any, request: Any) -> Any:
         await require_admin()
@@ -247,6 +249,7 @@ def _unloading(original: Any) -> Any:
         asking = _Unloads(self, lifecycle).in_place_of(self)
         asking._check_unload_lora_adapter_request = self._check_unload_lora_adapter_request  # noqa: SLF001 - of `self`
         result = await original(asking, request)
+        # After vLLM's own code: the table has lost the name, so no new request finds the adapter.
         adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
         if adapter is not None:
             lifecycle.on_change()
@@ -258,7 +261,7 @@ def _unloading(original: Any) -> Any:
 
 
 def _listing(original: Any) -> Any:
-    """Listed is what the caller may use; `root` says where the operator has it, not where its copy is.
+    """List the adapters that the caller may use; `root` is the operator's path, not the copy's.
 
     A version by its digest is listed by its name alone.
     """
@@ -267,6 +270,7 @@ def _listing(original: Any) -> Any:
         listed = await original(self)
         if self.lora_requests and is_planned(self.engine_client):
             registry = lifecycle_of(self).registry
+            # Another server of the store may have blocked a name that is still in this server's table.
             blocked = registry.blocked.among(card.id for card in listed.data)
             listed.data = [card for card in listed.data if card.id not in blocked]
             for card in listed.data:
@@ -281,7 +285,7 @@ def _listing(original: Any) -> Any:
 
 
 def _is_by_digest(adapter: ServedAdapter | None) -> bool:
-    """Whether its name says by a digest which version of another name it is."""
+    """Return whether an adapter's name says by a digest which version of another name the adapter is."""
     if adapter is None or adapter.version is None:
         return False
     revision = adapter.name.partition("@")[2]
@@ -289,7 +293,7 @@ def _is_by_digest(adapter: ServedAdapter | None) -> bool:
 
 
 async def _add_cold(models: Any, cards: list[Any]) -> None:
-    """What sources list and nobody has asked for, where the settings ask for it, as adapters of the base model."""
+    """Add adapters that sources list and nobody has asked for, where the settings say so, as the base model's."""
     process = this_process()
     settings, base = process.settings, next((card for card in cards if models.is_base_model(card.id)), None)
     if base is None or settings.list_models != "all" or not settings.runtime_lora_updating:

@@ -1,7 +1,7 @@
-"""The outputs that vLLM makes of a request say which versions have made the answer, however it ends.
+"""vLLM's outputs of a request name the versions of the answer, however the request ends.
 
-The scheduler says so in the outputs of a request that was moved (`engine_core/request.py`). vLLM passes on one of them:
-of several choices that of the last, of a whole answer that of its end. The end that an abort makes has none.
+The scheduler names versions in the outputs of a moved request (`engine_core/request.py`). vLLM passes on one output's
+names: of several choices the last choice's, of a whole answer the end's. An abort's end has no names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPANS = "lora_plugins_spans"  # an attribute of the request's state, or of the 
 
 
 def patch() -> None:
-    """Have every client of this process do so; a second call changes nothing."""
+    """Have every client of this process name versions; a second call changes nothing."""
     from vllm.v1.engine.output_processor import RequestState
 
     wrap(RequestState, "make_request_output", _saying_versions)
@@ -35,6 +35,7 @@ def _saying_versions(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         whole, said = self.parent_req or self, (kv_transfer_params or {}).get(VERSIONS, ())
+        # Each output gets all spans so far: vLLM may pass on any output as the last.
         if spans := together(getattr(whole, _SPANS, ()), said):
             setattr(whole, _SPANS, spans)
             kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}

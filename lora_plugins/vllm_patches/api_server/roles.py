@@ -1,7 +1,7 @@
-"""Which of several API servers this process is: the leader, which changes what is served, or one that follows.
+"""The role of this process among several API servers: the leader, which changes the served adapters, or a follower.
 
-`serve_command.py` gives all of them a folder; vLLM's engine client knows the number of its own. With that, vLLM's table
-of names is the leader's or a copy of it (`server/leader.py`, `server/follower.py`).
+`serve_command.py` gives all servers a folder; vLLM's engine client knows the server's number. vLLM's table of names is
+then the leader's, or a copy of the leader's (`server/leader.py`, `server/follower.py`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _aborting: set[asyncio.Task[None]] = set()  # the event loop itself keeps no tas
 
 
 def folder_of(app: Any) -> Path | None:
-    """Where the API servers of this deployment find each other; None where there is one only."""
+    """Return the folder where the API servers of this deployment find each other; None for a single server."""
     folder = getattr(getattr(app.state, "args", None), FOLDER, None)
     return None if folder is None else Path(folder)
 
 
 async def take_role(models: Any) -> Leader | Follower | None:
-    """Lead, or follow: vLLM's table of names in `models` is shared from here on. None where there is one server.
+    """Lead, or follow: vLLM's table of names in `models` is shared from here on. None for a single server.
 
     Raises:
-        InvalidSettings: one of several that do not know of each other, and may change what is served.
+        InvalidSettings: several servers do not know of each other, and may change the served adapters.
     """
     process, core = this_process(), getattr(models.engine_client, "engine_core", None)
     count = getattr(core, "client_count", 1)
@@ -57,10 +57,12 @@ async def take_role(models: Any) -> Leader | Follower | None:
                 remedy="start vllm serve, with one API server",
             )
         return None
+    # vLLM numbers the API servers of a command from 0, each with its own engine client.
     if core.client_index == 0:
         process.role = leader = _leader(models, process)
         return leader
     process.role = follower = _follower(models, process)
+    # Before the connection: the leader's first message fills the table.
     models.lora_requests = follower.table
     await follower.connect(folder)
     return follower
@@ -83,7 +85,7 @@ async def listen(models: Any, leader: Leader) -> None:
 
 
 async def resolved_by_leader(follower: Follower, name: str) -> Any:
-    """What vLLM's `resolve_lora` gives in the leader: a request of the name, or an error response; or it raises."""
+    """Return or raise as vLLM's `resolve_lora` does in the leader: a request of the name, or an error response."""
     principal = principal_of_request.get()
     who = None if principal is None else [principal.label, principal.share]
     answer = await follower.call("resolve", name=name, who=who)
@@ -150,7 +152,7 @@ def _request_of(name: str, adapter: Frame) -> Any:
     )
 
 
-# --- what a follower asks of the leader ---
+# --- calls of a follower to the leader ---
 
 
 async def _resolve(models: Any, leader: Leader, frame: Frame) -> Frame:

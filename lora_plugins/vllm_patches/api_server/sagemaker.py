@@ -1,8 +1,8 @@
-"""SageMaker's `/invocations` answers for the model that the body names.
+"""SageMaker's `/invocations` answers for the model in the body.
 
-vLLM has the route's body changed by `model_hosting_container_standards`: `model` becomes what the header
-`X-Amzn-SageMaker-Adapter-Identifier` says, and null without it. So the base model answered whatever the body asked for,
-names that nobody has and those that the key may not use too.
+vLLM has `model_hosting_container_standards` change the route's body: `model` becomes the name in the header
+`X-Amzn-SageMaker-Adapter-Identifier`, and null without the header. So the base model answered whatever the body asked
+for, names that nobody has and names that the key may not use too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 
 
 def keep_model_of_body() -> None:
-    """Leave a body as it is where the header names no adapter; again, or without that package, nothing happens."""
+    """Leave a body as it is where the header names no adapter; a second call, or no such package, changes nothing."""
     transform = _transform()
     if transform is not None:
         wrap(transform, "transform_request", _keeping)
@@ -36,7 +36,8 @@ def _keeping(original: Any) -> Any:
 
 
 def _transform() -> Any:
-    """The class that puts the header's name into the body; importing it must not change what is logged."""
+    """Return the class that puts the header's name into the body; importing it must not change the log."""
+    # The levels that the import may change.
     loggers: list[logging.Logger | logging.Handler] = [logging.root]
     loggers += [*logging.root.handlers, *logging.getLogger("vllm").handlers]
     levels = [one.level for one in loggers]

@@ -1,7 +1,7 @@
-"""How `vllm serve` starts several API servers, and what it refuses: front ends without our code.
+"""`vllm serve` with several API servers, and its refusal of front ends without our code.
 
 In front ends other than vLLM's API server in Python, resolvers, admin API and access policy are not there. Several API
-servers share what they serve (`roles.py`) where our manager plans it; else none of them may change it.
+servers share their adapters (`roles.py`) where our manager plans them; otherwise no server may change them.
 `ServeSubcommand.validate` and `run_multi_api_server` (vllm/entrypoints/cli/serve.py, 0.30 to 0.33) are wrapped: startup
 fails before an engine loads.
 """
@@ -25,18 +25,19 @@ from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _CLI = "vllm.entrypoints.cli.serve"
-_GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server imports it before plugins are loaded
+_GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server: imported before plugins are loaded
 _RUST = "vllm-rs"
-FOLDER = "lora_plugins_folder"  # of the arguments: where the API servers of one command find each other
+FOLDER = "lora_plugins_folder"  # an attribute of the arguments: where the API servers of one command find each other
 
 
 def patch(settings: Settings) -> None:
-    """Refuse what would leave out what was asked for; manager and kernels alone run with any front end.
+    """Refuse front ends without the plugins asked for; manager and kernels alone run with any front end.
 
     Raises:
-        InvalidSettings: this process is such a server, or the engine of one.
+        InvalidSettings: the process is such a front end, or the engine of a front end.
     """
     asked = [name for name in (FILESYSTEM, S3, HUB, OTHERS, ADMIN) if named_in_environment(name)] + configured(settings)
+    # Only the process of the command `vllm serve` has the module.
     cli: Any = sys.modules.get(_CLI)
     if cli is not None and (asked or named_in_environment(MANAGER)):
         wrap(cli, "run_multi_api_server", functools.partial(_sharing, settings=settings))
@@ -51,7 +52,7 @@ def patch(settings: Settings) -> None:
 
 
 def refuse_several(count: int, asked: str, why: str = "which do not know of each other") -> None:
-    """Raise InvalidSettings where what was asked for has several API servers."""
+    """Raise InvalidSettings where several API servers run with `asked`."""
     if count > 1:
         raise InvalidSettings(
             f"{asked} with --api-server-count {count}: API servers {why}",
@@ -62,12 +63,12 @@ def refuse_several(count: int, asked: str, why: str = "which do not know of each
 
 
 def require_in_force(process: Process) -> None:
-    """Refuse to start a server that has a policy, a key or a declared set in its settings and does not keep to it.
+    """Refuse to start a server whose settings have a policy, a key or a declared set, and which does not enforce them.
 
-    vLLM goes on without an endpoint plugin that is not named, or that it cannot load.
+    vLLM goes on without an endpoint plugin that is unnamed, or fails to load.
 
     Raises:
-        InvalidSettings: `access.install` has not been called in this process.
+        InvalidSettings: nobody has called `access.install` in this process.
     """
     if process.lets_in_administrators_only:
         return
@@ -80,7 +81,7 @@ def require_in_force(process: Process) -> None:
 
 
 def configured(settings: Settings) -> list[str]:
-    """The variables that are set of those that only an API server with `lora_admin` keeps to."""
+    """Return the set variables that need an API server with `lora_admin`."""
     values = {
         "LORA_PLUGINS_POLICY": settings.policy,
         ADMIN_KEY: settings.admin_key,
@@ -103,7 +104,7 @@ def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
 
 
 def _sharing(original: Any, settings: Settings) -> Any:
-    """Several API servers get a folder in which they find each other, and vLLM starts them with runtime updating."""
+    """Give several API servers a folder to find each other, and have vLLM start them with runtime updating."""
 
     def run_multi_api_server(args: Any) -> Any:
         count, changes = args.api_server_count or 1, _that_changes(settings)
@@ -118,6 +119,7 @@ def _sharing(original: Any, settings: Settings) -> Any:
         envs = cli.envs
         with tempfile.TemporaryDirectory(prefix="lora-plugins-") as folder:
             setattr(args, FOLDER, folder)
+            # The module's global, not the variable: the API servers that start here must read the true value.
             cli.envs = _WithoutUpdating(envs)
             try:
                 return original(args)
@@ -128,14 +130,14 @@ def _sharing(original: Any, settings: Settings) -> Any:
 
 
 def _that_changes(settings: Settings) -> str | None:
-    """What was asked for with which the adapters change that a server knows; None where they stay as at the start."""
+    """Return the plugin or variable by which a server's adapters change; None where they stay as at the start."""
     if named_in_environment(ADMIN):
         return ADMIN
     return "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if settings.runtime_lora_updating else None
 
 
 class _WithoutUpdating:
-    """vLLM's `envs` for the command alone, which refuses runtime updating with several API servers."""
+    """vLLM's `envs` for the command alone: the command refuses runtime updating with several API servers."""
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING = False
 
@@ -156,7 +158,7 @@ def _refusal(front_end: str, asked: list[str], remedy: str) -> InvalidSettings:
 
 
 def _parent() -> str:
-    """The name of the program that started this one; empty where the system does not say."""
+    """Return the name of the parent process's program; empty where the system does not say."""
     try:
         return Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip()
     except OSError:

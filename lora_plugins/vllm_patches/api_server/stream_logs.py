@@ -1,6 +1,6 @@
-"""A stream that we refuse is logged as every refusal: one line of ours, once for each name and text.
+"""A refused stream is logged as every refusal: one line of ours, once for each name and text.
 
-vLLM's stream generators write a traceback for whatever is raised in them, so that a client could fill the log at will.
+vLLM's stream generators write a traceback for every exception, so that a client could fill the log at will.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _LOGGERS = (
 
 
 def patch() -> None:
-    """Have the generators' loggers of this process do so; a second call changes nothing."""
+    """Filter the generators' loggers of this process; a second call changes nothing."""
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_is_not_ours)
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Whether a record is of anything but an exception of vLLM's that stands for an error of ours."""
+    """Return whether a record has no exception of vLLM that stands for an error of ours."""
+    # `raise … from None` hides our error from the traceback, and keeps the error as the context.
     error = record.exc_info[1] if record.exc_info else None
     return error is None or not isinstance(error.__context__, LoRAPluginsError)
 

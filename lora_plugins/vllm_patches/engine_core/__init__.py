@@ -1,1 +1,1 @@
-"""What is changed in vLLM's engine core, where the scheduler runs."""
+"""Our changes in vLLM's engine core, where the scheduler runs."""

@@ -1,4 +1,4 @@
-"""What vLLM's `LoRARequest`s mean to the planner: an `AdapterSpec`, and whether another generation begins with it."""
+"""The planner's view of vLLM's `LoRARequest`s: an `AdapterSpec`, and whether another generation begins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AdapterSpecs:
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)
 
     def of(self, lora_request: Any) -> AdapterSpec:
-        """The spec that a `LoRARequest` describes."""
+        """Return the spec that a `LoRARequest` describes."""
         spec = AdapterSpec(
             lora_request.lora_int_id,
             lora_request.lora_name,
@@ -35,17 +35,18 @@ class AdapterSpecs:
         return self.complete(spec, is_inplace=is_inplace(lora_request))
 
     def complete(self, spec: AdapterSpec, *, is_inplace: bool = False) -> AdapterSpec:
-        """A spec with size and URI; later requests come without a URI, so the URI is remembered."""
+        """Return a spec with size and URI; later requests come without a URI, so the URI is remembered."""
         if spec.uri is not None:
             self.uris[spec.engine_id] = spec.uri
         known = self._state.current.get(spec.engine_id)
+        # Weights given past the plan at the same path may be others, so a load in place makes a new spec.
         is_same = known is not None and known.spec.path == spec.path and spec.lora_request is None
         if known is not None and is_same and not (known.spec.given and is_inplace):
             return known.spec
         return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=self._weights_bytes(spec))
 
     def adapter_for_request(self, lora_request: Any) -> tuple[AdapterSpec, bool]:
-        """The spec that a request is computed with, and whether another generation begins.
+        """Return the spec that computes a request, and whether another generation begins.
 
         As in vLLM, the id decides, whatever the path. With a known id and another name the request means another
         adapter, if its path holds files. An evicted adapter stays known, so its path may be gone.
@@ -61,7 +62,7 @@ class AdapterSpecs:
         return spec, known is not None and known.spec.path != spec.path
 
     def is_other(self, lora_request: Any) -> bool:
-        """Whether a load in place names other bytes than its id has; the bytes at a path of the store never change."""
+        """Return whether a load in place names other bytes than its id has; a path of the store never changes bytes."""
         if not is_inplace(lora_request):
             return False
         known = self.known(lora_request.lora_int_id)
@@ -69,12 +70,12 @@ class AdapterSpecs:
         return not (is_same_path and is_in_store(lora_request.lora_path))
 
     def known(self, engine_id: int) -> AdapterSpec | None:
-        """The spec of the current generation, or of the last one, loaded and evicted since."""
+        """Return the spec of the current generation, or of the last generation, loaded and evicted since."""
         adapter, evicted = self._state.known(engine_id), self._state.cache.known_bytes.get(engine_id)
         return adapter.spec if adapter is not None else evicted[0] if evicted is not None else None
 
     def _weights_bytes(self, spec: AdapterSpec) -> int:
-        """The host memory that the weights will take, as their file says; workers report the exact size."""
+        """Return the host memory that the weights will take, as their file says; workers report the exact size."""
         evicted = self._state.cache.known_bytes.get(spec.engine_id)
         if evicted is not None and evicted[0].path == spec.path and is_in_store(spec.path):
             return evicted[0].size_bytes  # without a look at a file system, which may hang
@@ -82,4 +83,4 @@ class AdapterSpecs:
             files = os.scandir(spec.path)
             return sum(entry.stat().st_size for entry in files if entry.name.startswith("adapter_model."))
         except OSError:
-            return 0  # on another node; the workers will report what is wrong with it
+            return 0  # on another node; the workers will report the adapter's faults

@@ -1,7 +1,7 @@
-"""What API servers and offline engines ask of the planner, as utilities of vLLM's engine core.
+"""The planner's utilities in vLLM's engine core, for API servers and offline engines.
 
-Methods are added to `EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33), where vLLM's clients reach them by name, and
-those that vLLM has for adapters are replaced.
+`EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33) gets further methods, which vLLM's clients reach by name, and vLLM's
+own methods for adapters are replaced.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def patch() -> None:
 
 @utility
 def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -> Future[Outcome] | Outcome:
-    """Load an adapter into host memory, and into a slot if one is idle; what runs with its id moves to it, or not."""
+    """Load an adapter into host memory, and into an idle slot; running requests of its id move with `moves`."""
     planner = _planner(self)
     planned, state = self.scheduler.specs.complete(spec), planner.state
+    # Before the load: afterwards a load and a hit look alike.
     known = state.current.get(planned.engine_id)
     was_loaded = known is not None and known.is_loaded and known.spec.path == planned.path
 
@@ -79,7 +80,7 @@ def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Futu
 
 @utility
 def _pause(self: Any, name: str, mode: PauseMode) -> list[str]:
-    """Hold new requests of a name until a resume; returns the ids of all that there are."""
+    """Hold new requests of a name until a resume; return the ids of all requests of the name."""
     _planner(self)
     return pause(self.scheduler, name, mode)
 
@@ -101,7 +102,7 @@ def _resume(self: Any, name: str) -> None:
 
 @utility
 def _residency(self: Any) -> list[AdapterState]:
-    """What is known of each adapter: where it is, and which requests are held and run."""
+    """Return each adapter's place, and the ids of its held and running requests."""
     state = _planner(self).state
     states = {
         it.spec.engine_id: replace(_state(state, it), held=(*it.held, *it.stopped), running=tuple(it.running))
@@ -128,7 +129,7 @@ def _state(state: PlannerState, adapter: Adapter) -> AdapterState:
 
 @utility
 def _figures(self: Any) -> PlannerFigures:
-    """What the planner counts, for metrics."""
+    """Return the planner's counts, for metrics."""
     state = _planner(self).state
     cache = state.cache
     return PlannerFigures(
@@ -142,7 +143,7 @@ def _figures(self: Any) -> PlannerFigures:
     )
 
 
-# Methods of vLLM's, where the engine has a planner; `original` is vLLM's own.
+# Replacements of vLLM's methods, where the engine has a planner; `original` is vLLM's own.
 
 
 def _add_lora(_: Any, self: Any, lora_request: Any) -> Any:
@@ -157,7 +158,7 @@ def _remove_lora(_: Any, self: Any, lora_id: int) -> Any:
     is_known = lora_id in planner.state.current
     retired = planner.retire(lora_id, time.monotonic())
     if self.scheduler.is_stopped and not retired.done() and self.scheduler.get_request_counts()[0]:
-        return is_known  # what runs does not end during this pause
+        return is_known  # running requests do not end during this pause
     return then(answer_of(self, retired, is_enough_to_begin=True), lambda _: is_known)
 
 
@@ -170,18 +171,19 @@ def _pin_lora(original: Any, self: Any, lora_id: int) -> Any:
 
 
 def _list_loras(_: Any, self: Any) -> Any:
-    """The ids that later requests find: none of an adapter that was removed, or replaced, and still runs."""
+    """Return the ids that later requests find: no adapter that was removed, or replaced, and still runs."""
     current = _planner(self).state.current.items()
     return {engine_id for engine_id, it in current if it.is_loaded or it.replaces is not None}
 
 
 def _collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """A caller's own code in workers may add and remove adapters: the planner hears of them before the call returns."""
-    if method == "take_notifications":  # in vLLM's own loop (vllm-project/vllm#51433)
+    """A caller's own code in workers may add and remove adapters: the planner learns of them before the end."""
+    if method == "take_notifications":  # vLLM calls this in its own loop (vllm-project/vllm#51433)
         return original(self, method, *args, **kwargs)
     try:
         result = original(self, method, *args, **kwargs)
     except Exception:
+        # Some workers may have taken adapters before the error.
         _take_back(self, _changes(self))
         raise
     of_workers = _changes(self)
@@ -205,7 +207,7 @@ def _collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs:
 
 
 def _changes(core: Any) -> list[list[Change]]:
-    """What each worker was given and told to remove; the n-th of all is known by one number in each."""
+    """Return adapters that each worker was given, or had to remove; the n-th has the same number in each worker."""
     first = core.scheduler.given_numbers
     of_workers: list[list[Change]] = core.model_executor.collective_rpc("lora_plugins_changes", args=(first,))
     core.scheduler.given_numbers += max(map(len, of_workers), default=0)
@@ -223,7 +225,7 @@ def _take_back(core: Any, of_workers: list[list[Change]], *, is_planned: bool = 
 
 
 def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
-    """What all workers were given and told to remove, each its part of it; None where they differ."""
+    """Return the adapters that all workers were given, or had to remove; None where workers differ."""
     if len({tuple((change.engine_id, change.spec is None) for change in changes) for changes in of_workers}) > 1:
         return None
     agreed = []
@@ -236,9 +238,9 @@ def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
 
 
 def _sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """While the engine sleeps nothing writes to slots: the work of the workers ends first.
+    """While the engine sleeps nothing writes to slots: the workers' jobs end first.
 
-    An engine in a process of its own goes on with steps until that work is done; one in the caller's makes no steps.
+    An engine in its own process goes on with steps until the jobs end; an engine in the caller's makes no steps.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -248,7 +250,7 @@ def _sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _wake_up(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """While the engine slept, the contents of slots may have been lost; the host cache was not."""
+    """While the engine slept, slots may have lost their contents; the host cache has not."""
     result = original(self, *args, **kwargs)
     if not self.model_executor.is_sleeping:
         self.model_executor.collective_rpc("lora_plugins_rewrite_slots")

@@ -1,11 +1,11 @@
 """A request whose logits are not finite numbers ends with an error; two in a row quarantine the version for a while.
 
 Workers count NaN in logits where `VLLM_COMPUTE_NANS_IN_LOGITS` is set (`ModelRunnerOutput.num_nans_in_logits` in
-vllm/v1/outputs.py, 0.30 to 0.33), on the device, beside the sampling. A pooled output is looked at here. What such a
-request has computed leaves the prefix cache; nobody else reads it (`worker/model_runner.py`). Requests for the base
-model are left alone, and so are all with speculative decoding, where vLLM counts by rows that are no requests.
+vllm/v1/outputs.py, 0.30 to 0.33), on the device, beside the sampling. Pooled outputs are checked here. The blocks that
+such a request computed leave the prefix cache; nobody else reads them (`worker/model_runner.py`). Requests for the base
+model are left alone, and so are all requests with speculative decoding, where vLLM counts by rows, not by requests.
 
-NaN says something of the version only where the request brings no numbers of its own: embeddings or pictures of a
+NaN speaks against the version only where the request brings no numbers of its own: embeddings or pictures of a
 client may hold NaN, or overflow the base model. A finite answer in between shows that the version computes.
 """
 
@@ -30,7 +30,7 @@ QUARANTINE_S = 300.0
 
 @dataclass
 class _InARow:
-    """Answers of one version with NaN, without a finite answer between them, and when the last of them ended."""
+    """Answers of one version with NaN, without a finite answer between them, and when the last answer ended."""
 
     count: int = 0
     last_at: float = 0.0
@@ -58,6 +58,7 @@ class FiniteAnswers:
             request = requests.get(name)
             if request is None or request.lora_request is None or request.is_finished():
                 continue
+            # A request with NaN ends in any case; only a request without its own numbers speaks against the version.
             if counts.get(name) or _has_nan(pooled[computed.req_id_to_index[name]]):
                 found.append(request)
                 if (adapter := self._adapters.get(name)) is not None and not _brings_numbers(request):
@@ -76,7 +77,7 @@ class FiniteAnswers:
             self._with_nan.pop(_version(adapter), None)
 
     def why_quarantined(self, adapter: Adapter) -> LoRAPluginsError | None:
-        """Why a generation answers no requests now; None where it does.
+        """Return why a generation answers no requests now, or None.
 
         After `QUARANTINE_S` the generation answers again, until the next NaN.
         """
@@ -95,13 +96,13 @@ def _brings_numbers(request: Any) -> bool:
 
 
 def _version(adapter: Adapter) -> str | tuple[str, int]:
-    """Which weights an adapter has: the bytes of the store's digest, or what one load has read from another path."""
+    """Return the identity of an adapter's weights: the store's digest, or one load from another path."""
     path = adapter.spec.path
     return path if is_in_store(path) else (path, adapter.weights_key)
 
 
 def _has_nan(pooled: Any) -> bool:
-    """Whether a pooled output has NaN; a sum without NaN proves cheaply that it has none."""
+    """Return whether a pooled output has NaN; a sum without NaN proves cheaply that no value is NaN."""
     return bool(pooled is not None and pooled.is_floating_point() and pooled.sum().isnan() and pooled.isnan().any())
 
 

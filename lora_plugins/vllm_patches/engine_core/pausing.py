@@ -1,7 +1,7 @@
 """How a pause of one adapter stops the adapter's requests in vLLM's scheduler, for a resume to go on with.
 
-A request stops as vLLM preempts it: its KV cache is free for others, and is computed again, or found in the prefix
-cache, after the resume. In the same way its adapter gives up its slot.
+A request stops as vLLM preempts a request: its KV cache is free for others, and is computed again, or found in the
+prefix cache, after the resume. In the same way its adapter gives up its slot.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from lora_plugins.scheduler.pauses import PauseMode
 
 
 def pause(scheduler: Any, name: str, mode: PauseMode) -> list[str]:
-    """Hold new requests of a name from here on; returns the ids of all that there are.
+    """Hold new requests of a name from here on; return the ids of all requests of the name.
 
-    What waits for a slot waits for the resume, too. What runs is stopped by the next step, if its place is kept.
+    Requests that wait for a slot wait for the resume, too. The next step stops running requests that keep their place.
     """
     request_ids = scheduler.pauses.pause(name, mode)
     for adapter in [it for it in scheduler.planner.state.adapters.values() if it.held and it.spec.name == name]:
@@ -27,9 +27,9 @@ def pause(scheduler: Any, name: str, mode: PauseMode) -> list[str]:
 
 
 def stop_kept(scheduler: Any) -> None:
-    """Stop what still runs of names whose requests are to keep their place.
+    """Stop running requests of names whose pause keeps the requests' places.
 
-    A request whose KV cache another engine sends, or whose grammar is compiled, is stopped once that has arrived.
+    A request whose KV cache another engine sends, or whose grammar is compiled, stops once cache or grammar arrive.
     """
     for adapter in scheduler.pauses.to_stop():
         for request_id in list(adapter.running):
@@ -53,6 +53,7 @@ def _leave(scheduler: Any, request: Any) -> bool:
     else:
         leave_queues(scheduler, request)
     if is_running or request.num_computed_tokens:  # a session's next part waits with a KV cache
+        # `_preempt_request` asserts RUNNING, and puts the request into `waiting`, where no paused request may be.
         request.status = RequestStatus.RUNNING
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery)  # noqa: SLF001
         scheduler.waiting.remove_request(request)
@@ -60,7 +61,7 @@ def _leave(scheduler: Any, request: Any) -> bool:
 
 
 def leave_queues(scheduler: Any, request: Any) -> None:
-    """Take a request that waits out of whichever of vLLM's queues has it."""
+    """Take a waiting request out of vLLM's queues."""
     for name in ("waiting", "kv_holding_waiting", "skipped_waiting"):  # not every release has both of the last
         if hasattr(scheduler, name):
             getattr(scheduler, name).remove_requests([request])

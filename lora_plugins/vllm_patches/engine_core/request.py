@@ -1,7 +1,7 @@
-"""A request of the engine core: the weights that compute it, and the client's request of which it is a part.
+"""A request of the engine core: its weights, and the client's request around it.
 
-vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation. By its id
-batches find the slot; by its path the keys of cached prefixes differ from those of other weights.
+vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation. Batches find
+the slot by its id; its path keeps the keys of cached prefixes apart from other weights' keys.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker.lora_request import lora_request
 
-# The ids by which vLLM's API server divides a client's request: a token of its beams, a prompt of several, one of n.
+# The ids by which vLLM's API server divides a client's request: a token of beams, a prompt of several, an answer of n.
 _BEAM = re.compile(r"(.+)-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")
 _PROMPT = re.compile(r"(cmpl-.+)-\d+-[0-9a-f]{8}")
 _OF_SEVERAL = re.compile(r"\d+_(.+)")
 
 
 def is_in_store(path: str) -> bool:
-    """Whether a path is named by what is in it: that never changes."""
+    """Return whether the contents of a path name the path, and so never change."""
     return is_digest(os.path.basename(path))
 
 
 def name_of(path: str) -> str:
-    """What answers call the weights at a path: their digest, where they are in the store."""
+    """Return the name of the weights at a path in answers: their digest, where they are in the store."""
     return os.path.basename(path) if is_in_store(path) else path
 
 
 def weights_of(adapter: Adapter) -> str:
-    """What answers call an adapter's weights."""
+    """Return the name of an adapter's weights in answers."""
     return name_of(_path(adapter))
 
 
@@ -43,15 +43,16 @@ def assign(request: Any, adapter: Adapter) -> None:
     if (before.lora_int_id, before.lora_path) == (adapter.key, path):
         return
     request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
+    # vLLM hashes a request's prompt on arrival (`Request.__init__`): the keys must follow the path.
     if before.lora_path != path:
         request.block_hashes.clear()
         request.update_block_hashes()
 
 
 def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
-    """Have a request that runs go on with the weights that its adapter has now.
+    """Have a running request go on with its adapter's present weights.
 
-    What it has computed with the ones before keeps its keys; what comes is found by no other request.
+    Tokens computed with earlier weights keep their keys; no other request finds the keys of later tokens.
     """
     path = f"{_path(adapter)}#{request.request_id}"
     request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
@@ -60,18 +61,18 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
 
 
 def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
-    """Whether a request was computed with what this generation has, or had when it was evicted."""
+    """Return whether a request was computed with the weights that this generation has, or had when evicted."""
     key = request.lora_request.lora_int_id
     return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights_key))
 
 
 def is_beam(request_id: str) -> bool:
-    """Whether a request is one token of a client's beams, so that more of the same client's come soon."""
+    """Return whether a request is a token of a client's beams: more parts of the client's request come soon."""
     return _BEAM.fullmatch(request_id) is not None
 
 
 def client_of(request_id: str) -> str:
-    """What a client's request is called in all the requests that vLLM divides it into; empty where it does not.
+    """Return the client's request that a request is a part of; empty where vLLM divides nothing.
 
     Source: vllm/entrypoints/generate/beam_search/online.py, vllm/entrypoints/openai/completion/serving.py,
     vllm/v1/engine/{parallel_sampling,input_processor}.py, 0.30 to 0.33.
@@ -87,7 +88,7 @@ def _path(adapter: Adapter) -> str:
 
 
 def _path_of(spec: AdapterSpec, weights: int) -> str:
-    """A path that no other weights have: where it is not in the store, with the load that read it."""
+    """Return a path that no other weights have: outside the store, with the key of the load that read the path."""
     is_enough = is_in_store(spec.path) or weights == spec.engine_id
     return spec.path if is_enough else f"{spec.path}#{weights}"
 

@@ -1,10 +1,10 @@
 """vLLM's scheduler, with admission by adapter before its queues.
 
-`SchedulerConfig.get_scheduler_cls` is wrapped to return a subclass of whatever class it names. A request that names an
-adapter is vLLM's from its arrival: connectors hear of it, aborts and errors end it as any other. Only its way into a
-queue waits until the planner admits it (`_enqueue_waiting_request`, the one place by which new requests and sessions
-enter a queue, in vllm/v1/core/sched/scheduler.py, 0.30 to 0.33). Requests without an adapter pass through, and an
-engine without LoRA gets an object of vLLM's own class.
+`SchedulerConfig.get_scheduler_cls` is wrapped to return a subclass of its answer. A request that names an adapter is
+vLLM's from its arrival: connectors learn of the request, and aborts and errors end it as any other. Only the way into a
+queue waits until the planner admits the request (`_enqueue_waiting_request`, the only place by which new requests and
+sessions enter a queue, in vllm/v1/core/sched/scheduler.py, 0.30 to 0.33). Requests without an adapter pass through, and
+an engine without LoRA gets an object of vLLM's own class.
 
 A held request waits and is unfinished, so vLLM's counts include held requests. vLLM 0.30 counts its queues in several
 places, later releases by `get_request_counts`.
@@ -55,8 +55,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     """The methods that precede a scheduler class of vLLM in a subclass.
 
     Attributes:
-        specs: the meaning of vLLM's `LoRARequest`s. given_numbers: the next number for what workers were given past the
-            plan. pauses: names whose requests wait for a resume.
+        specs: the meaning of vLLM's `LoRARequest`s. given_numbers: the next number for adapters given past the plan.
+        pauses: names whose requests wait for a resume.
     """
 
     lora_config: Any
@@ -68,7 +68,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self.given_numbers = 1
         rows_are_requests = vllm_config.speculative_config is None
         self._finite_answers = FiniteAnswers(self.planner.state.of_request, rows_are_requests=rows_are_requests)
-        # The versions that compute an answer, each with its first token, where they are not the version asked for.
+        # The versions that compute an answer, each with its first token, unless only the version asked for computes.
         self._versions: dict[str, list[tuple[str, int]]] = {}
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._held_again: dict[str, Any] = {}  # sessions with a KV cache, held since this step
@@ -78,18 +78,19 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     # --- requests ---
 
     def add_request(self, request: Any) -> None:
-        """As vLLM's; a session whose adapter has lost its place is held again when its next part comes."""
+        """Add as vLLM does; a session whose adapter has lost its place is held again when its next part comes."""
         from vllm.v1.request import RequestStatus
 
         session = self.requests.get(request.request_id)
         was_idle = session is not None and session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        # vLLM queues a session's next part inside the call: the session is taken out again afterwards.
         super().add_request(request)
         if was_idle and not session.is_finished() and self._is_to_be_held(session):
             leave_queues(self, session)
             self._hold_again(session)
 
     def _enqueue_waiting_request(self, request: Any) -> None:
-        """As vLLM's, once a request's adapter has its place, and its name no pause; before, the request is held."""
+        """Enqueue as vLLM does, once a request's adapter has its place, and its name no pause; before, hold."""
         if self._is_to_be_held(request):
             name = request.lora_request.lora_name
             if self.pauses.holds(name, client_of(request.request_id)):
@@ -114,7 +115,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         )
 
     def _hold_again(self, session: Any) -> None:
-        """Hold a session for the weights that it began with, of which its KV cache is."""
+        """Hold a session for the weights that it began with: its KV cache is of them."""
         if self.pauses.holds(name := session.lora_request.lora_name):
             self.pauses.hold(name, session.request_id, session)
             self._held_again[session.request_id] = session
@@ -139,7 +140,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         held, self._held_again = self._held_again, {}
         for session in held.values():
             if session.status == RequestStatus.WAITING and session.num_computed_tokens:
-                session.status = RequestStatus.RUNNING
+                session.status = RequestStatus.RUNNING  # `_preempt_request` asserts RUNNING
                 self._preempt_request(session, time.monotonic(), drop_stale_output=True)
                 self.waiting.remove_request(session)
                 session.status = RequestStatus.WAITING
@@ -171,11 +172,11 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def _assign(self, request: Any, adapter: Adapter) -> None:
         asked_for = request.lora_request.lora_path
         assign(request, adapter)
-        if is_in_store(asked_for) and asked_for != request.lora_request.lora_path:  # a version that is past, or to come
+        if is_in_store(asked_for) and asked_for != request.lora_request.lora_path:  # an earlier version, or a later
             self._versions[request.request_id] = [(weights_of(adapter), 0)]
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        """As vLLM's, which knows held requests too."""
+        """Finish as vLLM does, held requests too."""
         finished = super().finish_requests(request_ids, finished_status)
         self.planner.ended([request.request_id for request in finished], time.monotonic())
         for request in finished:
@@ -199,6 +200,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Admit the next requests, then schedule as vLLM does; the output carries commands for the workers."""
+        # Inside `schedule` vLLM counts its own queues (`get_request_counts`).
         commands, self._counts_held = self.plan(), False
         try:
             output = super().schedule(*args, **kwargs)
@@ -209,16 +211,16 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return output
 
     def plan(self) -> list[Command]:
-        """Admit the next requests; returns the work of the workers before these requests run."""
+        """Admit the next requests; return the work of the workers before these requests run."""
         state = self.planner.state
-        stop_kept(self)
+        stop_kept(self)  # first: a stopped request's slot is free for this plan
         plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
         self._move([(name, adapter) for adapter in plan.moved for name in adapter.running])
         for request in plan.admitted:
             self._held_again.pop(request.request_id, None)
             adapter = state.of_request[request.request_id]
             is_begun = request.num_computed_tokens or request.num_preemptions  # a session
-            if is_begun and adapter.key != request.lora_request.lora_int_id:  # another generation than its KV cache's
+            if is_begun and adapter.key != request.lora_request.lora_int_id:  # its KV cache is of another generation
                 state.refuse(request, _replaced(request))
                 continue
             if is_begun and self._has_other_weights(request, adapter):  # a pause has stopped it
@@ -233,7 +235,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return plan.commands
 
     def _move(self, running: list[tuple[str, Adapter]]) -> None:
-        """Have requests go on with the weights that their adapters have now."""
+        """Have requests go on with their adapters' present weights."""
         for name, adapter in running:
             request = self.requests[name]
             if not (request.num_computed_tokens or request.num_output_tokens):
@@ -251,13 +253,14 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return bool(name != weights_of(adapter))
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's; a request that has moved is computed again with its present weights, and under their keys."""
+        """Preempt as vLLM does; a moved request is computed again with its present weights, under their keys."""
         super()._preempt_request(request, *args, **kwargs)
         if len(self._versions.get(request.request_id, ())) > 1:
             move(request, self.planner.state.of_request[request.request_id], self.hash_block_size)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """As vLLM's, with the workers' reports, and errors for requests that were refused."""
+        """Update as vLLM does, with the workers' reports, and errors for requests that were refused."""
+        # Before vLLM takes the step's output: tokens sampled from NaN must reach no client.
         without_numbers = self._finite_answers.without_numbers(self.requests, model_runner_output)
         for request in without_numbers:
             self._end_without_numbers(request)
@@ -290,7 +293,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self.kv_cache_manager.evict_blocks(blocks)
 
     def _has_ended(self, request_id: str) -> bool:
-        """Whether a request has left, or is a session that waits for its next part."""
+        """Return whether a request has left, or is a session that waits for its next part."""
         from vllm.v1.request import RequestStatus
 
         request = self.requests.get(request_id)
@@ -301,7 +304,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
         for request, error in self.planner.take_refused():
             if self.requests.get(request.request_id) is not request:
-                continue  # it has been aborted
+                continue  # the request has been aborted
             if self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR):
                 _answer(outputs, request, error)
 
@@ -317,9 +320,9 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return self._is_paused and self.get_num_unfinished_requests() <= 0
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Running and waiting requests, held ones among the latter; while vLLM schedules, those of its own queues.
+        """Return running and waiting requests, with held among waiting; while vLLM schedules, only queued requests.
 
-        From 0.31 on vLLM cuts long prompts, and spreads prefills, by how many requests there are.
+        From 0.31 on vLLM cuts long prompts, and spreads prefills, by the number of requests.
         """
         running, waiting = super().get_request_counts()
         return running, waiting + (self._held_count if self._counts_held else 0)
@@ -329,21 +332,22 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return self.planner.state.held_count + self.pauses.held_count
 
     def get_num_unfinished_requests(self) -> int:
-        """As vLLM's, with held requests, unless new ones are paused."""
+        """Count as vLLM does, with held requests, unless new requests are paused."""
         if not self._held_count or self._is_paused:
             return int(super().get_num_unfinished_requests())
         unfinished = sum(self.get_request_counts()) - int(self.num_waiting_for_streaming_input)
         return unfinished if self._counts_paused else unfinished - self.pauses.held_count
 
     def has_finished_requests(self) -> bool:
-        """As vLLM's, which compares what is queued with what it knows."""
+        """Answer as vLLM does: vLLM compares queued requests with known requests, and held requests are in no queue."""
         if not super().has_finished_requests():
             return False
         is_any_more = len(self.requests) > sum(self.get_request_counts())
         return not self._held_count or bool(self.finished_req_ids) or is_any_more
 
     def has_requests(self) -> bool:
-        """Whether to go on with steps: for work of the workers without any request too; not for what a pause holds."""
+        """Return whether to go on with steps: for the workers' jobs without any request too; not for paused ones."""
+        # vLLM must not spin for requests that a pause holds.
         self._counts_paused = False
         try:
             has_work = super().has_requests() or self.planner.state.refused or self._held_again
@@ -353,7 +357,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return bool(has_work) or self.planner.has_work(is_paused=self._is_paused, is_stopped=self.is_stopped)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, where held requests wait."""
+        """Make stats as vLLM does, with held requests among the waiting."""
         stats, state = super().make_stats(*args, **kwargs), self.planner.state
         if stats is not None and self._held_count:
             stats.num_waiting_reqs = self.get_request_counts()[1] - stats.num_skipped_waiting_reqs
@@ -384,7 +388,7 @@ def make_planner(vllm_config: Any) -> Planner:
 
 
 def _refuse_executor(vllm_config: Any) -> None:
-    """Ray's executor before 0.33 calls the model runner past the worker, where commands are read.
+    """Refuse executors that miss commands: Ray's before 0.33 calls the model runner past the worker.
 
     With an external launcher every rank has a scheduler of its own, and only one rank's outputs would reach its own.
     """
@@ -407,7 +411,7 @@ def _refuse_executor(vllm_config: Any) -> None:
 
 @functools.cache
 def with_admission(scheduler: type) -> type:
-    """A subclass of a scheduler class of vLLM's, or of a user's; without LoRA, its objects are of that class itself."""
+    """Return a subclass of a scheduler class, vLLM's or a user's; without LoRA, its objects are of the class itself."""
 
     def make(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         return scheduler(vllm_config, *args, **kwargs) if vllm_config.lora_config is None else object.__new__(cls)

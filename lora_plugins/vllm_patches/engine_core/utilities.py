@@ -1,7 +1,7 @@
 """How utilities of vLLM's engine core take arguments, and answer: at once, or with a Future that vLLM answers later.
 
-In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so it is waited for here, as
-long as the workers have something to do for it; what only the caller could advance is not waited for.
+In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so the utility waits for the
+answer, as long as the workers have work for it; the utility does not wait for steps that only the caller could make.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STEP_WAIT_S = 0.05
 
 
 def utility(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A utility as vLLM's messages reach it: arguments and answer are plain values of the types that it names."""
+    """Return a utility for vLLM's messages: arguments and answer are plain values of the annotated types."""
     kinds = [kind for name, kind in get_type_hints(function).items() if name not in ("self", "return")]
 
     @functools.wraps(function)
@@ -33,9 +33,9 @@ def utility(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = False) -> Future[Outcome] | Outcome:
-    """What came of a call, with its error in the answer: of an exception vLLM carries the text only.
+    """Return a call's outcome, with its error in the answer: of an exception vLLM carries the text only.
 
-    In the caller's own process what waits for running requests gets NoFreeSlot, unless it `is_enough_to_begin`.
+    In the caller's own process, calls that wait for running requests get NoFreeSlot, unless it `is_enough_to_begin`.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -64,7 +64,7 @@ def _in_use() -> NoFreeSlot:
 
 
 def then(answer: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` of an answer, or of a Future's result."""
+    """Return `function` of an answer, or a Future of `function` of a Future's result."""
     if not isinstance(answer, Future):
         return function(answer)
     result: Future[Any] = Future()
@@ -80,14 +80,14 @@ def then(answer: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def true_or_raise(answer: Outcome) -> bool:
-    """What vLLM's own utilities answer, or raise."""
+    """Return or raise as vLLM's own utilities do."""
     if answer.error is not None:
         raise answer.error
     return True
 
 
 def _step_while_busy(core: Any, future: Future[Any]) -> None:
-    """Steps without batches, for a caller that steps only when it has requests."""
+    """Make steps without batches, for a caller that steps only when it has requests."""
     scheduler = core.scheduler
     planner: Planner = scheduler.planner
     while planner.is_busy and not future.done():

@@ -1,1 +1,1 @@
-"""What is changed in vLLM's workers, which hold the tensors."""
+"""Our changes in vLLM's workers, which hold the tensors."""

@@ -1,8 +1,8 @@
-"""Which class vLLM's workers make their LoRA manager of: ours, or one made of ours and of another package's loading.
+"""The class that vLLM's workers make their LoRA manager of: ours, or ours with another package's loading.
 
-`LoRAModelRunnerMixin.load_lora_model` (vllm/v1/worker/lora_model_runner_mixin.py, 0.30 to 0.33) is wrapped. Whoever has
-put a class of its own into the mixin by then, before our plugins were loaded or after (Unsloth does), is asked how
-adapters are read; which are loaded, and when, stays the scheduler's to say.
+`LoRAModelRunnerMixin.load_lora_model` (vllm/v1/worker/lora_model_runner_mixin.py, 0.30 to 0.33) is wrapped. Another
+package may have put its own class into the mixin, before our plugins were loaded or after (Unsloth does): the class is
+asked how to read adapters; the scheduler says which adapters are loaded, and when.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MODULE, _LOADS = "vllm.lora.worker_manager", "_load_adapter"
 
 
 def patch(**options: Any) -> None:
-    """Have every worker of this process make its manager so, with these options of ours."""
+    """Have every worker of this process make its manager of our class, with these options."""
     from vllm.v1.worker import lora_model_runner_mixin
 
-    import lora_plugins.worker.manager  # noqa: F401 - while what it subclasses is vLLM's, where that is so now
+    import lora_plugins.worker.manager  # noqa: F401 - while its base class is vLLM's, where still so
 
     mixin = lora_model_runner_mixin.LoRAModelRunnerMixin
     wrap(mixin, "load_lora_model", functools.partial(_with_our_manager, options=options))
@@ -32,6 +32,7 @@ def _with_our_manager(original: Any, options: dict[str, Any]) -> Any:
     def load_lora_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.v1.worker import lora_model_runner_mixin as module
 
+        # The name is looked up in each call: another package may set it after our plugins were loaded.
         found = module.LRUCacheWorkerLoRAManager
         module.LRUCacheWorkerLoRAManager = functools.partial(planned(found), **options)
         try:
@@ -43,10 +44,10 @@ def _with_our_manager(original: Any, options: dict[str, Any]) -> Any:
 
 
 def planned(found: Any) -> type:
-    """Our class where `found` is vLLM's, else one made of ours and of how `found` reads an adapter.
+    """Return our class where `found` is vLLM's, else a class of ours that reads an adapter as `found` does.
 
     Raises:
-        InvalidSettings: `found` does more otherwise than that, which would be left out.
+        InvalidSettings: `found` changes more than the reading, which our class would leave out.
     """
     from lora_plugins.worker.manager import PlannedWorkerLoRAManager as Ours
 
@@ -57,9 +58,10 @@ def planned(found: Any) -> type:
     theirs = [kind for kind in found.__mro__[:-1] if kind.__module__ != _MODULE]
     changed = {name for kind in theirs for name in vars(kind) if not name.startswith("__")} - {_LOADS}
     if len(theirs) < len(found.__mro__) - 1:
-        lost = changed & vars(Ours).keys() - {"create_lora_manager"}  # which calls theirs
+        lost = changed & vars(Ours).keys() - {"create_lora_manager"}  # ours calls theirs
     else:
-        more = changed - _names_of_vllm()  # a copy of vLLM's has what vLLM's has, and perhaps what helps it to load
+        # A copy of vLLM's class has vLLM's names, and perhaps private helpers of its loading.
+        more = changed - _names_of_vllm()
         lost = {name for name in more if not name.startswith("_") or name in vars(Ours)}
     if lost:
         raise _not_planned(found, "which defines " + ", ".join(sorted(lost)) + " too")
@@ -69,7 +71,7 @@ def planned(found: Any) -> type:
 
 
 def _names_of_vllm() -> set[str]:
-    """What vLLM's own class has, which may be nowhere any more."""
+    """Return the names in vLLM's own class; the module is loaded again, as nothing may refer to the class any more."""
     spec: Any = importlib.util.find_spec(_MODULE)
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -77,10 +79,10 @@ def _names_of_vllm() -> set[str]:
 
 
 def require_planned(manager: Any) -> Any:
-    """The manager that a worker has, at its every step.
+    """Return the manager of a worker, in every step.
 
     Raises:
-        InvalidSettings: it takes no commands from the scheduler.
+        InvalidSettings: the manager takes no commands from the scheduler.
     """
     if not hasattr(manager, "begin_step"):
         raise _not_planned(type(manager), "put in the place of ours")

@@ -1,10 +1,10 @@
 """VLLM's model runners zero new KV blocks before they are used, and find rows of logits that are not finite.
 
-A block is filled token by token, and attention reads all of it: what lies behind the last token has weight 0. After an
-adapter whose keys or values overflowed that is 0 * NaN, which is NaN for whoever has the block next, the base model's
-requests too. `KVCacheConfig.needs_kv_cache_zeroing` (vllm/v1/kv_cache_interface.py, 0.30 to 0.33) says whether the
+A block is filled token by token, and attention reads the whole block: values behind the last token have weight 0. After
+an adapter whose keys or values overflowed the product is 0 * NaN, NaN for the block's next user, requests of the base
+model too. `KVCacheConfig.needs_kv_cache_zeroing` (vllm/v1/kv_cache_interface.py, 0.30 to 0.33) says whether the
 scheduler names new blocks and workers zero them, as vLLM does where a model has Mamba layers. An engine core marks what
-`get_kv_cache_configs` makes for an engine with LoRA; scheduler and workers get copies. Other engines keep vLLM's word.
+`get_kv_cache_configs` makes for an engine with LoRA; scheduler and workers get copies. Others keep vLLM's word.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from lora_plugins.settings import default_for_children
 from lora_plugins.vllm_patches.wrapping import wrap
 
 VARIABLE = "VLLM_COMPUTE_NANS_IN_LOGITS"
-# Of vLLM's first model runner and of its second, by where each is called.
+# Of vLLM's first model runner and of its second, by the module that calls the function.
 _COUNTING = (
     ("vllm.v1.worker.gpu_model_runner", "count_nans_per_row"),
     ("vllm.v1.worker.gpu.sample.sampler", "get_num_nans"),
     ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "get_num_nans"),
 )
-_RUNS_ADAPTERS = "lora_plugins_runs_adapters"  # an attribute of KVCacheConfig, copied and pickled with it
+_RUNS_ADAPTERS = "lora_plugins_runs_adapters"  # an attribute of KVCacheConfig, copied and pickled along
 
 
 def patch() -> None:
-    """Have every engine and worker of this process do so.
+    """Have every engine and worker of this process zero blocks and count NaN.
 
-    Where the operator has set `VLLM_COMPUTE_NANS_IN_LOGITS`, that stands; vLLM reads it when it makes workers.
+    An operator's `VLLM_COMPUTE_NANS_IN_LOGITS` stands; vLLM reads the variable when it makes workers.
     """
     from vllm.v1.engine import core
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -42,12 +42,13 @@ def patch() -> None:
 
 
 def patch_runners(vllm_config: Any) -> None:
-    """The part that is done in a worker's process, once its runner is made; again, it changes nothing.
+    """Patch the runner of a worker's process, once the runner is made; a second call changes nothing.
 
     vLLM's own counting leaves out infinity, and in the first runner makes a tensor of the logits' size and adds it up.
-    Where vLLM ends requests with NaN itself, of the base model too, its own counting says which.
-    On the CPU its runner leaves out groups of sliding windows, and of layers with specs of their own.
+    Where vLLM ends requests with NaN itself, of the base model too, vLLM's counting stays.
+    On the CPU vLLM's runner leaves out groups of sliding windows, and of layers with specs of their own.
     """
+    # Only modules that this process has imported: an import here would load the other runner, for nothing.
     for module, function in () if _ends_requests_with_nan(vllm_config) else _COUNTING:
         if (loaded := sys.modules.get(module)) is not None:
             setattr(loaded, function, not_finite_in_rows)
@@ -57,13 +58,13 @@ def patch_runners(vllm_config: Any) -> None:
 
 
 def _ends_requests_with_nan(vllm_config: Any) -> bool:
-    """Whether an operator has switched on `--enable-nan-fault-tolerance`, which vllm-project/vllm#50283 brings."""
+    """Return whether the operator has set `--enable-nan-fault-tolerance`, which vllm-project/vllm#50283 brings."""
     tolerance = getattr(vllm_config, "fault_tolerance_config", None)
     return bool(getattr(tolerance, "enable_nan_fault_tolerance", False))
 
 
 class _OrRunsAdapters(property):
-    """What vLLM's own property says, and true for what is marked."""
+    """True for marked configurations, else vLLM's own property."""
 
     def __init__(self, vllms: property) -> None:
         super().__init__(lambda config: getattr(config, _RUNS_ADAPTERS, False) or vllms.__get__(config))
@@ -76,16 +77,16 @@ def _marking(original: Any) -> Any:
         for config in configs:
             setattr(config, _RUNS_ADAPTERS, runs_adapters)
             if runs_adapters and not config.needs_kv_cache_zeroing:
-                config.needs_kv_cache_zeroing = True  # a release in which it is a field
+                config.needs_kv_cache_zeroing = True  # a release in which the name is a field
         return configs
 
     return get_kv_cache_configs
 
 
 def _loads_while_zeroing(vllm_config: Any) -> bool:
-    """Whether blocks are loaded in the step that zeroes them, by transfers that do not wait for it.
+    """Return whether blocks are loaded in the step that zeroes them, by transfers that do not wait for the zeroing.
 
-    MoRIIO's READ mode does (ROCm); it takes such blocks out of those to zero for models with Mamba layers only. Other
+    MoRIIO's READ mode does (ROCm): it spares such blocks the zeroing for models with Mamba layers only. Other
     connectors load later, and vLLM leaves their blocks out.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
@@ -93,12 +94,13 @@ def _loads_while_zeroing(vllm_config: Any) -> bool:
 
 
 def not_finite_in_rows(logits: Any) -> Any:
-    """Of each row, 1 where it holds NaN or infinity and else 0 (int32, on the device).
+    """Return for each row 1 if the row holds NaN or infinity, else 0 (int32, on the device).
 
-    The largest of values with NaN is NaN. A row that is masked, in part or whole, is minus infinity there.
+    The largest of values with NaN is NaN. Masked values of a row, or a row's all, are minus infinity.
     """
     import torch
 
+    # A reduction by rows: no tensor of the logits' size is made.
     return (logits.amax(dim=-1) < torch.inf).logical_not().to(torch.int32)
 
 
@@ -109,6 +111,7 @@ def _zeroing(original: Any) -> Any:
         original(self, block_ids)
         layers = self.compilation_config.static_forward_context
         for group in self.kv_cache_config.kv_cache_groups:
+            # vLLM's own function has zeroed groups of full attention.
             if isinstance(group.kv_cache_spec, FullAttentionSpec):
                 continue
             of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs

@@ -17,10 +17,10 @@ _OURS = "_lora_plugins_kernels"  # marks a patched platform
 
 
 def patch(settings: Settings) -> None:
-    """Have vLLM make its layers with our wrapper in this process, and log which and why; a second call changes nothing.
+    """Have vLLM make its layers with our wrapper in this process, and log the choice; a second call changes nothing.
 
     Raises:
-        InvalidSettings: the kernels asked for cannot be had on this machine.
+        InvalidSettings: the chosen kernels cannot be had on this machine.
     """
     from vllm.platforms import current_platform
 
@@ -41,28 +41,29 @@ def patch(settings: Settings) -> None:
 
 
 def platform_name(platform: Any) -> str:
-    """What this platform is called here: `cpu`, `cuda`, `rocm`, ... vLLM's `device_type` is "cuda" on ROCm too."""
+    """Return our name of a platform: `cpu`, `cuda`, `rocm`, ... vLLM's `device_type` is "cuda" on ROCm too."""
     return "rocm" if platform.is_rocm() else str(platform.device_type)
 
 
 def architecture(platform: Any) -> str | None:
-    """The first GPU's architecture, such as `sm_90`, found without starting CUDA; None where that cannot be said."""
+    """Return the first GPU's architecture, such as `sm_90`, found without starting CUDA, or None."""
     capability = platform.get_device_capability()
     return None if capability is None else f"sm_{capability.to_int()}"
 
 
 def use_wrapper(dotted_name: str) -> None:
-    """Have vLLM make the punica wrapper of this name, and register layers with it."""
+    """Have vLLM make the punica wrapper of this name, and register layers with the wrapper."""
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
+    # On the class: vLLM pickles no platform, and each process finds its own `current_platform`.
     setattr(platform, _OURS, True)
     platform.get_punica_wrapper = classmethod(lambda _: dotted_name)
     register_layers()
 
 
 def register_layers() -> None:
-    """Have every layer with LoRA register with its punica wrapper, which learns true ranks from it, of all at once."""
+    """Have every layer with LoRA register with its punica wrapper, which gets the true ranks of all layers at once."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
 
@@ -87,7 +88,7 @@ def _at_once(original: Any) -> Any:
 
 
 def base_rows_get_an_adapter() -> bool:
-    """Whether vLLM's own kernels run, on the CPU, and compute base-model rows with an adapter."""
+    """Return whether vLLM's own kernels run, on the CPU, and compute base-model rows with an adapter."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.platforms import current_platform
 

@@ -1,8 +1,7 @@
 """Adapters of embeddings on models that vLLM computes through Transformers, whose token ids have two dimensions.
 
 There `VocabParallelEmbeddingWithLoRA.forward` (vllm/lora/layers/vocab_parallel_embedding.py, 0.30 to 0.33) takes the
-first dimension, which is 1, for the number of tokens: every token of the batch was given the A of the first one's
-adapter.
+first dimension, 1, for the number of tokens: every token of the batch gets the A of the first token's adapter.
 """
 
 from __future__ import annotations

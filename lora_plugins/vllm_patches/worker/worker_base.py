@@ -1,4 +1,4 @@
-"""vLLM's workers carry the scheduler's commands out: before the batch that they come with, and in the background.
+"""vLLM's workers carry the scheduler's commands out: before the batch of the commands, and in the background.
 
 `WorkerWrapperBase.execute_model` and `sample_tokens` (vllm/v1/worker/worker_base.py, 0.30 to 0.33) are wrapped.
 """
@@ -21,14 +21,14 @@ from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, a
 from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
 from lora_plugins.vllm_patches.wrapping import wrap
 
-# While there is no batch, a step waits so long for what is being loaded: the engine need not spin.
+# Without a batch, a step waits so long for loads in the background: the engine need not spin.
 EMPTY_STEP_WAIT_S = 0.005
-# Beside other data-parallel ranks a dummy batch follows, for which all of them wait.
+# Beside other data-parallel ranks a dummy batch follows, and all ranks wait for the slowest.
 EMPTY_STEP_OF_RANKS_WAIT_S = 0.0005
 
 
 def patch() -> None:
-    """Have every worker of this process do so."""
+    """Have every worker of this process carry out commands."""
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     lora_model_runner_mixin.patch(settings=this_process().settings, make_resolver=_make_resolver)
@@ -49,17 +49,17 @@ def _make_resolver(base_path: str, modules: ModelModules | None) -> AdapterResol
 
 
 def manager_of(worker: Any) -> Any:
-    """Our manager in a worker; None where LoRA is off.
+    """Return our manager in a worker; None where LoRA is off.
 
     Raises:
-        InvalidSettings: another one has been put in its place.
+        InvalidSettings: another package has replaced the manager.
     """
     manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
     return None if manager is None else lora_model_runner_mixin.require_planned(manager)
 
 
 def _initialising(original: Any) -> Any:
-    """What model runners import is there then; other processes do without."""
+    """After `init_device` the modules of model runners are imported; processes without a device do without."""
 
     def init_device(self: Any) -> None:
         original(self)
@@ -75,23 +75,25 @@ def _executing(original: Any) -> Any:
             return original(self, scheduler_output)
         has_batch = bool(scheduler_output.total_num_scheduled_tokens)
         manager.begin_step(attached(scheduler_output, StepCommands).commands, has_batch=has_batch)
+        # Commands come first: the batch may need a slot that this step's commands write.
         output = original(self, scheduler_output)
         has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
         wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
+        # None: vLLM calls `sample_tokens` next, whose output carries the reports.
         return output if output is None else _with_reports(output, _reports(manager, wait_s))
 
     return execute_model
 
 
 def _sampling(self: Any, grammar_output: Any) -> Any:
-    """`sample_tokens`, which vLLM's wrapper leaves to the worker."""
+    """Call `sample_tokens`, which vLLM's wrapper leaves to the worker, and attach reports."""
     output = self.worker.sample_tokens(grammar_output)
     manager = manager_of(self.worker)
     return output if manager is None or output is None else _with_reports(output, _reports(manager))
 
 
 def _reports(manager: Any, wait_s: float = 0.0) -> list[Report | Slots]:
-    """What has been done; before it, once, which slots there are: the scheduler cannot ask when it is made."""
+    """Return finished work; once, before all reports, the slots: the scheduler's constructor cannot ask for them."""
     if manager.has_told_slots:
         return list(manager.reports(wait_s))
     manager.has_told_slots = True
@@ -107,7 +109,7 @@ def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
         output.get_output = _reporting(output.get_output, reports)
         return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
-        output = copy.copy(output)  # it is shared
+        output = copy.copy(output)  # the empty output is shared
     attach(output, StepReports(tuple(reports)))
     return output
 
@@ -119,24 +121,24 @@ def _reporting(original: Any, reports: list[Report | Slots]) -> Any:
     return get_output
 
 
-# `self` is a worker; these are reached by `collective_rpc`, by their names.
+# `self` is a worker; `collective_rpc` calls these functions by their names.
 
 
 def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report | Slots]:
-    """A step without a batch."""
+    """Carry out commands in a step without a batch."""
     manager = manager_of(self)
     manager.begin_step(commands)
     return _reports(manager, wait_s)
 
 
 def _changes(self: Any, first_number: int) -> list[Change]:
-    """What this worker was given past the plan, and told to remove, since the last call, with numbers from this one."""
+    """Return adapters that this worker was given, or had to remove, past the plan since the last call, numbered."""
     manager = manager_of(self)
     return [] if manager is None else list(manager.take_changes(first_number))
 
 
 def _forget_given(self: Any, numbers: set[int]) -> None:
-    """Drop what was given, and is not planned yet."""
+    """Drop adapters that were given past the plan, and are not planned yet."""
     manager_of(self).jobs.forget_given(numbers)
 
 
@@ -146,7 +148,7 @@ def _finish_jobs(self: Any) -> None:
 
 
 def _rewrite_slots(self: Any) -> None:
-    """Write every slot again, after its memory may have been lost."""
+    """Write every slot again, after the slots' memory may have been lost."""
     manager_of(self).rewrite_slots()
 
 
