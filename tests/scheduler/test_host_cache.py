@@ -69,6 +69,17 @@ def test_victims_are_idle_or_named_in_the_policys_order() -> None:
     assert cache.victims([10, 10, 10], also=[1, 3]) == [2, 3, 1]
 
 
+def test_each_adapter_beyond_the_number_has_a_victim() -> None:
+    cache = cache_of(max_bytes=None, max_adapters=3)
+    for key in (1, 2, 3):
+        cache.reserve(key, 10)
+        cache.loaded(key, spec(key), 10, 0.1)
+        cache.set_idle(key, is_idle=True)
+    assert cache.victims([10]) == [1]
+    assert cache.victims([10, 10]) == [1, 2]
+    assert cache.victims([10] * 4) is None
+
+
 def test_idle_bytes_follow_what_comes_and_goes() -> None:
     cache = cache_of(max_bytes=None)
     for key, size_bytes in ((1, 10), (2, 20)):
