@@ -104,9 +104,11 @@ async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncI
         # A name of the page may be gone from the registry by now.
         adapters = [adapter for name in names if (adapter := registry.get(name)) is not None]
         states = [
-            ServedState.BLOCKED
-            if adapter.name in page.all_blocked or adapter.name.partition("@")[0] in page.all_blocked
-            else serving_or_paused(adapter.name, registry)
+            served_state(
+                adapter.name,
+                registry,
+                is_blocked=adapter.name in page.all_blocked or adapter.name.partition("@")[0] in page.all_blocked,
+            )
             for adapter in adapters
         ]
         async for views in _looked_at(adapters, states, lifecycle, state_of):
@@ -119,8 +121,10 @@ async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncI
         await asyncio.sleep(0)
 
 
-def serving_or_paused(name: str, registry: Registry) -> ServedState:
-    """The state of a served name without a block."""
+def served_state(name: str, registry: Registry, *, is_blocked: bool) -> ServedState:
+    """The state of a served name; a block goes before a pause."""
+    if is_blocked:
+        return ServedState.BLOCKED
     return ServedState.PAUSED if name in registry.paused else ServedState.SERVING
 
 

@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from lora_plugins.api.access.principals import require_admin
 from lora_plugins.api.http_errors import http_error
-from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, serving_or_paused, views_of
+from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, served_state, views_of
 from lora_plugins.api.models import (
     AdapterList,
     AdapterStatus,
@@ -191,7 +191,7 @@ async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     registry = lifecycle.registry
     adapter = registry.get(lora_name)
     if adapter is not None:
-        state = ServedState.BLOCKED if lora_name in registry.blocked else serving_or_paused(lora_name, registry)
+        state = served_state(lora_name, registry, is_blocked=lora_name in registry.blocked)
     else:
         adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
         state = ServedState.DRAINING

@@ -100,8 +100,11 @@ class Context:
 
     def at_start(self, check: str) -> list[Finding]:
         """Return the warnings of a server's start that belong to a check."""
-        found = at_start(self.settings, self.env, base_rows_get_an_adapter=self._base_rows_get_an_adapter())
-        return [finding for finding in found if finding.check == check]
+        return [finding for finding in self._at_start if finding.check == check]
+
+    @cached_property
+    def _at_start(self) -> Sequence[Finding]:
+        return list(at_start(self.settings, self.env, base_rows_get_an_adapter=self._base_rows_get_an_adapter()))
 
     def _base_rows_get_an_adapter(self) -> bool:
         if self.vllm is None or not self.is_cpu or "VLLM_PLUGINS" not in self.env:

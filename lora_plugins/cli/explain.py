@@ -23,8 +23,8 @@ def explain(code: Annotated[str, typer.Argument(help="The code of an error, such
     _, kind, when, http = rows[code]
     section = page.partition(f"\n### {code}\n")[2].partition("\n#")[0].strip()
     fields = {"code": code, "kind": kind, "when": when, "http": http, "remedy": section}
-    shown = [line(f"{code} {kind}", "bold"), line(f"when: {fields['when']}"), line(f"HTTP: {fields['http']}"), line()]
-    return Result(fields, [*shown, *map(line, fields["remedy"].splitlines())])
+    shown = [line(f"{code} {kind}", "bold"), line(f"when: {when}"), line(f"HTTP: {http}"), line()]
+    return Result(fields, [*shown, *map(line, section.splitlines())])
 
 
 def plain(text: str) -> str:

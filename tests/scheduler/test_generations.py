@@ -8,7 +8,7 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 from lora_plugins.scheduler.messages import Change, Load
-from tests.scheduler.simulated import Pause, SimulatedEngine, SimulatedWorkers, make_planner, spec
+from tests.scheduler.simulated import Pause, Request, SimulatedEngine, SimulatedWorkers, make_planner, spec
 
 
 def engine_with(is_instant=True, **options) -> SimulatedEngine:
@@ -149,6 +149,15 @@ def test_requests_held_across_a_move_count_by_its_name() -> None:
 # --- one adapter is paused ---
 
 
+def stopped_while_it_runs() -> tuple[SimulatedEngine, Request]:
+    """An engine with one slot, and a request that a pause has stopped in its midst."""
+    engine = SimulatedEngine(make_planner(slots=1), SimulatedWorkers())
+    request = engine.submit(1, tokens=100)
+    engine.run(1)
+    engine.stop("adapter-1")
+    return engine, request
+
+
 @pytest.mark.parametrize("is_evicted", [False, True])
 def test_stopped_requests_go_on_with_the_weights_that_came_meanwhile(is_evicted: bool) -> None:
     """Under the key of their generation, by which the workers know them."""
@@ -173,10 +182,7 @@ def test_stopped_requests_go_on_with_the_weights_that_came_meanwhile(is_evicted:
 
 
 def test_stopped_requests_keep_a_generation_that_was_retired() -> None:
-    engine = SimulatedEngine(make_planner(slots=1), SimulatedWorkers())
-    request = engine.submit(1, tokens=100)
-    engine.run(1)
-    engine.stop("adapter-1")
+    engine, request = stopped_while_it_runs()
     retired = engine.planner.retire(1, engine.now, is_last=True)
     engine.run_until_idle()
     assert (engine.workers.host, retired.done()) == ({}, False), "its memory is free meanwhile"
@@ -187,10 +193,7 @@ def test_stopped_requests_keep_a_generation_that_was_retired() -> None:
 
 
 def test_a_refusal_answers_stopped_requests_at_once() -> None:
-    engine = SimulatedEngine(make_planner(slots=1), SimulatedWorkers())
-    request = engine.submit(1, tokens=100)
-    engine.run(1)
-    engine.stop("adapter-1")
+    engine, request = stopped_while_it_runs()
     retired = engine.planner.retire(1, engine.now, AdapterNotFound("unloaded"), is_last=True)
     engine.run_until_idle()
     assert (isinstance(request.refusal, AdapterNotFound), retired.done()) == (True, True)

@@ -13,12 +13,18 @@ from tests.server.world import World, serving
 from tests.virtual_time import runs
 
 
-@runs
-async def test_a_pause_is_answered_once_nothing_runs() -> None:
+async def running_for(seconds: float) -> tuple[World, asyncio.Task[str]]:
+    """A server of `sql`, with one request in flight."""
     world = World()
     await serving(world, "aa")
-    running = world.start("sql", 5.0)
+    running = world.start("sql", seconds)
     await world.settled()
+    return world, running
+
+
+@runs
+async def test_a_pause_is_answered_once_nothing_runs() -> None:
+    world, running = await running_for(5.0)
     pausing = asyncio.create_task(pause(world.lifecycle.server, "sql", PauseMode.WAIT))
     await asyncio.sleep(4.0)
     assert (pausing.done(), world.lifecycle.registry.paused) == (False, {"sql"})
@@ -30,10 +36,7 @@ async def test_a_pause_is_answered_once_nothing_runs() -> None:
 
 @runs
 async def test_an_abort_ends_what_runs() -> None:
-    world = World()
-    await serving(world, "aa")
-    running = world.start("sql", 500.0)
-    await world.settled()
+    world, running = await running_for(500.0)
     async with asyncio.timeout(1):
         assert await pause(world.lifecycle.server, "sql", PauseMode.ABORT)
     assert (world.server.aborted, running.cancelled()) == (["running"], True)
@@ -41,10 +44,7 @@ async def test_an_abort_ends_what_runs() -> None:
 
 @runs
 async def test_a_resume_answers_a_pause_that_waits() -> None:
-    world = World()
-    await serving(world, "aa")
-    running = world.start("sql", 500.0)
-    await world.settled()
+    world, running = await running_for(500.0)
     pausing = asyncio.create_task(pause(world.lifecycle.server, "sql", PauseMode.WAIT))
     await world.settled()
     assert await resume(world.lifecycle.server, "sql")
