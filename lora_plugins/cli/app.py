@@ -23,16 +23,16 @@ from lora_plugins.cli.ls import ls
 from lora_plugins.cli.output import Output, Result, error_fields
 from lora_plugins.cli.pull import pull
 from lora_plugins.cli.push import push
-from lora_plugins.cli.resolve import resolve
 from lora_plugins.cli.store import gc, rm, verify
 from lora_plugins.cli.verbs import VERBS
+from lora_plugins.cli.why import why
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
 _COMMANDS: Sequence[Callable[..., Result | None]] = (
     doctor,
-    resolve,
+    why,
     inspect,
     pull,
     ls,
@@ -47,10 +47,10 @@ _COMMANDS: Sequence[Callable[..., Result | None]] = (
 # Examples at the end of each command's help.
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "doctor": ("doctor", "doctor --url http://127.0.0.1:8000", "doctor --no-network --json"),
-    "resolve": (
-        "resolve team/sql",
-        "resolve 'team/*' --dry-run",
-        "resolve team/sql --base-model org/llama-8b --max-lora-rank 16",
+    "why": (
+        "why team/sql --url http://gpu-7:8000",
+        "why 'team/*' --no-server --dry-run",
+        "why team/sql --base-model org/llama-8b --max-lora-rank 16",
     ),
     "inspect": ("inspect ./out/checkpoint-500", "inspect hf://org/repo@main --json", "inspect team/sql"),
     "pull": ("pull team/sql 'other/*'", "pull s3://bucket/loras/sql", "pull --file adapters.txt --quiet"),
