@@ -95,12 +95,11 @@ def run(arguments: Sequence[str]) -> int:
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.NullHandler())
-    output = Output(as_json="--json" in arguments)
+    output = Output(as_json="--json" in arguments, quiet=not {"--quiet", "-q"}.isdisjoint(arguments))
     try:
         return _run(arguments)
     except LoRAPluginsError as error:
-        output.error(error_fields(error))
-        return exit_of(error)
+        return _error(output, error)
     except UsageProblem as error:
         return _usage(output, str(error))
     except (KeyboardInterrupt, CancelledError):
@@ -139,6 +138,12 @@ def _run(arguments: Sequence[str]) -> int:
     return int(result or 0)
 
 
+def _error(output: Output, error: LoRAPluginsError) -> Exit:
+    output.error(error_fields(error))
+    output.say_how_to_explain([error.code])
+    return exit_of(error)
+
+
 def _usage(output: Output, text: str) -> Exit:
     output.error({"code": "usage", "kind": "Usage", "message": text})
     if not output.as_json:
@@ -158,8 +163,7 @@ def _os_error(output: Output, error: OSError) -> Exit:
         return Exit.UNAVAILABLE
     mapped = map_os_error(error)
     mapped.file = str(error.filename or "")
-    output.error(error_fields(mapped))
-    return exit_of(mapped)
+    return _error(output, mapped)
 
 
 def _printing(function: Callable[..., Result | None]) -> Callable[..., Exit | BaseException]:

@@ -188,7 +188,7 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
     yield from of_server.steps
     if of_server.is_blocked:
         asked.error = blocked(asked.name)
-        yield Step("block", "failed", str(asked.error), f"lora-plugins load {asked.name}")
+        yield Step("block", "failed", str(asked.error), f"lora-plugins load {asked.name.partition('@')[0]}")
     if of_server.is_the_end:
         return
     for label in labels:
