@@ -112,7 +112,8 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last handler: no traceback without --debug
         message = getattr(error, "format_message", None)  # an error of Typer's
         if message is not None:
-            return _usage(output, str(message()))
+            # Typer has pydantic convert values, whose words say nothing to a user.
+            return _usage(output, str(message()).replace("Value error, ", "").replace("Input should", "it should"))
         if "--debug" in arguments:
             traceback.print_exception(error, file=sys.stderr)
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

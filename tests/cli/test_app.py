@@ -308,3 +308,19 @@ def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):
     assert done.err == "error: RuntimeError: first line. This should not happen; --debug shows where it did\n"
     assert json.loads(cli("ls", "--json").out)["error"]["code"] == "bug"
     assert "Traceback" in cli("--debug", "ls").err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["pause", "x", "--mode", "soon"],
+        ["rollback", "x", "--to", "yesterday"],
+        ["load", ""],
+        ["doctor", "--timeout", "x"],
+    ],
+)
+def test_usage_is_told_in_our_words(cli, arguments):
+    said = cli(*arguments).err
+    for words in ("Value error", "String should", "Input should", "^["):
+        assert words not in said
+    assert said.startswith("error: ")

@@ -51,7 +51,7 @@ def test_why_and_inspect_go_on_after_an_error(many):
     assert [f"{name}: " in done.out for name in ("nobody", "cut", "sql")] == [True] * 3
     done = many("inspect", "/no/such", many.adapters / "cut", many.adapters / "sql", "--json")
     assert done.code == Exit.NOT_FOUND
-    assert [one.get("verdict") for one in done.json["adapters"]] == [None, "refused", "not compared"]
+    assert [one.get("verdict") for one in done.json["adapters"]] == ["no adapter", "refused", "not compared"]
 
 
 def test_inspect_takes_names_of_the_store_and_patterns(many):
@@ -97,3 +97,19 @@ def test_ls_remote_lists_what_sources_have(many, how):
     os.symlink(many.adapters / "team", many.adapters / "link-in")
     os.symlink(many.adapters / "sql", many.adapters / "other")
     golden(f"ls-remote.{how}", many("ls", "--remote", *(["--json"] if how == "json" else [])), many.root)
+
+
+def test_inspect_says_no_adapter_among_the_verdicts(many):
+    empty = many.root / "empty"
+    empty.mkdir()
+    done = many("inspect", "/no/such", many.adapters / "cut", empty, many.adapters / "sql")
+    assert done.code == Exit.NOT_FOUND
+    verdicts = [row for row in done.out.splitlines() if row.startswith("verdict")]
+    assert verdicts == [
+        "verdict      no adapter",
+        "verdict      would be refused",
+        "verdict      would be refused",
+        "verdict      whole, and not compared: no base model was given (--base-model)",
+    ]
+    assert "adapter      /no/such" in done.out.splitlines()
+    assert done.err.count("error: [L") == 3
