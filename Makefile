@@ -130,8 +130,9 @@ bench-access: set-up ## whether response times reveal an adapter that a key may 
 bench-faults: set-up ## random faults of processes, disks, clock and sources under load; takedowns, floods (7 minutes; SEED)
 	@$(RUN) -m benchmarks.faults $(if $(SEED),--seed $(SEED))
 
-bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load, each answer compared (10 minutes)
+bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load; a pause beside eight (15 minutes)
 	@$(RUN) -m benchmarks.live
+	@$(RUN) -m benchmarks.live_pause
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.kernels_aot
