@@ -30,7 +30,7 @@ _LABELS = {"file": "filesystem", "hf": "hub", "push": "push"}
 
 # An adapter's name, and the requested URI, or "" for a request by name.
 Key = tuple[str, str]
-Located = tuple[Source, RemoteAdapter]
+AtSource = tuple[Source, RemoteAdapter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class KnownVersions:
         self.refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
         self._last: LRUCache[Key, _Last] = LRUCache(_REMEMBERED_NAMES)
         # A located adapter whose files nobody has asked for yet, or a fault: never both.
-        self._unserved: TLRUCache[Key, Located | LoRAPluginsError] = TLRUCache(_REMEMBERED_NAMES, _ends_at, timer)
+        self._unserved: TLRUCache[Key, AtSource | LoRAPluginsError] = TLRUCache(_REMEMBERED_NAMES, _ends_at, timer)
         # Name → the places of the name, with the source's label, by which a name may reach a version.
         self._places: LRUCache[str, dict[str, str]] = LRUCache(_REMEMBERED_NAMES)
         # (name, digest) → the last (URI, version) with these bytes for the name: a manifest knows only the first fetch.
@@ -151,11 +151,11 @@ class KnownVersions:
                 self._unserved[key] = error
             raise
 
-    def note_located(self, key: Key, located: Located) -> None:
+    def note_located(self, key: Key, located: AtSource) -> None:
         """Remember where an adapter is until the adapter's files are asked for."""
         self._unserved[key] = located
 
-    def take_located(self, key: Key) -> Located | None:
+    def take_located(self, key: Key) -> AtSource | None:
         """Where the adapter was, if located a moment ago; once."""
         located = self._unserved.get(key)
         if not isinstance(located, tuple):
@@ -189,5 +189,5 @@ class KnownVersions:
             self._warnings[digest] = found
 
 
-def _ends_at(_: Key, answer: Located | LoRAPluginsError, now: float) -> float:
+def _ends_at(_: Key, answer: AtSource | LoRAPluginsError, now: float) -> float:
     return now + (_LOCATED_S if isinstance(answer, tuple) else SourceUnavailable.retry_after_s)

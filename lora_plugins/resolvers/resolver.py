@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from lora_plugins.events import (
     StoreDamaged,
     StoreEvicted,
 )
-from lora_plugins.resolvers.known_versions import Key, KnownVersions, Located, ResolvedAdapter
+from lora_plugins.resolvers.known_versions import AtSource, Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.configured import UriSources
@@ -44,10 +45,10 @@ from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 
 _VERSION_CHANGES = 3
+# Of each source, a directory too: threads look there, and many of them hold up the event loop.
+_LIMITS = LookUpLimits()
 # Answers of a working source about one adapter: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
-_REMOTE_LIMITS = LookUpLimits()
-_LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,7 @@ class AdapterResolver:
     """
 
     def __init__(self, settings: Settings, events: Events, store: Store, sources: Sequence[Source] = ()) -> None:
-        self.settings = settings
-        self.events = events
-        self.store = store
+        self.settings, self.events, self.store = settings, events, store
         store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
         store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self.sources = list(sources)
@@ -105,14 +104,14 @@ class AdapterResolver:
         self.principal: Callable[[], Hashable] = lambda: None
         self.describe_model: Callable[[], Awaitable[Model | None]] | None = None
         self._describing = asyncio.Lock()
-        self._by_uri = UriSources(settings)
-        self._push_source = PushSource()
+        self._by_uri, self._push_source = UriSources(settings), PushSource()
         self.known = KnownVersions(settings, store)
         self._versions = VersionStore(settings, events, store, self.known)
         self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
         self._finding: SingleFlight[Key, bool] = SingleFlight()
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
-        self._look_ups: dict[int, LookUps] = {}  # by source
+        # By source: a source that does not answer blocks no other source.
+        self._look_ups: defaultdict[int, LookUps] = defaultdict(lambda: LookUps(_LIMITS))
 
     def add(self, source: Source) -> None:
         """Ask this source too, in the order of the settings; a second source with the same label changes nothing."""
@@ -278,12 +277,10 @@ class AdapterResolver:
             return await self._flights.run(query, lambda: self._resolve(query, base_path))
 
     async def _find(self, query: _Query, base_path: str) -> bool:
-        with describing(adapter=str(query.name)):
-            found = await self._locate(query, base_path)
-        if isinstance(found, list):
-            return False
-        self.known.note_located(query.key, found)
-        return True
+        found = await self._locate(query, base_path)
+        if isinstance(found, tuple):
+            self.known.note_located(query.key, found)
+        return isinstance(found, tuple)
 
     def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
         if resolved is not None:
@@ -299,8 +296,7 @@ class AdapterResolver:
             started = time.perf_counter()
             # `has` may have located the adapter a moment ago.
             located = None if query.force_refresh else self.known.take_located(query.key)
-            with describing(adapter=name):
-                found = located or await self._locate(query, base_path)
+            found = located or await self._locate(query, base_path)
             if isinstance(found, list):
                 self.known.disbelieve(query.key)
                 if not query.is_by_path:  # a path may be a Hub id too, which vLLM looks up
@@ -350,15 +346,17 @@ class AdapterResolver:
                 self.describe_model = None
             return self.base
 
-    async def _locate(self, query: _Query, base_path: str) -> Located | list[Absence]:
+    async def _locate(self, query: _Query, base_path: str) -> AtSource | list[Absence]:
         """The first source that has the adapter, and the adapter's description there; or each source's absence."""
         absences: list[Absence] = []
         unavailable: SourceUnavailable | None = None
         last = self.known.last(*query.key)
         # An operator's URI, a refresh, and a name served before are no flood of unknown names.
         is_known = query.uri is not None or query.force_refresh or last is not None
-        by_name = [(source, query.name) for source in self.sources]
-        for source, name in by_name if query.uri is None else [self._by_uri.at(query.uri)]:
+        with describing(adapter=str(query.name)):
+            by_name = [(source, query.name) for source in self.sources]
+            asked = by_name if query.uri is None else [self._by_uri.at(query.uri)]
+        for source, name in asked:
             key = (source.label, query.key)
             remembered = self.known.absent.get(key)
             if remembered is not None and not query.force_refresh:
@@ -368,7 +366,7 @@ class AdapterResolver:
 
             try:
                 with describing(adapter=str(query.name)):
-                    answer = await self._look_ups_at(source).run(
+                    answer = await self._look_ups[id(source)].run(
                         partial(source.locate, name, base_path), is_known=is_known, principal=self.principal()
                     )
             except LookUpsBusy as error:
@@ -392,14 +390,6 @@ class AdapterResolver:
         if unavailable is not None:
             raise unavailable
         return absences
-
-    def _look_ups_at(self, source: Source) -> LookUps:
-        """The look-ups at one source, so that a source that does not answer blocks no other source."""
-        found = self._look_ups.get(id(source))
-        if found is None:
-            limits = _REMOTE_LIMITS if source.remote else _LOCAL_LIMITS
-            found = self._look_ups[id(source)] = LookUps(limits)
-        return found
 
     def _report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
         kind: type[AdapterDenied | AdapterRejected | SourceFailed] = AdapterRejected
