@@ -192,7 +192,7 @@ class World:
         self.server = Server()
         self.told: list[Any] = []
         self.written = 0
-        served = resolver.served if resolver else self.resolver.served_under.get
+        served = resolver.known.last if resolver else self.resolver.served_under.get
         registry = Registry(self.table, served, self.resolver.store.blocks)
         events = resolver.events if resolver else Events()
         events.add(self.tell)
