@@ -468,7 +468,7 @@ class AdapterResolver:
         found = self._look_ups.get(id(source))
         if found is None:
             limits = _REMOTE_LIMITS if source.remote else _LOCAL_LIMITS
-            found = self._look_ups[id(source)] = LookUps(limits)
+            found = self._look_ups[id(source)] = LookUps(limits, source.label, self.events)
         return found
 
     def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:
