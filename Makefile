@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-live bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -127,11 +127,15 @@ bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's 
 bench-access: set-up ## whether response times reveal an adapter that a key may not use
 	@$(RUN) -m benchmarks.access
 
-bench-faults: set-up ## random faults of processes, disks, clock and sources under load; takedowns, floods (7 minutes; SEED)
+bench-faults: set-up ## random faults of processes, disks, clock and sources under load; takedowns, outages (7 minutes; SEED)
 	@$(RUN) -m benchmarks.faults $(if $(SEED),--seed $(SEED))
 
-bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load, each answer compared (10 minutes)
+bench-flood: set-up ## a hot adapter beside 1,000 unknown names a second, with ours and with vLLM alone (4 minutes)
+	@$(RUN) -m benchmarks.flood
+
+bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load; a pause beside eight (15 minutes)
 	@$(RUN) -m benchmarks.live
+	@$(RUN) -m benchmarks.live_pause
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.kernels_aot

@@ -5,7 +5,7 @@ are broken; names that nobody has. The store has room for a third. While faults 
 PEFT's tokens; a refusal with a 4xx must be a verdict about bytes, or an absence. Then all faults end, and each good
 name is asked for until it is served.
 
-With one server, `benchmarks.floods` then measures takedowns, floods and outages. Prints goals and values, keeps
+With one server, `benchmarks.outages` then measures takedowns and outages. Prints goals and values, keeps
 benchmarks/results/faults.json, and ends with 1 where a goal is missed.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks import floods
+from benchmarks import outages
 from benchmarks.fault_injection import FAULTS, Interposer, Machine
 from benchmarks.record import keep
 from testbed.bed import Bed, prepare
@@ -227,7 +227,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--no-floods", action="store_true", help="faults only")
+    parser.add_argument("--no-outages", action="store_true", help="faults only")
     arguments = parser.parse_args()
     if shutil.which("gcc") is None:
         parser.error("gcc is needed to compile benchmarks/interposer.c")
@@ -251,7 +251,7 @@ def main() -> int:
             "LORA_PLUGINS_STORE_DIR": str(store),
             "LORA_PLUGINS_STORE_MAX_BYTES": str(names.size_bytes // 3),
             "LORA_PLUGINS_HOST_MAX_BYTES": str(names.size_bytes // 4),
-            "LORA_PLUGINS_FETCH_TIMEOUT_S": str(floods.DEADLINE_S),
+            "LORA_PLUGINS_FETCH_TIMEOUT_S": str(outages.DEADLINE_S),
             **s3.env(proxy.url),
             **interposer.env,
         }
@@ -261,17 +261,17 @@ def main() -> int:
             with vllm_server(bed.base, log, arguments=(*size, "--served-model-name", "base"), env=env) as server:
                 machine = Machine(server.process.pid, interposer, proxy)
                 faults = asyncio.run(run(machine, server, names, arguments.seed, arguments.seconds))
-                flooded = {} if arguments.no_floods else asyncio.run(floods.measure(server, proxy, names.good))
+                found_later = {} if arguments.no_outages else asyncio.run(outages.measure(server, proxy, names.good))
         finally:
             if log.exists():
                 shutil.copyfile(log, Path(tempfile.gettempdir()) / "bench-faults-server.log")
-    goals = [*goals_of(faults, arguments.seconds), *floods.goals_of(flooded)]
+    goals = [*goals_of(faults, arguments.seconds), *outages.goals_of(found_later)]
     width = max(len(what) for what, *_ in goals)
     for what, goal, value, is_met in goals:
         print(f"{what:<{width}}  goal {goal:<28} found {value:<28} {'met' if is_met else 'MISSED'}")
     table = [{"what": what, "goal": goal, "value": value, "met": is_met} for what, goal, value, is_met in goals]
     print(json.dumps(faults["answers"]))
-    print(keep("faults", {"faults": faults, "floods": flooded}, goals=table))
+    print(keep("faults", {"faults": faults, "outages": found_later}, goals=table))
     return 0 if all(is_met for *_, is_met in goals) else 1
 
 

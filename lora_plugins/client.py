@@ -1,8 +1,11 @@
 """A client of the admin API for trainers: push an adapter to one or several servers, all or none; no vLLM, no torch.
 
-    from lora_plugins.client import push
+    from lora_plugins.client import pause, push, resume
 
-    push("policy", model.state_dict(), model.peft_config["default"].to_dict(), servers=["http://localhost:8000"])
+    servers = ["http://localhost:8000"]
+    pause("policy", "keep", servers=servers)
+    push("policy", model.state_dict(), model.peft_config["default"].to_dict(), servers=servers, mode="inflight")
+    resume("policy", servers=servers)
 
 Only `httpx` is needed; `push` takes tensors where torch is installed, arrays of numpy anywhere.
 """
@@ -29,7 +32,19 @@ CONFIG_FILE = "adapter_config.json"
 _T = TypeVar("_T")
 
 
-class PushFailed(Exception):
+class CallFailed(Exception):
+    """Some servers did not do as they were asked.
+
+    Attributes:
+        errors: the answers of these servers.
+    """
+
+    def __init__(self, errors: Mapping[str, str], further: str = "") -> None:
+        self.errors = dict(errors)
+        super().__init__("; ".join(f"{server}: {error}" for server, error in errors.items()) + further)
+
+
+class PushFailed(CallFailed):
     """Some servers do not serve the pushed version; each server that had taken it serves its earlier version again.
 
     Attributes:
@@ -38,9 +53,8 @@ class PushFailed(Exception):
     """
 
     def __init__(self, errors: Mapping[str, str], not_rolled_back: Sequence[str] = ()) -> None:
-        self.errors, self.not_rolled_back = dict(errors), tuple(not_rolled_back)
-        text = "; ".join(f"{server}: {error}" for server, error in errors.items())
-        super().__init__(text + (f"; not rolled back: {', '.join(not_rolled_back)}" if not_rolled_back else ""))
+        self.not_rolled_back = tuple(not_rolled_back)
+        super().__init__(errors, f"; not rolled back: {', '.join(not_rolled_back)}" if not_rolled_back else "")
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,16 @@ def wait_served(name: str, digest: str, servers: Sequence[str], *, timeout_s: fl
         TimeoutError: a server does not within `timeout_s`.
     """
     _run(wait_served_async(name, digest, servers, timeout_s=timeout_s, **options))
+
+
+def pause(name: str, mode: str = "wait", **options: Any) -> None:
+    """Call `pause_async`, for callers without an event loop."""
+    _run(pause_async(name, mode, **options))
+
+
+def resume(name: str, **options: Any) -> None:
+    """Call `resume_async`, for callers without an event loop."""
+    _run(resume_async(name, **options))
 
 
 async def push_async(
@@ -142,6 +166,42 @@ async def wait_served_async(
                 await asyncio.sleep(interval_s)
 
 
+async def pause_async(
+    name: str, mode: str = "wait", *, servers: Sequence[str], key: str | None = None, timeout_s: float = 300.0
+) -> None:
+    """Have every server hold new requests for a name, and return once none of the name's requests runs anywhere.
+
+    Args:
+        name: the model name of requests; all other names run on.
+        mode: `wait`, `abort` or `keep`: what becomes of requests that came before.
+        servers: base URLs.
+        key: of an administrator.
+        timeout_s: of each call; a server that did not answer in time holds new requests all the same.
+
+    Raises:
+        CallFailed: a server did not pause, or was resumed meanwhile; the other servers stay paused until `resume`.
+    """
+    await _post_all(name, f"pause?mode={quote(mode)}", servers, key, timeout_s)
+
+
+async def resume_async(name: str, *, servers: Sequence[str], key: str | None = None, timeout_s: float = 300.0) -> None:
+    """Have every server go on with requests for a paused name; a server that is not paused does nothing.
+
+    Raises:
+        CallFailed: a server did not answer, or does not serve the name; all others have resumed.
+    """
+    await _post_all(name, "resume", servers, key, timeout_s)
+
+
+async def _post_all(name: str, verb: str, servers: Sequence[str], key: str | None, timeout_s: float) -> None:
+    async with _client(servers, key, timeout_s) as client:
+        calls = [client.post(f"{_url(it, name)}/{verb}") for it in servers]
+        answers = zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+    errors = {server: text for server, answer in answers if (text := _error(answer)) is not None}
+    if errors:
+        raise CallFailed(errors)
+
+
 async def _roll_back(client: httpx.AsyncClient, name: str, taken: Mapping[str, httpx.Response]) -> list[str]:
     """Undo a push where a server took it, unless another push came since; return servers whose rollback failed."""
     failed = []
@@ -212,7 +272,9 @@ def _url(server: str, name: str) -> str:
 def _error(answer: httpx.Response | BaseException) -> str | None:
     if isinstance(answer, BaseException):
         return f"{type(answer).__name__}: {answer}"
-    return None if answer.status_code == 200 else f"{answer.status_code} {answer.text}"
+    # A pause that another client's resume has ended is answered with 200, and did not last.
+    is_done = answer.status_code == 200 and answer.json().get("status") != "resumed"
+    return None if is_done else f"{answer.status_code} {answer.text}"
 
 
 def _digest(answer: httpx.Response | BaseException) -> str | None:

@@ -37,13 +37,13 @@ class LookUpLimits:
 
     Attributes:
         at_once: look-ups of unknown names at once, and as many of known names.
-        absent_per_s: how often the source may answer "no such adapter", beyond the first `at_once`; None for no limit.
+        absent_per_s: how often the source may answer "no such adapter", beyond the first `at_once`.
         waiting: unknown names that may wait. wait_s: seconds until a waiting name is refused.
         breaker: when the source counts as one that does not answer.
     """
 
     at_once: int = 32
-    absent_per_s: float | None = 100.0
+    absent_per_s: float = 100.0
     waiting: int = 500
     wait_s: float = 5.0
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
@@ -96,7 +96,7 @@ class LookUps:
             is_absent = isinstance(found, Absence)
             return found
         finally:
-            if is_absent and self._absent_per_s is not None:
+            if is_absent:
                 loop = asyncio.get_running_loop()
                 # Places come back one at a time, 1/`absent_per_s` apart, whatever the number of answers at this moment.
                 self._rests_until = max(loop.time(), self._rests_until) + 1 / self._absent_per_s

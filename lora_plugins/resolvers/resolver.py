@@ -52,11 +52,11 @@ _VERSION_CHANGES = 3
 # Seconds for which a directory of the store counts as present. A look releases the interpreter's lock to other threads,
 # and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
 _SEEN_S = 1.0
+# Of each source, a directory too: threads look there, and many of them hold up the event loop.
+_LIMITS = LookUpLimits()
 _LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have the files fetched
 # Answers of a working source about one adapter: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
-_REMOTE_LIMITS = LookUpLimits()
-_LOCAL_LIMITS = replace(_REMOTE_LIMITS, absent_per_s=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,8 +467,7 @@ class AdapterResolver:
         """The look-ups at one source, so that a source that does not answer blocks no other source."""
         found = self._look_ups.get(id(source))
         if found is None:
-            limits = _REMOTE_LIMITS if source.remote else _LOCAL_LIMITS
-            found = self._look_ups[id(source)] = LookUps(limits, source.label, self.events)
+            found = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self.events)
         return found
 
     def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:

@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from lora_plugins.client import CallFailed, pause_async, resume_async
+from lora_plugins.client import pause as pause_everywhere
+from lora_plugins.client import resume as resume_everywhere
 from testbed.models import PROMPT
 from testbed.reference import Reference
 from tests.e2e.conftest import OneSlot
@@ -177,3 +180,69 @@ def test_what_is_not_served_is_not_paused(one_slot: OneSlot) -> None:
             return [answer.status_code for answer in (*paused, wrong)]
 
     assert asyncio.run(ask()) in ([404, 404, 400], [404, 404, 422])
+
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_a_trainer_pauses_and_resumes_a_name(one_slot: OneSlot, mode: str) -> None:
+    name, servers = f"trained-{mode}", [one_slot.server.url]
+    one_slot.publish(name, "sql", 1)
+
+    async def ask(*, is_paused: bool) -> list[int]:
+        async with one_slot.client() as client:
+            if not is_paused:
+                return await tokens_of(client, name)
+            held = asyncio.create_task(tokens_of(client, name))
+            await seen(lambda: is_held(client, name))
+            assert (await view_of(client, name))["state"] == "paused"
+            await resume_async(name, servers=servers)
+            return await held
+
+    assert asyncio.run(ask(is_paused=False)) == one_slot.bed.answers["sql"]
+    pause_everywhere(name, mode, servers=servers)
+    assert asyncio.run(ask(is_paused=True)) == one_slot.bed.answers["sql"]
+    resume_everywhere(name, servers=servers)
+    assert asyncio.run(ask(is_paused=False)) == one_slot.bed.answers["sql"]
+
+
+def test_a_trainer_learns_which_server_did_not_pause(one_slot: OneSlot) -> None:
+    one_slot.publish("half", "sql", 1)
+    servers = [one_slot.server.url, NOBODY]
+
+    async def train() -> list[str]:
+        async with one_slot.client() as client:
+            await tokens_of(client, "half")
+            states = []
+            for verb in (pause_async, resume_async):
+                with pytest.raises(CallFailed, match="ConnectError") as failed:
+                    await verb("half", servers=servers)
+                assert list(failed.value.errors) == [NOBODY]
+                states.append((await view_of(client, "half"))["state"])
+            return states
+
+    assert asyncio.run(train()) == ["paused", "serving"], "the server that answers does as asked"
+    for wrong in (("nobody", "wait", "404"), ("half", "later", "4")):
+        with pytest.raises(CallFailed, match=f": {wrong[2]}"):
+            pause_everywhere(*wrong[:2], servers=servers[:1])
+
+
+def test_a_pause_that_another_resume_ends_raises(one_slot: OneSlot) -> None:
+    one_slot.publish("ended", "sql", 1)
+    servers = [one_slot.server.url]
+
+    async def train() -> None:
+        async with one_slot.client() as client, streaming(client, "ended") as (_, reading):
+            pausing = asyncio.create_task(pause_async("ended", servers=servers))
+
+            async def is_paused() -> bool:
+                return (await view_of(client, "ended"))["state"] == "paused"
+
+            await seen(is_paused)
+            await resume_async("ended", servers=servers)
+            with pytest.raises(CallFailed, match="resumed"):
+                await pausing
+            await reading
+
+    asyncio.run(train())

@@ -47,13 +47,21 @@ class Kind:
     count: int = 1
     cell: str = ""
     is_nightly: bool = False
+    engines: int = 1
 
 
 FRONT_ENDS = (
     Kind("one API server", is_nightly=True),
     Kind("three API servers", ("--api-server-count", "3"), 3, "several API servers"),
-    Kind("two engines", ("--data-parallel-size", "2"), 2, "data parallel, several API servers"),
-    Kind("two engines, four API servers", ("--data-parallel-size", "2", "--api-server-count", "4"), 4, is_nightly=True),
+    Kind("two engines", ("--data-parallel-size", "2"), 2, "data parallel, several API servers", engines=2),
+    Kind(
+        "two engines, four API servers",
+        ("--data-parallel-size", "2", "--api-server-count", "4"),
+        4,
+        is_nightly=True,
+        engines=2,
+    ),
+    Kind("two workers", ("--tensor-parallel-size", "2"), is_nightly=True),
 )
 
 

@@ -364,6 +364,80 @@ def test_vllms_own_endpoints_reach_every_server(front_end: FrontEnd, again: str)
     front_end.is_nowhere("by-path")
 
 
+# --- pauses ---
+
+
+@pytest.mark.parametrize("mode", ["keep", pytest.param("wait", marks=NIGHTLY), pytest.param("abort", marks=NIGHTLY)])
+def test_a_pause_holds_requests_of_every_server_until_a_resume(front_end: FrontEnd, kind: Kind, mode: str) -> None:
+    name = f"paused-{mode}"
+    front_end.publish(name, "sql")
+    front_end.is_everywhere(name, "sql")
+
+    async def held() -> list[httpx.Response]:
+        asked = [asyncio.create_task(front_end.asked(name)) for _ in range(8 * kind.count)]
+        ends_at = time.monotonic() + LONGEST_S
+        while (await asyncio.to_thread(front_end.view, name))["requests_held"] < len(asked):
+            assert time.monotonic() < ends_at
+            await asyncio.sleep(0.05)
+        in_engines = await asyncio.to_thread(held_by_engine, front_end)
+        assert (len(in_engines), sum(in_engines)) == (kind.engines, len(asked))
+        assert all(in_engines), "each engine holds some"
+        beside = await asyncio.gather(*(front_end.asked("chat") for _ in range(4 * kind.count)))
+        assert all(tokens(answer) == front_end.bed.answers["chat"] for answer in beside), "all others run on"
+        assert not any(one.done() for one in asked)
+        resumed = await asyncio.to_thread(front_end.done, "POST", f"/v1/loras/{name}/resume")
+        assert resumed["message"].endswith("resumed.")
+        return list(await asyncio.gather(*asked))
+
+    servers = set[str]()
+    for _ in range(40):
+        paused = front_end.called_everywhere("POST", f"/v1/loras/{name}/pause?mode={mode}")
+        assert {answer.json()["status"] for answer in paused} == {"success"}
+        views = front_end.called_everywhere("GET", f"/v1/loras/{name}")
+        assert {(view.json()["state"], view.json()["requests_in_flight"]) for view in views} == {("paused", 0)}
+        answers = asyncio.run(held())
+        assert all(tokens(answer) == front_end.bed.answers["sql"] for answer in answers)
+        servers |= {answer.headers[WHICH] for answer in answers}
+        if servers == front_end.every:
+            break
+    assert servers == front_end.every
+    front_end.is_everywhere(name, "sql")
+
+
+def held_by_engine(front_end: FrontEnd) -> list[float]:
+    """How many requests each engine holds."""
+    lines = front_end.call("GET", "/metrics").text.splitlines()
+    return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("lora_plugins_held{")]
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", pytest.param("wait", marks=NIGHTLY)])
+def test_a_pause_stops_what_every_server_runs(front_end: FrontEnd, mode: str) -> None:
+    name = f"stopped-{mode}"
+    front_end.publish(name, "sql")
+    front_end.is_everywhere(name, "sql")
+
+    async def run() -> list[Stream]:
+        running = await begun(front_end, name)
+        paused = await asyncio.to_thread(front_end.done, "POST", f"/v1/loras/{name}/pause", mode=mode)
+        assert paused["status"] == "success"
+        view = await asyncio.to_thread(front_end.view, name)
+        assert (view["state"], view["requests_in_flight"]) == ("paused", 0)
+        assert (view["requests_held"] > 0) == (mode == "keep")
+        if mode != "keep":  # they end without the resume
+            await asyncio.gather(*running)
+        await asyncio.to_thread(front_end.done, "POST", f"/v1/loras/{name}/resume")
+        return list(await asyncio.gather(*running))
+
+    stopped = asyncio.run(run())
+    assert {answer.server for answer in stopped} == front_end.every
+    assert all(answer.ids[:MAX_TOKENS] == front_end.bed.answers["sql"][: len(answer.ids)] for answer in stopped)
+    if mode == "abort":
+        assert any(answer.reason == "abort" for answer in stopped)
+    else:
+        assert {(answer.reason, len(answer.ids)) for answer in stopped} == {("length", LONG)}, "nothing is lost"
+    front_end.is_everywhere(name, "sql")
+
+
 # --- policy ---
 
 
@@ -438,6 +512,7 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
     time.sleep(1)  # a change of a crowd is written half a second later
     front_end.done("POST", "/v1/loras/rolled/rollback")
     time.sleep(0.2)
+    front_end.done("POST", "/v1/loras/rolled/pause")  # ends with the engine: the restart serves it
     is_first = len(front_end.every) == 3
     killed = (
         max(front_end.every)
@@ -449,7 +524,12 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
 
     async def run() -> list[Any]:
         running = await begun(front_end, "kept")
+        held = [asyncio.create_task(front_end.asked("rolled")) for _ in range(4)]
+        while (await asyncio.to_thread(front_end.view, "rolled"))["requests_held"] < len(held):
+            await asyncio.sleep(0.05)
         os.kill(int(killed), signal.SIGKILL)
+        ends = await asyncio.gather(*held, return_exceptions=True)
+        assert all(isinstance(end, httpx.HTTPError) or end.status_code >= 500 for end in ends), ends
         return await asyncio.gather(*running, return_exceptions=True)
 
     ends = asyncio.run(run())
@@ -465,6 +545,7 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
         again.is_everywhere("kept", "sql", of_files(kept))
         assert again.view("kept")["pinned"]
         again.is_everywhere("rolled", "sql", old)
+        assert again.view("rolled")["state"] == "serving"
         again.is_nowhere("chat", says="blocked")
 
 

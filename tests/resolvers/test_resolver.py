@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -1084,7 +1085,7 @@ class SlowSource(FakeSource):
 def few(monkeypatch):
     """Two are looked up at once, and two more wait for a tenth of a second."""
     limits = LookUpLimits(at_once=2, waiting=2, wait_s=0.1)
-    monkeypatch.setattr(resolver_module, "_REMOTE_LIMITS", limits)
+    monkeypatch.setattr(resolver_module, "_LIMITS", limits)
 
 
 async def flooded(resolver: AdapterResolver, source: SlowSource) -> list[asyncio.Task[object]]:
@@ -1143,6 +1144,18 @@ def test_a_flood_at_one_source_leaves_others_alone(make, few):
         await asyncio.gather(*flood)
 
     asyncio.run(run())
+
+
+def test_a_directory_too_is_asked_for_few_unknown_names(make, monkeypatch):
+    monkeypatch.setattr(resolver_module, "_LIMITS", LookUpLimits(at_once=2, absent_per_s=20.0))
+    resolver = make(FakeSource("filesystem", remote=False))
+
+    async def run() -> float:
+        began = time.monotonic()
+        await asyncio.gather(*(resolver.resolve(f"unknown-{number}", BASE.path) for number in range(10)))
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) >= (10 - 2) / 20.0 * 0.9, "two at once, the others one after the other"
 
 
 def test_an_absence_that_is_remembered_needs_no_turn(make, few):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_plugins.errors import NoFreeSlot, OutOfMemory
+from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
+from lora_plugins.errors import NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store import eviction
 from lora_plugins.store.eviction import quarantined
 from lora_plugins.store.inventory import Inventory
+from lora_plugins.store.layout import MANIFEST_FILE
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, obtain
@@ -94,6 +97,41 @@ def test_quarantine_is_in_the_budget_and_goes_first(full) -> None:
     assert quarantined(store.layout) == [], "before adapters that are whole"
     assert len(store.layout.digests()) == 3
     assert fourth in store.layout.digests()
+
+
+def as_first_release_wrote(store: Store, digest: str) -> None:
+    """Rewrite an entry as lora-plugins 0.1 did: the source's own configuration, and a manifest without another."""
+    directory = store.layout.adapter(digest)
+    os.rename(directory / ORIGINAL_CONFIG_FILE, directory / CONFIG_FILE)
+    manifest = json.loads((directory / MANIFEST_FILE).read_text())
+    del manifest["canonical"], manifest["converted"]
+    (directory / MANIFEST_FILE).write_text(json.dumps(manifest))
+
+
+def test_entries_of_the_first_release_stay_in_the_budget(full) -> None:
+    store, digests = full
+    for seed, digest in enumerate(digests, 1):
+        store.leases.release(digest, seed)
+        as_first_release_wrote(store, digest)
+    store = Store(store.layout.root, max_bytes=3 * SIZE)
+    for seed, digest in enumerate(digests, 1):
+        assert fill(store, seed) == digest
+        assert Manifest.read(store.layout.adapter(digest)).canonical.name == CONFIG_FILE
+        assert len(store.layout.digests()) + len(quarantined(store.layout)) <= 3
+
+
+def test_an_entry_of_the_first_release_outlives_a_failed_fetch(full) -> None:
+    store, digests = full
+    as_first_release_wrote(store, digests[0])
+    store.max_bytes = 4 * SIZE
+
+    def is_away() -> None:
+        raise SourceUnavailable("no answer", expected="an answer", remedy="ask again")
+
+    wanted = DownloadSpec(adapter_files(seed=1), version="1", before=is_away)
+    with pytest.raises(SourceUnavailable, match="no answer"):
+        obtain(store, wanted)
+    assert digests[0] in store.layout.digests()
 
 
 def test_what_is_removed_leaves_no_index(full) -> None:
