@@ -467,7 +467,7 @@ class AdapterResolver:
         """The look-ups at one source, so that a source that does not answer blocks no other source."""
         found = self._look_ups.get(id(source))
         if found is None:
-            found = self._look_ups[id(source)] = LookUps(_LIMITS)
+            found = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self.events)
         return found
 
     def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:
