@@ -139,6 +139,8 @@ def _set_environment() -> None:
     ray_environment.keep_keys_from_workers()
 
 
+# At import: before any of our functions can raise.
+serve_command.say_errors_in_a_line()
 # At import: vLLM imports its builtins and our functions first, and may then call the builtin of the same name.
 if named_in_environment(FILESYSTEM):
     lora_resolver.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)

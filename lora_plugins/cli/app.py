@@ -23,16 +23,16 @@ from lora_plugins.cli.ls import ls
 from lora_plugins.cli.output import Output, Result, error_fields
 from lora_plugins.cli.pull import pull
 from lora_plugins.cli.push import push
-from lora_plugins.cli.resolve import resolve
 from lora_plugins.cli.store import gc, rm, verify
 from lora_plugins.cli.verbs import VERBS
+from lora_plugins.cli.why import why
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
 _COMMANDS: Sequence[Callable[..., Result | None]] = (
     doctor,
-    resolve,
+    why,
     inspect,
     pull,
     ls,
@@ -47,10 +47,10 @@ _COMMANDS: Sequence[Callable[..., Result | None]] = (
 # Examples at the end of each command's help.
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "doctor": ("doctor", "doctor --url http://127.0.0.1:8000", "doctor --no-network --json"),
-    "resolve": (
-        "resolve team/sql",
-        "resolve 'team/*' --dry-run",
-        "resolve team/sql --base-model org/llama-8b --max-lora-rank 16",
+    "why": (
+        "why team/sql --url http://gpu-7:8000",
+        "why 'team/*' --no-server --dry-run",
+        "why team/sql --base-model org/llama-8b --max-lora-rank 16",
     ),
     "inspect": ("inspect ./out/checkpoint-500", "inspect hf://org/repo@main --json", "inspect team/sql"),
     "pull": ("pull team/sql 'other/*'", "pull s3://bucket/loras/sql", "pull --file adapters.txt --quiet"),
@@ -95,12 +95,11 @@ def run(arguments: Sequence[str]) -> int:
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.NullHandler())
-    output = Output(as_json="--json" in arguments)
+    output = Output(as_json="--json" in arguments, quiet=not {"--quiet", "-q"}.isdisjoint(arguments))
     try:
         return _run(arguments)
     except LoRAPluginsError as error:
-        output.error(error_fields(error))
-        return exit_of(error)
+        return _error(output, error)
     except UsageProblem as error:
         return _usage(output, str(error))
     except (KeyboardInterrupt, CancelledError):
@@ -113,7 +112,8 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last handler: no traceback without --debug
         message = getattr(error, "format_message", None)  # an error of Typer's
         if message is not None:
-            return _usage(output, str(message()))
+            # Typer has pydantic convert values, whose words say nothing to a user.
+            return _usage(output, str(message()).replace("Value error, ", "").replace("Input should", "it should"))
         if "--debug" in arguments:
             traceback.print_exception(error, file=sys.stderr)
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -139,6 +139,12 @@ def _run(arguments: Sequence[str]) -> int:
     return int(result or 0)
 
 
+def _error(output: Output, error: LoRAPluginsError) -> Exit:
+    output.error(error_fields(error))
+    output.say_how_to_explain([error.code])
+    return exit_of(error)
+
+
 def _usage(output: Output, text: str) -> Exit:
     output.error({"code": "usage", "kind": "Usage", "message": text})
     if not output.as_json:
@@ -158,8 +164,7 @@ def _os_error(output: Output, error: OSError) -> Exit:
         return Exit.UNAVAILABLE
     mapped = map_os_error(error)
     mapped.file = str(error.filename or "")
-    output.error(error_fields(mapped))
-    return exit_of(mapped)
+    return _error(output, mapped)
 
 
 def _printing(function: Callable[..., Result | None]) -> Callable[..., Exit | BaseException]:

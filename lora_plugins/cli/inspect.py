@@ -37,7 +37,7 @@ from lora_plugins.cli.base_model import (
     why_not_compared,
     would_be_served,
 )
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.names import NamesFile, is_pattern, is_several, together, wanted
 from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, error_fields, line, size
 from lora_plugins.cli.pull import bring
@@ -88,7 +88,7 @@ def inspect(
         except LoRAPluginsError as error:
             if not is_list:
                 raise
-            answers.append(Result({"name": shown, "error": error_fields(error)}, [error]))
+            answers.append(_nothing(shown, error))
     return together(answers, is_list=is_list or len(answers) > 1, blank_between=True)
 
 
@@ -161,6 +161,14 @@ def _files(path: Path) -> list[str]:
     with suppress(OSError):
         return choose_files(entry.name for entry in os.scandir(path))
     return []
+
+
+def _nothing(name: str, error: LoRAPluginsError) -> Result:
+    """Return the verdict on what cannot be looked at."""
+    verdict = {Exit.NOT_FOUND: "no adapter", Exit.UNAVAILABLE: "unavailable"}.get(exit_of(error), "refused")
+    end = line(f"verdict      {verdict}", "bold red")
+    fields = {"name": name, "verdict": verdict, "error": error_fields(error)}
+    return Result(fields, [line(f"adapter      {name}"), end, error])
 
 
 def _result(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> Result:

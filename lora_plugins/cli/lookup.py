@@ -1,4 +1,4 @@
-"""Names and URIs looked up as a server would, several at once, with each step's answer; `resolve` and `pull`."""
+"""Names and URIs looked up as a server would, several at once, with each step's answer; `why` and `pull`."""
 
 from __future__ import annotations
 

@@ -44,6 +44,14 @@ class Result:
     code: Exit = Exit.OK
 
     @property
+    def codes(self) -> list[str]:
+        """The codes of all errors, shown or in the fields."""
+        lists = [value for value in self.fields.values() if isinstance(value, list)]
+        rows = [self.fields, *(row for rows in lists for row in rows if isinstance(row, dict))]
+        in_fields = [row["error"]["code"] for row in rows if isinstance(row.get("error"), dict)]
+        return in_fields + [item.code for item in self.shown if isinstance(item, LoRAPluginsError)]
+
+    @property
     def exit(self) -> Exit:
         """The worst exit code of all."""
         return worst([self.code, *(exit_of(item) for item in self.shown if isinstance(item, LoRAPluginsError))])
@@ -83,6 +91,7 @@ class Output:
                 self.error(error_fields(item))
             elif not self.quiet:
                 self.draw(item)
+        self.say_how_to_explain(result.codes)
         return result.exit
 
     def draw(self, what: RenderableType) -> None:
@@ -113,6 +122,12 @@ class Output:
             self.json({"error": error})
         else:
             self.errors.print(Text("error: ", style="bold red").append(printable(error["message"])), soft_wrap=True)
+
+    def say_how_to_explain(self, codes: Iterable[str]) -> None:
+        """Print the command that explains each code, once, at the end of the errors."""
+        if self.is_for_people:
+            for code in dict.fromkeys(codes):
+                self.errors.print(f"lora-plugins explain {code}")
 
 
 def error_fields(error: LoRAPluginsError) -> dict[str, str]:

@@ -152,10 +152,14 @@ class AdminClient:
         said = _error_of(message)
         if status in (401, 403):
             why = f": {said.found}" if said is not None else ""
+            denied = f"a server at {self.url} that denies access (HTTP {status}{why})"
+            # Not the key's fault: a caller's address, or a tenant without admin rights, as the server says.
+            if said is not None and not said.remedy.startswith("send it"):
+                return SourceUnavailable(denied, expected=said.expected, remedy=said.remedy)
             return SourceUnavailable(
-                f"a server at {self.url} that denies access (HTTP {status}{why})",
-                expected="a key that it accepts for its admin API",
-                remedy=f"set {' or '.join(_KEYS)} to one; or ask on the server's machine",
+                f"{denied}: {'the key is wrong' if self.key else 'no key was sent'}",
+                expected="a key of the server's administrators",
+                remedy=f"set {_KEYS[0]} to the server's, or {_KEYS[1]} where the server has no admin key",
             )
         if said is not None:
             return said

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from lora_plugins.api.models import AdapterSource, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
 from lora_plugins.cli.exits import UsageProblem
@@ -21,6 +21,7 @@ from lora_plugins.cli.progress import counted
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.pauses import PauseMode
+from lora_plugins.store.layout import MIN_PREFIX
 
 _AT_ONCE = 4
 
@@ -47,6 +48,13 @@ _OPTIONS: dict[str, Any] = {
     "if_match": Annotated[
         str | None, typer.Option("--if-match", help="Only if the version that is served has this digest, or begins so.")
     ],
+}
+
+# What pydantic finds wrong with `LoadAdapterRequest` and `RollbackRequest`.
+_MEANING = {
+    "string_pattern_mismatch": f"not the beginning of a digest: {MIN_PREFIX} characters or more, 0 to 9 and a to f",
+    "string_too_long": "longer than {max_length} characters",
+    "string_too_short": "empty",
 }
 
 
@@ -101,8 +109,10 @@ class Verb:
         """
         try:
             body = self.body(one, options)
-        except ValueError as error:  # pydantic's, in several lines
-            raise UsageProblem(str(error).partition("\n")[2].partition(" [")[0].replace("\n ", ":")) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            said = _MEANING[first["type"]].format_map(first.get("ctx", {}))
+            raise UsageProblem(f"{first['loc'][-1]}: {said}") from None
         expected = options.get("if_match")
         if expected is not None:
             expected = client.whole_digest(one.name, expected)

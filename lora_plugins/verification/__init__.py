@@ -2,7 +2,7 @@
 
 `children.py` is the server's side, `child.py` the other process's; `messages.py` has the messages between both.
 
-All code that resolves adapters goes this way: servers, workers, vLLM's `LLM`, and `lora-plugins resolve` and `pull`,
+All code that resolves adapters goes this way: servers, workers, vLLM's `LLM`, and `lora-plugins why` and `pull`,
 which share a store with servers. `lora-plugins inspect` alone reads in its own process: a person runs the command on
 one adapter, wants every readable fact about a faulty adapter, and can end the command.
 """

@@ -45,7 +45,7 @@ class AdminServer:
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._ready = threading.Event()
-        app = FastAPI(lifespan=self._lifespan)
+        app = self.app = FastAPI(lifespan=self._lifespan)
         app.state.args = SimpleNamespace(log_error_stack=False)
         app.include_router(router)
 

@@ -58,6 +58,7 @@ class Cli:
             "VLLM_PLUGINS": "lora_filesystem_resolver",
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(self.adapters),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "LORA_PLUGINS_URL": "http://127.0.0.1:9",  # where no server is
         }
         self._monkeypatch = monkeypatch
         self._capsys = capsys

@@ -42,7 +42,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_inspect_pull_and_resolve_say_what_is_wrong(cli, kind):
+def test_inspect_pull_and_why_say_what_is_wrong(cli, kind):
     files, code, said = ADAPTERS[kind]
     done = cli("inspect", put(cli.adapters / kind, files))
     done.assert_no_traceback()
@@ -51,7 +51,7 @@ def test_inspect_pull_and_resolve_say_what_is_wrong(cli, kind):
     error = cli("inspect", cli.adapters / kind, "--json").json["error"]
     assert error["code"] == said
     assert set(error) == {"code", "kind", "message", "found", "expected", "remedy", "adapter", "file", "place"}
-    for command in ("pull", "resolve") if files else ():
+    for command in ("pull", "why") if files else ():
         done = cli(command, kind, "--json")
         done.assert_no_traceback()
         assert (done.code, done.json["error"]["code"], done.err) == (code, said, "")
@@ -63,7 +63,7 @@ WRONG_ARGUMENTS = {
     "a file": (["inspect", __file__], Exit.NOT_FOUND),
     "a name that leaves the root": (["pull", "../sql"], Exit.NOT_FOUND),
     "an absolute name": (["pull", "/etc/passwd"], Exit.NOT_FOUND),
-    "a name with a line break": (["resolve", "a\nb"], Exit.NOT_FOUND),
+    "a name with a line break": (["why", "a\nb"], Exit.NOT_FOUND),
     "a name too long": (["pull", "a" * 5000], Exit.NOT_FOUND),
     "a path too long": (["inspect", "a" * 5000], Exit.NOT_FOUND),
     "a path with NUL": (["inspect", "a\0b"], Exit.NOT_FOUND),
@@ -80,14 +80,14 @@ WRONG_ARGUMENTS = {
     "a URI of what is not mounted": (["pull", "file:///no/such/adapter"], Exit.UNAVAILABLE),
     "no such command": (["serve"], Exit.USAGE),
     "no such option": (["ls", "--all"], Exit.USAGE),
-    "no name": (["resolve"], Exit.USAGE),
+    "no name": (["why"], Exit.USAGE),
     "nothing to remove": (["rm"], Exit.USAGE),
     "a server's list and the sources'": (["ls", "--remote", "--server"], Exit.USAGE),
     "no number": (["doctor", "--timeout", "soon"], Exit.USAGE),
     "no budget": (["gc", "--dry-run"], Exit.USAGE),
     "no bytes": (["gc", "--max-bytes", "much"], Exit.USAGE),
     "no base model": (["inspect", "/tmp", "--base-model", "/no/such/model"], Exit.USAGE),
-    "a rank without a base model": (["resolve", "sql", "--max-lora-rank", "8"], Exit.USAGE),
+    "a rank without a base model": (["why", "sql", "--max-lora-rank", "8"], Exit.USAGE),
 }
 
 
@@ -118,14 +118,14 @@ def test_without_a_command_the_help_is_shown(cli):
 
 def test_settings_that_cannot_be_right(cli):
     cli.env["LORA_PLUGINS_STORE_MAX_BYTES"] = "plenty"
-    for command in (["ls"], ["resolve", "sql"], ["gc"]):
+    for command in (["ls"], ["why", "sql"], ["gc"]):
         done = cli(*command)
         done.assert_no_traceback()
         assert (done.code, done.out) == (Exit.SETTINGS, "")
         assert "LORA_PLUGINS_STORE_MAX_BYTES='plenty'" in done.err
 
 
-@pytest.mark.parametrize("command", ["pull", "resolve"])
+@pytest.mark.parametrize("command", ["pull", "why"])
 def test_an_environment_without_a_source(cli, command):
     del cli.env["VLLM_PLUGINS"]
     done = cli(command, "sql")
@@ -258,9 +258,7 @@ def test_colours_only_on_terminals_and_never_with_no_color(cli):
 
 def test_a_terminal_without_utf8_gets_escapes(cli):
     put(cli.adapters / "größe", adapter_files())
-    done = outside(
-        "resolve", "größe", env={**cli.env, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}, before="import sys"
-    )
+    done = outside("why", "größe", env={**cli.env, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}, before="import sys")
     done.assert_no_traceback()
     assert done.code == Exit.NOT_COMPARED
     assert "gr\\xf6\\xdfe: whole" in done.out
@@ -270,8 +268,8 @@ def test_neither_vllm_nor_torch_is_imported_where_nothing_needs_them(cli):
     script = (
         "import sys\n"
         "from lora_plugins.cli.app import run\n"
-        "for command in (['ls'], ['pull', 'sql'], ['resolve', 'sql'], ['verify'], ['doctor', '--no-network']):\n"
-        "    assert run(command) == (7 if command[0] == 'resolve' else 0), command\n"
+        "for command in (['ls'], ['pull', 'sql'], ['why', 'sql'], ['verify'], ['doctor', '--no-network']):\n"
+        "    assert run(command) == (7 if command[0] == 'why' else 0), command\n"
         "    heavy = [name for name in ('vllm', 'torch', 'transformers', 'fastapi') if name in sys.modules]\n"
         "    assert not heavy, (command, heavy)\n"
     )
@@ -310,3 +308,19 @@ def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):
     assert done.err == "error: RuntimeError: first line. This should not happen; --debug shows where it did\n"
     assert json.loads(cli("ls", "--json").out)["error"]["code"] == "bug"
     assert "Traceback" in cli("--debug", "ls").err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["pause", "x", "--mode", "soon"],
+        ["rollback", "x", "--to", "yesterday"],
+        ["load", ""],
+        ["doctor", "--timeout", "x"],
+    ],
+)
+def test_usage_is_told_in_our_words(cli, arguments):
+    said = cli(*arguments).err
+    for words in ("Value error", "String should", "Input should", "^["):
+        assert words not in said
+    assert said.startswith("error: ")

@@ -20,9 +20,9 @@ from tests.make import MODULES, adapter_files, put, read_name, weights
 
 @pytest.mark.parametrize("name", ["sql", "cut", "nobody", "team/Poet", "../outside", "user@corp.com/sql"])
 @pytest.mark.parametrize("how", ["txt", "json"])
-def test_resolve(cli, name, how):
-    done = cli("resolve", name, *(["--json"] if how == "json" else []))
-    golden(f"resolve-{name.replace('../', 'dots-').replace('/', '-')}.{how}", done, cli.root)
+def test_why(cli, name, how):
+    done = cli("why", name, *(["--json"] if how == "json" else []))
+    golden(f"why-{name.replace('../', 'dots-').replace('/', '-')}.{how}", done, cli.root)
 
 
 @pytest.mark.parametrize("name", ["sql", "cut"])
@@ -57,7 +57,7 @@ def test_an_adapter_compared_with_a_base_model(cli):
     cli.store.mkdir(exist_ok=True)
     ModelFile(cli.store, str(base)).write(MODULES)  # as a server does once its engine runs
     golden("inspect-base.txt", cli("inspect", cli.adapters / "sql", "--base-model", base), cli.root)
-    golden("resolve-base.txt", cli("resolve", "sql", "--base-model", base, "--max-lora-rank", "2"), cli.root)
+    golden("why-base.txt", cli("why", "sql", "--base-model", base, "--max-lora-rank", "2"), cli.root)
 
 
 def test_an_adapter_in_another_layout_before_and_after_conversion(cli):

@@ -35,7 +35,7 @@ def test_the_version_has_a_short_option(cli):
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_and_options(cli: Cli, tmp_path):
     """A real bash, with the script that --install-completion writes for it."""
-    assert completed(cli, tmp_path, "lora-plugins re") == ["refresh", "resolve", "resume"]
+    assert completed(cli, tmp_path, "lora-plugins re") == ["refresh", "resume"]
     assert "--if-match" in completed(cli, tmp_path, "lora-plugins refresh --if")
 
 

@@ -1,4 +1,4 @@
-"""`inspect` and `resolve` with `--base-model`: another base model than the adapter names is a warning."""
+"""`inspect` and `why` with `--base-model`: another base model than the adapter names is a warning."""
 
 from __future__ import annotations
 

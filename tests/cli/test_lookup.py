@@ -1,4 +1,4 @@
-"""`pull`, `resolve` and `inspect` from S3 and the Hub, by name and by URI, and the bar on a terminal."""
+"""`pull`, `why` and `inspect` from S3 and the Hub, by name and by URI, and the bar on a terminal."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def env(cli, s3, hub) -> dict[str, str]:
 
 
 def test_names_are_asked_of_every_source_in_order(env, cli):
-    done = outside("resolve", "acme/many/en", "--json", env=env)
+    done = outside("why", "acme/many/en", "--json", env=env)
     assert done.code == Exit.NOT_COMPARED
     steps = {step["step"]: step["verdict"] for step in done.json["steps"]}
-    assert list(steps) == ["name", "filesystem", "s3", "hub", "store", "adapter", "base"]
+    assert list(steps) == ["name", "server", "filesystem", "s3", "hub", "store", "adapter", "base"]
     assert [steps[source] for source in ("filesystem", "s3", "hub")] == ["no", "no", "yes"]
     cli.env = {**env, "LORA_PLUGINS_SOURCES": "s3"}
-    done = cli("resolve", "sql", "--json")
+    done = cli("why", "sql", "--json")
     steps = {step["step"]: step["verdict"] for step in done.json["steps"]}
     assert [steps[source] for source in ("s3", "filesystem", "hub")] == ["yes", "not asked", "not asked"]
 
 
 def test_an_unavailable_source_hides_no_later_one(env):
     away = {**env, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    done = outside("resolve", "acme/many/en", "--json", env=away)
+    done = outside("why", "acme/many/en", "--json", env=away)
     steps = {step["step"]: step for step in done.json["steps"]}
     assert (done.code, steps["s3"]["verdict"], steps["hub"]["verdict"]) == (Exit.NOT_COMPARED, "failed", "yes")
     assert done.err == ""  # not what a library logs of its retries
-    done = outside("resolve", "nobody", "--json", env=away)
+    done = outside("why", "nobody", "--json", env=away)
     assert (done.code, done.json["verdict"]) == (Exit.UNAVAILABLE, "unavailable")
     failed = [step["step"] for step in done.json["steps"] if step["verdict"] == "failed"]
     assert failed == ["s3"]

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.cli.admin_server import admin_server
 from tests.cli.common import Terminal, golden, outside
 
 ADAPTER = {
@@ -188,3 +189,29 @@ def test_watching_prints_json_lines_until_the_server_ends(server):
     assert all(json.loads(look) == LIST for look in looks)
     assert json.loads(error)["error"]["code"] == "L006"
     assert done.code == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "says", "remedy"),
+    [
+        ("stale", "the key is wrong", "set LORA_PLUGINS_ADMIN_KEY to the server's"),
+        (None, "no key was sent", "set LORA_PLUGINS_ADMIN_KEY to the server's"),
+    ],
+)
+def test_a_wrong_key_is_called_wrong(cli, key, says, remedy):
+    """The admin API's own rule of access."""
+    with admin_server() as running:
+        if key is not None:
+            cli.env["LORA_PLUGINS_ADMIN_KEY"] = key
+        done = cli("ls", "--server", "--url", running.url)
+    assert (done.code, says in done.err, remedy in done.err) == (4, True, True)
+    assert "machine" not in done.err
+
+
+def test_a_server_without_keys_says_who_may_ask(cli, server):
+    """A proxy's call counts as one from elsewhere."""
+    refusal = "[L008] found a call that a proxy has passed on; expected one on the server's own machine, as the server "
+    refusal += "has no key for its admin API. To fix: set LORA_PLUGINS_ADMIN_KEY for the server, and send it."
+    server.status, server.body = 403, json.dumps({"error": {"message": refusal}}).encode()
+    done = cli("ls", "--server", "--url", server.url)
+    assert "set LORA_PLUGINS_ADMIN_KEY for the server, and send it" in done.err

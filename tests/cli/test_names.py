@@ -1,4 +1,4 @@
-"""Several names, patterns and files of names for `pull`, `resolve`, `inspect` and `verify`; `rm` and `ls --remote`."""
+"""Several names, patterns and files of names for `pull`, `why`, `inspect` and `verify`; `rm` and `ls --remote`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pull_brings_what_it_can_and_says_the_rest(many):
 
 def test_one_name_has_the_json_that_it_had(many):
     assert many("pull", "sql", "--json").json["name"] == "sql"
-    assert many("resolve", "sql", "--json").json["verdict"] == "not compared"
+    assert many("why", "sql", "--json").json["verdict"] == "not compared"
     assert many("inspect", many.adapters / "sql", "--json").json["verdict"] == "not compared"
     assert "error" in many("pull", "nobody", "--json").json
 
@@ -45,13 +45,13 @@ def test_a_file_names_what_to_pull(many, monkeypatch):
     assert (done.code, "no names" in done.err) == (Exit.USAGE, True)
 
 
-def test_resolve_and_inspect_go_on_after_an_error(many):
-    done = many("resolve", "nobody", "cut", "sql")
+def test_why_and_inspect_go_on_after_an_error(many):
+    done = many("why", "nobody", "cut", "sql")
     assert done.code == Exit.NOT_FOUND
     assert [f"{name}: " in done.out for name in ("nobody", "cut", "sql")] == [True] * 3
     done = many("inspect", "/no/such", many.adapters / "cut", many.adapters / "sql", "--json")
     assert done.code == Exit.NOT_FOUND
-    assert [one.get("verdict") for one in done.json["adapters"]] == [None, "refused", "not compared"]
+    assert [one.get("verdict") for one in done.json["adapters"]] == ["no adapter", "refused", "not compared"]
 
 
 def test_inspect_takes_names_of_the_store_and_patterns(many):
@@ -73,18 +73,18 @@ def test_verify_takes_names_and_patterns(many):
 @pytest.mark.parametrize("how", ["txt", "json"])
 def test_a_dry_run_fetches_nothing(many, how):
     more = ["--json"] if how == "json" else []
-    golden(f"resolve-dry-run.{how}", many("resolve", "sql", "nobody", "--dry-run", *more), many.root)
+    golden(f"why-dry-run.{how}", many("why", "sql", "nobody", "--dry-run", *more), many.root)
     assert not many.store.exists()
 
 
 def test_a_dry_run_refuses_what_would_not_be_fetched(many):
     many.env["LORA_PLUGINS_MAX_ADAPTER_BYTES"] = "1kB"
-    done = many("resolve", "sql", "--dry-run", "--json")
+    done = many("why", "sql", "--dry-run", "--json")
     assert (done.code, done.json["error"]["code"], done.json["verdict"]) == (Exit.WRONG, "L005", "refused")
     assert not many.store.exists()
     del many.env["LORA_PLUGINS_MAX_ADAPTER_BYTES"]
     path = many("pull", "sql", "--json").json["path"]
-    assert many("resolve", "sql", "--dry-run", "--json").json["located"]["stored"] == path
+    assert many("why", "sql", "--dry-run", "--json").json["located"]["stored"] == path
 
 
 @pytest.mark.parametrize("how", ["txt", "json"])
@@ -97,3 +97,19 @@ def test_ls_remote_lists_what_sources_have(many, how):
     os.symlink(many.adapters / "team", many.adapters / "link-in")
     os.symlink(many.adapters / "sql", many.adapters / "other")
     golden(f"ls-remote.{how}", many("ls", "--remote", *(["--json"] if how == "json" else [])), many.root)
+
+
+def test_inspect_says_no_adapter_among_the_verdicts(many):
+    empty = many.root / "empty"
+    empty.mkdir()
+    done = many("inspect", "/no/such", many.adapters / "cut", empty, many.adapters / "sql")
+    assert done.code == Exit.NOT_FOUND
+    verdicts = [row for row in done.out.splitlines() if row.startswith("verdict")]
+    assert verdicts == [
+        "verdict      no adapter",
+        "verdict      would be refused",
+        "verdict      would be refused",
+        "verdict      whole, and not compared: no base model was given (--base-model)",
+    ]
+    assert "adapter      /no/such" in done.out.splitlines()
+    assert done.err.count("error: [L") == 3

@@ -1,4 +1,4 @@
-"""`inspect` and `resolve` say "would be served" only of what was compared with the modules of a base model."""
+"""`inspect` and `why` say "would be served" only of what was compared with the modules of a base model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def base(cli: Cli) -> Path:
     return made
 
 
-@pytest.mark.parametrize("command", ["inspect", "resolve"])
+@pytest.mark.parametrize("command", ["inspect", "why"])
 def test_without_known_modules_nothing_fits(cli, base, command):
     asked = str(cli.adapters / "sql") if command == "inspect" else "sql"
     for options in ([], ["--base-model", base], ["--base-model", base, "--max-lora-rank", "16"]):
@@ -36,7 +36,7 @@ def test_without_known_modules_nothing_fits(cli, base, command):
     assert "no engine has listed the modules" in cli(command, asked, "--base-model", base).out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", ["inspect", "resolve"])
+@pytest.mark.parametrize("command", ["inspect", "why"])
 def test_a_rank_that_nobody_compared_is_named(cli, base, command):
     ModelFile(cli.store, str(base)).write(MODULES)
     asked = str(cli.adapters / "sql") if command == "inspect" else "sql"
@@ -47,7 +47,7 @@ def test_a_rank_that_nobody_compared_is_named(cli, base, command):
     assert done.out.splitlines()[-1].endswith("would be served")
 
 
-@pytest.mark.parametrize("command", ["inspect", "resolve"])
+@pytest.mark.parametrize("command", ["inspect", "why"])
 def test_a_pickle_is_not_compared_with_anything(cli, base, command):
     ModelFile(cli.store, str(base)).write(MODULES)
     files = adapter_files()

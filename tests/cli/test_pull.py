@@ -57,7 +57,7 @@ def test_replicas_that_share_a_store_fetch_once(s3, tmp_path):
 
 def test_pulling_leaves_no_lease(cli):
     cli("pull", "sql")
-    cli("resolve", "team/poet")
+    cli("why", "team/poet")
     assert [row["leases"] for row in cli("ls", "--json").json["adapters"]] == [0, 0]
 
 

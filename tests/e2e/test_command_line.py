@@ -75,6 +75,12 @@ def test_an_operators_day(operator: Operator) -> None:
     (back,) = operator.adapters("rollback", "sql", "--to", first)
     assert back["digest"] == first
     admin.answers_like("sql", "sql")
+    said = operator.types("why", "sql").out
+    assert f"stays at {first[:12]}" in said
+    assert said.splitlines()[-1].startswith(f"sql: served, version {first[:12]} from file://")
+    operator.types("pause", "sql")
+    assert "lora-plugins resume sql" in operator.types("why", "sql", code=4).out
+    operator.types("resume", "sql")
 
     operator.types("pin", "team/*")
     assert admin.view("team/poet")["pinned"]
@@ -98,3 +104,6 @@ def test_an_operators_day(operator: Operator) -> None:
     assert "1 adapter removed" in operator.types("rm", "team/poet").out
     operator.types("load", "team/poet")
     admin.answers_like("team/poet", "team/poet")
+    operator.types("unload", "team/poet", "--block")
+    assert "lora-plugins load team/poet" in operator.types("why", "team/poet", code=3).out
+    assert "does not serve it" in operator.types("why", "chat", "--dry-run").out

@@ -12,11 +12,12 @@ import functools
 import os
 import sys
 import tempfile
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.api.access.administrators import ADMIN_KEY
-from lora_plugins.errors import InvalidSettings
+from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, MANAGER, OTHERS, S3
 from lora_plugins.process import Process
@@ -49,6 +50,27 @@ def patch(settings: Settings) -> None:
         raise _refusal(f"{_RUST} serve", asked, "start vllm serve")
     if cli is not None:
         wrap(cli.ServeSubcommand, "validate", functools.partial(_refusing_front_ends, asked=asked))
+
+
+def say_errors_in_a_line() -> None:
+    """Have `vllm serve` end with an error of ours in a line, without a traceback, and exit code 1 as before.
+
+    The traceback of a variable that cannot be right shows vLLM's code and ours, and hides the line to read. With
+    VLLM_LOGGING_LEVEL=DEBUG it comes first.
+    """
+    before = sys.excepthook
+    if _CLI not in sys.modules or parent_process() is not None or getattr(before, "func", None) is _say:
+        return
+    sys.excepthook = functools.partial(_say, before)
+
+
+def _say(before: Any, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    from vllm import envs
+
+    if not isinstance(error, LoRAPluginsError) or envs.VLLM_LOGGING_LEVEL == "DEBUG":
+        before(kind, error, traceback)
+    if isinstance(error, LoRAPluginsError):
+        sys.stderr.write(f"error: {error}\nlora-plugins explain {error.code}\n")
 
 
 def refuse_several(count: int, asked: str, why: str = "which do not know of each other") -> None:
@@ -166,6 +188,13 @@ def _parent() -> str:
 
 
 LEDGER = (
+    Patch(
+        "vllm.envs: VLLM_LOGGING_LEVEL",
+        what="read, where Python's sys.excepthook is wrapped in the process of vllm serve: an error of ours is a line, "
+        "after the traceback with DEBUG only",
+        why="vLLM lets errors of plugins through, and Python prints 33 lines before the one to read",
+        remove="vLLM ends with the text of a plugin's error",
+    ),
     Patch(
         """
         vllm.entrypoints.cli.serve:

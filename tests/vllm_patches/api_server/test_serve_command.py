@@ -183,3 +183,26 @@ def test_an_engine_of_vllm_rs_does_not_start(tmp_path: Path) -> None:
     assert "[L007] found vllm-rs serve with lora_filesystem_resolver" in ended.stderr
     assert ended_below(tmp_path / "vllm-rs", f"{MANAGER},{KERNELS}").returncode == 0
     assert ended_below(tmp_path / "another", f"{MANAGER},{RESOLVER}").returncode == 0
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+def test_a_refused_start_is_a_line_without_traceback(tmp_path: Path, level: str) -> None:
+    env = {**os.environ, "VLLM_PLUGINS": RESOLVER, "VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path)}
+    env |= {"LORA_PLUGINS_STORE_MAX_BYTES": "plenty", "VLLM_LOGGING_LEVEL": level}
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "/no/such/model", "--enable-lora"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=240)
+    assert ended.returncode == 1
+    said, command = ended.stderr.splitlines()[-2:]
+    assert said.startswith("error: [L007] found LORA_PLUGINS_STORE_MAX_BYTES='plenty'")
+    assert command == "lora-plugins explain L007"
+    assert ("Traceback" in ended.stderr) == (level == "DEBUG")
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: seen.append(kind))
+    serve_command.say_errors_in_a_line()
+    serve_command.say_errors_in_a_line()
+    sys.excepthook(ValueError, ValueError("x"), None)
+    sys.excepthook(InvalidSettings, InvalidSettings("x"), None)
+    assert seen == [ValueError]

@@ -1,0 +1,131 @@
+"""`why` beside a running server: the admin API's own routes and lifecycle, and what the sources say of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from lora_plugins.cli.exits import Exit
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.server.desired import DesiredAdapter, Target
+from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.layout import Layout
+from tests.cli.admin_server import KEY, AdminServer, admin_server
+from tests.cli.common import Cli
+
+OLD, NEW = "0a", "1b"
+
+
+@pytest.fixture
+def server(cli: Cli) -> Iterator[AdminServer]:
+    with admin_server() as running:
+        running.publish("team/served", OLD)
+        cli.env |= {"LORA_PLUGINS_URL": running.url, "LORA_PLUGINS_ADMIN_KEY": KEY}
+        assert cli("load", "team/served").code == Exit.OK
+        yield running
+
+
+def steps(cli: Cli, *arguments: str) -> dict[str, dict[str, str]]:
+    return {step["step"]: step for step in cli("why", *arguments, "--json").json["steps"]}
+
+
+def test_a_served_name_has_version_and_place(cli, server):
+    done = cli("why", "team/served")
+    assert (done.code, done.err) == (Exit.OK, "")
+    assert done.out.splitlines()[-1] == f"team/served: served, version {(OLD * 6)} from s3://adapters/team/served"
+    found = cli("why", "team/served", "--json").json
+    assert (found["verdict"], found["server"]["digest"], found["server"]["state"]) == ("served", OLD * 32, "serving")
+    assert [step["step"] for step in found["steps"]] == ["name", "server", "version"], "no source was asked"
+    assert not cli.store.exists(), "and nothing was fetched"
+
+
+def test_without_the_server_the_sources_decide(cli, server):
+    done = cli("why", "team/served", "--no-server")
+    assert (done.code, server.url in done.out) == (Exit.NOT_FOUND, False)
+
+
+def test_what_the_server_lacks_is_asked_of_sources(cli, server):
+    done = cli("why", "sql", "--dry-run", "--json")
+    assert (done.code, done.json["verdict"], done.json["server"]) == (Exit.OK, "found", None)
+    verdicts = {step["step"]: step["verdict"] for step in done.json["steps"]}
+    assert (verdicts["server"], verdicts["filesystem"]) == ("no", "yes")
+
+
+def test_a_refresh_that_failed_is_a_warning(cli, server):
+    server.has["team/served"] = SourceUnavailable("no answer of S3")
+    assert cli("refresh", "team/served").code == Exit.UNAVAILABLE
+    error = steps(cli, "team/served")["error"]
+    assert (error["verdict"], "no answer of S3" in error["detail"]) == ("warning", True)
+    assert cli("why", "team/served").code == Exit.OK
+
+
+def test_a_rolled_back_name_says_how_to_go_on(cli, server):
+    server.publish("team/served", NEW)
+    cli("refresh", "team/served")
+    cli("rollback", "team/served")
+    done = cli("why", "team/served")
+    assert f"stays at {OLD * 6}" in done.out
+    assert "→ lora-plugins refresh team/served" in done.out
+
+
+def test_a_paused_name_says_what_is_needed(cli, server):
+    cli("pause", "team/served")
+    done = cli("why", "team/served")
+    assert (done.code, "→ lora-plugins resume team/served" in done.out) == (Exit.UNAVAILABLE, True)
+    assert cli("why", "team/served", "--json").json["verdict"] == "paused"
+
+
+@pytest.mark.parametrize("where", ["server", "store"])
+def test_a_blocked_name_is_refused_until_loaded(cli, server, where):
+    if where == "server":
+        assert cli("unload", "team/served", "--block").code == Exit.OK
+        name = "team/served"
+    else:
+        layout, name = Layout(cli.store), "sql"
+        layout.create()
+        blocks = Blocks(layout)
+        blocks.hold(name)
+        blocks.write(name)
+    done = cli("why", name)
+    assert (done.code, f"→ lora-plugins load {name}" in done.out) == (Exit.NOT_FOUND, True)
+    found = cli("why", name, "--json").json
+    assert (found["verdict"], found["error"]["code"]) == ("refused", "L002")
+    assert list(steps(cli, name))[-1] == "block", "no source was asked"
+
+
+def test_a_declared_name_says_why_its_load_failed(cli, server):
+    target = Target(DesiredAdapter("sql"))
+    target.error = SourceUnavailable("no answer of S3")
+    server.app.state.lora_plugins_reconciler = SimpleNamespace(declared={"sql": target}, file_error=None)
+    declared = steps(cli, "sql")["declared"]
+    assert (declared["verdict"], "no answer of S3" in declared["detail"]) == ("failed", True)
+
+
+@pytest.mark.parametrize("how", ["no server", "another key"])
+def test_without_an_answer_the_sources_are_asked(cli, server, how):
+    cli.env["LORA_PLUGINS_URL" if how == "no server" else "LORA_PLUGINS_ADMIN_KEY"] = (
+        "http://127.0.0.1:9" if how == "no server" else "stale-secret"
+    )
+    done = cli("why", "sql", "nobody", "--json")
+    assert (done.code, done.err) == (Exit.NOT_FOUND, "")
+    for one in done.json["adapters"]:
+        server_step = next(step for step in one["steps"] if step["step"] == "server")
+        assert server_step["verdict"] == "no answer"
+        assert server_step["hint"]
+    assert [one["verdict"] for one in done.json["adapters"]] == ["not compared", "unknown"]
+
+
+def test_a_server_without_the_name_and_no_source_here(cli, server):
+    del cli.env["VLLM_PLUGINS"]
+    done = cli("why", "sql")
+    assert (done.code, "does not serve it" in done.out) == (Exit.SETTINGS, True)
+    assert done.out.splitlines()[-1] == "sql: not served now, and this environment names no source to ask"
+    assert cli("why", "team/served").code == Exit.OK
+
+
+def test_names_of_all_kinds_in_one_answer(cli, server):
+    done = cli("why", "team/served", "sql", "../up", "--json")
+    assert [one["verdict"] for one in done.json["adapters"]] == ["served", "not compared", "unknown"]
+    assert done.code == Exit.NOT_FOUND
