@@ -18,10 +18,11 @@ from lora_plugins.cli.progress import FetchBars
 from lora_plugins.cli.sources import require_sources, sources_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.events import AdapterResolved, AdapterUnknown, Event, Events
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.resolvers.sources.uri import SourceUri
-from lora_plugins.resolvers.versions import ResolvedAdapter, select_files
+from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.layout import Layout, is_digest, key_of
 from lora_plugins.store.manifest import Manifest

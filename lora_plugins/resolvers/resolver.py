@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-from cachetools import TTLCache
+from functools import partial
 
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
@@ -22,7 +18,6 @@ from lora_plugins.errors import (
     LoRAPluginsError,
     SourceUnavailable,
     describing,
-    is_remembered,
 )
 from lora_plugins.events import (
     AbsenceRemembered,
@@ -36,6 +31,7 @@ from lora_plugins.events import (
     StoreDamaged,
     StoreEvicted,
 )
+from lora_plugins.resolvers.known_versions import AtSource, Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.configured import UriSources
@@ -43,18 +39,13 @@ from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri, is_from, is_path
-from lora_plugins.resolvers.versions import Key, ResolvedAdapter, Versions
+from lora_plugins.resolvers.versions import VersionStore
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 
-_REMEMBERED_NAMES = 10_000
 _VERSION_CHANGES = 3
-# Seconds for which a directory of the store counts as present. A look releases the interpreter's lock to other threads,
-# and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
-_SEEN_S = 1.0
 # Of each source, a directory too: threads look there, and many of them hold up the event loop.
 _LIMITS = LookUpLimits()
-_LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have the files fetched
 # Answers of a working source about one adapter: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 
@@ -80,27 +71,20 @@ class _Query:
         return self.uri is not None and self.uri.scheme == BY_PATH
 
 
-@dataclass(frozen=True, slots=True)
-class _Nowhere:
-    """No source has the adapter; `absences` has each source's answer."""
-
-    absences: tuple[Absence, ...]
-
-
 class AdapterResolver:
     """Answers names and URIs with verified adapters in the store, from one server's sources in their order.
 
     The first source that has the name decides. An unavailable source does not hide later sources; if no later source
     has the name either, the error is raised, because "no such adapter" would be a guess.
 
-    Bounded memory keeps answers of remote sources for a name (an absence for `absent_ttl_s`; a location for
-    `revalidate_s`), refused versions, and faults for their Retry-After: vLLM handles requests for one name one after
-    the other, and each would meet the fault again. Concurrent requests for one name share one answer. A name by URI
-    shares only the store with the same name by its sources.
+    `known` keeps answers of remote sources, refused versions, and faults for their Retry-After: vLLM handles requests
+    for one name one after the other, and each would meet the fault again. Concurrent requests for one name share one
+    answer. A name by URI shares only the store with the same name by its sources.
 
     A returned version is leased until every name that has got the version is released.
 
     Attributes:
+        known: what names mean to this process.
         base: the served model, set once the server is made.
         on_abandoned: called with a leased version whose callers were all cancelled before the answer.
         principal: the origin of the running request; look-ups of new names and fetches take turns by principal.
@@ -111,9 +95,7 @@ class AdapterResolver:
     """
 
     def __init__(self, settings: Settings, events: Events, store: Store, sources: Sequence[Source] = ()) -> None:
-        self.settings = settings
-        self.events = events
-        self.store = store
+        self.settings, self.events, self.store = settings, events, store
         store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
         store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self.sources = list(sources)
@@ -121,18 +103,13 @@ class AdapterResolver:
         self.principal: Callable[[], Hashable] = lambda: None
         self.describe_model: Callable[[], Awaitable[Model | None]] | None = None
         self._describing = asyncio.Lock()
-        self._by_uri = UriSources(settings)
-        self._push_source = PushSource()
-        self._versions = Versions(settings, events, store)
-        self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
-        self._failed: TTLCache[Key, LoRAPluginsError] = TTLCache(_REMEMBERED_NAMES, SourceUnavailable.retry_after_s)
-        self._fresh: TTLCache[Key, ResolvedAdapter] = TTLCache(_REMEMBERED_NAMES, settings.revalidate_s)
-        self._located: TTLCache[Key, tuple[Source, RemoteAdapter]] = TTLCache(_REMEMBERED_NAMES, _LOCATED_S)
+        self._by_uri, self._push_source = UriSources(settings), PushSource()
+        self.known = KnownVersions(settings, store)
+        self._versions = VersionStore(settings, events, store, self.known)
         self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
         self._finding: SingleFlight[Key, bool] = SingleFlight()
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
-        self._seen: TTLCache[Path, bool] = TTLCache(_REMEMBERED_NAMES, _SEEN_S)
-        self._look_ups: dict[int, LookUps] = {}  # by source
+        self._look_ups: dict[int, LookUps] = {}
 
     def add(self, source: Source) -> None:
         """Ask this source too, in the order of the settings; a second source with the same label changes nothing."""
@@ -168,9 +145,9 @@ class AdapterResolver:
             query = _Query(AdapterName.parse(text))
         except AdapterNotFound:
             return False
-        if self._known(query) is not None:
+        if self.known.believed(query.key) is not None:
             return True
-        with self._noting_fault(query):
+        with self.known.noting_fault(query.key):
             return await self._finding.run(query.key, lambda: self._find(query, base_path))
 
     async def resolve_uri(self, name: str, uri: str, base_path: str) -> ResolvedAdapter:
@@ -181,7 +158,7 @@ class AdapterResolver:
             AdapterNotFound: the URI has no adapter.
             LoRAPluginsError: the adapter cannot be served, or the source is unavailable.
         """
-        resolved = await self._answer(self._uri_query(name, uri), base_path)
+        resolved = await self._answer(self._query(name, uri), base_path)
         if resolved is None:
             raise AdapterNotFound(
                 "no adapter at this URI",
@@ -230,18 +207,11 @@ class AdapterResolver:
         if is_path(uri):
             return await self.snapshot(name, uri, base_path)
         try:
-            query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
+            query = self._query(name, uri)
         except AdapterNotFound:
             return None
-        return await self._share(replace(query, force_refresh=True), base_path)
-
-    def warnings_of(self, digest: str) -> tuple[str, ...]:
-        """See `Versions.warnings_of`."""
-        return self._versions.warnings_of(digest)
-
-    def note_warnings(self, digest: str, warnings: Iterable[str]) -> None:
-        """Note warnings of a version that another API server has verified."""
-        self._versions.note_warnings(digest, tuple(warnings))
+        newest = replace(query, force_refresh=True)
+        return await self._flights.run(newest, lambda: self._resolve(newest, base_path))
 
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
         """A version that the store still has, verified and leased for `name`; no source is asked.
@@ -268,26 +238,27 @@ class AdapterResolver:
         Raises:
             LoRAPluginsError: the version does not fit the served model, or its URI is no longer allowed.
         """
-        query = self._uri_query(name, uri) if uri is not None else _Query(AdapterName.parse(name))
+        query = self._query(name, uri)
+        label = next((source.label for source in self.sources if str(source) == place), None)
         # Another template or root now: the name may mean another adapter there.
-        if uri is None and place not in {str(source) for source in self.sources}:
+        if uri is None and label is None:
             return None
         found = await self.of_digest(name, digest, of_any_name=True)
-        if found is None or (uri is not None and not is_from(found.uri, uri)):
-            if found is not None:
-                self.store.release(name, found.path)
+        if found is None:
             return None
-        return self._versions.note(query.key, found)
+        if uri is not None and not is_from(found.uri, uri):
+            self.store.release(name, found.path)
+            return None
+        # A source of another package has a scheme of its own, by which no label is known.
+        return self.known.note(query.key, found if label is None or uri is not None else replace(found, source=label))
 
     def place_of(self, version: ResolvedAdapter) -> str:
         """The place where a version's source looks for names: root, template or repositories, without credentials."""
         return next((str(source) for source in self.sources if source.label == version.source), "")
 
-    def served(self, name: str) -> ResolvedAdapter | None:
-        """The last version resolved for a name, but not for a URI; the store may have lost the version since."""
-        return self._versions.served((name, ""))
-
-    def _uri_query(self, name: str, uri: str) -> _Query:
+    def _query(self, name: str, uri: str | None) -> _Query:
+        if uri is None:
+            return _Query(AdapterName.parse(name))
         with describing(adapter=name):
             checked = self._by_uri.check(uri)
             try:
@@ -296,52 +267,18 @@ class AdapterResolver:
                 raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
 
     async def _answer(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
-        fresh = self._known(query)
+        fresh = self.known.believed(query.key)
         if fresh is not None:
             self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return fresh
-        with self._noting_fault(query):
-            return await self._share(query, base_path)
-
-    def _known(self, query: _Query) -> ResolvedAdapter | None:
-        """The source's answer of a moment ago.
-
-        Raises:
-            LoRAPluginsError: a remembered fault.
-        """
-        fresh = self._fresh.get(query.key)
-        if fresh is not None and self._is_there(fresh):
-            return fresh
-        failed = self._failed.get(query.key)
-        if failed is not None:
-            raise copy.copy(failed)  # a copy: raising one object again and again grows its traceback
-        return None
-
-    @contextmanager
-    def _noting_fault(self, query: _Query) -> Iterator[None]:
-        try:
-            yield
-        except LoRAPluginsError as error:
-            if is_remembered(error):
-                self._failed[query.key] = error
-            raise
+        with self.known.noting_fault(query.key):
+            return await self._flights.run(query, lambda: self._resolve(query, base_path))
 
     async def _find(self, query: _Query, base_path: str) -> bool:
-        with describing(adapter=str(query.name)):
-            found = await self._locate(query, base_path)
-        if isinstance(found, _Nowhere):
-            return False
-        self._located[query.key] = found
-        return True
-
-    def _is_there(self, resolved: ResolvedAdapter) -> bool:
-        """Whether a version is leased, and was in the store at the last look, at most `_SEEN_S` ago."""
-        if resolved.path in self._seen:
-            return self._versions.is_leased(resolved)
-        is_there = self._versions.is_leased(resolved) and self.store.has(resolved.path)
-        if is_there:
-            self._seen[resolved.path] = True
-        return is_there
+        found = await self._locate(query, base_path)
+        if isinstance(found, tuple):
+            self.known.note_located(query.key, found)
+        return isinstance(found, tuple)
 
     def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
         if resolved is not None:
@@ -351,39 +288,27 @@ class AdapterResolver:
             else:
                 self.store.release(resolved.holder, resolved.path)
 
-    async def _share(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
-        return await self._flights.run(query, lambda: self._resolve(query, base_path))
-
     async def _resolve(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
         name = str(query.name)
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
             # `has` may have located the adapter a moment ago.
-            located = None if query.force_refresh else self._located.pop(query.key, None)
-            with describing(adapter=name):
-                found = located or await self._locate(query, base_path)
-            if isinstance(found, _Nowhere):
-                self._fresh.pop(query.key, None)
+            located = None if query.force_refresh else self.known.take_located(query.key)
+            found = located or await self._locate(query, base_path)
+            if isinstance(found, list):
+                self.known.disbelieve(query.key)
                 if not query.is_by_path:  # a path may be a Hub id too, which vLLM looks up
-                    self.events.emit(AdapterUnknown(name, absences=found.absences))
+                    self.events.emit(AdapterUnknown(name, absences=tuple(found)))
                 return None
             source, adapter = found
             locate_s = time.perf_counter() - started
             try:
-                served = await self._serve(query, source, adapter, base_path, locate_s)
-            except VersionChanged as error:
-                if attempt < _VERSION_CHANGES:
+                return await self._serve(query, source, adapter, base_path, locate_s)
+            except LoRAPluginsError as error:
+                if isinstance(error, VersionChanged) and attempt < _VERSION_CHANGES:
                     continue
                 self._report(name, source, error)
                 raise
-            except LoRAPluginsError as error:
-                self._report(name, source, error)
-                raise
-            # A success ends the remembered fault of the same question.
-            self._failed.pop(query.key, None)
-            if source.remote:
-                self._fresh[query.key] = served
-            return served
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _serve(
@@ -419,13 +344,19 @@ class AdapterResolver:
                 self.describe_model = None
             return self.base
 
-    async def _locate(self, query: _Query, base_path: str) -> tuple[Source, RemoteAdapter] | _Nowhere:
+    async def _locate(self, query: _Query, base_path: str) -> AtSource | list[Absence]:
         """The first source that has the adapter, and the adapter's description there; or each source's absence."""
         absences: list[Absence] = []
         unavailable: SourceUnavailable | None = None
-        for source, name in self._places(query):
+        last = self.known.last(*query.key)
+        # An operator's URI, a refresh, and a name served before are no flood of unknown names.
+        is_known = query.uri is not None or query.force_refresh or last is not None
+        with describing(adapter=str(query.name)):
+            by_name = [(source, query.name) for source in self.sources]
+            asked = by_name if query.uri is None else [self._by_uri.at(query.uri)]
+        for source, name in asked:
             key = (source.label, query.key)
-            remembered = self._absent.get(key)
+            remembered = self.known.absent.get(key)
             if remembered is not None and not query.force_refresh:
                 self.events.emit(AbsenceRemembered(str(query.name), source.label))
                 absences.append(remembered)
@@ -433,35 +364,30 @@ class AdapterResolver:
 
             try:
                 with describing(adapter=str(query.name)):
-                    answer = await self._ask(source, name, query, base_path)
+                    answer = await self._look_ups_at(source).run(
+                        partial(source.locate, name, base_path), is_known=is_known, principal=self.principal()
+                    )
             except LookUpsBusy as error:
                 # Ask no later source: a flood must not decide which source serves the name.
                 self.events.emit(LookUpRefused(str(query.name), source.label, error))
                 raise
             except LoRAPluginsError as error:
                 self._report(str(query.name), source, error)
-                if not isinstance(error, SourceUnavailable) or (query.force_refresh and self._came_from(source, query)):
+                came_from = query.force_refresh and last is not None and last.source == source.label
+                if came_from or not isinstance(error, SourceUnavailable):
                     raise
                 # The first error counts: earlier sources go before later sources.
                 unavailable = unavailable or error
             else:
                 if not isinstance(answer, Absence):
-                    self._absent.pop(key, None)
+                    self.known.absent.pop(key, None)
                     return source, answer
                 absences.append(answer)
                 if source.remote:
-                    self._absent[key] = replace(answer, is_remembered=True)
+                    self.known.absent[key] = replace(answer, is_remembered=True)
         if unavailable is not None:
             raise unavailable
-        return _Nowhere(tuple(absences))
-
-    async def _ask(self, source: Source, name: AdapterName, query: _Query, base_path: str) -> RemoteAdapter | Absence:
-        """The source's answer, once a place for the name is free."""
-        # An operator's URI, a refresh, and a name served before are no flood of unknown names.
-        is_known = query.uri is not None or query.force_refresh or self._versions.served(query.key) is not None
-        return await self._look_ups_at(source).run(
-            lambda: source.locate(name, base_path), is_known=is_known, principal=self.principal()
-        )
+        return absences
 
     def _look_ups_at(self, source: Source) -> LookUps:
         """The look-ups at one source, so that a source that does not answer blocks no other source."""
@@ -469,16 +395,6 @@ class AdapterResolver:
         if found is None:
             found = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self.events)
         return found
-
-    def _places(self, query: _Query) -> Iterable[tuple[Source, AdapterName]]:
-        """The sources to ask, with the name by which each source knows the adapter."""
-        if query.uri is not None:
-            return [self._by_uri.at(query.uri)]
-        return [(source, query.name) for source in self.sources]
-
-    def _came_from(self, source: Source, query: _Query) -> bool:
-        served = self._versions.served(query.key)
-        return served is not None and served.source == source.label
 
     def _report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
         kind: type[AdapterDenied | AdapterRejected | SourceFailed] = AdapterRejected

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-from cachetools import LRUCache
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
@@ -32,6 +30,7 @@ from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolve
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.fetch_places import FetchPlaces
 from lora_plugins.resolvers.fetch_progress import reported
+from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
@@ -42,45 +41,8 @@ from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.verification.children import children
 from lora_plugins.verification.messages import ReadAdapter
 
-_REMEMBERED_NAMES = 10_000
-_REMEMBERED_REJECTIONS = 1_000
-_REMEMBERED_WARNINGS = 100_000
+_Stored = StoredAdapter[ReadAdapter]
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
-_LABELS = {"file": "filesystem", "hf": "hub", "push": "push"}  # every other scheme is an object store's
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedAdapter:
-    """A verified adapter under the requested name; `path` is absolute, immutable and leased.
-
-    Attributes:
-        adapter_id: of the name, see `adapter_id()`.
-        source: label of the source. uri: the adapter's place there, without credentials.
-        version: at the source: a commit, or a digest of names, sizes and ETags.
-        asked_uri: the requested URI; empty for a request by name.
-        size_bytes: of configuration and weights. rank: the largest of any module.
-        is_3d: whether the weights have stacked experts, which vLLM's requests must state (`is_3d_lora_weight`).
-        warnings: warnings for answers of the adapter, see `VerifiedAdapter`.
-        holder: the holder of the lease; None for the name.
-    """
-
-    name: str
-    adapter_id: int
-    path: Path
-    source: str
-    version: str
-    uri: str
-    size_bytes: int
-    rank: int
-    asked_uri: str = ""
-    is_3d: bool = False
-    warnings: tuple[str, ...] = ()
-    holder: Hashable = None
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 over the files' names, sizes and contents, in hexadecimal; the last part of `path`."""
-        return self.path.name
 
 
 class _BytesRefused(Exception):
@@ -91,46 +53,26 @@ class _BytesRefused(Exception):
         self.error = error
 
 
-# An adapter's name, and the requested URI, or "" for a request by name.
-Key = tuple[str, str]
+@dataclass(frozen=True, slots=True)
+class _For:
+    """A served model to fit, the holder of the lease until the version is verified, and the principal of the places."""
+
+    base: BaseModel | None
+    holder: object
+    principal: Hashable
 
 
-class Versions:
+class VersionStore:
     """The versions of names of one process in the store. For one event loop.
 
     Each name has its own lease of every version resolved for the name. Versions with refused bytes are not fetched
     again.
     """
 
-    def __init__(self, settings: Settings, events: Events, store: Store) -> None:
-        self._settings = settings
-        self._events = events
-        self._store = store
-        self._served: LRUCache[Key, ResolvedAdapter] = LRUCache(_REMEMBERED_NAMES)
-        self._origins: LRUCache[str, frozenset[str]] = LRUCache(_REMEMBERED_NAMES)
-        # (name, digest) → the last (URI, version) with these bytes for the name: a manifest knows only the first fetch.
-        self._had: LRUCache[tuple[str, str], tuple[str, str]] = LRUCache(_REMEMBERED_NAMES)
-        self._refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
-        self._warnings: LRUCache[str, tuple[str, ...]] = LRUCache(_REMEMBERED_WARNINGS)
+    def __init__(self, settings: Settings, events: Events, store: Store, known: KnownVersions) -> None:
+        self._settings, self._events, self._store, self._known = settings, events, store, known
         self._places = FetchPlaces(settings.fetch_timeout_s)
         children().warm()  # so that the first fetch waits for no start
-
-    def served(self, key: Key) -> ResolvedAdapter | None:
-        """The last version resolved for this key; the store may have lost the version."""
-        return self._served.get(key)
-
-    def warnings_of(self, digest: str) -> tuple[str, ...]:
-        """Warnings for answers of a version; none for a version not resolved in this process."""
-        return self._warnings.get(digest, ())
-
-    def note_warnings(self, digest: str, warnings: tuple[str, ...]) -> None:
-        """Add warnings of a version that another process has verified."""
-        if warnings:
-            self._warnings[digest] = warnings
-
-    def is_leased(self, resolved: ResolvedAdapter) -> bool:
-        """Whether the version is still leased for its name; takes a microsecond."""
-        return self._store.leases.is_held(resolved.digest, resolved.holder or resolved.name)
 
     async def serve(
         self,
@@ -151,26 +93,22 @@ class Versions:
             VersionChanged: the caller must locate the adapter again.
             LoRAPluginsError: the version cannot be had or served.
         """
-        name, served = key[0], self._served.get(key)
+        name, served = key[0], self._known.last(*key)
         wanted = adapter.uri, adapter.version, holder
         is_same = served is not None and (served.uri, served.version, served.holder) == wanted
-        if served is not None and is_same and self.is_leased(served) and self._store.has(served.path):
+        if served is not None and is_same and self._known.is_held(served) and self._store.has(served.path):
             self._events.emit(AdapterConfirmed(name, source.label))
-            return served
+            return self._known.note(key, served, is_remote=source.remote)
         started = time.perf_counter()
-        attempt = object()  # holds the lease until the version is verified
+        asker = _For(base, object(), principal)
         try:
-            stored, verified, obtain_s = await self._ready_from(
-                source, adapter, base, attempt, name=name, principal=principal
-            )
+            stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
         except DamagedCopy:  # the copy is marked now, so the second try fetches the version
-            stored, verified, obtain_s = await self._ready_from(
-                source, adapter, base, attempt, name=name, principal=principal
-            )
+            stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
         # Point the link before the lease goes to the name: a reader of the link must find a leased adapter.
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
-        self._store.leases.hand_over(stored.digest, attempt, holder or name)
+        self._store.leases.hand_over(stored.digest, asker.holder, holder or name)
         self._events.emit(
             AdapterResolved(
                 name=name,
@@ -187,37 +125,22 @@ class Versions:
                 warnings=verified.warnings,
             )
         )
-        found = _resolved(name, stored, verified, source=source.label, uri=adapter.uri, version=adapter.version)
-        return self.note(key, replace(found, holder=holder))
+        found = _resolved(name, stored, verified, (source.label, adapter.uri, adapter.version), holder)
+        return self._known.note(key, found, is_remote=source.remote)
 
-    def note(self, key: Key, version: ResolvedAdapter) -> ResolvedAdapter:
-        """Remember the version resolved for a key, and return the version with the requested URI."""
-        name, asked_uri = key
-        served = self._served[key] = replace(version, asked_uri=asked_uri)
-        # Places of the name, by which `of_digest` decides whether the name may reach a version.
-        self._origins[name] = self._origins.get(name, frozenset()) | {version.uri}
-        self._had[name, version.digest] = version.uri, version.version
-        return served
-
-    async def _ready_from(
-        self,
-        source: Source,
-        adapter: RemoteAdapter,
-        base: BaseModel | None,
-        holder: object,
-        *,
-        name: str,
-        principal: Hashable,
-    ) -> tuple[StoredAdapter[ReadAdapter], VerifiedAdapter, float]:
+    async def _obtain_ready(
+        self, name: str, source: Source, adapter: RemoteAdapter, asker: _For
+    ) -> tuple[_Stored, VerifiedAdapter, float]:
         """A located version, leased and in the engine's form; and the seconds until its bytes were here."""
-        started = time.perf_counter()
+        started, stored, base = time.perf_counter(), None, asker.base
         # Look for the converted form first, because the original may have been evicted.
-        stored = await self._find_converted(adapter, base, holder)
+        if base is not None and base.model is not None:
+            wanted = adapter.uri, adapter.version, asker.holder, base.model.form
+            stored = await asyncio.to_thread(self._store.find_leased, *wanted)
         if stored is None:
-            stored = await self._obtain(name, source, adapter, holder, principal)
+            stored = await self._obtain(name, source, adapter, asker)
         obtain_s = time.perf_counter() - started
-        stored, verified = await self._ready(stored, adapter.uri, adapter.version, base, holder, principal=principal)
-        return stored, verified, obtain_s
+        return *await self._ready(stored, adapter.uri, adapter.version, asker), obtain_s
 
     async def of_digest(
         self,
@@ -229,44 +152,28 @@ class Versions:
         principal: Hashable = None,
     ) -> ResolvedAdapter | None:
         """Find as `AdapterResolver.of_digest` says."""
-        origins = None if of_any_name else self._origins.get(name)
         # Forging 8 characters of a digest takes half an hour, so a prefix counts only for versions of the name itself.
-        if (of_any_name and not is_digest(digest_prefix)) or not (of_any_name or origins):
+        if of_any_name and not is_digest(digest_prefix):
             return None
-        attempt = object()
-        manifest = await asyncio.to_thread(self._leased_version, name, digest_prefix, origins, attempt)
+        may_reach = self._known.reach_of(name) if not of_any_name else lambda _: True
+        if may_reach is None:
+            return None
+        asker = _For(base, object(), principal)
+        manifest = await asyncio.to_thread(self._leased_version, digest_prefix, may_reach, asker.holder)
         if manifest is None:
             return None
-        uri, version = self._had.get((name, manifest.digest), (manifest.uri, manifest.version))
-        found: StoredAdapter[ReadAdapter] = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
+        origin = self._known.origin(name, manifest)
+        found: _Stored = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
         try:
-            stored, verified = await self._ready(found, uri, version, base, attempt, principal=principal)
+            stored, verified = await self._ready(found, *origin[1:], asker)
         except DamagedCopy:
             return None
-        self._store.leases.hand_over(stored.digest, attempt, name)
-        return _resolved(name, stored, verified, source=_label_of(uri), uri=uri, version=version)
+        self._store.leases.hand_over(stored.digest, asker.holder, name)
+        return _resolved(name, stored, verified, origin)
 
-    async def _find_converted(
-        self, adapter: RemoteAdapter, base: BaseModel | None, holder: object
-    ) -> StoredAdapter[ReadAdapter] | None:
-        """This version in the engine's form, if converted earlier; the store may have lost the original since."""
-        if base is None or base.model is None:
-            return None
-        form = base.model.form
-        return await asyncio.to_thread(self._store.find_leased, adapter.uri, adapter.version, holder, form)
-
-    async def _ready(
-        self,
-        stored: StoredAdapter[ReadAdapter],
-        uri: str,
-        version: str,
-        base: BaseModel | None,
-        holder: object,
-        *,
-        principal: Hashable,
-    ) -> tuple[StoredAdapter[ReadAdapter], VerifiedAdapter]:
+    async def _ready(self, stored: _Stored, uri: str, version: str, asker: _For) -> tuple[_Stored, VerifiedAdapter]:
         """A leased version in the engine's form: itself, or its conversion, which then has the lease."""
-        verified = await self._check_sound(stored.digest, base, holder, principal, _verified(stored))
+        base, verified = asker.base, await self._check_sound(stored, asker)
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
         try:
@@ -274,19 +181,17 @@ class Versions:
                 wanted = await asyncio.to_thread(
                     ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
                 )
-            async with self._places.converting.held(principal):
+            async with self._places.converting.held(asker.principal):
                 made = await self._store.obtain(
-                    wanted, wanted.write, lambda made: self._read(made).result(), holder, wanted.converted
+                    wanted, wanted.write, lambda made: self._read(made).result(), asker.holder, wanted.converted
                 )
         finally:
-            self._store.leases.release(stored.digest, holder)
-        again = await self._check_sound(made.digest, base, holder, principal, _verified(made))
+            self._store.leases.release(stored.digest, asker.holder)
+        again = await self._check_sound(made, asker)
         changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
         return replace(made, arrived=stored.arrived), replace(again, notes=(*again.notes, changes))
 
-    async def _check_sound(
-        self, digest: str, base: BaseModel | None, holder: object, principal: Hashable, arrived: VerifiedAdapter | None
-    ) -> VerifiedAdapter:
+    async def _check_sound(self, stored: _Stored, asker: _For) -> VerifiedAdapter:
         """Check as `_check` does, and hash the bytes meanwhile, once per process.
 
         After a failed check the bytes are hashed again, to tell a wrong adapter from a damaged copy.
@@ -296,48 +201,39 @@ class Versions:
             SourceUnavailable: the bytes cannot be read at the moment.
             LoRAPluginsError: the version does not fit. No lease is left.
         """
+        digest = stored.digest
         # At the same time: hashing takes the disk, and the check takes the verification child.
         checked, is_sound = await asyncio.gather(
-            self._check(digest, base, holder, principal, arrived),
-            asyncio.to_thread(self._store.is_sound, digest),
-            return_exceptions=True,
+            self._check(stored, asker), asyncio.to_thread(self._store.is_sound, digest), return_exceptions=True
         )
         # The hash may be remembered from before the damage, so allow only a recent hash.
         if isinstance(checked, LoRAPluginsError) and is_sound is True:
             is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
         if is_sound is True and not isinstance(checked, BaseException):
-            self.note_warnings(digest, checked.warnings)
+            self._known.note_warnings(digest, checked.warnings)
             return checked
-        self._store.leases.release(digest, holder)
+        self._store.leases.release(digest, asker.holder)
         if is_sound is False:
             raise DamagedCopy.of(digest)
         raise next(error for error in (is_sound, checked) if isinstance(error, BaseException))
 
-    async def _check(
-        self, digest: str, base: BaseModel | None, holder: object, principal: Hashable, arrived: VerifiedAdapter | None
-    ) -> VerifiedAdapter:
-        """Validate a leased version against the base model; the result of a check in `arrived` saves reading the files.
+    async def _check(self, stored: _Stored, asker: _For) -> VerifiedAdapter:
+        """Validate a leased version against the base model; a check on arrival saves reading the files.
 
         Values were checked on arrival, in this process or another.
         """
-        directory = self._store.layout.adapter(digest)
-        try:
-            if arrived is None:
-                async with self._places.reading.held(principal):
-                    arrived = (await asyncio.wrap_future(self._read(directory))).adapter
-            return await asyncio.to_thread(self._check_fits, base, arrived)
-        except LoRAPluginsError:
-            self._store.leases.release(digest, holder)
-            raise
+        arrived = stored.arrived
+        if arrived is None:
+            async with self._places.reading.held(asker.principal):
+                arrived = await asyncio.wrap_future(self._read(stored.directory))
+        return await asyncio.to_thread(self._check_fits, asker.base, arrived.adapter)
 
-    async def _obtain(
-        self, name: str, source: Source, adapter: RemoteAdapter, holder: object, principal: Hashable
-    ) -> StoredAdapter[ReadAdapter]:
+    async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, asker: _For) -> _Stored:
         """Bring the version into the store."""
         version = (adapter.uri, adapter.version)
         # The same bytes would be refused again after a fetch of gigabytes.
-        if version in self._refused:
-            raise copy.copy(self._refused[version])  # a copy: raising one object again and again grows its traceback
+        if (refused := self._known.refused.get(version)) is not None:
+            raise copy.copy(refused)  # a copy: raising one object again and again grows its traceback
         with describing(place=adapter.uri):
             selected = select_files(adapter, self._settings)
 
@@ -347,24 +243,24 @@ class Versions:
                 await source.fetch(selected, download)
 
         try:
-            async with self._places.at(source).held(principal):
+            async with self._places.at(source).held(asker.principal):
                 started = time.perf_counter()
-                stored = await self._store.obtain(selected, fetch, partial(self._check_fetched, selected), holder)
-        except _BytesRefused as refused:
-            self._refused[version] = copy.copy(refused.error)  # before the name is added: other names may ask too
-            raise refused.error from None
+                stored = await self._store.obtain(selected, fetch, partial(self._check_fetched, selected), asker.holder)
+        except _BytesRefused as bytes_refused:
+            error = bytes_refused.error
+            self._known.refused[version] = copy.copy(error)  # before the name is added: other names may ask too
+            raise error from None
         if not stored.fetched:
             return stored
         size_bytes = sum(file.size_bytes for file in selected.files)
         fetch_s = time.perf_counter() - started
-        fetched = AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s)
-        self._events.emit(fetched)
+        self._events.emit(AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s))
         return stored
 
     def _leased_version(
-        self, name: str, digest_prefix: str, origins: frozenset[str] | None, holder: object
+        self, digest_prefix: str, may_reach: Callable[[Manifest], bool], holder: object
     ) -> Manifest | None:
-        """The only matching version, leased; with `origins`, only versions of the name or its places match."""
+        """The only matching version that the name may reach, leased."""
         found = []
         with store_errors():
             for digest in self._store.published.matching(digest_prefix):
@@ -372,7 +268,7 @@ class Versions:
                     manifest = Manifest.read(self._store.layout.adapter(digest))
                 except InvalidAdapter:
                     continue
-                if origins is None or manifest.uri in origins or (name, digest) in self._had:
+                if may_reach(manifest):
                     found.append(manifest)
         # Two matches: a prefix must never choose between versions.
         if len(found) != 1 or self._store.acquire(found[0].digest, holder) is None:
@@ -404,8 +300,9 @@ class Versions:
 
 
 def _resolved(
-    name: str, stored: StoredAdapter[ReadAdapter], verified: VerifiedAdapter, *, source: str, uri: str, version: str
+    name: str, stored: _Stored, verified: VerifiedAdapter, origin: tuple[str, str, str], holder: Hashable = None
 ) -> ResolvedAdapter:
+    source, uri, version = origin
     return ResolvedAdapter(
         name=name,
         adapter_id=adapter_id(name),
@@ -417,6 +314,7 @@ def _resolved(
         rank=verified.config.max_rank,
         is_3d=verified.is_3d,
         warnings=verified.warnings,
+        holder=holder,
     )
 
 
@@ -426,14 +324,6 @@ def _gone() -> SourceUnavailable:
         expected="a store in which nobody else removes files",
         remedy="ask again; look for what cleans up in LORA_PLUGINS_STORE_DIR",
     )
-
-
-def _verified(stored: StoredAdapter[ReadAdapter]) -> VerifiedAdapter | None:
-    return None if stored.arrived is None else stored.arrived.adapter
-
-
-def _label_of(uri: str) -> str:
-    return _LABELS.get(uri.partition("://")[0], "s3")
 
 
 def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:

@@ -21,7 +21,7 @@ from typing import Any
 from lora_plugins.errors import ErrorKind, LoRAPluginsError, OfAdapter, SourceUnavailable, kind_of
 from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
-from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.registry import ServedAdapter, gone_from_source
 from lora_plugins.server.shares import Share, Shares

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lora_plugins.adapter.names import why_absent
 from lora_plugins.errors import AdapterNotFound
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_from, is_path
-from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.registry import gone_from_source
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import absolute, is_path
-from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.desired import DesiredAdapter

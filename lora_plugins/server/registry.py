@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_path
-from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.store.blocks import Blocks
 
 

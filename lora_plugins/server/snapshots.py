@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.uri import absolute
-from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.server.name_locks import NameLocks
 
 REMEMBERED = 10_000

@@ -19,7 +19,7 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterSwapped, NotServed
-from lora_plugins.resolvers.versions import ResolvedAdapter
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.store.layout import respelt

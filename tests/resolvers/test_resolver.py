@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cachetools import TTLCache
 
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
@@ -44,8 +43,9 @@ from lora_plugins.events import (
     StoreEvicted,
 )
 from lora_plugins.observability.logs import LogEvents
+from lora_plugins.resolvers import known_versions as known_versions_module
 from lora_plugins.resolvers import resolver as resolver_module
-from lora_plugins.resolvers import versions as versions_module
+from lora_plugins.resolvers.known_versions import KnownVersions
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUpsBusy
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.errors import Failure, FailureKind
@@ -143,7 +143,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the resolvers of this test read off the time for which they remember."""
     clock = Clock()
-    monkeypatch.setattr(resolver_module, "TTLCache", partial(TTLCache, timer=clock))
+    monkeypatch.setattr(resolver_module, "KnownVersions", partial(KnownVersions, timer=clock))
     return clock
 
 
@@ -802,9 +802,8 @@ def test_an_adapter_that_was_found_damaged_is_fetched_again(make, remote):
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(resolver_module, "_REMEMBERED_NAMES", 20)
-    monkeypatch.setattr(versions_module, "_REMEMBERED_NAMES", 20)
-    monkeypatch.setattr(versions_module, "_REMEMBERED_REJECTIONS", 10)
+    monkeypatch.setattr(known_versions_module, "_REMEMBERED_NAMES", 20)
+    monkeypatch.setattr(known_versions_module, "_REMEMBERED_REJECTIONS", 10)
     served = {f"good-{number}": adapter_files() for number in range(30)}
     broken = {f"bad-{number}": BROKEN for number in range(30)}
     resolver = RecordingResolver(tmp_path / "store", FakeSource("s3", served | broken))
@@ -818,8 +817,8 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
         assert all(isinstance(result, InvalidAdapter) for result in results)
 
     asyncio.run(flood())
-    versions = resolver._versions
-    memories = (resolver._absent, resolver._fresh, versions._served, versions._origins, versions._refused)
+    known = resolver.known
+    memories = (known.absent, known._last, known._places, known._had, known.refused)
     assert [len(memory) for memory in memories] == [20, 20, 20, 20, 10]
     assert len(resolver._flights) == 0
 

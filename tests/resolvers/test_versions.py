@@ -517,6 +517,18 @@ def test_a_later_server_restores_a_version_without_asking_its_source(make):
     assert of_digest(after, "sql", version.digest[:12]).path == version.path
 
 
+def test_a_version_of_another_packages_source_is_restored_twice(make):
+    """Its URIs have a scheme of their own, by which nobody knows the source's label."""
+    before = make(FakeSource("zip", {"sql": adapter_files()}))
+    version = before.ask()
+    place = before.place_of(version)
+    for _ in range(2):
+        after = make(FakeSource("zip", {"sql": adapter_files()}))
+        found = restored(after, "sql", None, version.digest, place)
+        assert (found.source, after.place_of(found)) == ("zip", place)
+        assert of_digest(after, "sql", version.digest[:12]).source == "zip"
+
+
 def test_nothing_is_restored_that_this_server_would_not_find(make):
     before = make(FakeSource("s3", {"sql": adapter_files()}))
     version = before.ask()

@@ -37,7 +37,7 @@ def test_a_warning_is_kept_with_the_version(tmp_path: Path, logged: pytest.LogCa
             assert warned is not None
             assert same is not None
             assert (warned.warnings, same.warnings) == ((SAID,), ())
-            assert (resolver.warnings_of(warned.digest), resolver.warnings_of(same.digest)) == ((SAID,), ())
+            assert (resolver.known.warnings_of(warned.digest), resolver.known.warnings_of(same.digest)) == ((SAID,), ())
             again = await resolver.of_digest("coder", warned.digest)
             assert again is not None
             assert again.warnings == (SAID,)

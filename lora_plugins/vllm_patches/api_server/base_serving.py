@@ -147,7 +147,7 @@ def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
     process = this_process()
     if process.is_resolver_registered:
         digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
-        warnings = () if digest is None else process.resolver.warnings_of(digest)
+        warnings = () if digest is None else process.resolver.known.warnings_of(digest)
         fills = getattr(serving, "system_fingerprint", "") is None
         present().note_version(digest, warnings=warnings, fills_fingerprint=fills)
     return adapter

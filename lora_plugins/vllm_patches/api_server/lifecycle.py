@@ -31,7 +31,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
     if lifecycle is None:
         server = ApiServer(
             # A proxy: `lifecycles` holds the lifecycle by `models`, and would keep both for ever with a reference.
-            Registry(weakref.proxy(models), process.resolver.served, process.resolver.store.blocks),
+            Registry(weakref.proxy(models), process.resolver.known.last, process.resolver.store.blocks),
             planner_of(models.engine_client),
             _Server(weakref.proxy(models)),
             process.resolver,

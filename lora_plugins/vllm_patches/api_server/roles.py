@@ -108,7 +108,7 @@ def _leader(models: Any, process: Process) -> Leader:
             "path": request.lora_path,
             "base": request.base_model_name,
             "is_3d": request.is_3d_lora_weight,
-            "warnings": [] if digest is None else process.resolver.warnings_of(digest),
+            "warnings": [] if digest is None else process.resolver.known.warnings_of(digest),
         }
 
     leader = Leader(plain_of)
@@ -121,7 +121,7 @@ def _follower(models: Any, process: Process) -> Follower:
     def request_of(name: str, adapter: Frame) -> Any:
         digest = process.resolver.store.digest_at(adapter["path"])
         if digest is not None:
-            process.resolver.note_warnings(digest, adapter["warnings"])
+            process.resolver.known.note_warnings(digest, adapter["warnings"])
         return _request_of(name, adapter)
 
     def changed(name: str, before: Any) -> None:

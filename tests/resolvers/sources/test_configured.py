@@ -25,10 +25,10 @@ from lora_plugins.events import (
     FetchEnded,
     FetchStarted,
 )
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources import hub as hub_module
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
-from lora_plugins.resolvers.versions import ResolvedAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store
 from testbed.hub import Hub, local_hub

@@ -1,0 +1,193 @@
+"""The one place of a process that says what a name means, which versions of the name are alive, and who holds them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cachetools import LRUCache, TLRUCache, TTLCache
+
+from lora_plugins.absence import Absence
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, is_remembered
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.settings import Settings
+from lora_plugins.store.manifest import Manifest
+from lora_plugins.store.store import Store
+
+_REMEMBERED_NAMES = 10_000
+_REMEMBERED_REJECTIONS = 1_000
+_REMEMBERED_WARNINGS = 100_000
+_LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have the files fetched
+# Seconds for which a directory of the store counts as present. A look releases the interpreter's lock to other threads,
+# and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
+_SEEN_S = 1.0
+# Labels by scheme, for versions that only the store remembers; every other scheme is an object store's.
+_LABELS = {"file": "filesystem", "hf": "hub", "push": "push"}
+
+# An adapter's name, and the requested URI, or "" for a request by name.
+Key = tuple[str, str]
+AtSource = tuple[Source, RemoteAdapter]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedAdapter:
+    """A verified adapter under the requested name; `path` is absolute, immutable and leased.
+
+    Attributes:
+        adapter_id: of the name, see `adapter_id()`.
+        source: label of the source. uri: the adapter's place there, without credentials.
+        version: at the source: a commit, or a digest of names, sizes and ETags.
+        asked_uri: the requested URI; empty for a request by name.
+        size_bytes: of configuration and weights. rank: the largest of any module.
+        is_3d: whether the weights have stacked experts, which vLLM's requests must state (`is_3d_lora_weight`).
+        warnings: warnings for answers of the adapter, see `VerifiedAdapter`.
+        holder: the holder of the lease; None for the name.
+    """
+
+    name: str
+    adapter_id: int
+    path: Path
+    source: str
+    version: str
+    uri: str
+    size_bytes: int
+    rank: int
+    asked_uri: str = ""
+    is_3d: bool = False
+    warnings: tuple[str, ...] = ()
+    holder: Hashable = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the files' names, sizes and contents, in hexadecimal; the last part of `path`."""
+        return self.path.name
+
+
+@dataclass(slots=True)
+class _Last:
+    """The last version of a key, believed and in the store until these times of the timer, in seconds."""
+
+    version: ResolvedAdapter
+    believed_until: float
+    seen_until: float = float("-inf")
+
+
+class KnownVersions:
+    """What names mean to one process, in bounded memory. For one event loop.
+
+    Attributes:
+        absent: each source's absences of the last `absent_ttl_s`, by label and key.
+        refused: errors of versions with bytes that cannot be served, by URI and version at the source.
+    """
+
+    def __init__(self, settings: Settings, store: Store, timer: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._timer, self._revalidate_s = store, timer, settings.revalidate_s
+        self.absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s, timer)
+        self.refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
+        self._last: LRUCache[Key, _Last] = LRUCache(_REMEMBERED_NAMES)
+        # A located adapter whose files nobody has asked for yet, or a fault: never both.
+        self._unserved: TLRUCache[Key, AtSource | LoRAPluginsError] = TLRUCache(_REMEMBERED_NAMES, _ends_at, timer)
+        # Name → the places of the name, with the source's label, by which a name may reach a version.
+        self._places: LRUCache[str, dict[str, str]] = LRUCache(_REMEMBERED_NAMES)
+        # (name, digest) → the last (URI, version) with these bytes for the name: a manifest knows only the first fetch.
+        self._had: LRUCache[tuple[str, str], tuple[str, str]] = LRUCache(_REMEMBERED_NAMES)
+        self._warnings: LRUCache[str, tuple[str, ...]] = LRUCache(_REMEMBERED_WARNINGS)
+
+    def last(self, name: str, asked_uri: str = "") -> ResolvedAdapter | None:
+        """The last version resolved for a name, or for a name by a URI; the store may have lost the version since."""
+        last = self._last.get((name, asked_uri))
+        return None if last is None else last.version
+
+    def believed(self, key: Key) -> ResolvedAdapter | None:
+        """A remote source's answer of the last `revalidate_s`, leased and, a second ago at most, in the store.
+
+        Raises:
+            LoRAPluginsError: a remembered fault.
+        """
+        last, now = self._last.get(key), self._timer()
+        if last is not None and now < last.believed_until and self.is_held(last.version):
+            if now < last.seen_until:
+                return last.version
+            if self._store.has(last.version.path):
+                last.seen_until = now + _SEEN_S
+                return last.version
+        failed = self._unserved.get(key)
+        if isinstance(failed, LoRAPluginsError):
+            raise copy.copy(failed)  # a copy: raising one object again and again grows its traceback
+        return None
+
+    def is_held(self, version: ResolvedAdapter) -> bool:
+        """Whether a version is still leased for its name or holder; takes a microsecond."""
+        return self._store.leases.is_held(version.digest, version.holder or version.name)
+
+    def note(self, key: Key, version: ResolvedAdapter, *, is_remote: bool = False) -> ResolvedAdapter:
+        """Remember and return a key's version; for `revalidate_s`, a remote source need not confirm the version."""
+        name, asked_uri = key
+        if version.asked_uri != asked_uri:
+            version = replace(version, asked_uri=asked_uri)
+        believed_until = self._timer() + self._revalidate_s if is_remote else float("-inf")
+        self._last[key] = _Last(version, believed_until)
+        self._places.setdefault(name, {})[version.uri] = version.source
+        self._had[name, version.digest] = version.uri, version.version
+        self._unserved.pop(key, None)  # a success ends the remembered fault of the same question
+        return version
+
+    def disbelieve(self, key: Key) -> None:
+        """Have the sources asked at the next request."""
+        if (last := self._last.get(key)) is not None:
+            last.believed_until = float("-inf")
+
+    @contextmanager
+    def noting_fault(self, key: Key) -> Iterator[None]:
+        """Have `believed` raise a fault raised inside, for the fault's Retry-After; other errors are not remembered."""
+        try:
+            yield
+        except LoRAPluginsError as error:
+            if is_remembered(error):
+                self._unserved[key] = error
+            raise
+
+    def note_located(self, key: Key, located: AtSource) -> None:
+        """Remember where an adapter is until the adapter's files are asked for."""
+        self._unserved[key] = located
+
+    def take_located(self, key: Key) -> AtSource | None:
+        """Where the adapter was, if located a moment ago; once."""
+        located = self._unserved.get(key)
+        if not isinstance(located, tuple):
+            return None
+        self._unserved.pop(key, None)
+        return located
+
+    def reach_of(self, name: str) -> Callable[[Manifest], bool] | None:
+        """Whether a stored version is of a place of the name, or came for the name; None for a name never found.
+
+        The answer is callable from any thread.
+        """
+        places = self._places.get(name)
+        if places is None:
+            return None
+        return lambda manifest: manifest.uri in places or (name, manifest.digest) in self._had
+
+    def origin(self, name: str, manifest: Manifest) -> tuple[str, str, str]:
+        """Source label, URI and version of a stored version: as the name had these bytes, or else as the first had."""
+        uri, version = self._had.get((name, manifest.digest), (manifest.uri, manifest.version))
+        label = self._places.get(name, {}).get(uri)
+        return label or _LABELS.get(uri.partition("://")[0], "s3"), uri, version
+
+    def warnings_of(self, digest: str) -> tuple[str, ...]:
+        """Warnings for answers of a version; none for a version not resolved in this process."""
+        return self._warnings.get(digest, ())
+
+    def note_warnings(self, digest: str, warnings: Iterable[str]) -> None:
+        """Note warnings of a version that this process, or another API server, has verified."""
+        if found := tuple(warnings):
+            self._warnings[digest] = found
+
+
+def _ends_at(_: Key, answer: AtSource | LoRAPluginsError, now: float) -> float:
+    return now + (_LOCATED_S if isinstance(answer, tuple) else SourceUnavailable.retry_after_s)

@@ -1,0 +1,182 @@
+"""What names mean to a process: believed for a time, bounded, and never what another name has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
+from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile
+from lora_plugins.settings import Settings
+from lora_plugins.store.manifest import Manifest, StoredFile
+from tests.resolvers.test_resolver import Clock, FakeSource
+
+SQL = ("sql", "")
+AT_SOURCE = (
+    FakeSource("s3"),
+    RemoteAdapter(AdapterName("sql"), "s3", "s3://sql", "v1", (SourceFile("adapter_config.json", 1),)),
+)
+
+
+class FakeLeases:
+    def __init__(self) -> None:
+        self.held: set[tuple[str, object]] = set()
+
+    def is_held(self, digest: str, holder: object) -> bool:
+        return (digest, holder) in self.held
+
+
+class FakeStore:
+    """The two answers of a store that the class under test asks for, and the number of looks."""
+
+    def __init__(self) -> None:
+        self.leases, self.looks, self.is_there = FakeLeases(), 0, True
+
+    def has(self, directory: Path) -> bool:
+        self.looks += 1
+        return self.is_there
+
+
+class Known(KnownVersions):
+    def __init__(self, **settings: object) -> None:
+        self.store, self.clock = FakeStore(), Clock()
+        super().__init__(Settings(**settings), self.store, self.clock)
+
+    def served(
+        self, name: str = "sql", digest: str = "a" * 64, uri: str = "s3://b/sql", **more: object
+    ) -> ResolvedAdapter:
+        version = ResolvedAdapter(name, 1, Path("/store") / digest, "s3", "v1", uri, 10, 4)
+        self.store.leases.held.add((digest, name))
+        return self.note((name, ""), version, **more)
+
+
+@pytest.fixture
+def known() -> Known:
+    return Known()
+
+
+def manifest(digest: str, uri: str = "s3://b/canary") -> Manifest:
+    file = StoredFile("adapter_config.json", 1, "c" * 64)
+    return Manifest(digest, uri, "v0", (file,), "2026-01-01T00:00:00Z", file)
+
+
+def test_a_remote_answer_is_believed_for_its_time(known: Known) -> None:
+    version = known.served(is_remote=True)
+    assert known.believed(SQL) is version is known.last("sql")
+    known.clock.now_s += Settings().revalidate_s
+    assert known.believed(SQL) is None
+    assert known.last("sql") is version
+
+
+def test_a_local_or_disbelieved_answer_is_asked_for_again(known: Known) -> None:
+    known.served()
+    assert known.believed(SQL) is None
+    known.served(is_remote=True)
+    known.disbelieve(SQL)
+    assert known.believed(SQL) is None
+
+
+def test_a_version_without_a_lease_is_not_believed(known: Known) -> None:
+    version = known.served(is_remote=True)
+    known.store.leases.held.clear()
+    assert known.believed(SQL) is None
+    holder = object()
+    other = known.note(SQL, replace(version, holder=holder), is_remote=True)
+    known.store.leases.held.add((version.digest, holder))
+    assert known.believed(SQL) is other
+
+
+def test_the_store_is_looked_at_once_a_second(known: Known) -> None:
+    version = known.served(is_remote=True)
+    for _ in range(3):
+        assert known.believed(SQL) is version
+    assert known.store.looks == 1
+    known.store.is_there = False
+    assert known.believed(SQL) is version
+    known.clock.now_s += 1
+    assert known.believed(SQL) is None
+    assert known.store.looks == 2
+
+
+def test_a_version_has_the_uri_that_was_asked_for(known: Known) -> None:
+    version = known.served()
+    by_uri = known.note(("sql", "s3://b/sql"), version)
+    assert (by_uri.asked_uri, known.last("sql").asked_uri) == ("s3://b/sql", "")
+    assert known.last("sql", "s3://b/sql") is by_uri
+    assert known.note(("sql", "s3://b/sql"), by_uri) is by_uri
+
+
+def test_a_fault_is_raised_until_its_time_or_a_success(known: Known) -> None:
+    def fails() -> None:
+        with pytest.raises(SourceUnavailable), known.noting_fault(SQL):
+            raise SourceUnavailable("away")
+
+    fails()
+    with pytest.raises(SourceUnavailable):
+        known.believed(SQL)
+    assert known.believed(("other", "")) is None
+    known.clock.now_s += SourceUnavailable.retry_after_s
+    assert known.believed(SQL) is None
+    fails()
+    known.served()
+    assert known.believed(SQL) is None
+
+
+def test_a_verdict_is_no_fault_that_is_remembered(known: Known) -> None:
+    with pytest.raises(InvalidAdapter), known.noting_fault(SQL):
+        raise InvalidAdapter("broken")
+    assert known.believed(SQL) is None
+
+
+def test_a_located_adapter_is_taken_once_and_soon(known: Known) -> None:
+    assert known.take_located(SQL) is None
+    known.note_located(SQL, AT_SOURCE)
+    assert known.believed(SQL) is None
+    assert known.take_located(SQL) is AT_SOURCE
+    assert known.take_located(SQL) is None
+    known.note_located(SQL, AT_SOURCE)
+    known.clock.now_s += 5
+    assert known.take_located(SQL) is None
+
+
+def test_a_name_reaches_its_places_and_its_bytes_only(known: Known) -> None:
+    """The canary brought the bytes, so the manifest names the canary's place; the name had the same bytes."""
+    same, newer = "a" * 64, "b" * 64
+    assert known.reach_of("sql") is None
+    known.served("canary", same, "s3://b/canary")
+    assert known.reach_of("sql") is None
+    known.served("sql", same, "s3://b/sql")
+    known.served("other", newer, "s3://b/other")
+    reach = known.reach_of("sql")
+    assert reach(manifest(same))
+    assert reach(manifest(newer, "s3://b/sql")), "of the name's place, by another process"
+    assert not reach(manifest(newer))
+    assert not known.reach_of("other")(manifest(same))
+    assert known.origin("sql", manifest(same)) == ("s3", "s3://b/sql", "v1")
+    assert known.origin("other", manifest(same)) == ("s3", "s3://b/canary", "v0")
+
+
+@pytest.mark.parametrize(
+    ("uri", "label"),
+    [("file:///a/sql", "filesystem"), ("hf://o/r", "hub"), ("push://sql", "push"), ("gs://b/sql", "s3")],
+)
+def test_the_label_of_an_unknown_place_is_its_schemes(known: Known, uri: str, label: str) -> None:
+    assert known.origin("sql", manifest("a" * 64, uri)) == (label, uri, "v0")
+
+
+def test_a_later_answer_without_warnings_keeps_the_noted_warnings(known: Known) -> None:
+    known.note_warnings("a", ["one"])
+    known.note_warnings("a", [])
+    assert (known.warnings_of("a"), known.warnings_of("b")) == (("one",), ())
+
+
+def test_nothing_is_believed_where_the_settings_say_so() -> None:
+    known = Known(revalidate_s=0, absent_ttl_s=0)
+    known.served(is_remote=True)
+    known.absent["s3", SQL] = Absence("s3", "s3://b/sql", AbsenceKind.NOTHING, "nothing")
+    assert (known.believed(SQL), len(known.absent)) == (None, 0)
