@@ -107,6 +107,22 @@ class AdapterDenied:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakerOpened:
+    """A source does not answer, as `error` says; names are refused at once, and a look-up now and then tries again."""
+
+    source: str
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerClosed:
+    """A source answers again, after `open_s` seconds in which names were refused."""
+
+    source: str
+    open_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LookUpRefused:
     """A source was not asked, because too many unknown names wait for the source."""
 
@@ -229,6 +245,8 @@ Event = (
     | AdapterRejected
     | SourceFailed
     | AdapterDenied
+    | BreakerOpened
+    | BreakerClosed
     | LookUpRefused
     | AdapterUnknown
     | AbsenceRemembered

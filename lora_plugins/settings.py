@@ -92,7 +92,7 @@ class Settings:
     check_finite: bool = required("LORA_PLUGINS_CHECK_FINITE", FLAG, "1")
     """`0`: skip the pass that reads every weight and refuses NaN and infinity."""
     check_md5: bool = required("LORA_PLUGINS_CHECK_MD5", FLAG, "1")
-    """`0`: do not compare S3 objects with ETags like an MD5, for stores whose ETags are no MD5."""
+    """`0`: compare S3 objects neither with ETags like an MD5 nor with checksums, for stores whose ETags are no MD5."""
     max_adapter_bytes: int = required("LORA_PLUGINS_MAX_ADAPTER_BYTES", BYTES, "8GiB")
     """Size limit of an adapter's configuration and weights together."""
     store_dir: Path = required("LORA_PLUGINS_STORE_DIR", PATH, "~/.cache/lora-plugins")

@@ -67,14 +67,20 @@ class Bucket:
     name: str
     client: Any = field(repr=False)
 
-    def put(self, key: str, data: bytes, *, public: bool = False, part_size: int | None = None) -> str:
-        """Create or replace an object and return its quoted ETag; in parts of `part_size`, it is no MD5 of the data."""
+    def put(
+        self, key: str, data: bytes, *, public: bool = False, part_size: int | None = None, checksum: str = ""
+    ) -> str:
+        """Create or replace an object and return its quoted ETag; in parts of `part_size`, it is no MD5 of the data.
+
+        With parts, S3 keeps the `checksum` of the whole object; moto knows CRC32 and SHA256 without further packages.
+        """
         extra = {"ACL": "public-read"} if public else {}
         if part_size is None:
             return str(self.client.put_object(Bucket=self.name, Key=key, Body=data, **extra)["ETag"])
         if part_size < MIN_PART:
             raise ValueError(f"part_size is {part_size}, S3 wants {MIN_PART} at least")
-        upload = self.client.create_multipart_upload(Bucket=self.name, Key=key, **extra)["UploadId"]
+        kept = {"ChecksumAlgorithm": checksum, "ChecksumType": "FULL_OBJECT"} if checksum else {}
+        upload = self.client.create_multipart_upload(Bucket=self.name, Key=key, **extra, **kept)["UploadId"]
         at = {"Bucket": self.name, "Key": key, "UploadId": upload}
         parts = [
             {

@@ -58,6 +58,10 @@ class CountEvents:
         self._fetches = Gauge(
             "lora_plugins_fetches", "Fetches that go on", ("source",), registry=registry, multiprocess_mode="livesum"
         )
+        self._breakers = Gauge(
+            "lora_plugins_breakers_open", "Sources that do not answer, so that names are refused at once",
+            ("source",), registry=registry, multiprocess_mode="livesum",
+        )  # fmt: skip
         self._fetched_bytes = counter("fetched_bytes", "Bytes of adapters fetched", "source")
         self._store_hits = counter("store_hits", "Versions that the store had when they were resolved")
         self._store_misses = counter("store_misses", "Versions that had to be fetched")
@@ -101,6 +105,10 @@ class CountEvents:
             case events.AdapterDenied():
                 self._resolves.labels(event.source, "denied").inc()
                 self._count_error("resolve", event.error)
+            case events.BreakerOpened():
+                self._breakers.labels(event.source).inc()
+            case events.BreakerClosed():
+                self._breakers.labels(event.source).dec()
             case events.LookUpRefused():
                 self._resolves.labels(event.source, "busy").inc()
                 self._count_error("resolve", event.error)

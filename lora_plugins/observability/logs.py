@@ -17,6 +17,7 @@ from cachetools import TTLCache
 from lora_plugins import events
 from lora_plugins.events import AdapterUnknown
 from lora_plugins.log import logger
+from lora_plugins.resolvers.breaker import BreakerOpen
 
 _REMEMBERED = 1024
 _BUSY_EVERY_S = 60.0
@@ -49,7 +50,7 @@ class LogEvents:
         self._unknown = UnknownNames()
         self._said_busy: dict[str, float] = {}  # by source
 
-    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912 - a case for each event
+    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912, PLR0915 - a case for each event
         match event:
             case events.AdapterFetched():
                 self._log_fetched(event)
@@ -66,10 +67,17 @@ class LogEvents:
                 self._warn(event.name, f"{_NOT_SERVED[event.stage].format(event.name)}: {event.error}")
             case events.AdapterRejected():
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
+            case events.SourceFailed(error=BreakerOpen()):
+                logger.debug("%s", event.error)  # the opening of the breaker has its line
             case events.SourceFailed():
                 self._warn(event.name, f"Source did not answer ({event.source}): {event.error}")
             case events.AdapterDenied():
                 self._warn(event.name, f"Adapter denied ({event.source}): {event.error}")
+            case events.BreakerOpened():
+                text = "%s does not answer: its names are refused at once, until a look-up is answered. %s"
+                logger.warning(text, event.source, event.error)
+            case events.BreakerClosed():
+                logger.warning("%s answers again, after %.1f s", event.source, event.open_s)
             case events.LookUpRefused():
                 self._log_busy(event)
             case events.AdapterUnknown():

@@ -1,5 +1,7 @@
 """Limits on look-ups at a source: a known name never waits for unknown names, and a flood of unknown names is bounded.
 
+Where the source does not answer, nobody waits for the source, see `breaker.py`.
+
 A name that no source has had may be one of a flood. Each source has few places for unknown names, and each answer "no
 such adapter" keeps its place for a moment, so that a flood takes a small part of the interpreter and asks the source at
 most `absent_per_s` times a second. Other names wait, see `places.py`.
@@ -9,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from lora_plugins.absence import Absence
-from lora_plugins.errors import SourceUnavailable
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
+from lora_plugins.events import BreakerClosed, BreakerOpened, Events
+from lora_plugins.resolvers.breaker import Breaker, BreakerLimits, BreakerOpen, is_outage
 from lora_plugins.resolvers.places import PlaceLimits, Places
 
 _T = TypeVar("_T")
@@ -35,18 +39,24 @@ class LookUpLimits:
         at_once: look-ups of unknown names at once, and as many of known names.
         absent_per_s: how often the source may answer "no such adapter", beyond the first `at_once`.
         waiting: unknown names that may wait. wait_s: seconds until a waiting name is refused.
+        breaker: when the source counts as one that does not answer.
     """
 
     at_once: int = 32
     absent_per_s: float = 100.0
     waiting: int = 500
     wait_s: float = 5.0
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
 
 
 class LookUps:
-    """The look-ups at one source. For one event loop."""
+    """The look-ups at one source, with the label `source`. For one event loop."""
 
-    def __init__(self, limits: LookUpLimits) -> None:
+    def __init__(self, limits: LookUpLimits, source: str = "", events: Events | None = None) -> None:
+        self._source = source
+        self._events = events or Events()
+        self._breaker = Breaker(limits.breaker)
+        self._probes: set[asyncio.Task[Any]] = set()
         self._absent_per_s = limits.absent_per_s
         self._known = _places(
             PlaceLimits(limits.at_once, _KNOWN_WAITING, _KNOWN_WAIT_S), "a source that is slow to answer"
@@ -68,16 +78,21 @@ class LookUps:
 
         Raises:
             LookUpsBusy: the wait is over, or too many names wait.
+            BreakerOpen: the source does not answer.
             Errors of `look_up`.
         """
+        if self._breaker.is_open:
+            if not self._breaker.admits():
+                raise _refusal()
+            return await self._probe(look_up)
         if is_known:
             async with self._known.held(principal):
-                return await look_up()
+                return await self._ask_if_closed(look_up)
         # No `held` here: after an absence, the place stays taken until a timer gives the place back.
         place = await self._unknown.enter(principal)
         is_absent = False
         try:
-            found = await look_up()
+            found = await self._ask_if_closed(look_up)
             is_absent = isinstance(found, Absence)
             return found
         finally:
@@ -88,6 +103,62 @@ class LookUps:
                 loop.call_at(self._rests_until, self._unknown.leave, place)
             else:
                 self._unknown.leave(place)
+
+    async def _ask_if_closed(self, look_up: Callable[[], Awaitable[_T]]) -> _T:
+        # The breaker may have opened while the name waited for a place.
+        if self._breaker.is_open:
+            raise _refusal()
+        return await self._ask(look_up)
+
+    async def _ask(self, look_up: Callable[[], Awaitable[_T]]) -> _T:
+        """The answer of `look_up`, and what the breaker learns from the answer."""
+        began_at = self._breaker.clock()
+        try:
+            found = await look_up()
+        except SourceUnavailable as error:
+            if not is_outage(error):
+                self._answered()
+            elif self._breaker.failed(began_at, error):
+                self._events.emit(BreakerOpened(self._source, error))
+            raise
+        except LoRAPluginsError:
+            self._answered()
+            raise
+        self._answered()
+        return found
+
+    async def _probe(self, look_up: Callable[[], Awaitable[_T]]) -> _T:
+        """Ask in spite of an open breaker, where a look-up is due; the caller waits for a moment only.
+
+        Takes no place: look-ups that hang may have all places.
+        """
+        task = asyncio.ensure_future(self._ask(look_up))
+        self._probes.add(task)
+        task.add_done_callback(self._probe_ended)
+        # The look-up goes on without its caller: a slow source must be able to close the breaker.
+        done, _ = await asyncio.wait([task], timeout=self._breaker.limits.retry_s)
+        if not done:
+            raise _refusal()
+        return task.result()
+
+    def _probe_ended(self, task: asyncio.Task[Any]) -> None:
+        self._probes.discard(task)
+        if not task.cancelled():
+            task.exception()  # read the error: asyncio logs errors that nobody reads
+
+    def _answered(self) -> None:
+        open_s = self._breaker.answered()
+        if open_s is not None:
+            self._events.emit(BreakerClosed(self._source, open_s))
+
+
+def _refusal() -> BreakerOpen:
+    # Without the last failure's text, which may name an adapter of another caller.
+    return BreakerOpen(
+        "a source that does not answer, and is asked only now and then until it does",
+        expected="an answer of the source",
+        remedy="ask again; see the server's log for the failure",
+    )
 
 
 def _places(limits: PlaceLimits, found: str) -> Places:

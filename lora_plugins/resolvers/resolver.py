@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,8 +109,7 @@ class AdapterResolver:
         self._flights: SingleFlight[Hashable, ResolvedAdapter | None] = SingleFlight(self._nobody_waits)
         self._finding: SingleFlight[Key, bool] = SingleFlight()
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
-        # By source: a source that does not answer blocks no other source.
-        self._look_ups: defaultdict[int, LookUps] = defaultdict(lambda: LookUps(_LIMITS))
+        self._look_ups: dict[int, LookUps] = {}
 
     def add(self, source: Source) -> None:
         """Ask this source too, in the order of the settings; a second source with the same label changes nothing."""
@@ -366,7 +364,7 @@ class AdapterResolver:
 
             try:
                 with describing(adapter=str(query.name)):
-                    answer = await self._look_ups[id(source)].run(
+                    answer = await self._look_ups_at(source).run(
                         partial(source.locate, name, base_path), is_known=is_known, principal=self.principal()
                     )
             except LookUpsBusy as error:
@@ -390,6 +388,13 @@ class AdapterResolver:
         if unavailable is not None:
             raise unavailable
         return absences
+
+    def _look_ups_at(self, source: Source) -> LookUps:
+        """The look-ups at one source, so that a source that does not answer blocks no other source."""
+        found = self._look_ups.get(id(source))
+        if found is None:
+            found = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self.events)
+        return found
 
     def _report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
         kind: type[AdapterDenied | AdapterRejected | SourceFailed] = AdapterRejected

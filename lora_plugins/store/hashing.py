@@ -6,7 +6,7 @@ import hashlib
 import sys
 import threading
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from lora_plugins.store.threads import store_threads
 
@@ -14,20 +14,32 @@ from lora_plugins.store.threads import store_threads
 _PIECE_BYTES = 1 << 18
 
 
+class Digest(Protocol):
+    """A digest as `hashlib` has them."""
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Add bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """The digest of the bytes so far, in hexadecimal."""
+        ...
+
+
 class GrowingFile:
     """Hashes a file from its start as its contiguous beginning grows, in one thread of `store_threads` at a time.
 
-    The digest is SHA-256, unless `digest` is another of `hashlib`'s.
+    The digest is SHA-256, unless `digest` is another.
     """
 
-    def __init__(self, path: Path, digest: hashlib._Hash | None = None) -> None:
+    def __init__(self, path: Path, digest: Digest | None = None) -> None:
         self._path = path
         self._landed = 0
         self._followed = 0
         self._abandoned = False
         self._running = False
         self._changed = threading.Condition()
-        self._digest = hashlib.sha256() if digest is None else digest
+        self._digest: Digest = hashlib.sha256() if digest is None else digest
         self._size_bytes = 0
         self._error: OSError | None = None
 

@@ -16,6 +16,8 @@ from lora_plugins.events import (
     AdapterSwapped,
     AdapterUnknown,
     AdapterUnloaded,
+    BreakerClosed,
+    BreakerOpened,
     DeclaredFileInvalid,
     DeclaredSetReconciled,
     Events,
@@ -28,6 +30,7 @@ from lora_plugins.events import (
 from lora_plugins.log import logger
 from lora_plugins.observability import logs
 from lora_plugins.observability.logs import LogEvents
+from lora_plugins.resolvers.breaker import BreakerOpen
 
 
 def resolved(**changes: object) -> AdapterResolved:
@@ -224,6 +227,17 @@ def test_repeated_failure_is_one_warning_and_then_debug(logged, event, code):
     assert levels(logged) == [logging.WARNING, logging.DEBUG, logging.DEBUG]
     for part in (f"[{code}]", "'sql'", "filesystem"):
         assert part in logged.records[0].getMessage()
+
+
+def test_names_refused_by_a_breaker_are_no_warnings(logged):
+    hook = LogEvents()
+    hook(BreakerOpened("s3", SourceUnavailable("silence")))
+    for number in range(3):
+        hook(SourceFailed(f"sql-{number}", "s3", BreakerOpen("a source that does not answer")))
+    hook(BreakerClosed("s3", 12.34))
+    assert levels(logged) == [logging.WARNING, *[logging.DEBUG] * 3, logging.WARNING]
+    assert "s3 does not answer" in logged.records[0].getMessage()
+    assert logged.records[-1].getMessage() == "s3 answers again, after 12.3 s"
 
 
 def test_other_reason_or_adapter_is_another_warning(logged):

@@ -23,6 +23,7 @@ from fsspec.config import conf
 
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
+from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import (
     BrokenAnswer,
     FailureKind,
@@ -122,8 +123,8 @@ class FsspecFiles:
             return bytes(await filesystem._cat_file(path, start=0, end=end))  # noqa: SLF001 - see `_describe`
         return bytes(await asyncio.to_thread(filesystem.cat_file, path, start=0, end=end))
 
-    async def reader(self, uri: str) -> RangeReader:
-        """A reader of the files below `uri`."""
+    async def reader(self, uri: str, checked: Iterable[SourceFile]) -> RangeReader:  # noqa: ARG002 - only S3 has any
+        """A reader of the files below `uri`, without checksums."""
         filesystem = self._open()
         return _WebReader(filesystem, uri) if self._web else _PieceReader(filesystem, uri)
 
@@ -189,6 +190,10 @@ class LoopReader:
     def has_md5_etag(self, name: str) -> bool:  # noqa: ARG002 - only S3 says so
         """False: only S3 promises an MD5 as ETag."""
         return False
+
+    def checksum(self, name: str) -> Checksum | None:  # noqa: ARG002 - only S3 keeps one
+        """None: only S3 keeps checksums."""
+        return None
 
     def stop(self) -> None:
         """Cancel running reads, and let later reads fail."""

@@ -4,8 +4,9 @@
 look per file (others) locates the adapter, and parallel ranges fetch the files together (`ranges.py`).
 
 Checks of the bytes: every range's length and place, the located ETag of every range, and the MD5 of S3 objects whose
-ETag is an MD5. ETags of multipart uploads, of objects encrypted with a KMS or customer key and of directory buckets are
-no MD5: such objects get only the check of lengths here, and the adapter verifier's checks.
+ETag is an MD5. ETags of multipart uploads and of directory buckets are no MD5; there the checksum of the whole object
+counts, where S3 keeps one. Other objects, and those encrypted with a KMS or customer key, get only the check of lengths
+here, and the adapter verifier's checks.
 
 All network I/O runs on fsspec's loop thread and a pool of reading threads, never on the caller's event loop.
 """
@@ -82,7 +83,7 @@ class ObjectSource:
         storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
         limits: range size, ranges in flight, deadline and retries of one fetch.
         locate_timeout_s: deadline of one `locate`, retries included; by default derived from a fetch's deadline.
-        check_md5: compare S3 objects with ETags that look like an MD5.
+        check_md5: compare S3 objects with ETags that look like an MD5, or with their checksums.
 
     Raises:
         InvalidSettings: a malformed template, or a protocol without an installed package.
@@ -140,7 +141,7 @@ class ObjectSource:
 
         Raises:
             VersionChanged: an object changed or vanished since `locate`.
-            SourceUnavailable: an object cannot be had, or arrived twice with another MD5 than its ETag.
+            SourceUnavailable: an object cannot be had, or arrived twice with another checksum.
             OSError: the disk refuses.
         """
         with describing(place=self._place(adapter.uri)):
@@ -182,7 +183,8 @@ class ObjectSource:
 
     async def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Runs on fsspec's loop."""
-        reader = await self._ask(lambda: self._files.reader(adapter.uri))
+        checked = adapter.files if self._check_md5 else ()
+        reader = await self._ask(lambda: self._files.reader(adapter.uri, checked))
         await download_ranges(
             adapter.files, reader, download, pool=self._threads, limits=self._limits, md5=self._check_md5
         )

@@ -13,7 +13,6 @@ the disk are raised unchanged, without a retry.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import re
 import threading
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
+from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import Transient, map_error
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
@@ -48,6 +48,10 @@ class RangeReader(Protocol):
 
     def has_md5_etag(self, name: str) -> bool:
         """Whether a file's ETag with the form of an MD5 is the MD5 of the file's bytes."""
+        ...
+
+    def checksum(self, name: str) -> Checksum | None:
+        """The checksum that the place keeps of the whole file, as far as known before a read."""
         ...
 
     def stop(self) -> None:
@@ -86,15 +90,16 @@ class _Part:
 
 
 class _RangedFile:
-    """One file on disk: its parts, the complete beginning, and the beginning's MD5 where the ETag is an MD5."""
+    """One file on disk: its parts, the complete beginning, and the beginning's digest where a checksum is known."""
 
-    def __init__(self, source: SourceFile, download: PartialDownload, range_bytes: int, *, md5: bool) -> None:
+    def __init__(
+        self, source: SourceFile, download: PartialDownload, range_bytes: int, checksum: Checksum | None
+    ) -> None:
         self.source = source
         self._download = download
         self._path = download.directory / source.name
         self._range_bytes = range_bytes
-        found = _MD5_ETAG.fullmatch(source.etag) if md5 else None
-        self.expected_md5 = found[1].lower() if found else ""
+        self.checksum = checksum
         self._lock = threading.Lock()
         self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         self.begin()
@@ -107,7 +112,7 @@ class _RangedFile:
         os.ftruncate(self.descriptor, size)
         self._first = 0  # the first part that is not complete
         self._reported = 0
-        self._md5 = GrowingFile(self._path, hashlib.md5(usedforsecurity=False))
+        self._digest = GrowingFile(self._path, self.checksum.digest()) if self.checksum is not None else None
 
     def write(self, part: _Part, data: memoryview) -> None:
         if len(data) > part.end - part.at:
@@ -133,20 +138,20 @@ class _RangedFile:
                 return
             self._reported = landed
             self._download.landed(self.source.name, landed)
-            if self.expected_md5:
-                self._md5.landed(landed)
+            if self._digest is not None:
+                self._digest.landed(landed)
 
-    def is_damaged(self) -> bool:
-        """Whether the complete file has another MD5 than its ETag. For a thread: the call waits for the digest."""
-        return bool(self.expected_md5) and self.md5() != self.expected_md5
-
-    def md5(self) -> str:
-        """The MD5 of the complete file, in hexadecimal."""
-        return self._md5.finish()[1]
+    def damage(self) -> str:
+        """The digest of a complete file that differs from its checksum; empty for a sound file. For a thread: waits."""
+        if self._digest is None or self.checksum is None:
+            return ""
+        found = self._digest.finish()[1]
+        return found if found != self.checksum.value else ""
 
     def close(self) -> None:
         """Close the file. For a thread: the call waits for the hashing thread."""
-        self._md5.abandon()
+        if self._digest is not None:
+            self._digest.abandon()
         os.close(self.descriptor)
 
 
@@ -161,17 +166,19 @@ async def download_ranges(
 ) -> None:
     """Write `files` to `download.directory`, all together.
 
-    With `md5`, a file whose ETag is an MD5 is compared with the ETag, and fetched once more after a difference.
+    A file with a checksum of `reader`, or with `md5` an ETag that is an MD5, is compared with it, and fetched once more
+    after a difference.
 
     Raises:
         VersionChanged: a file changed or vanished meanwhile.
-        SourceUnavailable: a file cannot be had, not in time, or arrived twice with another MD5 than its ETag.
+        SourceUnavailable: a file cannot be had, not in time, or arrived twice with another checksum.
         OSError: the disk refuses.
     """
     opened: list[_RangedFile] = []
     try:
         for source in sorted(files, key=lambda file: file.size_bytes):
-            opened.append(_RangedFile(source, download, limits.range_bytes, md5=md5))  # noqa: PERF401 - kept on error
+            checksum = reader.checksum(source.name) or (_md5_of(source) if md5 else None)
+            opened.append(_RangedFile(source, download, limits.range_bytes, checksum))
         async with deadline(limits.fetch_timeout_s(files)) as state:
             await _fetch(opened, reader, pool, limits, state)
             damaged = await asyncio.to_thread(_damaged, opened, reader)
@@ -192,17 +199,33 @@ def _close(files: Sequence[_RangedFile]) -> None:
         file.close()
 
 
+def _md5_of(file: SourceFile) -> Checksum | None:
+    found = _MD5_ETAG.fullmatch(file.etag)
+    return Checksum.of_md5(found[1]) if found else None
+
+
+def has_md5_form(etag: str) -> bool:
+    """Whether an ETag looks like an MD5, as ETags of uploads in parts do not."""
+    return _MD5_ETAG.fullmatch(etag) is not None
+
+
 def _damaged(files: Sequence[_RangedFile], reader: RangeReader) -> list[_RangedFile]:
-    return [file for file in files if reader.has_md5_etag(file.source.name) and file.is_damaged()]
+    return [
+        file
+        for file in files
+        if (reader.checksum(file.source.name) or reader.has_md5_etag(file.source.name)) and file.damage()
+    ]
 
 
 def _refuse_damaged(files: Sequence[_RangedFile]) -> None:
     for file in files:
-        if file.is_damaged():
+        found, checksum = file.damage(), file.checksum
+        if found and checksum is not None:
             raise SourceUnavailable(
-                f"bytes with MD5 {file.md5()}, twice",
-                expected=f"MD5 {file.expected_md5}, the object's ETag",
-                remedy="upload the file again; where the store's ETags are no MD5, set LORA_PLUGINS_CHECK_MD5=0",
+                f"bytes with {checksum.algorithm} {found}, twice",
+                expected=f"{checksum.algorithm} {checksum.value}, {checksum.said_by}",
+                remedy="upload the file again; where the store's ETags and checksums are not those of the bytes, set "
+                "LORA_PLUGINS_CHECK_MD5=0",
                 file=file.source.name,
             )
 

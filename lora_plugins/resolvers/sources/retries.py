@@ -69,12 +69,16 @@ class Deadline:
     last_failure: Transient | None = None
 
 
+class NoAnswer(SourceUnavailable):
+    """L006: a source gave no complete answer within a deadline, in as many tries as the time allowed."""
+
+
 @asynccontextmanager
 async def deadline(timeout_s: float, expected: str = "the adapter's files") -> AsyncIterator[Deadline]:
     """End the block after `timeout_s` seconds.
 
     Raises:
-        SourceUnavailable: the time is over; the error names the last failure, if any.
+        NoAnswer: the time is over; the error names the last failure, if any.
     """
     state = Deadline()
     try:
@@ -86,7 +90,7 @@ async def deadline(timeout_s: float, expected: str = "the adapter's files") -> A
             raise
         last = state.last_failure
         then = f"; the last failure: {last.found}" if last else ""
-        raise SourceUnavailable(
+        raise NoAnswer(
             f"no complete answer within {round(timeout_s, 1):g} s{then}",
             expected=expected,
             remedy="check the network and the source, or raise LORA_PLUGINS_FETCH_TIMEOUT_S",

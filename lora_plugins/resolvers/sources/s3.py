@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os.path
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -17,9 +17,10 @@ import fsspec
 
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import BrokenAnswer, FailureKind, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, StreamReader, write_range
-from lora_plugins.resolvers.sources.ranges import RangeReader
+from lora_plugins.resolvers.sources.ranges import RangeReader, has_md5_form
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, choose_files, needs_shards
 from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
 
@@ -128,10 +129,17 @@ class S3Files:
                 return found
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
-    async def reader(self, uri: str) -> RangeReader:
-        """A reader of the files below `uri`."""
+    async def reader(self, uri: str, checked: Iterable[SourceFile]) -> RangeReader:
+        """A reader of the files below `uri`, with S3's checksums of the `checked` files whose ETag is no MD5.
+
+        Costs a HEAD for each of those files: LISTs have no checksums, and neither have answers with a range.
+        """
         client = await self._client()
-        return _S3Reader(self._filesystem.loop, client, *split_bucket(uri))
+        bucket, prefix = split_bucket(uri)
+        without_md5 = [file for file in checked if _is_express(bucket) or not has_md5_form(file.etag)]
+        found = await asyncio.gather(*(_checksum(client, bucket, prefix, file) for file in without_md5))
+        checksums = {file.name: checksum for file, checksum in zip(without_md5, found, strict=True) if checksum}
+        return _S3Reader(self._filesystem.loop, client, bucket, prefix, checksums)
 
     async def _client(self) -> Any:
         if self._filesystem is None:
@@ -210,11 +218,44 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
     return found
 
 
+async def _checksum(client: Any, bucket: str, prefix: str, file: SourceFile) -> Checksum | None:
+    """The checksum that S3 keeps of the whole located object; None where S3 keeps none or does not say."""
+    asked = {"Bucket": bucket, "Key": f"{prefix}/{file.name}", "ChecksumMode": "ENABLED", **_if_match(file)}
+    try:
+        answer = await client.head_object(**asked)
+    except Exception as error:
+        kind = diagnose(error).kind
+        if kind.is_retryable or kind is FailureKind.CHANGED:
+            raise
+        return None  # the reads decide whether the object can be had
+    if answer.get("ETag", file.etag).strip('"') != file.etag.strip('"'):
+        raise ObjectChanged
+    return Checksum.of_answer(answer)
+
+
+def _if_match(file: SourceFile) -> dict[str, str]:
+    """The condition that the object is still the located one; some stores list their strong ETags without quotes."""
+    return {"IfMatch": file.etag} if file.etag and not file.etag.startswith("W/") else {}
+
+
+def _is_express(bucket: str) -> bool:
+    """Whether a bucket is a directory bucket (S3 Express), also behind an access point: its ETags are no MD5."""
+    return bucket.endswith(("--x-s3", "--xa-s3"))
+
+
 class _S3Reader(StreamReader):
     """Streams ranges by `get_object`, each under the condition of the located ETag."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, client: Any, bucket: str, prefix: str) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        client: Any,
+        bucket: str,
+        prefix: str,
+        checksums: Mapping[str, Checksum],
+    ) -> None:
         super().__init__(loop)
+        self._checksums = checksums
         self._client = client
         self._bucket = bucket
         self._prefix = prefix
@@ -222,15 +263,16 @@ class _S3Reader(StreamReader):
 
     def has_md5_etag(self, name: str) -> bool:
         """Whether a file's ETag is the MD5 of its bytes, as far as answers show (not encrypted with another key)."""
-        # Directory buckets (S3 Express), also behind an access point, have ETags that are no MD5.
-        return name not in self._not_md5 and not self._bucket.endswith(("--x-s3", "--xa-s3"))
+        return name not in self._not_md5 and not _is_express(self._bucket)
+
+    def checksum(self, name: str) -> Checksum | None:
+        """S3's checksum of a whole file."""
+        return self._checksums.get(name)
 
     async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
         """Read as `read` does, for callers on the file system's loop."""
         asked = {"Bucket": self._bucket, "Key": f"{self._prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
-        if file.etag and not file.etag.startswith("W/"):  # some stores list their strong ETags without quotes
-            asked["IfMatch"] = file.etag
-        answer = await self._client.get_object(**asked)
+        answer = await self._client.get_object(**asked, **_if_match(file))
         body = answer["Body"]
         async with body:
             if answer.get("ETag", file.etag).strip('"') != file.etag.strip('"'):

@@ -56,6 +56,9 @@ class Shelf:
     def has_md5_etag(self, name: str) -> bool:
         return True
 
+    def checksum(self, name: str) -> None:
+        return None
+
     def stop(self) -> None:
         self.stopped.set()
 

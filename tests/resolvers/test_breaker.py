@@ -1,0 +1,84 @@
+"""When a source's breaker opens, what it admits then, and what closes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
+from lora_plugins.resolvers.breaker import Breaker, BreakerLimits, is_outage
+from lora_plugins.resolvers.sources.errors import Failure, FailureKind
+from lora_plugins.resolvers.sources.retries import NoAnswer
+
+BUSY = Failure(FailureKind.BUSY).as_error("an object store")
+SILENCE = NoAnswer("no complete answer within 30 s")
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(BreakerLimits(failures=3, retry_s=2.0), clock)
+
+
+def test_failures_in_a_row_open_it_once(breaker: Breaker, clock: Clock) -> None:
+    assert [breaker.failed(clock(), BUSY) for _ in range(5)] == [False, False, True, False, False]
+    assert breaker.is_open
+
+
+def test_an_answer_between_failures_keeps_it_closed(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(5):
+        assert not breaker.failed(clock(), BUSY)
+        assert not breaker.failed(clock(), BUSY)
+        clock.now_s += 1
+        assert breaker.answered() is None
+    assert not breaker.is_open
+
+
+@pytest.mark.parametrize("error", [SILENCE, Failure(FailureKind.TIMEOUT).as_error("an object store")])
+def test_one_look_up_without_any_answer_opens_it(breaker: Breaker, clock: Clock, error: SourceUnavailable) -> None:
+    assert breaker.failed(clock(), error)
+
+
+def test_a_late_failure_after_an_answer_opens_nothing(breaker: Breaker, clock: Clock) -> None:
+    began_at = clock()
+    clock.now_s += 30
+    breaker.answered()
+    assert [breaker.failed(began_at, SILENCE) for _ in range(10)] == [False] * 10
+
+
+def test_an_open_breaker_admits_one_look_up_at_a_time(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed(clock(), SILENCE)
+    admitted = []
+    for _ in range(40):
+        admitted.append(breaker.admits())
+        clock.now_s += 0.5
+    assert admitted == [False] * 4 + [True, False, False, False] * 9
+
+
+def test_the_first_answer_closes_it_and_says_the_time(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed(clock(), SILENCE)
+    clock.now_s += 7
+    assert breaker.answered() == 7
+    assert not breaker.is_open
+    assert breaker.answered() is None
+    assert not breaker.failed(clock(), BUSY), "the failures before the answer count no more"
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_a_failure_is_an_outage_where_a_retry_may_help(kind: FailureKind) -> None:
+    error: LoRAPluginsError = Failure(kind).as_error("an object store")
+    assert is_outage(error) == kind.is_retryable
+
+
+def test_an_error_about_one_directory_is_no_outage() -> None:
+    assert not is_outage(SourceUnavailable("permission denied"))

@@ -1,0 +1,190 @@
+"""A source that hangs: its names are refused at once, it is asked now and then, and what is here goes on.
+
+S3 is moto's server behind the fault proxy; a look-up's deadline is two seconds here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.events import BreakerClosed, BreakerOpened, Event, Events
+from lora_plugins.observability.logs import LogEvents
+from lora_plugins.resolvers.breaker import BreakerOpen
+from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.resolvers.sources.source import Source
+from lora_plugins.settings import Settings
+from testbed import faults
+from tests.make import BASE, adapter_files, put
+from tests.resolvers.sources.object_bed import Bed, bed, s3, shared_proxy
+
+_ = (bed, s3, shared_proxy)
+DEADLINE_S = 2.0
+HANG = faults.stall(600.0)
+NAMES = [f"sql-{number}" for number in range(40)]
+
+
+def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine, in real time."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+class Outage:
+    """A resolver over the bed's S3, and the sources before and after it."""
+
+    def __init__(self, bed: Bed, *others: Source) -> None:
+        self.bed = bed
+        self.breakers: list[Event] = []
+        # One answer may take the deadline: the worst case, in which nothing is tried twice.
+        s3_source = bed.source(read_timeout_s=30.0, locate_timeout_s=DEADLINE_S)
+        self.resolver = AdapterResolver(
+            Settings(absent_ttl_s=0.001, revalidate_s=0.001),
+            Events(self._record, LogEvents()),
+            bed.store,
+            [s3_source, *others],
+        )
+        self.resolver.base = BASE
+
+    def _record(self, event: Event) -> None:
+        if isinstance(event, BreakerOpened | BreakerClosed):
+            self.breakers.append(event)
+
+    async def ask(self, name: str) -> tuple[LoRAPluginsError | None, float]:
+        """The error of a request for a name, and how long it took."""
+        began = time.perf_counter()
+        try:
+            await self.resolver.resolve(name, BASE.path)
+        except LoRAPluginsError as error:
+            return error, time.perf_counter() - began
+        return None, time.perf_counter() - began
+
+    async def ask_until_served(self, names: Sequence[str]) -> float:
+        """Ask as clients do, again after a second, until every name is served; the seconds that it took."""
+        began = time.perf_counter()
+
+        async def wait(name: str) -> None:
+            while (await self.ask(name))[0] is not None:
+                await asyncio.sleep(1.0)
+
+        await asyncio.gather(*map(wait, names))
+        return time.perf_counter() - began
+
+    def put(self, *names: str) -> None:
+        for name in names:
+            self.bed.put(name, adapter_files())
+
+
+@runs
+async def test_names_after_one_another_wait_one_deadline_together(bed: Bed, caplog) -> None:
+    outage = Outage(bed)
+    outage.put(*NAMES)
+    bed.proxy.plan(HANG, times=None)
+    began = time.perf_counter()
+    for name in NAMES:
+        error, _ = await outage.ask(name)
+        assert error is not None
+        assert (error.http_status, error.retry_after_s) == (503, 2)
+    assert time.perf_counter() - began < DEADLINE_S + 1.0
+    assert bed.proxy.count() <= 2
+    bed.proxy.clear()
+    assert await outage.ask_until_served(NAMES) <= 5.0
+    assert [type(event) for event in outage.breakers] == [BreakerOpened, BreakerClosed]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if line.startswith("s3 does not answer")]) == 1
+    assert len([line for line in lines if line.startswith("s3 answers again")]) == 1
+
+
+@runs
+async def test_names_at_once_wait_one_deadline_and_later_none(bed: Bed) -> None:
+    outage = Outage(bed)
+    later = [f"later-{number}" for number in range(40)]
+    outage.put(*NAMES, *later)
+    bed.proxy.plan(HANG, times=None)
+    answers = await asyncio.gather(*map(outage.ask, NAMES))
+    assert max(took_s for _, took_s in answers) < DEADLINE_S + 1.0
+    bed.proxy.forget()
+    answers = await asyncio.gather(*map(outage.ask, later))
+    assert all(isinstance(error, BreakerOpen) for error, _ in answers)
+    assert max(took_s for _, took_s in answers) < 1.0
+    assert bed.proxy.count() <= 1
+    bed.proxy.clear()
+    assert await outage.ask_until_served([*NAMES, *later]) <= 5.0
+
+
+@runs
+async def test_a_long_outage_is_asked_now_and_then(bed: Bed) -> None:
+    outage = Outage(bed)
+    outage.put("sql")
+    bed.proxy.plan(HANG, times=None)
+    await outage.ask("sql")
+    bed.proxy.forget()
+    began = time.perf_counter()
+    while time.perf_counter() - began < 7.0:
+        _, took_s = await outage.ask("sql")
+        assert took_s < 1.5, "a look-up that is admitted holds its caller for a moment only"
+        await asyncio.sleep(0.02)
+    assert 4 <= bed.proxy.count() <= 7
+    bed.proxy.clear()
+    assert await outage.ask_until_served(["sql"]) <= 5.0
+
+
+@runs
+async def test_another_source_is_asked_and_what_is_here_goes_on(bed: Bed, tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    put(root / "local", adapter_files())
+    outage = Outage(bed, FilesystemSource(root))
+    outage.put("sql")
+    await outage.ask_until_served(["sql"])
+    served = outage.resolver.served("sql")
+    assert served is not None
+    bed.proxy.plan(HANG, times=None)
+    await outage.ask("unknown")
+    error, took_s = await outage.ask("local")
+    assert error is None
+    assert took_s < 1.0
+    # A refresh is refused at once, and the version stays leased in the store.
+    began = time.perf_counter()
+    error = None
+    try:
+        await outage.resolver.latest("sql", None, BASE.path)
+    except LoRAPluginsError as refused:
+        error = refused
+    assert isinstance(error, BreakerOpen)
+    assert time.perf_counter() - began < 1.0
+    assert outage.resolver.store.has(served.path)
+    assert outage.resolver.store.leases.is_held(served.digest, "sql")
+
+
+@runs
+async def test_refused_names_and_denials_open_no_breaker(bed: Bed) -> None:
+    outage = Outage(bed)
+    outage.put("sql")
+    bed.proxy.plan(faults.denied(), times=None)
+    for name in NAMES[:10]:
+        assert (await outage.ask(name))[0] is not None
+    bed.proxy.clear()
+    assert (await outage.ask("sql"))[0] is None
+    assert outage.breakers == []
+
+
+@runs
+async def test_a_fast_outage_opens_after_a_few_names(bed: Bed) -> None:
+    outage = Outage(bed)
+    outage.put(*NAMES)
+    bed.proxy.plan(faults.server_error(503), times=None)
+    for name in NAMES:
+        assert (await outage.ask(name))[0] is not None
+    assert bed.proxy.count() <= 5 * 3 + 3
+    bed.proxy.clear()
+    assert await outage.ask_until_served(NAMES) <= 5.0
