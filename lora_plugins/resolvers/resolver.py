@@ -207,10 +207,9 @@ class AdapterResolver:
         if is_path(uri):
             return await self.snapshot(name, uri, base_path)
         try:
-            query = self._query(name, uri)
+            newest = replace(self._query(name, uri), force_refresh=True)
         except AdapterNotFound:
             return None
-        newest = replace(query, force_refresh=True)
         return await self._flights.run(newest, lambda: self._resolve(newest, base_path))
 
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
@@ -267,8 +266,7 @@ class AdapterResolver:
                 raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
 
     async def _answer(self, query: _Query, base_path: str) -> ResolvedAdapter | None:
-        fresh = self.known.believed(query.key)
-        if fresh is not None:
+        if (fresh := self.known.believed(query.key)) is not None:
             self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return fresh
         with self.known.noting_fault(query.key):
@@ -339,8 +337,7 @@ class AdapterResolver:
                     remedy="see the server's log",
                 ) from error
             self.base = replace(self.base, model=model)
-            if model is None:
-                # None: LoRA is off, and the answer will not change.
+            if model is None:  # LoRA is off, and the answer will not change
                 self.describe_model = None
             return self.base
 
@@ -361,7 +358,6 @@ class AdapterResolver:
                 self.events.emit(AbsenceRemembered(str(query.name), source.label))
                 absences.append(remembered)
                 continue
-
             try:
                 with describing(adapter=str(query.name)):
                     answer = await self._look_ups_at(source).run(
@@ -397,8 +393,7 @@ class AdapterResolver:
         return found
 
     def _report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
-        kind: type[AdapterDenied | AdapterRejected | SourceFailed] = AdapterRejected
-        if isinstance(error, SourceUnavailable):
-            is_denied = isinstance(error, RemoteFailure) and error.kind in _OF_ONE_ADAPTER
-            kind = AdapterDenied if is_denied else SourceFailed
+        is_denied = isinstance(error, RemoteFailure) and error.kind in _OF_ONE_ADAPTER
+        is_verdict = not isinstance(error, SourceUnavailable)
+        kind = AdapterRejected if is_verdict else AdapterDenied if is_denied else SourceFailed
         self.events.emit(kind(name, source.label, error))
