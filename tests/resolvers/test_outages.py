@@ -146,7 +146,7 @@ async def test_another_source_is_asked_and_what_is_here_goes_on(bed: Bed, tmp_pa
     outage = Outage(bed, FilesystemSource(root))
     outage.put("sql")
     await outage.ask_until_served(["sql"])
-    served = outage.resolver.served("sql")
+    served = outage.resolver.known.last("sql")
     assert served is not None
     bed.proxy.plan(HANG, times=None)
     await outage.ask("unknown")
