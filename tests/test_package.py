@@ -20,8 +20,9 @@ WITH_VLLM = {
     *(f"lora_plugins.worker.{name}" for name in ("manager", "model_manager", "weights_file")),
     "lora_plugins.api.routes",
 }
-# These compute with torch, or hold tensors; what chooses, groups and plans stays pure.
+# These compute with torch or NumPy, or hold tensors; what chooses, groups and plans stays pure.
 COMPUTING = {
+    "lora_plugins.resolvers.sources.crc",
     *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),
     *(
         f"lora_plugins.worker.{name}"

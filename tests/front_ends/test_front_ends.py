@@ -410,7 +410,7 @@ def held_by_engine(front_end: FrontEnd) -> list[float]:
     return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("lora_plugins_held{")]
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort", pytest.param("wait", marks=NIGHTLY)])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=NIGHTLY), pytest.param("wait", marks=NIGHTLY)])
 def test_a_pause_stops_what_every_server_runs(front_end: FrontEnd, mode: str) -> None:
     name = f"stopped-{mode}"
     front_end.publish(name, "sql")

@@ -25,7 +25,7 @@ from tests.make import BASE, adapter_files, put
 from tests.resolvers.sources.object_bed import Bed, bed, s3, shared_proxy
 
 _ = (bed, s3, shared_proxy)
-DEADLINE_S = 2.0
+DEADLINE_S = 1.0
 HANG = faults.stall(600.0)
 NAMES = [f"sql-{number}" for number in range(40)]
 

@@ -12,7 +12,8 @@ import pytest
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.resolvers.sources.checksums import CRC32, CRC32C, CRC64NVME, Checksum, Crc
+from lora_plugins.resolvers.sources.checksums import Checksum
+from lora_plugins.resolvers.sources.crc import CRC32, CRC32C, CRC64NVME, Crc
 from testbed import faults
 from tests.resolvers.sources.object_bed import Bed, bed, read, s3, shared_proxy
 

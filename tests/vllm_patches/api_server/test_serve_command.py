@@ -185,7 +185,7 @@ def test_an_engine_of_vllm_rs_does_not_start(tmp_path: Path) -> None:
     assert ended_below(tmp_path / "another", f"{MANAGER},{RESOLVER}").returncode == 0
 
 
-@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+@pytest.mark.parametrize("level", ["INFO", pytest.param("DEBUG", marks=pytest.mark.nightly)])
 def test_a_refused_start_is_a_line_without_traceback(tmp_path: Path, level: str) -> None:
     env = {**os.environ, "VLLM_PLUGINS": RESOLVER, "VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path)}
     env |= {"LORA_PLUGINS_STORE_MAX_BYTES": "plenty", "VLLM_LOGGING_LEVEL": level}
