@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from fastapi import FastAPI
@@ -126,9 +127,7 @@ class Resolver(FakeResolver):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.store = store  # type: ignore[assignment]
-
-    def served(self, name: str) -> Version | None:
-        return self.served_under.get(name)
+        self.known = SimpleNamespace(last=self.served_under.get)
 
 
 class Stored(Version):
