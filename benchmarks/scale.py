@@ -224,6 +224,7 @@ async def written(folder: Path) -> Piece:
     serve(world, store.layout.root, NAMES)
     file = ServedFile(folder / "served.json")
     one = Reconciler(world.lifecycle, Settings(), file, Events())
+    reconciler._WRITE_PAUSE = 0  # the rest between two writes is as long as ten of them
     gc.collect()
     gc.freeze()
 
