@@ -110,18 +110,6 @@ def test_pooled_outputs_of_the_base_model_are_not_looked_at(make_engine: Make, m
     assert engine.end_of("of-base").pooling_output.isnan().any(), "as vLLM computed it"
 
 
-def test_pooled_outputs_of_the_base_model_are_not_looked_at(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are megabytes each, and the look is in the engine's loop."""
-    looked_at = []
-    monkeypatch.setattr(finite_answers, "_has_nan", lambda pooled: looked_at.append(pooled.tolist()))
-    engine = make_engine(max_loras=2)
-    for name, lora in (("good", 1), ("of-base", None)):
-        engine.scheduler.add_request(request(name, lora, pooling_params=PoolingParams(task="embed")))
-    with_nan(engine, "of-base").run()
-    assert looked_at == [[1.0, 1.0]]
-    assert engine.end_of("of-base").pooling_output.isnan().any(), "as vLLM computed it"
-
-
 def test_the_second_time_the_version_is_served_no_more(make_engine: Make) -> None:
     engine = with_nan(make_engine(max_loras=2), "first", "second")
     for name in ("first", "second", "third"):

@@ -119,19 +119,6 @@ def test_a_prompt_is_hashed_again_for_other_weights_only(bed, path: str) -> None
     assert (len(one.block_hashes), len(hashed)) == (36 // BLOCK, int(path == V2))
 
 
-@pytest.mark.parametrize("path", [V1, V2], ids=["its own weights", "other weights"])
-def test_a_prompt_is_hashed_again_for_other_weights_only(bed, path: str) -> None:
-    """In the engine's loop, 1.9 ms for 8,000 tokens."""
-    engine = bed(max_loras=2, max_cpu_loras=4)
-    load(engine, path)
-    one, hashed = asked("one", V1, prompt=36), []
-    update, one.update_block_hashes = one.update_block_hashes, lambda: hashed.append(update())
-    begin(engine, one)
-    assert one.lora_request.lora_path == path
-    assert len(one.block_hashes) == 36 // BLOCK
-    assert bool(hashed) is (path == V2)
-
-
 @pytest.mark.parametrize("how", ["moved beside another", "evicted"])
 def test_a_session_does_not_go_on_with_other_weights(bed, how: str) -> None:
     """Its KV cache is of V1; it should end with L002, as where the version was replaced."""
