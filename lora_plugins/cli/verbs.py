@@ -55,6 +55,7 @@ _MEANING = {
     "string_pattern_mismatch": f"not the beginning of a digest: {MIN_PREFIX} characters or more, 0 to 9 and a to f",
     "string_too_long": "longer than {max_length} characters",
     "string_too_short": "empty",
+    "string_unicode": "not text in UTF-8",
 }
 
 

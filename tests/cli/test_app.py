@@ -316,11 +316,14 @@ def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):
         ["pause", "x", "--mode", "soon"],
         ["rollback", "x", "--to", "yesterday"],
         ["load", ""],
+        ["load", "\udcff"],
         ["doctor", "--timeout", "x"],
     ],
 )
 def test_usage_is_told_in_our_words(cli, arguments):
-    said = cli(*arguments).err
+    done = cli(*arguments)
+    said = done.err
+    assert done.code == Exit.USAGE
     for words in ("Value error", "String should", "Input should", "^["):
         assert words not in said
     assert said.startswith("error: ")
