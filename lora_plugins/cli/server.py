@@ -16,6 +16,7 @@ import typer
 from pydantic import BaseModel
 
 from lora_plugins import errors
+from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
@@ -24,7 +25,7 @@ from lora_plugins.store.layout import is_digest, is_prefix
 
 ServerUrl = Annotated[str, typer.Option("--url", envvar="LORA_PLUGINS_URL", help="The server's address.")]
 DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
-_KEYS = ("LORA_PLUGINS_ADMIN_KEY", "VLLM_API_KEY")
+_KEYS = (ADMIN_KEY, "VLLM_API_KEY")
 
 _PATH = "/v1/loras"
 _PAGE = 5_000  # names; a few megabytes
@@ -154,7 +155,7 @@ class AdminClient:
             why = f": {said.found}" if said is not None else ""
             denied = f"a server at {self.url} that denies access (HTTP {status}{why})"
             # Not the key's fault: a caller's address, or a tenant without admin rights, as the server says.
-            if said is not None and not said.remedy.startswith("send it"):
+            if said is not None and said.remedy != SEND_THE_KEY:
                 return SourceUnavailable(denied, expected=said.expected, remedy=said.remedy)
             return SourceUnavailable(
                 f"{denied}: {'the key is wrong' if self.key else 'no key was sent'}",

@@ -17,6 +17,7 @@ from lora_plugins.errors import NotAllowed
 Scope = MutableMapping[str, Any]
 
 ADMIN_KEY = "LORA_PLUGINS_ADMIN_KEY"
+SEND_THE_KEY = "send it as 'Authorization: Bearer KEY'"  # the remedy where only a right key is missing
 _HOLDER = Principal("(admin key)", is_admin=True)
 _KEY_OF_VLLM = Principal("(--api-key)", is_admin=True)
 _LOCAL = Principal("(this machine)", is_admin=True)
@@ -68,12 +69,12 @@ class Administrators:
             return NotAllowed(
                 "no key in the Authorization header" if bearer(scope) is None else "another key",
                 expected="a key of --api-key" if self.key is None else f"the key of {ADMIN_KEY}",
-                remedy="send it as 'Authorization: Bearer KEY'",
+                remedy=SEND_THE_KEY,
             )
         return NotAllowed(
             self._why_not_local(scope) or "a caller that nothing is known of",
             expected="one on the server's own machine, as the server has no key for its admin API",
-            remedy=f"set {ADMIN_KEY} for the server, and send it as 'Authorization: Bearer KEY'",
+            remedy=f"set {ADMIN_KEY} for the server, and {SEND_THE_KEY}",
         )
 
     def asks_for_key(self, scope: Scope) -> bool:
