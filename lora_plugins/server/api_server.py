@@ -48,12 +48,12 @@ class ApiServer:
     drain_timeout_s: float = 60.0
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the event loop holds tasks by weak references only
 
-    def release(self, name: str, *versions: ResolvedAdapter) -> None:
-        """End the leases of versions that the name no longer needs."""
-        for version in versions:
-            # A running request, or a rollback, may still need the files.
-            if not self.registry.needs(name, version):
-                self.resolver.store.release(name, version.path)
+    def release(self, name: str, *versions: ResolvedAdapter) -> list[asyncio.Future[None]]:
+        """End the leases of versions that the name no longer needs; return what is done when their files are gone."""
+        # A running request, or a rollback, may still need the files.
+        unneeded = [version for version in versions if not self.registry.needs(name, version)]
+        ending = [self.resolver.store.release(name, version.path) for version in unneeded]
+        return [ended for ended in ending if ended is not None]
 
     def forget(self, name: str, version: ResolvedAdapter) -> None:
         """End the lease of a version whose client has left, unless the name needs the version.
@@ -85,8 +85,9 @@ class ApiServer:
             await self.planner.retire(adapter.engine_id, refusal)
             async with self.vllm.lock(adapter.name):  # a concurrent load has registered its version by then
                 del self.registry.draining[adapter.engine_id]
-                self.release(adapter.name, *adapter.versions)
+                leases = self.release(adapter.name, *adapter.versions)
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
+            await asyncio.gather(*leases)
 
         task = self.in_background(free())
         if adapter.name in self.registry.paused:

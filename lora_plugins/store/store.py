@@ -348,11 +348,11 @@ class Store:
         """Lease the adapter at `path` for `holder` too, if this process has leased the adapter; takes microseconds."""
         return self.leases.share(path.rpartition("/")[2], holder)
 
-    def release(self, holder: Hashable, path: Path | str) -> None:
+    def release(self, holder: Hashable, path: Path | str) -> asyncio.Future[None] | None:
         """End the lease that `holder` has of the adapter at `path`; a holder without a lease is no error.
 
         The store may remove the adapter once no lease is left. Callable from any thread; in the thread of an event
-        loop, another thread removes the lease file, because the disk may hang.
+        loop, another thread removes the lease file, because the disk may hang: the future is done after the removal.
         """
         digest, ending = Path(path).name, object()
         try:
@@ -360,8 +360,20 @@ class Store:
             self.leases.hand_over(digest, holder, ending)
         except (RuntimeError, KeyError):  # no event loop, or no lease
             self.leases.release(digest, holder)
-        else:  # at the loop's next turn: a finalizer may call `release` while the executor holds its own lock
-            loop.call_soon(loop.run_in_executor, None, self.leases.release, digest, ending)
+            return None
+        ended = loop.create_future()
+
+        def end() -> None:
+            loop.run_in_executor(None, self.leases.release, digest, ending).add_done_callback(tell)
+
+        def tell(_: asyncio.Future[None]) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        # At the loop's next turn: a finalizer may call `release` while the executor holds its own lock. No task, which
+        # the end of the loop would cancel before its first step.
+        loop.call_soon(end)
+        return ended
 
     def is_leased(self, holder: Hashable, path: Path) -> bool:
         """Whether `holder` has a lease of the adapter at `path`; takes a microsecond."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -232,14 +233,24 @@ async def test_a_prefetch_has_its_copy_first(make_bed) -> None:
     assert bed.source.fetched == [NAMES[0], NAMES[1], NAMES[0]]
 
 
-@runs
-async def test_unloaded_names_leave_no_lease(make_bed) -> None:
-    bed = bed_of(make_bed)
-    for name in NAMES[:3]:
-        await ask(bed, name)
-        await bed.world.lifecycle.unload(name, block=False)
-    store = bed.resolver.store
-    assert [store.leases.holders(digest) for digest in store.layout.digests()] == [[]] * 3
+def test_unloaded_names_leave_no_lease(make_bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a lease file: a caller who removes adapters from the store after the answer finds them free."""
+    unlink = Path.unlink
+
+    def slowly(path: Path, **options: bool) -> None:
+        time.sleep(0.05)
+        unlink(path, **options)
+
+    async def run() -> None:  # with real threads, which remove the files
+        bed = bed_of(make_bed)
+        monkeypatch.setattr(Path, "unlink", slowly)
+        for name in NAMES[:3]:
+            await ask(bed, name)
+            await bed.world.lifecycle.unload(name, block=False)
+        store = bed.resolver.store
+        assert [store.leases.holders(digest) for digest in store.layout.digests()] == [[]] * 3
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("seed", range(3))
