@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
@@ -38,6 +40,9 @@ RETRY_S = 4.0  # with the time for which a fault is remembered, less than 5 s
 _LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that a hanging source stops no other source
 _WRITE_DELAY_S = 0.5
 _WRITE_PAUSE = 10  # times as long as the last write took, so that 100,000 names are not written all the time
+# The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
+# stop the event loop for 20 ms.
+_Fields = tuple[str | bool | None, ...]
 _FROZEN_FROM = 5_000  # restored names, from which on garbage collections would visit all of them again and again
 
 
@@ -342,26 +347,24 @@ class Reconciler:
             started = time.perf_counter()
             served = await self._what_is_served()
             try:
-                await asyncio.to_thread(self._served.write, served)
+                await asyncio.to_thread(self._served.write, itertools.starmap(DesiredAdapter, served))
             except OSError as error:
                 logger.warning("What is served cannot be written to %s: %s", self._served.path, error)
             await asyncio.sleep(max(_WRITE_DELAY_S, _WRITE_PAUSE * (time.perf_counter() - started)))
 
-    async def _what_is_served(self) -> list[DesiredAdapter]:
+    async def _what_is_served(self) -> list[_Fields]:
         """The served names, collected in steps; changes in between come with the next write."""
-        registry, declared, served = self._lifecycle.registry, self.declared or {}, []
+        registry, declared, served = self._lifecycle.registry, self.declared or {}, list[_Fields]()
         async for name in in_steps(registry.names()):
             it = registry.get(name)
             if it is not None and it.version is not None and name not in declared:  # no version: loaded by its Hub id
                 place = self._lifecycle.server.resolver.place_of(it.version)
-                served.append(
-                    DesiredAdapter(name, it.uri, it.held_digest, it.is_pinned, last_digest=it.digest, last_place=place)
-                )
+                served.append((name, it.uri, it.held_digest, it.is_pinned, True, it.digest, place))
         # Keep names of the start that are not served yet: a restart must not lose them during a source's outage.
         async for target in in_steps(list(self._targets.values())):
             is_open = not (target.is_done or target.is_declared or registry.serves(target.adapter.name))
             if is_open and target.adapter.name not in registry.blocked:
-                served.append(target.adapter)
+                served.append(astuple(target.adapter))
         return served
 
 

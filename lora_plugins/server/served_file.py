@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -114,7 +114,7 @@ class ServedFile:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("What was served before cannot be read from %s: %s", self.path, error)
 
-    def write(self, served: Sequence[DesiredAdapter]) -> None:
+    def write(self, served: Iterable[DesiredAdapter]) -> None:
         """Replace the entries written before, unless this process has last written the same text.
 
         For a thread, with pauses for other threads: 100,000 names take a second.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,27 @@ async def test_preloaded_names_are_served_and_written(tmp_path: Path) -> None:
     assert await world.ask("sql") == "/store/sql"
     await asyncio.sleep(0.1)
     assert file.read() == [DesiredAdapter("sql"), DesiredAdapter("chat")]
+
+
+@runs
+async def test_the_served_list_gives_garbage_collection_no_work(tmp_path: Path) -> None:
+    class Watched(ServedFile):
+        tracked: int | None = None
+
+        def write(self, served: Iterable[DesiredAdapter]) -> None:
+            gc.collect()
+            self.tracked = sum(isinstance(one, DesiredAdapter) for one in gc.get_objects())
+            super().write(served)
+
+    names = [f"sql-{number}" for number in range(300)]
+    world, file = world_with(*names), Watched(tmp_path / "served.json")
+    await reconciling(world, Settings(), file).start()
+    for name in names:
+        await world.lifecycle.load(name)
+    await asyncio.sleep(1)
+    assert file.read() == [DesiredAdapter(name) for name in names]
+    assert file.tracked is not None
+    assert file.tracked < 10
 
 
 @runs
