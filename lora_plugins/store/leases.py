@@ -32,7 +32,9 @@ class Leases:
         self._holders: dict[str, set[Hashable]] = {}  # of this process, by digest
         self._leased: set[str] = set()  # digests whose lease file other processes see
         self._ended: set[str] = set()  # digests without a holder here, whose lease file may still exist
-        self._lock = threading.Lock()
+        # Garbage collection in the midst of a call may run a finalizer, which calls `release`: so the locks are RLocks.
+        self._lock = threading.RLock()  # of the three above; event loops take it, so nobody asks the disk under it
+        self._files = threading.RLock()  # of this process's lease files
         processes.on_silence = self._assert_again
 
     def guard(self, digest: str) -> FileLock:
@@ -113,11 +115,12 @@ class Leases:
             if holder not in holders:
                 return
             holders.remove(holder)
-            if not holders:
-                del self._holders[digest]
-                self._leased.discard(digest)
-                self._ended.add(digest)
-                self._remove_ended()
+            if holders:
+                return
+            self._holders.pop(digest, None)
+            self._leased.discard(digest)
+            self._ended.add(digest)
+        self._remove_ended()
 
     def hand_over(self, digest: str, holder: Hashable, to: Hashable) -> None:
         """Give the lease of `holder`, which must have a lease, to another holder."""
@@ -159,16 +162,21 @@ class Leases:
                         os.unlink(self._folder(digest) / name)
 
     def _write(self, digest: str) -> None:
-        """Write the file that shows the lease of this process to others."""
-        self._folder(digest).mkdir(exist_ok=True)
-        (self._folder(digest) / self._processes.me()).touch()
+        """Write the file that shows the lease of this process to others, if the lease has not ended meanwhile."""
+        with self._files:
+            if digest in self._holders:
+                self._folder(digest).mkdir(exist_ok=True)
+                (self._folder(digest) / self._processes.me()).touch()
 
     def _remove_ended(self) -> None:
-        for digest in list(self._ended):
-            with contextlib.suppress(OSError):
-                if self._layout.folder("leases").is_dir():  # a store that is away may return with the file
-                    (self._folder(digest) / self._processes.me()).unlink(missing_ok=True)
-                    self._ended.discard(digest)
+        with self._files:
+            for digest in list(self._ended):
+                # A holder that comes after this look writes the file again, after the removal.
+                if digest not in self._holders:
+                    with contextlib.suppress(OSError):
+                        if self._layout.folder("leases").is_dir():  # a store that is away may return with the file
+                            (self._folder(digest) / self._processes.me()).unlink(missing_ok=True)
+                            self._ended.discard(digest)
 
     def _may_live(self, process: str) -> bool:
         return self._judged(lambda name: not self._processes.is_gone(name), process)

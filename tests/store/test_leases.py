@@ -7,13 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, obtain
+
+LONGEST_S = 60.0
 
 
 @pytest.fixture
@@ -162,3 +165,62 @@ def test_a_lease_that_ends_meanwhile_is_removed_later(store, digest, permissions
     assert store.leases.holders(digest) == [store.processes.me()], "others cannot know it yet"
     store.leases.release(other)
     assert store.leases.holders(digest) == []
+
+
+@pytest.fixture
+def in_the_midst_of_a_removal(
+    store, digest, monkeypatch
+) -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
+    """Ends the lease of `digest` in a thread that does something in the midst of the removal."""
+    unlink, threads = Path.unlink, []
+
+    def begin(work: Callable[[], object]) -> threading.Thread:
+        def unlink_and_work(path: Path, **options: bool) -> None:
+            monkeypatch.setattr(Path, "unlink", unlink)
+            work()
+            unlink(path, **options)
+
+        monkeypatch.setattr(Path, "unlink", unlink_and_work)
+        threads.append(threading.Thread(target=store.leases.release, args=(digest, "served"), daemon=True))
+        threads[0].start()
+        return threads[0]
+
+    store.leases.acquire(digest, "served")
+    yield begin
+    threads[0].join(LONGEST_S)
+
+
+def test_a_hung_disk_holds_up_no_lease_in_memory(store, digest, in_the_midst_of_a_removal) -> None:
+    """Which an event loop takes for each request."""
+    other = obtain(store, DownloadSpec(adapter_files(seed=1), version="v2")).digest
+    store.leases.acquire(other, "served")
+    hangs, goes_on = threading.Event(), threading.Event()
+    in_the_midst_of_a_removal(lambda: (hangs.set(), goes_on.wait(LONGEST_S)))
+    assert hangs.wait(LONGEST_S)
+    asked = threading.Thread(target=store.leases.share, args=(other, "another"), daemon=True)
+    asked.start()
+    asked.join(2)
+    is_answered = not asked.is_alive()
+    goes_on.set()
+    assert is_answered
+    assert store.leases.is_held(other, "another")
+
+
+def test_who_leases_during_a_removal_has_the_file(store, digest, in_the_midst_of_a_removal) -> None:
+    acquiring = threading.Thread(target=store.leases.acquire, args=(digest, "again"))
+
+    def acquire() -> None:
+        acquiring.start()
+        acquiring.join(0.2)  # waits for the removal
+
+    in_the_midst_of_a_removal(acquire).join(LONGEST_S)
+    acquiring.join(LONGEST_S)
+    assert store.leases.is_held(digest, "again")
+    assert store.leases.holders(digest) == [store.processes.me()]
+
+
+def test_a_finalizer_may_end_a_lease_during_a_removal(store, digest, in_the_midst_of_a_removal) -> None:
+    """Garbage collection runs a finalizer in whatever thread allocates."""
+    other = obtain(store, DownloadSpec(adapter_files(seed=1), version="v2")).digest
+    in_the_midst_of_a_removal(lambda: store.leases.release(other)).join(LONGEST_S)
+    assert store.leases.holders(other) == store.leases.holders(digest) == []
