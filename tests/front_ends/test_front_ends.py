@@ -1,6 +1,6 @@
 """What every front end answers: one list of cases for each way to start API servers, on real ones.
 
-`LLM` and `AsyncLLM` have neither names nor an admin API: what holds there is in tests/e2e/test_offline.py.
+Which of these hold for `LLM` and `AsyncLLM`, which have neither names nor an admin API, is in test_offline.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NIGHTLY = pytest.mark.nightly
 LONG = 900  # tokens of an answer that goes on while something is done
 
 
-SAID = "names, swaps, pushes, pins, unloads, blocks, policy and shares are the same on each"
+SAID = "names, swaps, pushes, pins, unloads, blocks, pauses, policy and shares are the same on each"
 
 
 def marks(kind: Kind) -> list[pytest.MarkDecorator]:

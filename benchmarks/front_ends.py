@@ -1,0 +1,270 @@
+"""Several API servers under load: `make bench-front-ends`.
+
+    python -m benchmarks.front_ends --case swaps --swaps 100 --requests 2000
+
+All callers are in processes of their own; a connection is closed after 20 answers, so that
+all API servers get some.
+
+- swaps: one name is swapped while it is asked for, over four API servers and two engines. Each answer must be PEFT's
+  for the digest in its header, and none that was begun after a swap was answered may be of an earlier version.
+- kills: every `--kill-every-s` seconds one of four API servers is killed, just after an administrator's call was
+  answered. What fails, and whether the server that is started again has forgotten anything. vLLM alone beside.
+- throughput: answers per second of the base model and of hot adapters, of one API server and of four, in turn.
+
+Keeps benchmarks/results/front_ends.json; returns 1 where a count that must be 0 is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from benchmarks.front_ends_caller import GREEDY, Caller
+from benchmarks.front_ends_server import COUNT, END_S, api_servers, serving
+from benchmarks.record import keep
+from lora_plugins.client import push
+from testbed.bed import MAX_TOKENS, Bed, prepare
+from testbed.models import PROMPT, edit_config
+from testbed.server import Server
+
+ENGINES, NAME = 2, "policy"
+CASES = ("swaps", "kills", "throughput")
+
+
+def originals_of(bed: Bed) -> list[str]:
+    return [name for name in bed.answers if name is not None]
+
+
+def telling_tokens(bed: Bed) -> int:
+    """How many tokens tell the answers of all adapters and of the base model apart."""
+    for count in range(1, MAX_TOKENS + 1):
+        if len({tuple(ids[:count]) for ids in bed.answers.values()}) == len(bed.answers):
+            return count
+    raise AssertionError("two adapters give the same answer")
+
+
+# --- swaps ---
+
+
+def swaps(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Swap a name while it is asked for: a push after each `requests / swaps` answers."""
+    originals, tokens = originals_of(bed), telling_tokens(bed)
+    made: list[tuple[str, str, float]] = []  # digest, original, when the push was answered
+
+    def swap(url: str) -> None:
+        original = originals[len(made) % len(originals)]
+        directory = home / "pushed"
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            (directory / file).write_bytes((bed.adapters / original / file).read_bytes())
+        edit_config(directory, revision=str(len(made)))
+        digest = push(NAME, directory, servers=[url]).digest
+        made.append((digest, original, time.monotonic()))
+
+    with serving(bed, home, "--data-parallel-size", str(ENGINES)) as server:
+        swap(server.url)
+        every = options.requests // options.swaps
+        began = time.monotonic()
+        with Caller(server.url, [NAME], tokens, options.at_once, say_every=every) as caller:
+            for _ in range(options.swaps):
+                caller.wait_for_word()
+                swap(server.url)
+        took_s = time.monotonic() - began
+    number = {digest: at for at, (digest, _, _) in enumerate(made)}
+    found: Counter[str] = Counter()
+    stale_s = []
+    for answer in caller.answers:
+        at = number.get(answer.digest, -1)
+        is_right = at >= 0 and answer.ids == bed.answers[made[at][1]][:tokens]
+        kind = "not answered" if answer.status != 200 else "right" if is_right else "of another version"
+        found[kind] += 1
+        if kind == "right" and at + 1 < len(made) and answer.began_at > made[at + 1][2]:
+            found["begun after a swap, and old"] += 1
+            stale_s.append(answer.began_at - made[at + 1][2])
+    return {
+        "swaps": len(made) - 1,
+        "tokens": tokens,
+        "took_s": round(took_s, 1),
+        "found": dict(found),
+        "largest_stale_s": max(stale_s, default=0.0),
+        "client_core": caller.core,
+        "by_server": sorted(Counter(it.server for it in caller.answers if it.server).values()),
+    }
+
+
+# --- kills ---
+
+
+def kills(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Kill one API server after the other, and start again what vLLM ended with it."""
+    chance, lives, expected = random.Random(options.seed), list[dict[str, Any]](), dict[str, tuple[str, str, bool]]()
+    originals, ends_at = originals_of(bed), time.monotonic() + options.kill_for_s
+    served, digests = originals[:-1], dict[str, str]()  # one is blocked; originals by digest
+
+    def pushed(server: Server, name: str, original: str) -> str:
+        digest = push(name, bed.adapters / original, servers=[server.url]).digest
+        digests[digest] = original
+        return digest
+
+    while time.monotonic() < ends_at or not lives:
+        with serving(bed, home, LORA_PLUGINS_RESTORE="1") as server:
+            forgotten = missing(server, bed, expected)
+            if not lives:
+                expected |= {name: (pushed(server, name, name), name, name == served[0]) for name in served}
+                done(server, "POST", f"/v1/loras/{served[0]}/pin")
+                pushed(server, originals[-1], originals[-1])
+                done(server, "DELETE", f"/v1/loras/{originals[-1]}?block=true")
+                expected[originals[-1]] = ("", "blocked", False)
+            with Caller(server.url, served, MAX_TOKENS, options.at_once) as caller:
+                time.sleep(options.kill_every_s)
+                # One change that is answered just before.
+                name, original = served[1 + len(lives) % (len(served) - 1)], chance.choice(served)
+                expected[name] = (pushed(server, name, original), original, False)
+                servers = api_servers(server)
+                killed, killed_at = chance.choice(servers), time.monotonic()
+                os.kill(killed, signal.SIGKILL)
+                server.process.wait(END_S)
+                ended_s = time.monotonic() - killed_at
+            found = {"killed": Counter[str](), "others": Counter[str]()}
+            for answer in caller.answers:
+                if answer.began_at + answer.took_s > killed_at and answer.status:
+                    found["killed" if answer.server == str(killed) else "others"][str(answer.status)] += 1
+            answered = [it for it in caller.answers if it.status == 200]
+            wrong = sum(it.ids != bed.answers.get(digests.get(it.digest, "")) for it in answered)
+            lives.append({"forgotten": forgotten, "is_first": killed == servers[0], "ended_s": round(ended_s, 2),
+                          "exit_code": server.process.returncode, "answers": len(answered), "wrong": wrong,
+                          "after_the_kill": {kind: dict(of) for kind, of in found.items()}})  # fmt: skip
+            print(json.dumps(lives[-1]), flush=True)
+    with serving(bed, home, LORA_PLUGINS_RESTORE="1") as server:
+        lives.append({"forgotten": missing(server, bed, expected)})
+    return {"lives": lives, "vllm_alone": killed_alone(bed, home / "stock")}
+
+
+def done(server: Server, method: str, path: str) -> dict[str, Any]:
+    answer = httpx.request(method, f"{server.url}{path}", timeout=END_S)
+    return dict(answer.raise_for_status().json())
+
+
+def missing(server: Server, bed: Bed, expected: dict[str, tuple[str, str, bool]]) -> list[str]:
+    """What a server that was started again serves otherwise than it was told to."""
+    wrong = []
+    for name, (digest, original, is_pinned) in expected.items():
+        body = {"model": name, "prompt": PROMPT, "max_tokens": MAX_TOKENS, **GREEDY}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=END_S)
+        if original == "blocked":
+            wrong += [f"{name}: {answer.status_code}, not blocked"] * ("blocked" not in answer.text)
+        elif answer.status_code != 200 or answer.json()["choices"][0]["token_ids"] != bed.answers[original]:
+            wrong.append(f"{name}: {answer.status_code}, not {original}")
+        elif answer.headers["x-lora-digest"] != digest:
+            wrong.append(f"{name}: another digest")
+        elif done(server, "GET", f"/v1/loras/{name}")["pinned"] != is_pinned:
+            wrong.append(f"{name}: pinned is not {is_pinned}")
+    return wrong
+
+
+def killed_alone(bed: Bed, home: Path) -> dict[str, Any]:
+    """What becomes of vLLM without plugins where one of its API servers is killed."""
+    with serving(bed, home, VLLM_PLUGINS="", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0") as server:
+        began = time.monotonic()
+        os.kill(api_servers(server)[1], signal.SIGKILL)
+        server.process.wait(END_S)
+        return {"ended_s": round(time.monotonic() - began, 2), "exit_code": server.process.returncode}
+
+
+# --- throughput ---
+
+
+def throughput(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Answers per second, in turn: each round asks both servers for the base model and for hot adapters."""
+    hot, rounds = originals_of(bed)[:4], list[dict[str, Any]]()
+    # Forked ones sleep between two looks for a message, which vLLM's engines do not.
+    with (
+        serving(bed, home / "one", count=1, is_forking=options.forked) as one,
+        serving(bed, home / "several", is_forking=options.forked) as several,
+    ):
+        for server in (one, several):
+            for name in hot:
+                push(name, bed.adapters / name, servers=[server.url])
+        arms = [(count, kind, server, names) for count, server in ((1, one), (COUNT, several))
+                for kind, names in (("base", ["base"]), ("hot", hot))]  # fmt: skip
+        for at in range(options.rounds + 1):
+            row: dict[str, Any] = {}
+            for count, kind, server, names in arms if at % 2 else reversed(arms):
+                with Caller(server.url, names, 2, options.at_once) as caller:
+                    time.sleep(options.seconds)
+                assert all(it.status == 200 for it in caller.answers), Counter(it.status for it in caller.answers)
+                row[f"{kind}, {count}"] = round(caller.per_s, 1)
+                row[f"client_core {kind}, {count}"] = caller.core
+            for kind in ("base", "hot"):
+                row[f"{kind} ratio"] = round(row[f"{kind}, {COUNT}"] / row[f"{kind}, 1"], 3)
+            print(json.dumps(row), flush=True)
+            rounds += [row] * (at > 0)  # the first warms up
+    ratios = {kind: median(row[f"{kind} ratio"] for row in rounds) for kind in ("base", "hot")}
+    core = max(value for row in rounds for what, value in row.items() if what.startswith("client_core"))
+    return {"rounds": rounds, "ratios": ratios, "largest_client_core": core, "is_client_bound": core > 0.9}
+
+
+def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was aimed at, and what was reached."""
+    goals: list[tuple[str, str, float, bool]] = []
+    if swapped := found.get("swaps"):
+        for what in ("of another version", "begun after a swap, and old", "not answered"):
+            count = swapped["found"].get(what, 0)
+            goals.append((f"swaps: answers {what}", "0", count, count == 0))
+    if killed := found.get("kills"):
+        forgotten = sum(len(life["forgotten"]) for life in killed["lives"])
+        wrong = sum(life.get("wrong", 0) for life in killed["lives"])
+        ended = sum("ended_s" in life for life in killed["lives"])
+        goals += [
+            ("kills: forgotten", "0", forgotten, forgotten == 0),
+            ("kills: wrong answers", "0", wrong, wrong == 0),
+        ]
+        goals.append(("kills: servers that ended with one of their API servers", "0", ended, ended == 0))
+    if asked := found.get("throughput"):
+        ratios = asked["ratios"]
+        goals.append(("hot adapters, 4 API servers against 1", f"{ratios['base']} (base model)", ratios["hot"],
+                      ratios["hot"] >= ratios["base"]))  # fmt: skip
+    return [dict(zip(("what", "goal", "value", "met"), goal, strict=True)) for goal in goals]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--swaps", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--kill-every-s", type=float, default=20.0)
+    parser.add_argument("--kill-for-s", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each arm of a round of throughput")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument("--forked", action="store_true", help="for a try: servers of throughput start in seconds")
+    parser.add_argument("--seed", type=int, default=28)
+    options = parser.parse_args()
+    load_before, bed = os.getloadavg()[0], prepare()
+    measures = {"swaps": swaps, "kills": kills, "throughput": throughput}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-front-ends-") as folder:
+        for case in options.case or CASES:
+            found[case] = measures[case](bed, Path(folder) / case, options)
+            print(json.dumps({case: found[case]}), flush=True)
+    goals = goals_of(found)
+    for goal in goals:
+        print(f"{goal['what']}: {goal['value']}, goal {goal['goal']}{'' if goal['met'] else ': missed'}")
+    print(keep("front_ends", found, goals=goals, options=vars(options), load_before=load_before))
+    return int(not all(goal["met"] for goal in goals if goal["what"].startswith(("swaps", "kills: forgotten"))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
