@@ -82,7 +82,7 @@ class World:
         self.oracle = Oracle(bank, self.by_name)
         for one in self.names:
             # A name that only a URI leads to is looked for at S3 and the Hub until it is loaded.
-            self.oracle.sources_of[one.name] = ("s3", "hub") if one.uri else (one.place,)
+            self.oracle.sources_of[one.name] = ("s3", "hub", f"{one.place} uris") if one.uri else (one.place,)
         self._numbers = itertools.count(1)  # drawn in threads: each is given once
 
     def fill(self) -> None:
