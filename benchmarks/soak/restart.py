@@ -19,7 +19,7 @@ from benchmarks.soak.processes import Processes
 from benchmarks.soak.server import Surroundings, kill
 from benchmarks.soak.source_faults import SourceFaults
 from benchmarks.soak.store_faults import damage
-from benchmarks.soak.world import World
+from benchmarks.soak.world import Name, World
 from testbed.server import Server
 
 # An API server whose engine has died ends by itself.
@@ -160,28 +160,34 @@ class Lives:
         self, before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], world: World, operator: Operator
     ) -> None:
         """What was served, is; at the version that it was rolled back to, or the source's; pinned as it was."""
-        for name, view in before.items():
-            one = world.by_name.get(name)
-            if one is None or view["state"] != "serving":
-                continue
-            now = after.get(name)
-            if now is None:
-                if one.current is not None:
-                    self._journal.violation("a restart restores", "it is not served any more", model=name)
-                one.is_certain = one.is_held = one.is_pinned = False
-                continue
-            if now["pinned"] != view["pinned"] or now["pinned_digest"] != view["pinned_digest"]:
-                text = f"pinned {view['pinned']}, held at {view['pinned_digest']}: then {now['pinned']}, "
-                self._journal.violation("a restart restores", text + str(now["pinned_digest"]), model=name)
-            one.is_held = now["pinned_digest"] is not None
-            version = await operator.look(one)
-            if not one.is_held and version != one.current:
-                text = f"version {version}, and the source has {one.current}"
-                self._journal.violation("a restart restores", text, model=name)
+        names = iter(before)
+
+        async def some() -> None:
+            for name in names:
+                await self._compare_one(world.by_name[name], before[name], after.get(name), operator)
+
+        await asyncio.gather(*(some() for _ in range(4)))
         for one in world.names:
             if one.name not in after:
                 one.is_certain = one.is_held = one.is_pinned = False
         self._journal.write("server", "restored", len(after), served_before=len(before))
+
+    async def _compare_one(
+        self, one: Name, before: dict[str, Any], after: dict[str, Any] | None, operator: Operator
+    ) -> None:
+        if after is None:
+            if one.current is not None:
+                self._journal.violation("a restart restores", "it is not served any more", model=one.name)
+            one.is_certain = one.is_held = one.is_pinned = False
+            return
+        if after["pinned"] != before["pinned"] or after["pinned_digest"] != before["pinned_digest"]:
+            text = f"pinned {before['pinned']}, held at {before['pinned_digest']}: then {after['pinned']}, "
+            self._journal.violation("a restart restores", text + str(after["pinned_digest"]), model=one.name)
+        one.is_held = after["pinned_digest"] is not None
+        version = await operator.look(one)
+        if not one.is_held and version != one.current:
+            text = f"version {version}, and the source has {one.current}"
+            self._journal.violation("a restart restores", text, model=one.name)
 
     async def _written_down(self) -> dict[str, dict[str, Any]]:
         """What has been served long enough; a client's request may load a name just before the kill."""

@@ -17,7 +17,6 @@ from benchmarks.fault_injection import ENOSPC_CALLS, Interposer
 from benchmarks.soak.bank import WEIGHTS
 from benchmarks.soak.causes import AFTER_S, DISK, DISK_FAILS, Cause
 from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import Claim
 from benchmarks.soak.world import World
 
 _MOST_S = 4.0
@@ -55,9 +54,8 @@ class FullDisk:
                 self._may_give_way()
 
     def _may_give_way(self) -> None:
-        """Copies of what no request uses at the moment leave a full disk."""
         for one in self._world.names:
-            self._world.oracle.of(one.name).open(Claim.GIVEN_WAY, time.monotonic())
+            self._world.may_give_way(one)
 
 
 class Neighbour:
