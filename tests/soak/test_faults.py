@@ -1,14 +1,19 @@
-"""Which requests a fault has hit, for whom, and that a copy of the product has the mistake of a control."""
+"""Which requests a fault has hit, and for whom; which bits change; what the controls break is there to be broken."""
 
 from __future__ import annotations
 
+import os
+import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.soak.bank import WEIGHTS
 from benchmarks.soak.causes import AFTER_S, Causes
 from benchmarks.soak.mutants import _PACKAGE, MUTANTS
 from benchmarks.soak.source_faults import Hits, named
+from benchmarks.soak.store_faults import damage
 from testbed.proxy import Request
 
 
@@ -61,3 +66,18 @@ def test_a_hit_explains_until_a_while_after_its_end() -> None:
 def test_each_control_finds_what_it_breaks(name: str) -> None:
     mutant = MUTANTS[name]
     assert (_PACKAGE / mutant.file).read_text().count(mutant.old) == 1
+
+
+def test_one_bit_of_what_the_source_has_is_flipped(tmp_path: Path) -> None:
+    """As a disk does it: size and time stay. What is held, or no longer at its source, is left alone."""
+    names = [SimpleNamespace(name=f"n{i}", adapter=i, current=None if i == 1 else 0, is_held=i == 2) for i in range(3)]
+    bank = SimpleNamespace(versions_by_digest={f"d{i}": (i, 0) for i in range(3)})
+    for i in range(3):
+        path = tmp_path / f"d{i}" / WEIGHTS
+        path.parent.mkdir()
+        path.write_bytes(bytes(100))
+        os.utime(path, (5, 5))
+    assert damage(tmp_path, SimpleNamespace(names=names, bank=bank), random.Random(1)) == ["n0"]
+    after = [(tmp_path / f"d{i}" / WEIGHTS).read_bytes() for i in range(3)]
+    assert [sum(byte.bit_count() for byte in data) for data in after] == [1, 0, 0]
+    assert (tmp_path / "d0" / WEIGHTS).stat().st_mtime == 5
