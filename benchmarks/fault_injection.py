@@ -21,6 +21,7 @@ from testbed.proxy import FaultProxy
 
 _SOURCE = Path(__file__).with_name("interposer.c")
 _OPEN, _READ, _WRITE, _SYNC = 1, 2, 4, 8
+ENOSPC_CALLS = _OPEN | _WRITE | _SYNC
 
 
 class Interposer:
@@ -196,7 +197,7 @@ FAULTS: dict[str, Callable[[Machine, random.Random], contextlib.AbstractContextM
     "EMFILE": _disk(errno.EMFILE, _OPEN),
     "EIO": _disk(errno.EIO, _OPEN | _READ | _WRITE | _SYNC),
     "ESTALE": _disk(errno.ESTALE, _OPEN | _READ),
-    "ENOSPC": _disk(errno.ENOSPC, _OPEN | _WRITE | _SYNC),
+    "ENOSPC": _disk(errno.ENOSPC, ENOSPC_CALLS),
     "source hangs": _hung,
     "source fails": _answering,
     "clock jumps": lambda machine, rng: machine.interposer.jumped(rng.choice((-86_400, -600, 600, 86_400, 40_000_000))),

@@ -39,7 +39,10 @@ _SETTLE_S = 0.05
 
 @dataclass
 class Request:
-    """One request as it was seen; `sent` is the number of body bytes handed to the client so far."""
+    """One request as it was seen; `sent` is the number of body bytes handed to the client so far.
+
+    `began` and `ended` are times of `time.monotonic`; None where it goes on.
+    """
 
     method: str
     path: str  # decoded, without the query
@@ -50,6 +53,8 @@ class Request:
     status: int | None = None
     sent: int = 0
     complete: bool = False  # the whole answer was handed over as the upstream gave it
+    began: float = 0.0
+    ended: float | None = None
 
 
 @dataclass
@@ -149,7 +154,7 @@ class FaultProxy(Listener):
     def _admit(self, request: web.BaseRequest) -> tuple[Request, Fault | None]:
         path, _, query = request.raw_path.partition("?")
         headers = CIMultiDict(request.headers)
-        seen = Request(request.method, unquote(path), query, headers, headers.get("Range"))
+        seen = Request(request.method, unquote(path), query, headers, headers.get("Range"), began=time.monotonic())
         with self._lock:
             self._requests.append(seen)
             target = f"{seen.path}?{query}" if query else seen.path
@@ -159,6 +164,12 @@ class FaultProxy(Listener):
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         seen, fault = self._admit(request)
+        try:
+            return await self._answer(request, seen, fault)
+        finally:
+            seen.ended = time.monotonic()
+
+    async def _answer(self, request: web.BaseRequest, seen: Request, fault: Fault | None) -> web.StreamResponse:
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
             # aiohttp does this for applications only; botocore sends no body before it.
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

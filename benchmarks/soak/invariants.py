@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.soak.clients import Target, connect
 from benchmarks.soak.journal import Journal
+from benchmarks.soak.oracle import Claim
 from benchmarks.soak.processes import Processes, Sample
 from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES
 from benchmarks.soak.world import World
@@ -38,10 +39,12 @@ async def metrics_of(client: httpx.AsyncClient) -> dict[str, float]:
 class Monitor:
     """Checks every few seconds, while clients and operators go on."""
 
-    def __init__(self, world: World, target: Target, journal: Journal) -> None:
+    def __init__(self, world: World, target: Target, journal: Journal, store: Path = Path()) -> None:
         self._world = world
+        self._store = store
         self._target = target
         self._journal = journal
+        self._unleased: set[tuple[str, str]] = set()
         self._draining: dict[tuple[str, str], float] = {}
         self.latest: dict[str, float] = {}
         self.most: dict[str, float] = {}
@@ -63,7 +66,9 @@ class Monitor:
         if (health, answer.status_code) != (200, 200):
             self._journal.violation("the engine lives", f"health {health}, list {answer.status_code}: {answer.text}")
             return
-        self.check_list(answer.json()["loras"])
+        views = answer.json()["loras"]
+        self.check_list(views)
+        self.check_leases(views, await asyncio.to_thread(leased, self._store))
         self.check_metrics(metrics)
 
     def check_list(self, views: list[dict[str, Any]]) -> None:
@@ -81,6 +86,19 @@ class Monitor:
                 self._journal.violation("nothing waits for ever", f"{key} drains for {now - since:.0f} s")
         self.latest["served"] = len(views)
 
+    def check_leases(self, views: list[dict[str, Any]], leased: set[str]) -> None:
+        """What is served is leased at one of two looks at least, unless its copy may have left a full disk."""
+        now, oracle = time.monotonic(), self._world.oracle
+        unleased = {
+            (view["lora_name"], view["digest"])
+            for view in views
+            if view["state"] == "serving" and view["digest"] not in leased
+            if Claim.GIVEN_WAY not in oracle.of(view["lora_name"]).during(now, now)
+        }
+        for name, digest in unleased & self._unleased:
+            self._journal.violation("what is served is leased", digest, model=name)
+        self._unleased = unleased
+
     def check_metrics(self, metrics: dict[str, float]) -> None:
         for name, most in (
             ("lora_plugins_host_bytes", HOST_MAX_BYTES),
@@ -92,6 +110,11 @@ class Monitor:
         for name in ("lora_plugins_held", "vllm:num_requests_running", "lora_plugins_host_bytes"):
             self.latest[name] = metrics.get(name, 0)
             self.most[name] = max(self.most.get(name, 0), metrics.get(name, 0))
+
+
+def leased(store: Path) -> set[str]:
+    """The digests that some process has leased."""
+    return {path.parent.name for path in store.glob(".leases/*/*")}
 
 
 # What must be gone, by metric, once everything is unloaded.
@@ -119,7 +142,7 @@ async def check_nothing_is_left(target: Target, store: Path, journal: Journal) -
                 **{name: metrics.get(name, 0.0) for name in GONE},
                 "listed": [(view["lora_name"], view["state"]) for view in views if view["state"] != "blocked"],
                 "in the workers": sum(worker["adapters"]["registered"] for worker in workers),
-                "leases": sorted(path.parent.name for path in store.glob(".leases/*/*")),
+                "leases": sorted(leased(store)),
                 "temporary files": sorted(path.name for path in store.glob(".tmp/*")),
             }
             if not any(found.values()):

@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 
 from benchmarks.soak.bank import VERSIONS, WEIGHTS
+from benchmarks.soak.causes import DISK, of_source
 from benchmarks.soak.clients import Target, connect
 from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import Claim
+from benchmarks.soak.oracle import Claim, code_of
 from benchmarks.soak.server import SLOTS
 from benchmarks.soak.world import ABSENT_TTL_S, FLIGHT_S, REVALIDATE_S, Name, World
 
@@ -255,11 +256,11 @@ class Operator:
         oracle = self._world.oracle
         if status == 200 or oracle.is_down(began, ended):
             return status
-        if status not in self._refusals(what, one, began, ended):
+        if status not in self._refusals(what, one, began) and not self._is_explained(what, one, status, text, began):
             self._journal.violation("refusals are right", f"{what}: {status} {text}", model=one.name, **state)
         return status
 
-    def _refusals(self, what: str, one: Name, began: float, ended: float) -> set[int]:
+    def _refusals(self, what: str, one: Name, began: float) -> set[int]:
         """The refusals that the state of the name allows."""
         allowed = set()
         if what == "rollback" or (not one.is_certain and what not in ("load", "prefetch", "block")):
@@ -267,12 +268,21 @@ class Operator:
         if what == "prefetch" and one.is_blocked is not False:
             allowed.add(404)  # only a load ends a block
         if what == "refresh" or (what in ("load", "prefetch") and not one.is_certain):
-            places = (one.place,) if one.uri or one.place == "filesystem" else ("s3", "hub")
-            if one.current is None and one.uri is None:
-                places = ("s3", "hub")  # all are asked where none has it
-            if self._world.oracle.may_fail(places, began, ended):
-                allowed.add(503)
             remembered = what != "refresh" and began - one.appeared < ABSENT_TTL_S + FLIGHT_S
             if one.current is None or remembered:
                 allowed.add(404)
         return allowed
+
+    def _is_explained(self, what: str, one: Name, status: int, text: str, began: float) -> bool:
+        """Whether a fault explains a refusal of an operation that asks a source, or writes to the store."""
+        sources: tuple[str, ...] = ()
+        if what == "refresh" or (what in ("load", "prefetch") and not one.is_certain):
+            # All are asked where none has it.
+            sources = ("s3", "hub") if one.current is None and one.uri is None else (one.place,)
+            sources = (*sources, f"{one.place} uris") if one.uri else sources
+        oracle, whom = self._world.oracle, (*map(of_source, sources), DISK, *([one.name] if sources else ()))
+        cause = oracle.causes.explaining(whom, (status, code_of(text)), text, began, time.monotonic())
+        if cause is None:
+            return False
+        oracle.explained[cause.what] += 1
+        return True

@@ -3,18 +3,21 @@
 For each name, *claims* are open or closed over time: that a version may be served, that there may be no such adapter
 (404), that the name may not be registered. Whoever changes the world opens what may come to be so before the change,
 and closes what can be so no longer after it. An answer is right if it is that of a claim which was open at some moment
-while the request ran.
+while the request ran. Any other refusal needs a fault that explains it (`causes.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import re
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from benchmarks.soak.bank import Bank
+from benchmarks.soak.causes import DISK, Causes, of_source
 
 
 class Claim(Enum):
@@ -22,6 +25,7 @@ class Claim(Enum):
 
     ABSENT = "absent"  # no source has it, or it is blocked: 404
     UNREGISTERED = "unregistered"  # the next request has to ask the sources
+    GIVEN_WAY = "given way"  # its copy may have left a full disk: the next request has to fetch it
     UNLOADING = "unloading"  # a request that is held may be refused (L001), and one that runs may be ended
 
 
@@ -86,6 +90,16 @@ class Answer:
     error: str = ""
     digest: str | None = None
 
+    @property
+    def code(self) -> str:
+        """Of our errors; empty where it is none of them."""
+        return code_of(self.error)
+
+
+def code_of(text: str) -> str:
+    found = re.search(r"\[(L\d{3})\]", text)
+    return found[1] if found else ""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -106,18 +120,19 @@ class Oracle:
     def __init__(self, bank: Bank, names: Iterable[str]) -> None:
         self._bank = bank
         self._windows = {name: Windows() for name in names}
-        self._faults: dict[str, Windows] = defaultdict(Windows)  # by source
+        self.causes = Causes()
         self.sources_of: dict[str, tuple[str, ...]] = {}
         """The sources whose failure may keep a name from being resolved, by name."""
         self._down = Windows()
+        self.explained: Counter[str] = Counter()
+        """Refusals, by what explains them."""
+        self.refused: set[str] = set()
+        """Names that a fault has had refused; they are asked again when it is over."""
+        self._looks, self._allowed_looks = 0, Counter[str]()
 
     def of(self, name: str) -> Windows:
         """The claims of a name."""
         return self._windows[name]
-
-    def faults_of(self, source: str) -> Windows:
-        """When requests to this source may fail: label 0."""
-        return self._faults[source]
 
     @property
     def down(self) -> Windows:
@@ -127,12 +142,53 @@ class Oracle:
     def is_down(self, began: float, ended: float) -> bool:
         return bool(self._down.during(began, ended))
 
-    def may_fail(self, sources: Iterable[str], began: float, ended: float) -> bool:
-        """Whether one of these sources had a fault."""
-        return any(self._faults[source].during(began, ended) for source in sources)
+    def whom(self, name: str, claims: set[Label]) -> tuple[str, ...]:
+        """Whose faults may refuse a request for this name, while these claims are open: a full disk's always."""
+        if name not in self._windows or Claim.ABSENT in claims:  # all sources are asked
+            return name, of_source("s3"), of_source("hub"), DISK
+        if Claim.UNREGISTERED in claims or Claim.GIVEN_WAY in claims:
+            return name, *map(of_source, self.sources_of[name]), DISK
+        return (DISK,)
+
+    def count_allowed(self, at: float) -> None:
+        """Note for which names an error would be right at this moment."""
+        self.causes.refresh()
+        self._looks += 1
+        for name, windows in self._windows.items():
+            claims = windows.during(at, at)
+            if Claim.UNLOADING in claims or self.is_down(at, at) or self.causes.may_refuse(self.whom(name, claims), at):
+                self._allowed_looks[name] += 1
+
+    def may_be_late(self, asked: Asked) -> bool:
+        """Whether a fault, or a server that was not there, may have held a request up."""
+        if self.is_down(asked.began, asked.ended):
+            return True
+        whom = self.whom(asked.name, self._claims(asked.name, asked.began, asked.ended))
+        return self.causes.held_up(whom, asked.began, asked.ended)
+
+    def no_longer_refused(self) -> list[str]:
+        """The names that a fault had refused, and that no fault may refuse now; each once."""
+        now = time.monotonic()
+        self.causes.refresh()
+        over = [
+            name
+            for name in self.refused
+            if not self.causes.may_refuse(self.whom(name, self._claims(name, now, now)), now)
+        ]
+        self.refused -= set(over)
+        return over
+
+    def _claims(self, name: str, began: float, ended: float) -> set[Label]:
+        return self.of(name).during(began, ended) if name in self._windows else {Claim.ABSENT}
+
+    def allowed_parts(self) -> dict[str, float]:
+        """The part of the time in which a 503 was allowed, by name, the largest first."""
+        looks = max(1, self._looks)
+        return {name: count / looks for name, count in self._allowed_looks.most_common()}
 
     def forget(self, before: float) -> None:
-        for windows in (*self._windows.values(), *self._faults.values()):
+        self.causes.forget(before)
+        for windows in self._windows.values():
             windows.forget(before)
 
     def judge(self, asked: Asked, answer: Answer) -> str | None:
@@ -145,11 +201,11 @@ class Oracle:
             return self._judge_tokens(asked, answer)
         if answer.digest is not None:
             return f"a refusal with a digest, {answer.digest}"
-        allowed = self._allowed_refusals(asked)
-        if answer.status in allowed:
+        why = self._explanation(asked, answer)
+        if why is not None:
+            self.explained[why] += 1
             return None
-        expected = ", ".join(["200", *map(str, sorted(allowed))])
-        return f"status {answer.status} where only {expected} may be: {answer.error[:300]}"
+        return f"status {answer.status} that nothing explains: {answer.error[:300]}"
 
     def judge_digest(self, asked: Asked, answer: Answer) -> str | None:
         """What is wrong with the digest of an answer that has begun; None where it is that of a valid version."""
@@ -166,23 +222,21 @@ class Oracle:
         claims: set[Label] = {0} if asked.adapter == -1 else self.of(asked.name).during(asked.began, asked.ended)
         return {label for label in claims if isinstance(label, int)}
 
-    def _allowed_refusals(self, asked: Asked) -> set[int]:
+    def _explanation(self, asked: Asked, answer: Answer) -> str | None:
+        """What makes a refusal right."""
         if asked.adapter == -1:
-            return set()
-        if asked.adapter is None:
-            # A source that does not answer may have it.
-            return {404, 503} if self.may_fail(("s3", "hub"), asked.began, asked.ended) else {404}
-        claims = self._windows[asked.name].during(asked.began, asked.ended)
-        allowed = set()
-        if Claim.ABSENT in claims:
-            allowed.add(404)
-            if self.may_fail(("s3", "hub"), asked.began, asked.ended):
-                allowed.add(503)
-        if Claim.UNLOADING in claims:
-            allowed.add(503)
-        if Claim.UNREGISTERED in claims and self.may_fail(self.sources_of[asked.name], asked.began, asked.ended):
-            allowed.add(503)
-        return allowed
+            return None
+        claims = self._claims(asked.name, asked.began, asked.ended)
+        if answer.status == 404 and Claim.ABSENT in claims:
+            return "absent"
+        if answer.status == 503 and Claim.UNLOADING in claims:
+            return "unloading"
+        refusal = (answer.status, answer.code)
+        cause = self.causes.explaining(self.whom(asked.name, claims), refusal, answer.error, asked.began, asked.ended)
+        if cause is None:
+            return None
+        self.refused.add(asked.name)
+        return cause.what
 
     def _judge_tokens(self, asked: Asked, answer: Answer) -> str | None:
         if asked.adapter is None:

@@ -1,9 +1,14 @@
-"""The server's lives: the engine or its worker is killed in the midst, and the next server restores what was served."""
+"""The server's lives: one of its processes is killed in the midst, and the next server restores what was served.
+
+Sources may be gone before and after, and bits of the store may have changed meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Self
 
@@ -13,11 +18,13 @@ from benchmarks.soak.operators import Operator
 from benchmarks.soak.processes import Processes
 from benchmarks.soak.server import Surroundings, kill
 from benchmarks.soak.source_faults import SourceFaults
-from benchmarks.soak.world import World
+from benchmarks.soak.store_faults import damage
+from benchmarks.soak.world import Name, World
 from testbed.server import Server
 
 # An API server whose engine has died ends by itself.
 LONGEST_END_S = 60.0
+_OUTAGE_S = 5.0  # for which clients ask while no source answers
 _WRITTEN_S = 2.0  # what is served is written half a second after it has changed
 
 
@@ -26,6 +33,7 @@ class Lives:
 
     Attributes:
         server: the present one. processes: those of the present one.
+        down_s: seconds in which there was none, from a kill until all is as it was.
         logs: what each said until it was killed or ended; what vLLM says then is its own.
     """
 
@@ -38,6 +46,7 @@ class Lives:
         self._journal = journal
         self._stack = ExitStack()
         self.logs: list[str] = []
+        self.down_s = 0.0
 
     async def __aenter__(self) -> Self:
         await self._start()
@@ -51,32 +60,80 @@ class Lives:
         began = time.monotonic()
         self.server = await asyncio.to_thread(self._stack.enter_context, self._surroundings.start())
         self.processes = Processes(self.server)
-        self._target.url = self.server.url
+        self._target.url, self._target.since = self.server.url, time.monotonic()
         self._journal.write("server", "start", 0, time.monotonic() - began)
 
-    async def kill_and_restart(self, victim: str, world: World, operator: Operator, faults: SourceFaults) -> None:
-        """Kill the engine or its worker while clients ask, and start the next server; nothing is changed meanwhile."""
+    async def kill_and_restart(
+        self,
+        victim: str,
+        world: World,
+        operator: Operator,
+        faults: SourceFaults,
+        idle: Sequence[asyncio.Lock],
+        rng: random.Random,
+        *,
+        in_outage: bool,
+    ) -> None:
+        """Kill one process while clients ask, and start the next server; nobody changes anything meanwhile.
+
+        `idle`: locks of others that must not do anything then.
+
+        With `in_outage` no source answers from before the kill until after the start. What was served, and whose bytes
+        are sound, is served all the same.
+        """
         async with AsyncExitStack() as quiet:
-            await quiet.enter_async_context(faults.idle)
             for one in world.names:
                 await quiet.enter_async_context(one.lock)
-            before = await self._written_down()
-            world.oracle.down.open(0, time.monotonic())
-            self.logs.append(self.server.log())
-            kill(self.server, victim)
-            self._journal.write("server", "kill", victim)
-            await self._ends()
-            self._target.url = ""
-            await asyncio.to_thread(self._stack.close)
-            for one in world.names:
-                is_held, is_pinned, is_certain = one.is_held, one.is_pinned, one.is_certain
-                if not one.is_blocked:  # what is blocked stays so
-                    world.may_be_resolved(one)
-                one.is_held, one.is_pinned, one.is_certain = is_held, is_pinned, is_certain
-            await self._start()
-            world.oracle.down.close(0, time.monotonic())
+            for lock in idle:
+                await quiet.enter_async_context(lock)
+            await quiet.enter_async_context(faults.quiet())
+            before, began = await self._written_down(), time.monotonic()
+            async with AsyncExitStack() as gone:
+                if in_outage:
+                    await gone.enter_async_context(faults.outage())
+                world.oracle.down.open(0, time.monotonic())
+                self.logs.append(self.server.log())
+                kill(self.server, victim)
+                self._journal.write("server", "kill", victim)
+                await self._ends()
+                self._target.url = ""
+                await asyncio.to_thread(self._stack.close)
+                damaged = await asyncio.to_thread(damage, self._surroundings.store, world, rng)
+                self._journal.write("fault", "bits flipped", "store", names=damaged)
+                for one in world.names:
+                    is_held, is_pinned, is_certain = one.is_held, one.is_pinned, one.is_certain
+                    if not one.is_blocked:  # what is blocked stays so
+                        world.may_be_resolved(one)
+                    one.is_held, one.is_pinned, one.is_certain = is_held, is_pinned, is_certain
+                await self._start()
+                world.oracle.down.close(0, time.monotonic())
+                if in_outage:
+                    await self._check_served_at_once(before, set(damaged))
+                    await asyncio.sleep(_OUTAGE_S)
             await self._has_asked(before)
-            await self._compare(before, await self._views(), world, operator)
+            # A damaged copy is fetched again once the server is ready.
+            after = await self._listed([name for name in before if world.by_name[name].current is not None])
+            await self._compare(before, after, world, operator)
+            self.down_s += time.monotonic() - began
+
+    async def _check_served_at_once(self, before: dict[str, dict[str, Any]], damaged: set[str]) -> None:
+        """With no source there, what was served is served as it was, but for what has damaged bytes."""
+        stored = {name: view for name, view in before.items() if name not in damaged and "store" in view["tiers"]}
+        now = await self._listed(stored)
+        for name, view in stored.items():
+            found = now.get(name, {}).get("digest")
+            if found != view["digest"]:
+                text = f"{view['digest']} was served, and {found} is while no source answers"
+                self._journal.violation("an outage takes nothing away", text, model=name)
+
+    async def _listed(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """What is served once all of these names are, or after a while."""
+        began = time.monotonic()
+        while True:
+            views = await self._views()
+            if all(name in views for name in names) or time.monotonic() - began > LONGEST_END_S:
+                return views
+            await asyncio.sleep(0.5)
 
     async def _ends(self) -> None:
         began = time.monotonic()
@@ -103,28 +160,34 @@ class Lives:
         self, before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], world: World, operator: Operator
     ) -> None:
         """What was served, is; at the version that it was rolled back to, or the source's; pinned as it was."""
-        for name, view in before.items():
-            one = world.by_name.get(name)
-            if one is None or view["state"] != "serving":
-                continue
-            now = after.get(name)
-            if now is None:
-                if one.current is not None:
-                    self._journal.violation("a restart restores", "it is not served any more", model=name)
-                one.is_certain = one.is_held = one.is_pinned = False
-                continue
-            if now["pinned"] != view["pinned"] or now["pinned_digest"] != view["pinned_digest"]:
-                text = f"pinned {view['pinned']}, held at {view['pinned_digest']}: then {now['pinned']}, "
-                self._journal.violation("a restart restores", text + str(now["pinned_digest"]), model=name)
-            one.is_held = now["pinned_digest"] is not None
-            version = await operator.look(one)
-            if not one.is_held and version != one.current:
-                text = f"version {version}, and the source has {one.current}"
-                self._journal.violation("a restart restores", text, model=name)
+        names = iter(before)
+
+        async def some() -> None:
+            for name in names:
+                await self._compare_one(world.by_name[name], before[name], after.get(name), operator)
+
+        await asyncio.gather(*(some() for _ in range(4)))
         for one in world.names:
             if one.name not in after:
                 one.is_certain = one.is_held = one.is_pinned = False
         self._journal.write("server", "restored", len(after), served_before=len(before))
+
+    async def _compare_one(
+        self, one: Name, before: dict[str, Any], after: dict[str, Any] | None, operator: Operator
+    ) -> None:
+        if after is None:
+            if one.current is not None:
+                self._journal.violation("a restart restores", "it is not served any more", model=one.name)
+            one.is_certain = one.is_held = one.is_pinned = False
+            return
+        if after["pinned"] != before["pinned"] or after["pinned_digest"] != before["pinned_digest"]:
+            text = f"pinned {before['pinned']}, held at {before['pinned_digest']}: then {after['pinned']}, "
+            self._journal.violation("a restart restores", text + str(after["pinned_digest"]), model=one.name)
+        one.is_held = after["pinned_digest"] is not None
+        version = await operator.look(one)
+        if not one.is_held and version != one.current:
+            text = f"version {version}, and the source has {one.current}"
+            self._journal.violation("a restart restores", text, model=one.name)
 
     async def _written_down(self) -> dict[str, dict[str, Any]]:
         """What has been served long enough; a client's request may load a name just before the kill."""

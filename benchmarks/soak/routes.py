@@ -137,10 +137,9 @@ def _text_of_error(content: bytes) -> str:
 async def left_early(asking: asyncio.Task[Answer], after_s: float) -> Answer:
     """What came of a request whose client leaves after so long."""
     done, _ = await asyncio.wait([asking], timeout=after_s)
-    if done:
-        return asking.result()
-    asking.cancel()
-    try:
-        return await asking
-    except asyncio.CancelledError:
+    if not done:
+        asking.cancel()
+        await asyncio.wait([asking])
+    if asking.cancelled():
         return Answer(0, token_ids=(), is_whole=False, reason="left")
+    return asking.result()

@@ -11,9 +11,18 @@ from typing import Any
 
 from benchmarks.soak import report
 from benchmarks.soak.bank import VERSIONS, Bank
-from benchmarks.soak.clients import LONGEST_REQUEST_S, ImpatientSteps, Steps, Target, connect, run_client
+from benchmarks.soak.clients import (
+    LONGEST_REQUEST_S,
+    ImpatientSteps,
+    Steps,
+    Target,
+    ask_again,
+    connect,
+    run_client,
+)
 from benchmarks.soak.invariants import Monitor, check_counts, check_log, check_nothing_is_left
 from benchmarks.soak.journal import Journal
+from benchmarks.soak.mutants import MUTANTS, mutated
 from benchmarks.soak.operators import Operator
 from benchmarks.soak.oracle import Asked
 from benchmarks.soak.processes import Sample, growth_mb_per_min
@@ -21,6 +30,7 @@ from benchmarks.soak.restart import Lives
 from benchmarks.soak.routes import ROUTES, ask
 from benchmarks.soak.server import Surroundings
 from benchmarks.soak.source_faults import SourceFaults
+from benchmarks.soak.store_faults import FullDisk, Neighbour, interposer
 from benchmarks.soak.world import Name, World
 from lora_plugins.errors import SourceUnavailable
 from testbed.hub import local_hub
@@ -28,12 +38,13 @@ from testbed.proxy import fault_proxy
 from testbed.s3 import s3_server
 
 CLIENTS, IMPATIENT, OPERATORS = 12, 4, 6
-_KILL_AT = 0.2  # of the whole time, so that the next server has most of it to show that nothing grows
+# Parts of the whole time: the last server has most of it to show that nothing grows.
+_KILL_AT = (0.15, 0.35)
 _LOOK_S, _SAMPLE_S, _PRINT_S = 5.0, 2.0, 15.0
 # After a third of a server's life. vLLM alone grows too: its CPU worker by 230 MB with the first 2,500 requests of the
 # base model.
 MOST_GROWTH_MB_PER_MIN, LEAST_MINUTES = 3.0, 5.0
-CONTROLS = ("wrong-version", "leak")
+CONTROLS = ("wrong-version", "leak", *MUTANTS)
 
 
 @dataclass
@@ -57,10 +68,12 @@ async def soak(plan: Plan, bank: Bank) -> Journal:
         world = World(bank, plan.home, s3.bucket("adapters"), hub, told=told)
         await asyncio.to_thread(world.fill)
         target = Target("", "base")
-        surroundings = Surroundings(bank, plan.home, s3, s3_proxy, hub, hub_proxy, plan.is_forking)
+        disk = None if plan.is_forking else interposer(plan.home, plan.home / "store")
+        mutant = mutated(plan.control, plan.home / "mutant") if plan.control in MUTANTS else None
+        surroundings = Surroundings(bank, plan.home, s3, s3_proxy, hub, hub_proxy, plan.is_forking, disk, mutant)
         async with Lives(surroundings, target, journal) as lives:
-            faults = SourceFaults(plan.seed, {"s3": s3_proxy, "hub": hub_proxy}, hub, world.oracle, journal)
-            await _Soak(plan, world, target, journal, lives, faults).run(surroundings.store)
+            faults = SourceFaults(plan.seed, {"s3": s3_proxy, "hub": hub_proxy}, hub, world, target, journal)
+            await _Soak(plan, world, target, journal, lives, faults, surroundings).run()
         for log in lives.logs:
             check_log(log, journal)
     journal.close()
@@ -69,7 +82,14 @@ async def soak(plan: Plan, bank: Bank) -> Journal:
 
 class _Soak:
     def __init__(
-        self, plan: Plan, world: World, target: Target, journal: Journal, lives: Lives, faults: SourceFaults
+        self,
+        plan: Plan,
+        world: World,
+        target: Target,
+        journal: Journal,
+        lives: Lives,
+        faults: SourceFaults,
+        surroundings: Surroundings,
     ) -> None:
         self._plan = plan
         self._world = world
@@ -77,11 +97,15 @@ class _Soak:
         self._journal = journal
         self._lives = lives
         self._faults = faults
-        self._monitor = Monitor(world, target, journal)
+        self._store = surroundings.store
+        self._disk = FullDisk(plan.seed, surroundings.disk, world, journal)
+        env, most_bytes = surroundings.env(is_direct=True), surroundings.store_max_bytes
+        self._neighbour = Neighbour(plan.seed, env, most_bytes, world, journal)
+        self._monitor = Monitor(world, target, journal, surroundings.store)
         self._operators = [Operator(i, plan.seed, world, target, journal) for i in range(OPERATORS + 1)]
         self._quiet: dict[str, Sample] = {}
 
-    async def run(self, store: Path) -> None:
+    async def run(self) -> None:
         plan, done = self._plan, asyncio.Event()
         self._journal.started = time.monotonic()
         self._note_quiet()
@@ -92,25 +116,41 @@ class _Soak:
                 group.create_task(run_client(steps, number, self._world, self._target, self._journal, done))
             for operator in self._operators[:OPERATORS]:
                 group.create_task(operator.run(done, pause_s=0.4))
-            group.create_task(self._faults.run(done, pause_s=10))
+            group.create_task(self._faults.run(done, pause_s=5))
+            group.create_task(self._disk.run(done, pause_s=25))
+            group.create_task(self._neighbour.run(done, pause_s=15))
+            group.create_task(ask_again(self._world, self._target, self._journal, done))
             group.create_task(self._watch(done))
-            await asyncio.sleep(plan.seconds * _KILL_AT)
-            victim = random.Random(plan.seed).choice(("EngineCore", "Worker"))
-            await self._lives.kill_and_restart(victim, self._world, self._operators[-1], self._faults)
-            self._note_quiet()
-            await asyncio.sleep(max(0.0, plan.seconds - self._journal.at_s))
+            rng = random.Random(plan.seed)
+            # The API server first or last, and no source answers meanwhile at one of the two.
+            victims = [rng.choice(("EngineCore", "Worker")), "API server"]
+            rng.shuffle(victims)
+            outage = rng.randrange(2)
+            for number, victim in enumerate(victims):
+                await self._until(plan.seconds * _KILL_AT[number])
+                await self._lives.kill_and_restart(
+                    victim, self._world, self._operators[-1], self._faults,
+                    (self._disk.idle, self._neighbour.idle), rng, in_outage=number == outage,
+                )  # fmt: skip
+                self._note_quiet()
+            await self._until(plan.seconds)
             done.set()
             ended = time.monotonic()
         if time.monotonic() - ended > LONGEST_REQUEST_S:
             self._journal.violation("nothing waits for ever", "the last request or operation")
         self._check_memory()
         await self._audit()
-        await self._empty(store)
+        await self._empty(self._store)
         self._plan.figures |= {
             "seconds": plan.seconds, "seed": plan.seed, "clients": CLIENTS, "impatient": IMPATIENT,
             "operators": OPERATORS, "adapters": len(self._world.names), "versions": VERSIONS,
-            "most": self._monitor.most,
+            "most": self._monitor.most, "refusals explained": dict(self._world.oracle.explained.most_common()),
+            "errors allowed": self._allowed(),
         }  # fmt: skip
+
+    async def _until(self, up_s: float) -> None:
+        """Wait until servers have been up for so long: a slow machine takes longer to start one, and sees as much."""
+        await asyncio.sleep(max(0.0, up_s - (self._journal.at_s - self._lives.down_s)))
 
     def _note_quiet(self) -> None:
         self._lives.processes.sample(self._journal.at_s)
@@ -122,6 +162,7 @@ class _Soak:
             await asyncio.sleep(_SAMPLE_S)
             self._lives.processes.sample(self._journal.at_s)
             now = time.monotonic()
+            self._world.oracle.count_allowed(now)
             if now - looked > _LOOK_S:
                 looked = now
                 await self._monitor.check()
@@ -130,6 +171,13 @@ class _Soak:
                 printed = now
                 resident = {n: s[-1].resident_mb for n, s in self._lives.processes.samples.items() if s}
                 print(report.progress(self._journal, self._monitor.latest, resident, self._plan.seconds), flush=True)
+
+    def _allowed(self) -> str:
+        """How much an error could have been explained at all."""
+        parts = self._world.oracle.allowed_parts()
+        most = next(iter(parts.items()), ("nobody", 0.0))
+        mean = sum(parts.values()) / len(self._world.names)
+        return f"{mean:.1%} of the time for a name on average, {most[1]:.1%} at most, for {most[0]}"
 
     def _check_memory(self) -> None:
         found = {}
@@ -150,8 +198,7 @@ class _Soak:
         """With nobody else about: every name is loaded, at its newest version, and answers with that one only."""
         await asyncio.sleep(SourceUnavailable.retry_after_s)  # for as long an outage is remembered
         began, names = time.monotonic(), iter(self._world.names)
-        for source in ("s3", "hub"):
-            self._world.oracle.faults_of(source).close(0, began)
+        self._world.oracle.causes.end_all(began)
 
         async def some() -> None:
             for one in names:

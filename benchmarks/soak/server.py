@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.fault_injection import Interposer
 from benchmarks.soak.bank import Bank
 from benchmarks.soak.world import ABSENT_TTL_S, REVALIDATE_S
 from testbed.hub import Hub
@@ -37,12 +38,21 @@ class Surroundings:
     hub: Hub
     hub_proxy: FaultProxy
     is_forking: bool = False
+    disk: Interposer | None = None
+    mutant: Path | None = None  # a folder with another lora_plugins, for controls
 
     @property
     def store(self) -> Path:
         return self.home / "store"
 
-    def env(self) -> Mapping[str, str]:
+    @property
+    def store_max_bytes(self) -> int:
+        return int(self.bank.size_bytes * STORE_PART)
+
+    def env(self, *, is_direct: bool = False) -> Mapping[str, str]:
+        """What every process on the store is started with; `is_direct` asks sources that never fail."""
+        s3_url = self.s3.url if is_direct else self.s3_proxy.url
+        hub_url = self.hub.url if is_direct else self.hub_proxy.url
         return {
             "VLLM_PLUGINS": ",".join(f"lora_{plugin}" for plugin in PLUGINS),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -55,7 +65,7 @@ class Surroundings:
             "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
             "LORA_PLUGINS_ALLOWED_URIS": f"{(self.home / 'allowed').as_uri()},s3://adapters/uris,hf://other",
             "LORA_PLUGINS_STORE_DIR": str(self.store),
-            "LORA_PLUGINS_STORE_MAX_BYTES": str(int(self.bank.size_bytes * STORE_PART)),
+            "LORA_PLUGINS_STORE_MAX_BYTES": str(self.store_max_bytes),
             "LORA_PLUGINS_HOST_MAX_BYTES": str(HOST_MAX_BYTES),
             "LORA_PLUGINS_ABSENT_TTL_S": str(ABSENT_TTL_S),
             "LORA_PLUGINS_REVALIDATE_S": str(REVALIDATE_S),
@@ -63,8 +73,8 @@ class Surroundings:
             "LORA_PLUGINS_DRAIN_TIMEOUT_S": "20",
             "LORA_PLUGINS_REFRESH_S": str(REFRESH_S),
             "LORA_PLUGINS_RESTORE": "1",
-            **self.s3.env(self.s3_proxy.url),
-            **self.hub.env(self.home / "hub-home", url=self.hub_proxy.url),
+            **self.s3.env(s3_url),
+            **self.hub.env(self.home / ("hub-home-of-the-neighbour" if is_direct else "hub-home"), url=hub_url),
         }
 
     def start(self) -> AbstractContextManager[Server]:
@@ -72,6 +82,9 @@ class Surroundings:
         if self.is_forking:
             # huggingface_hub reads these as it is imported, which happens in the process that servers are forked from.
             os.environ.update(self.hub.env(self.home / "hub-home", url=self.hub_proxy.url))
+        more = {} if self.disk is None else self.disk.env
+        if self.mutant is not None:
+            more = {**more, "PYTHONPATH": f"{self.mutant}:{os.environ.get('PYTHONPATH', '')}"}
         number = len(list(self.home.glob("server-*.log")))
         return vllm_server(
             self.bank.base,
@@ -82,7 +95,7 @@ class Surroundings:
                 # Few enough that all are in use after a minute: memory grows with what was never used before.
                 *("--block-size", "32", "--num-gpu-blocks-override", "200"),
             ),
-            env=self.env(),
+            env={**self.env(), **more},
             is_forking=self.is_forking,
         )
 

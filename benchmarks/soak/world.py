@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soak.bank import ADAPTERS, VERSIONS, WEIGHTS, Bank
-from benchmarks.soak.oracle import Claim, Oracle
+from benchmarks.soak.oracle import Claim, Label, Oracle
 from testbed.hub import Hub
 from testbed.s3 import Bucket
 
@@ -82,7 +82,7 @@ class World:
         self.oracle = Oracle(bank, self.by_name)
         for one in self.names:
             # A name that only a URI leads to is looked for at S3 and the Hub until it is loaded.
-            self.oracle.sources_of[one.name] = ("s3", "hub") if one.uri else (one.place,)
+            self.oracle.sources_of[one.name] = ("s3", "hub", f"{one.place} uris") if one.uri else (one.place,)
         self._numbers = itertools.count(1)  # drawn in threads: each is given once
 
     def fill(self) -> None:
@@ -119,12 +119,19 @@ class World:
 
     async def remove(self, one: Name) -> None:
         """Take an adapter from its source; what is registered goes on."""
-        if not one.is_certain:
+        if not one.is_certain or Claim.GIVEN_WAY in self._claims(one):
             self.oracle.of(one.name).open(Claim.ABSENT, time.monotonic())
         await asyncio.to_thread(self._remove, one)
         if one.current is not None:
             one.replaced[one.current] = time.monotonic()
         one.current = None
+
+    def may_give_way(self, one: Name) -> None:
+        """The copy of what no request uses may leave a full disk now: the next request has to fetch it."""
+        claims, now = self.oracle.of(one.name), time.monotonic()
+        claims.open(Claim.GIVEN_WAY, now)
+        if one.current is None:
+            claims.open(Claim.ABSENT, now)
 
     # --- what the server is about to do, or has done, by an operator's call; the caller holds the name's lock ---
 
@@ -162,8 +169,11 @@ class World:
 
     def valid(self, one: Name) -> set[int]:
         """The versions that may be served at this moment."""
+        return {label for label in self._claims(one) if isinstance(label, int)}
+
+    def _claims(self, one: Name) -> set[Label]:
         now = time.monotonic()
-        return {label for label in self.oracle.of(one.name).during(now, now) if isinstance(label, int)}
+        return self.oracle.of(one.name).during(now, now)
 
     def told(self, one: Name, version: int) -> int:
         return self._told(one.adapter, version)

@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("control", "invariant"),
-    [("wrong-version", "every answer is right"), ("leak", "nothing is left at the end")],
+    [
+        ("wrong-version", "every answer is right"),
+        ("leak", "nothing is left at the end"),
+        ("long-memory", "that nothing explains"),
+        ("lost-lease", "what is served is leased"),
+        ("stuck-breaker", "a fault passes"),
+    ],
 )
 def test_a_soak_of_a_broken_world_fails(control: str, invariant: str) -> None:
     command = [sys.executable, "-m", "benchmarks.soak", "--seconds", "40", "--seed", "1", "--control", control]

@@ -19,6 +19,7 @@ from benchmarks.soak.invariants import (
     check_log,
 )
 from benchmarks.soak.journal import Journal
+from benchmarks.soak.oracle import Claim, Windows
 from benchmarks.soak.processes import Sample
 from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES
 
@@ -62,6 +63,21 @@ def test_a_version_that_drains_too_long_is_seen(journal: Journal, monkeypatch: p
     now[0] += LONGEST_DRAIN_S + 1
     monitor.check_list(views(1, "host", "draining"))
     assert broken(journal) == ["nothing waits for ever"]
+
+
+def test_what_is_served_without_a_lease_is_seen(journal: Journal) -> None:
+    claims = Windows()
+    world = SimpleNamespace(oracle=SimpleNamespace(of=lambda name: claims))
+    monitor = Monitor(world, Target("", "base"), journal)
+    for leased in ({"d0", "d1"}, {"d0"}, {"d0", "d1"}, {"d0"}):
+        monitor.check_leases(views(2, "store"), leased)
+    assert broken(journal) == [], "it was seen between"
+    monitor.check_leases(views(2, "store"), {"d0"})
+    assert broken(journal) == ["what is served is leased"]
+    claims.open(Claim.GIVEN_WAY, 0)
+    monitor.check_leases(views(2, "store"), set())
+    monitor.check_leases(views(2, "store"), set())
+    assert len(broken(journal)) == 1, "copies leave a full disk"
 
 
 def test_budgets_threads_and_files_that_grow_are_seen(journal: Journal) -> None:

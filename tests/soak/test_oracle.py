@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak.bank import FORMS, PROMPTS, Bank
+from benchmarks.soak.causes import DISK, DISK_FAILS, LONGEST_FLIGHT_S, UNASKED, Cause, of_source
 from benchmarks.soak.oracle import Answer, Asked, Claim, Oracle, Windows
 
 TOKENS = [chr(65 + i) for i in range(26)]
@@ -168,14 +169,89 @@ def test_a_404_is_right_while_it_is_absent(oracle: Oracle) -> None:
     assert oracle.judge(asked(25, 26), Answer(500)) is not None
 
 
+def refused(oracle: Oracle, **more: object) -> bool:
+    """Whether a refusal with our code for a failing source is right."""
+    return oracle.judge(asked(**more), Answer(503, error="[L006] no answer")) is None
+
+
 def test_a_503_needs_a_fault_of_its_source(oracle: Oracle) -> None:
     oracle.of("ours").open(Claim.UNREGISTERED, 0)
-    oracle.faults_of("hub").open(0, 0)
-    assert oracle.judge(asked(), Answer(503)) is not None, "another source's"
-    oracle.faults_of("s3").open(0, 1.9)
-    assert oracle.judge(asked(), Answer(503)) is None
+    oracle.causes.add(Cause("another's", of_source("hub"), 0))
+    assert not refused(oracle)
+    oracle.causes.add(Cause("gone", of_source("s3"), 1.9))
+    assert refused(oracle)
+    assert oracle.explained == {"gone": 1}
+    assert oracle.judge(asked(), Answer(503, error="[L001] no slot")) is not None, "another code"
+    assert oracle.judge(asked(), Answer(500, error="[L006] no answer")) is not None, "another status"
     oracle.of("ours").close(Claim.UNREGISTERED, 0.5)
-    assert oracle.judge(asked(), Answer(503)) is not None, "registered, no source is asked"
+    assert not refused(oracle), "registered, no source is asked"
+
+
+def test_a_name_is_refused_only_while_a_fault_hits_it(oracle: Oracle) -> None:
+    oracle.of("ours").open(Claim.UNREGISTERED, 0)
+    cause = oracle.causes.add(Cause("stall", "ours", 10))
+    assert not refused(oracle, began=8, ended=9.9)
+    assert refused(oracle, began=8, ended=10.1)
+    cause.ended = 20
+    assert refused(oracle, began=20, ended=21)
+    assert not refused(oracle, began=20.1, ended=21), "remembered too long"
+    overdue = Answer(503, error="[L006] no complete answer within 20 s")
+    assert oracle.judge(asked(began=20.1, ended=21), overdue) is None, "it had begun before"
+    assert oracle.judge(asked(began=20 + LONGEST_FLIGHT_S, ended=99), overdue) is not None
+
+
+def test_who_was_not_hit_is_refused_only_unasked(oracle: Oracle) -> None:
+    oracle.of("ours").open(Claim.UNREGISTERED, 0)
+    oracle.causes.add(Cause("stall", of_source("s3"), 0, texts=UNASKED))
+    assert not refused(oracle)
+    unasked = Answer(503, error=f"[L006] a source that is {UNASKED[0]}")
+    assert oracle.judge(asked(), unasked) is None
+
+
+def test_a_full_disk_explains_its_own_codes(oracle: Oracle) -> None:
+    oracle.of("ours").open(Claim.UNREGISTERED, 0)
+    full = Answer(507, error="[L004] a full disk")
+    assert oracle.judge(asked(), full) is not None
+    oracle.causes.add(Cause("disk full", DISK, 0, refusals=DISK_FAILS))
+    assert oracle.judge(asked(), full) is None
+    assert oracle.judge(asked(name="other", adapter=OTHER), full) is None, "a copy that is served gives way"
+    oracle.causes.end_all(0.5)
+    assert oracle.judge(asked(name="other", adapter=OTHER), full) is not None
+
+
+def test_a_copy_that_gave_way_is_fetched_again(oracle: Oracle) -> None:
+    question = asked(name="other", adapter=OTHER)
+    oracle.causes.add(Cause("stall", "other", 0))
+    assert not refused(oracle, name="other", adapter=OTHER), "it is served, whatever its source says"
+    oracle.of("other").open(Claim.GIVEN_WAY, 0)
+    assert oracle.judge(question, Answer(503, error="[L006] no answer")) is None
+
+
+def test_who_was_refused_is_asked_again_afterwards(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle.of("ours").open(Claim.UNREGISTERED, 0)
+    cause = oracle.causes.add(Cause("gone", "ours", 0))
+    assert refused(oracle)
+    monkeypatch.setattr("benchmarks.soak.oracle.time.monotonic", lambda: 30.0)
+    assert oracle.no_longer_refused() == []
+    cause.ended = 29
+    assert oracle.no_longer_refused() == ["ours"]
+    assert oracle.no_longer_refused() == [], "once"
+
+
+def test_only_a_fault_makes_a_request_late(oracle: Oracle) -> None:
+    oracle.of("ours").open(Claim.UNREGISTERED, 0)
+    oracle.causes.add(Cause("stall", of_source("s3"), 20, 30, texts=UNASKED))
+    assert not oracle.may_be_late(asked(1, 19))
+    assert oracle.may_be_late(asked(1, 21))
+    assert not oracle.may_be_late(asked(1, 21, name="other", adapter=OTHER)), "it is served"
+
+
+def test_the_time_in_which_errors_are_allowed_counts(oracle: Oracle) -> None:
+    oracle.of("ours").open(Claim.UNREGISTERED, 0)
+    oracle.causes.add(Cause("gone", of_source("s3"), 2, 3))
+    for at in (1, 2, 3, 4):
+        oracle.count_allowed(at)
+    assert oracle.allowed_parts() == {"ours": 0.5}
 
 
 def test_an_unknown_name_is_never_answered(bank: Bank, oracle: Oracle) -> None:
