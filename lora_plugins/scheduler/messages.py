@@ -180,6 +180,14 @@ class AdapterState:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestsOfName:
+    """A name's requests in one engine, or in all: ids as the engine knows them, and clients' requests that run."""
+
+    request_ids: tuple[str, ...]
+    clients: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerFigures:
     """One planner's figures for metrics; `slots`: adapters that can run at once; `loaded`: without ids of requests."""
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.state import PlannerState, resolve
+from lora_plugins.scheduler.state import PlannerState
 
 
 class PauseMode(StrEnum):
@@ -30,8 +30,9 @@ class PauseMode(StrEnum):
 @dataclass(eq=False, slots=True)
 class _Pause:
     mode: PauseMode
-    held: dict[str, Any] = field(default_factory=dict)  # requests that came during the pause, by id
-    calls: list[Future[None]] = field(default_factory=list)
+    held: dict[str, tuple[str, Any]] = field(default_factory=dict)  # client and request, by id: came during the pause
+    calls: list[Future[bool]] = field(default_factory=list)
+    joining: frozenset[str] = frozenset()  # clients' requests of which another engine runs a part
 
 
 class Pauses:
@@ -59,7 +60,7 @@ class Pauses:
     @property
     def held(self) -> list[Any]:
         """The requests that came after their name was paused."""
-        return [request for pause in self._pauses.values() for request in pause.held.values()]
+        return [request for pause in self._pauses.values() for _, request in pause.held.values()]
 
     @property
     def expects_parts(self) -> bool:
@@ -74,11 +75,27 @@ class Pauses:
         # A beam whose next part waited for the resume would never end, and the pause waits for the beam's end.
         if pause.mode is not PauseMode.WAIT or not client:
             return True
-        return not any(client in adapter.clients for adapter in self.in_flight(name))
+        return client not in pause.joining and client not in self.clients(name)
 
-    def hold(self, name: str, request_id: str, request: Any) -> None:
-        """Have a request that comes wait for the resume of its name."""
-        self._pauses[name].held[request_id] = request
+    def clients(self, name: str) -> set[str]:
+        """Return the clients' requests of a name with a part in flight."""
+        return {client for adapter in self.in_flight(name) for client in adapter.clients}
+
+    def join(self, name: str, clients: Iterable[str]) -> list[Any] | None:
+        """Let parts of these clients' requests run, and return the parts held already; None but in mode WAIT.
+
+        An engine knows what it runs: the next part of a client's request may go to an engine that runs none so far.
+        """
+        pause = self._pauses.get(name)
+        if pause is None or pause.mode is not PauseMode.WAIT:
+            return None
+        pause.joining = frozenset(clients)
+        joined = [key for key, (client, _) in pause.held.items() if client in pause.joining]
+        return [pause.held.pop(key)[1] for key in joined]
+
+    def hold(self, name: str, request_id: str, request: Any, client: str = "") -> None:
+        """Have a request that comes, perhaps as part of a client's, wait for the resume of its name."""
+        self._pauses[name].held[request_id] = client, request
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have left vLLM's scheduler, in whatever way; ids that no pause holds are left alone."""
@@ -98,25 +115,23 @@ class Pauses:
         pause = self._pauses.pop(name, None)
         if pause is None:
             return []
-        resolve(pause.calls)
-        return list(pause.held.values())
+        _answer(pause)
+        return [request for _, request in pause.held.values()]
 
-    def paused(self, name: str) -> Future[None]:
-        """Done once no request of the name runs, or the pause has ended."""
-        future: Future[None] = Future()
-        if (pause := self._pauses.get(name)) is None:
-            future.set_result(None)
+    def paused(self, name: str) -> Future[bool]:
+        """Done once no request of the name runs, or the pause has ended; False where the answer took a wait."""
+        future: Future[bool] = Future()
+        if (pause := self._pauses.get(name)) is None or not self.in_flight(name):
+            future.set_result(True)
         else:
             pause.calls.append(future)
-            self.answer()
         return future
 
     def answer(self) -> None:
         """Answer the calls whose name has nothing in flight any more."""
         for name, pause in self._pauses.items():
             if pause.calls and not self.in_flight(name):
-                resolve(pause.calls)
-                pause.calls = []
+                _answer(pause)
 
     def in_flight(self, name: str) -> list[Adapter]:
         """Return the generations of a name that have requests in flight."""
@@ -127,3 +142,10 @@ class Pauses:
         return [
             it for name, pause in self._pauses.items() if pause.mode is PauseMode.KEEP for it in self.in_flight(name)
         ]
+
+
+def _answer(pause: _Pause) -> None:
+    calls, pause.calls = pause.calls, []
+    for call in calls:
+        if not call.done():
+            call.set_result(False)

@@ -30,7 +30,7 @@ Times are seconds of a clock that never goes back. Not thread-safe: the engine's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,10 +170,10 @@ class Planner:
         self.state.stop(self.state.of_request[request_id], request_id, request, priority, now)
         self._is_changed = True
 
-    def go_on(self, name: str, now: float) -> None:
-        """Note that the pause of a name has ended: stopped requests wait for admission."""
+    def go_on(self, name: str, now: float, clients: Collection[str] | None = None) -> None:
+        """Note that the pause of a name has ended, perhaps for these clients only: stopped requests want admission."""
         for adapter in [it for it in self.state.adapters.values() if it.stopped and it.spec.name == name]:
-            self.state.go_on(adapter, now)
+            self.state.go_on(adapter, now, clients)
             self._changed(adapter, now)
 
     # --- adapters ---

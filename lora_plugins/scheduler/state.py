@@ -6,7 +6,7 @@ A change of an adapter is noted in `touched`; `settle` then updates the collecti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
@@ -216,9 +216,10 @@ class PlannerState:
         self.touched[adapter] = None
         return adapter.stopped.pop(request_id)
 
-    def go_on(self, adapter: Adapter, now: float) -> None:
+    def go_on(self, adapter: Adapter, now: float, clients: Collection[str] | None = None) -> None:
         """Have requests that a pause has stopped wait for their adapter again: requests that ran before come first."""
-        for request_id in sorted(adapter.stopped, key=lambda it: not adapter.stopped[it].has_run):
+        stopped = [key for key, held in adapter.stopped.items() if clients is None or held.client in clients]
+        for request_id in sorted(stopped, key=lambda it: not adapter.stopped[it].has_run):
             held = self.unstop(adapter, request_id)
             held.arrived_at = now
             self.hold(adapter, request_id, held)

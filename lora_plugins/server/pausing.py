@@ -18,10 +18,10 @@ async def pause(server: ApiServer, name: str, mode: PauseMode) -> bool:
     """
     server.registry.require(name)
     server.registry.paused.add(name)
-    request_ids = await server.planner.pause(name, mode)
+    requests = await server.planner.pause(name, mode)
     if mode is PauseMode.ABORT:
-        await server.vllm.abort(request_ids)
-    await server.planner.paused(name)
+        await server.vllm.abort(list(requests.request_ids))
+    await server.planner.paused(name, requests.clients)
     return name in server.registry.paused
 
 

@@ -13,7 +13,15 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterLoaded, Events, NotServed
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Outcome, PlannerFigures, from_plain, to_plain
+from lora_plugins.scheduler.messages import (
+    AdapterSpec,
+    AdapterState,
+    Outcome,
+    PlannerFigures,
+    RequestsOfName,
+    from_plain,
+    to_plain,
+)
 from lora_plugins.scheduler.pauses import PauseMode
 
 REMEMBERED = 10_000
@@ -119,14 +127,24 @@ class PlannerClient:
         """
         await self._typed(Outcome, "lora_plugins_retire", engine_id, refusal)
 
-    async def pause(self, name: str, mode: PauseMode) -> list[str]:
-        """Have every engine hold new requests of a name; returns the engines' ids of all requests of the name."""
-        answers = await self._typed(list[str], "lora_plugins_pause", name, mode)
-        return [request_id for request_ids in answers.values() for request_id in request_ids]
+    async def pause(self, name: str, mode: PauseMode) -> RequestsOfName:
+        """Have every engine hold new requests of a name; returns the name's requests in all engines."""
+        answers = (await self._typed(RequestsOfName, "lora_plugins_pause", name, mode)).values()
+        return RequestsOfName(
+            tuple(request_id for one in answers for request_id in one.request_ids),
+            tuple({client for one in answers for client in one.clients}),
+        )
 
-    async def paused(self, name: str) -> None:
-        """Wait until no engine runs a request of a paused name, or until the pause has ended."""
-        await self._typed(type(None), "lora_plugins_paused", name)
+    async def paused(self, name: str, clients: Sequence[str] = ()) -> None:
+        """Wait until no engine runs a request of a paused name, or until the pause has ended.
+
+        `clients`: clients' requests that run; their next parts run in whichever engine the parts come to.
+        """
+        # While one engine waits, another may get the next part: all must say at once that nothing runs.
+        while not all((await self._typed(bool, "lora_plugins_paused", name, clients)).values()):
+            pass
+        if clients:  # a client may use the id of its request again
+            await self._typed(bool, "lora_plugins_paused", name, ())
 
     async def resume(self, name: str) -> None:
         """Have the engines go on with requests that a pause of the name holds."""

@@ -406,8 +406,18 @@ def test_a_pause_holds_requests_of_every_server_until_a_resume(front_end: FrontE
 
 def held_by_engine(front_end: FrontEnd) -> list[float]:
     """How many requests each engine holds."""
+    return figures(front_end, "lora_plugins_held{")
+
+
+def ended_parts(front_end: FrontEnd) -> float:
+    """How many requests vLLM has ended as long as asked for; each token of a beam is one."""
+    return sum(it for it in figures(front_end, 'vllm:request_success_total{engine="'))
+
+
+def figures(front_end: FrontEnd, beginning: str) -> list[float]:
+    """The figures of the lines of /metrics that begin so."""
     lines = front_end.call("GET", "/metrics").text.splitlines()
-    return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("lora_plugins_held{")]
+    return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(beginning)]
 
 
 @pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=NIGHTLY), pytest.param("wait", marks=NIGHTLY)])
@@ -435,6 +445,48 @@ def test_a_pause_stops_what_every_server_runs(front_end: FrontEnd, mode: str) ->
         assert any(answer.reason == "abort" for answer in stopped)
     else:
         assert {(answer.reason, len(answer.ids)) for answer in stopped} == {("length", LONG)}, "nothing is lost"
+    front_end.is_everywhere(name, "sql")
+
+
+@NIGHTLY
+def test_a_pause_waits_for_beams_whichever_engine_gets_them(front_end: FrontEnd, kind: Kind) -> None:
+    """vLLM sends each token of beams to the engine with the fewest requests, so the beams change engines here."""
+    name = "beams"
+    front_end.publish(name, "sql")
+    front_end.is_everywhere(name, "sql")
+
+    async def load(engine: int) -> list[asyncio.Task[Stream]]:
+        base, began = str(front_end.bed.base), [asyncio.get_running_loop().create_future() for _ in range(12)]
+        streams = [asyncio.create_task(streamed(front_end, base, began=it, engine=engine)) for it in began]
+        await asyncio.gather(*began)
+        return streams
+
+    async def end(streams: list[asyncio.Task[Stream]]) -> None:
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+    async def run() -> httpx.Response:
+        loads, before = await load(kind.engines - 1), ended_parts(front_end)
+        beams = asyncio.create_task(front_end.asked(name, max_tokens=60, n=2, use_beam_search=True))
+        while await asyncio.to_thread(ended_parts, front_end) < before + 4:  # no streams end meanwhile
+            assert not beams.done()
+        pausing = asyncio.create_task(asyncio.to_thread(front_end.done, "POST", f"/v1/loras/{name}/pause"))
+        while (await asyncio.to_thread(front_end.view, name))["state"] != "paused":
+            await asyncio.sleep(0)
+        others = await load(0)
+        await end(loads)
+        assert (await pausing)["status"] == "success"
+        async with asyncio.timeout(LONGEST_S):
+            answer = await beams
+        await end(others)
+        return answer
+
+    try:
+        answer = asyncio.run(run())
+    finally:
+        front_end.done("POST", f"/v1/loras/{name}/resume")
+    assert [len(choice["token_ids"]) for choice in answer.json()["choices"]] == [60, 60]
     front_end.is_everywhere(name, "sql")
 
 
@@ -562,10 +614,17 @@ class Stream:
 
 
 async def streamed(
-    front_end: FrontEnd, name: str, *, key: str = KEY, max_tokens: int = LONG, began: asyncio.Future[str] | None = None
+    front_end: FrontEnd,
+    name: str,
+    *,
+    key: str = KEY,
+    max_tokens: int = LONG,
+    began: asyncio.Future[str] | None = None,
+    engine: int | None = None,
 ) -> Stream:
     body = {"model": name, "prompt": PROMPT, "max_tokens": max_tokens, "stream": True, **GREEDY}
     headers, ids, reason = {"Authorization": f"Bearer {key}"}, list[int](), None
+    headers |= {} if engine is None else {"X-data-parallel-rank": str(engine)}
     try:
         async with (
             httpx.AsyncClient(base_url=front_end.server.url, timeout=LONGEST_S, headers=headers) as client,

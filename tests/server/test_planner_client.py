@@ -191,3 +191,17 @@ def test_a_place_is_where_every_engine_has_it() -> None:
     assert combined(1, [{1: slot}]) == slot
     assert combined(1, [{1: state(is_pinned=True)}, {}]).is_pinned
     assert combined(1, [{}, {}]) == combined(1, []) == AdapterState(1, "")
+
+
+@runs
+async def test_a_pause_is_over_once_all_engines_say_so_at_once() -> None:
+    """The next part of a client's request may have gone to an engine that had answered."""
+    answers = iter([{0: True, 1: False}, {0: False, 1: True}, {0: True, 1: True}, {0: True, 1: True}])
+    asked = list[tuple[Any, ...]]()
+
+    async def ask(utility: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+        asked.append((utility, arguments[0], tuple(arguments[1])))
+        return next(answers)
+
+    await PlannerClient(ask, Events()).paused("sql", ["beams"])
+    assert asked == [*[("lora_plugins_paused", "sql", ("beams",))] * 3, ("lora_plugins_paused", "sql", ())]

@@ -15,7 +15,7 @@ from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Change, Outcome, PlannerFigures
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Change, Outcome, PlannerFigures, RequestsOfName
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import PlannerState
@@ -79,17 +79,18 @@ def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Futu
 
 
 @utility
-def _pause(self: Any, name: str, mode: PauseMode) -> list[str]:
-    """Hold new requests of a name until a resume; return the ids of all requests of the name."""
+def _pause(self: Any, name: str, mode: PauseMode) -> RequestsOfName:
+    """Hold new requests of a name until a resume; return all requests of the name."""
     _planner(self)
-    return pause(self.scheduler, name, mode)
+    return RequestsOfName(tuple(pause(self.scheduler, name, mode)), tuple(self.scheduler.pauses.clients(name)))
 
 
 @utility
-def _paused(self: Any, name: str) -> Future[None]:
-    """Wait until no request of a paused name runs, or its pause ends."""
+def _paused(self: Any, name: str, clients: list[str]) -> Future[bool]:
+    """Wait until no request of a paused name runs, or its pause ends; parts of these clients' requests run first."""
     _planner(self)
-    paused: Future[None] = self.scheduler.pauses.paused(name)
+    self.scheduler.join(name, clients)
+    paused: Future[bool] = self.scheduler.pauses.paused(name)
     return paused
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
@@ -93,8 +93,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         """Enqueue as vLLM does, once a request's adapter has its place, and its name no pause; before, hold."""
         if self._is_to_be_held(request):
             name = request.lora_request.lora_name
-            if self.pauses.holds(name, client_of(request.request_id)):
-                self.pauses.hold(name, request.request_id, request)
+            if self.pauses.holds(name, client := client_of(request.request_id)):
+                self.pauses.hold(name, request.request_id, request, client)
                 return
             spec, is_other = self.specs.adapter_for_request(request.lora_request)
             self._hold(request, spec, is_other=is_other)
@@ -190,7 +190,16 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def resume(self, name: str) -> None:
         """Have the requests that a pause has stopped or held go on."""
         self.planner.go_on(name, time.monotonic())
-        for request in self.pauses.resume(name):
+        self._go_on(self.pauses.resume(name))
+
+    def join(self, name: str, clients: Collection[str]) -> None:
+        """Have parts of clients' requests run that a pause has stopped or held; other parts run in another engine."""
+        if (joined := self.pauses.join(name, clients)) is not None:
+            self.planner.go_on(name, time.monotonic(), clients)
+            self._go_on(joined)
+
+    def _go_on(self, requests: Iterable[Any]) -> None:
+        for request in requests:
             if request.num_computed_tokens or request.num_preemptions:
                 self._hold_again(request)
             else:

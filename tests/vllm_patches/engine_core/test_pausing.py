@@ -202,6 +202,49 @@ def test_parts_of_running_requests_do_not_wait(make_engine: Make) -> None:
     assert (paused.done(), len(engine.tokens_of(second))) == (True, 1)
 
 
+def part_of(client: str, number: int) -> str:
+    return f"{client}-{'0' * 16}-beam-{number}-{'a' * 8}"
+
+
+def test_parts_of_requests_that_another_engine_runs_join(make_engine: Make) -> None:
+    engine, parts = make_engine(max_loras=1), [part_of("c", number) for number in range(5)]
+    scheduler = engine.scheduler
+    scheduler.add_request(request("other", 2, tokens=5))
+    engine.step()
+    scheduler.add_request(request(parts[0], 1, tokens=1))  # waits for the slot: stopped
+    pause(scheduler, NAME, PauseMode.WAIT)
+    scheduler.add_request(request(parts[1], 1, tokens=1))  # comes after the pause: held
+    scheduler.add_request(request(part_of("d", 1), 1, tokens=1))
+    engine.run()
+    assert engine.tokens_of(parts[0]) == engine.tokens_of(parts[1]) == []
+    scheduler.join(NAME, ["c"])
+    scheduler.add_request(request(parts[2], 1, tokens=1))
+    paused = scheduler.pauses.paused(NAME)
+    engine.run()
+    assert [len(engine.tokens_of(part)) for part in parts[:3]] == [1, 1, 1]
+    assert engine.tokens_of(part_of("d", 1)) == []
+    again = scheduler.pauses.paused(NAME)
+    engine.run(steps=10**6)
+    assert (paused.result(0), again.result(0)) == (True, False), "the next part was expected for a while"
+    scheduler.join(NAME, [])
+    scheduler.add_request(request(parts[3], 1, tokens=1))
+    engine.run()
+    assert engine.tokens_of(parts[3]) == []
+    scheduler.resume(NAME)
+    engine.run()
+    assert len(engine.tokens_of(parts[3])) == len(engine.tokens_of(part_of("d", 1))) == 1
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])
+def test_no_part_joins_in_another_mode(make_engine: Make, mode: PauseMode) -> None:
+    engine = make_engine()
+    pause(engine.scheduler, NAME, mode)
+    engine.scheduler.add_request(request(part_of("c", 1), 1, tokens=1))
+    engine.scheduler.join(NAME, ["c"])
+    engine.run()
+    assert engine.tokens_of(part_of("c", 1)) == []
+
+
 def test_a_session_that_waits_for_its_next_part_is_held(make_engine: Make) -> None:
     engine = make_engine()
     engine.scheduler.add_request(request("s", 1, tokens=2, resumable=True))
