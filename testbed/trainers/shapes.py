@@ -139,7 +139,11 @@ def _sharing() -> Adapter:
 
 
 def _text(prefix: str) -> Adapter:
-    return Adapter(layers(TEXT, prefix), config_of(leaves(TEXT)))
+    """With the same values under each prefix."""
+    tensors = layers(TEXT)
+    return Adapter(
+        {name.replace("model.layers", prefix): its for name, its in tensors.items()}, config_of(leaves(TEXT))
+    )
 
 
 def _tower() -> Adapter:
