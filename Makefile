@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-front-ends bench-kernels-aot wheel clean
+.PHONY: help set-up demo demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-front-ends bench-kernels-aot wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,6 +100,10 @@ bench-models: set-up ## adapters of every kind on 48 architectures; writes docs/
 bench-mutants: set-up ## adapters with a fault, and of threads on stock vLLM: refused, caught, or silent (6 minutes)
 	@$(RUN) -m benchmarks.threads
 	@$(RUN) -m benchmarks.mutants
+	@$(RUN) -m benchmarks.models --page
+
+bench-trainers: set-up ## adapters as 24 trainers write them, on stock vLLM and with our plugins (4 minutes)
+	@$(RUN) -m benchmarks.trainers
 	@$(RUN) -m benchmarks.models --page
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mutants, threads
+from benchmarks import mutants, threads, trainers
 from benchmarks.record import RESULTS, keep
 from testbed.architectures import ARCHITECTURES, BY_NAME, Architecture
 from testbed.forked_engines import EngineError, ForkedEngines
@@ -103,7 +103,7 @@ def page(result: Mapping[str, Any]) -> str:
     lines = [f"| architecture | {' | '.join(KINDS.values())} |", "|---" * (len(KINDS) + 1) + "|"]
     refused_and_more = _reasons(rows)
     lines += [f"| {name} | {' | '.join(cell(by_place.get((name, kind))) for kind in KINDS)} |" for name in names]
-    for part in (threads, mutants):
+    for part in (trainers, threads, mutants):
         if part.KEPT.exists():
             refused_and_more += part.section(json.loads(part.KEPT.read_text()))
     return "\n".join([text, *lines, _LEGEND, *refused_and_more]) + "\n"

@@ -104,7 +104,7 @@ def latent_attention(home: Path) -> tuple[Path, Path]:
     return home / "base", home / "adapters"
 
 
-VLLM = "vllm-project/vllm#"
+VLLM, TINKER = "vllm-project/vllm#", "thinking-machines-lab/tinker-cookbook#"
 THREADS = (
     Thread((f"{VLLM}34186",), "keys under another prefix (`model.language_model.layers`)", prefix),
     Thread(
@@ -119,10 +119,8 @@ THREADS = (
         left_out,
         ("--lora-target-modules", "qkv_proj"),
     ),
-    Thread(
-        ("thinking-machines-lab/tinker-cookbook#928",), "a head below the model (`model.lm_head`)", head_below_model
-    ),
-    Thread(("thinking-machines-lab/tinker-cookbook#593",), "Tinker's raw head (`model.unembed_tokens`)", raw_head),
+    Thread((f"{TINKER}928",), "a head below the model (`model.lm_head`)", head_below_model),
+    Thread((f"{TINKER}593", f"{TINKER}193"), "Tinker's raw head (`model.unembed_tokens`)", raw_head),
 )
 
 
@@ -169,23 +167,24 @@ def _verdict(url: str, adapters: Path, *, is_stock: bool) -> str:
                 f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(adapters / name)}, timeout=120
             )
             if answer.is_error:
-                return f"refused: {_shortened(answer.text)}"
+                return f"refused: {shortened(answer.text)}"
         try:
             found[name] = server.logprobs(name, IDS, by_token=True)
         except LoRAPluginsError as error:
-            return f"refused: {_shortened(error.found)}"
-    if _far(found[NAME], plain) <= EQUAL:
+            return f"refused: {shortened(error.found)}"
+    if far(found[NAME], plain) <= EQUAL:
         return "**accepted, and answers as the base model**"
     if RIGHT not in found:
         return "served"
-    return "served as trained" if _far(found[NAME], found[RIGHT]) <= EQUAL else "**accepted, and served in part**"
+    return "served as trained" if far(found[NAME], found[RIGHT]) <= EQUAL else "**accepted, and served in part**"
 
 
-def _far(some: Iterable[float], others: Iterable[float]) -> float:
+def far(some: Iterable[float], others: Iterable[float]) -> float:
+    """The largest difference of two rows of numbers."""
     return max(abs(one - other) for one, other in zip(some, others, strict=True))
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     """The finding, without paths and remedies."""
     found = re.search(r"(\[L\d{3}\]).*? found (.*?)(?: \(base model|; expected|, such as)", text, re.DOTALL)
     if found:

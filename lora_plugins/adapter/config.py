@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ _CLASSIFIER_HEADS = frozenset({"classifier", "score"})
 
 # Beside `target_modules`: keys that leave modules out of the training, although `target_modules` names the modules.
 _LEAVE_OUT = ("exclude_modules", "layers_to_transform")
+_OLD_PEFT = re.compile(r"0\.(1[0-8]|19\.0)\b")
 _MAX_KINDS = 256  # kinds of modules, and characters of a name
 
 # PEFT features that change an adapter's computation and that vLLM lacks: vLLM refuses or ignores each.
@@ -57,6 +59,7 @@ class AdapterConfig:
             has further keys that leave modules out; vLLM reads the weights alone.
         base_model: `base_model_name_or_path`, or None without the key.
         trained: the plain names of modules in `targets`, all of which must have tensors; empty where unknown.
+        is_of_old_peft: whether `peft_version` is a version that exchanges A and B of stacked experts (before 0.19.1).
     """
 
     rank: int
@@ -68,6 +71,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: frozenset[str] = frozenset()
     trained: frozenset[str] = frozenset()
+    is_of_old_peft: bool = False
 
     @property
     def max_rank(self) -> int:
@@ -146,6 +150,7 @@ def parse_config(data: bytes) -> AdapterConfig:
         alpha_pattern={key: _alpha(f"alpha_pattern[{key!r}]", value) for key, value in _mapping(raw, "alpha_pattern")},
         modules_to_save=frozenset(_text_list("modules_to_save", raw.get("modules_to_save") or [])),
         trained=_plain_names(targets),
+        is_of_old_peft=_OLD_PEFT.match(str(raw.get("peft_version"))) is not None,
     )
     if config.alpha == 0 and not any(config.alpha_pattern.values()):
         raise without_effect(f"lora_alpha {config.alpha:g}")
@@ -163,6 +168,13 @@ def without_effect(why: str) -> InvalidAdapter:
     """Return the error for an adapter that adds nothing, and would answer as the base model does."""
     return InvalidAdapter(
         f"an adapter without effect: {why}", expected="an alpha other than 0", remedy="correct lora_alpha"
+    )
+
+
+def unsupported(feature: str) -> IncompatibleAdapter:
+    """Return the error for a feature of PEFT that vLLM lacks."""
+    return IncompatibleAdapter(
+        feature, expected="plain LoRA, which is what vLLM serves", remedy="merge it into the base model"
     )
 
 
@@ -187,9 +199,7 @@ def _json_object(data: bytes) -> dict[str, Any]:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for key, feature in _UNSUPPORTED.items():
         if raw.get(key):
-            raise IncompatibleAdapter(
-                feature, expected="plain LoRA, which is what vLLM serves", remedy="merge it into the base model"
-            )
+            raise unsupported(feature)
     if raw.get("bias", "none") not in ("none", None):
         raise IncompatibleAdapter(
             f"bias {_short(raw['bias'])}", expected="bias 'none'", remedy="train with bias='none'"

@@ -220,7 +220,10 @@ def _tensor(name: str, entry: Any, start: int) -> TensorInfo:
             error.remedy = "save it in BF16; if these are quantised, multiply them by their scales before"
         raise error
     if not (_whole_numbers(shape) and all(shape) and 1 <= len(shape) <= 8):
-        raise _broken(f"shape {str(shape)[:60]} of tensor '{name}'", "one to eight sizes above 0")
+        error = _broken(f"shape {str(shape)[:60]} of tensor '{name}'", "one to eight sizes above 0")
+        if shape == [0]:  # `param.data` of a partitioned parameter (deepspeed/runtime/zero/partition_parameters.py)
+            error.remedy = "gather it before saving (DeepSpeed's ZeRO-3: stage3_gather_16bit_weights_on_model_save)"
+        raise error
     if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
         raise _broken(f"data_offsets {str(offsets)[:60]} of tensor '{name}'", "a begin and an end")
     size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]

@@ -2,7 +2,8 @@
 
 Names: `[base_model.model.]<module>.lora_A.weight`, `.lora_B.weight`, `.lora_embedding_A`, `.lora_embedding_B`
 (`parse_fine_tuned_lora_name` in `vllm/lora/utils.py`, 0.32). A state dict that was saved without PEFT's own function
-has the adapter's name in its keys as well, `.lora_A.default.weight`, which vLLM does not read (`adapter/layouts`).
+has the adapter's name in its keys as well, `.lora_A.default.weight`, and SkyRL's experts end with `.lora_A`
+(`get_expert_key` in skyrl/tx/utils/models.py, 0.3.0); vLLM reads neither (`adapter/layouts`).
 Shapes: A `(rank, in)`, B `(out, rank)`.
 """
 
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lora_plugins.adapter.config import AdapterConfig, without_effect
+from lora_plugins.adapter.config import AdapterConfig, unsupported, without_effect
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
@@ -21,10 +22,11 @@ from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
 _NAME = re.compile(
-    r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight"
+    r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
     r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
 )
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+_DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
 _WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
 
 
@@ -146,8 +148,12 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
             remedy="merge the adapter into the model with these words and serve the result; where none were added, "
             "save it with save_embedding_layers=False",
         )
+    if found is None and _DORA.search(name):
+        raise unsupported(f"DoRA, by tensor '{name}'")
+    if (found is None or name.endswith((".lora_A", ".lora_B"))) and (foreign := foreign_key(name)):
+        raise foreign
     if found is None:
-        raise foreign_key(name) or IncompatibleAdapter(
+        raise IncompatibleAdapter(
             f"tensor '{name}', which is no LoRA weight",
             expected="tensors named <module>.lora_A.weight, .lora_B.weight, .lora_embedding_A or .lora_embedding_B",
             remedy="save the adapter alone, without full weights, or merge it into the base model",

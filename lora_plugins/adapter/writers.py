@@ -2,7 +2,8 @@
 
 Source of the rows: mlx_lm/tuner/lora.py of mlx-lm (200af25d); finetune/checkpointing.py of mistral-finetune (20704b22);
 `tune_to_peft_adapter_weights` in torchtune/models/convert_weights.py; tinker_cookbook/weights/_adapter.py and
-_merge_utils.py of tinker-cookbook (9dfcc3a2); the specifications of GGUF and of Git LFS.
+_merge_utils.py of tinker-cookbook (9dfcc3a2); `save_lora_checkpoint` in litgpt/finetune/lora.py, 0.5.13; the
+specifications of GGUF and of Git LFS.
 """
 
 from __future__ import annotations
@@ -73,6 +74,13 @@ WRITERS = (
         "adapter_config.json beside its own adapter_0.pt",
         files=r"adapter_\d+\.pt",
         keys=r"\.lora_[ab]\.weight$",
+    ),
+    Writer(
+        "LitGPT's form",
+        "merge it with 'litgpt merge_lora', write the model with 'litgpt convert_from_litgpt', and serve that; its "
+        "queries, keys and values are one tensor",
+        files=r"lit_model\.pth\.lora",
+        keys=r"(^|\.)transformer\.h\.\d+\..+\.lora_[AB](\.weight)?$",
     ),
     Writer(
         "GGUF",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell, check_landing
-from lora_plugins.adapter.layouts import experts, fused
+from lora_plugins.adapter.layouts import experts, foreign_experts, fused
 from lora_plugins.adapter.layouts.moves import Same
 from lora_plugins.adapter.layouts.names import Names
 from lora_plugins.adapter.layouts.spellings import spellings
@@ -49,6 +49,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         InvalidAdapter: two pairs of the adapter are for one module of the engine.
     """
     names = Names(config, model)
+    names.exchanged = foreign_experts.exchanged(weights.pairs, names)
     landed: list[LoraPair] = []
     left: list[LoraPair] = []
     for pair in paced(weights.pairs):
@@ -141,7 +142,7 @@ def _respelled(pair: LoraPair, respell: Respell) -> LoraPair:
 def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
     """Yield pairs that land under the names that PEFT gives the pairs' modules."""
     for pair in paced(pairs):
-        if names.place(pair.module, is_looked_up=pair.is_looked_up) is None:
+        if names.place(pair.module, is_looked_up=pair.is_looked_up) is None or pair.a.name in names.exchanged:
             continue
         a, b = (([side], side.shape, Same()) for side in (pair.a, pair.b))
         new = new_pair(pair.module, a, b, pair.rank, pair.alpha, is_looked_up=pair.is_looked_up)
@@ -152,6 +153,7 @@ _RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (
     _rename,
     fused.split,
     fused.join,
+    foreign_experts.rearrange,
     experts.unstack,
     experts.unshare,
     experts.stack,

@@ -50,14 +50,14 @@ def _stacked_role(pair: LoraPair, experts: Experts) -> str | None:
 
 def _unstacked(module: str, by_role: Mapping[str, LoraPair], experts: Experts) -> Iterator[NewPair]:
     """Yield a pair for each matrix of each expert; vLLM wants all three matrices, so a missing matrix is zeros."""
-    rows = {**_rows_in_w13(experts), "w2": (0, experts.hidden_size, 1)}
+    rows = {**rows_in_w13(experts), "w2": (0, experts.hidden_size, 1)}
     for expert in range(experts.count):
         for role in ("w1", "w2", "w3"):
             pair = by_role.get("w2" if role == "w2" else "w13")
             name = f"{module}.{expert}.{experts.names[role]}"
-            inputs, outputs = _sizes(role, experts)
+            inputs, outputs = sizes_of(role, experts)
             if pair is None:
-                yield _zeros(name, next(iter(by_role.values())), inputs, outputs)
+                yield zeros(name, next(iter(by_role.values())), inputs, outputs)
                 continue
             yield new_pair(
                 name,
@@ -95,16 +95,17 @@ def _kind(pair: LoraPair) -> tuple[int, float, str, str]:
 
 
 def _fits(expert: int, role: str, pair: LoraPair, experts: Experts) -> bool:
-    inputs, outputs = _sizes(role, experts)
+    inputs, outputs = sizes_of(role, experts)
     return expert < experts.count and (pair.a.shape, pair.b.shape) == ((pair.rank, inputs), (outputs, pair.rank))
 
 
-def _sizes(role: str, experts: Experts) -> tuple[int, int]:
+def sizes_of(role: str, experts: Experts) -> tuple[int, int]:
+    """Return the inputs and outputs of one expert's matrix."""
     inner, hidden = experts.intermediate_size, experts.hidden_size
     return (inner, hidden) if role == "w2" else (hidden, inner)
 
 
-def _rows_in_w13(experts: Experts) -> dict[str, _Rows]:
+def rows_in_w13(experts: Experts) -> dict[str, _Rows]:
     """Return which rows of w13's B belong to w1 and to w3: the first, the end, the step."""
     inner = experts.intermediate_size
     step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
@@ -115,7 +116,7 @@ def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Ex
     first = next(iter(found.values()))
     inner, hidden, rank = experts.intermediate_size, experts.hidden_size, first.rank
     present = {role for _, role in found}
-    rows = {role: its_rows for role, its_rows in _rows_in_w13(experts).items() if role in present}
+    rows = {role: its_rows for role, its_rows in rows_in_w13(experts).items() if role in present}
     # Side by side: w1 and w3 have an A each, so w13 needs both ranks and zeros between.
     w13_rank = rank * max(1, len(rows))
     return [
@@ -193,7 +194,7 @@ def unshare(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 
 
 def _is_shared(role: str, pair: LoraPair, experts: Experts) -> bool:
-    inputs, outputs = _sizes(role, experts)
+    inputs, outputs = sizes_of(role, experts)
     counts = {pair.a.shape[0], pair.b.shape[0]}
     sizes = pair.a.shape[1:], pair.b.shape[1:]
     return (
@@ -204,16 +205,16 @@ def _is_shared(role: str, pair: LoraPair, experts: Experts) -> bool:
 
 
 def _of_expert(prefix: str, expert: int, role: str, found: Mapping[str, LoraPair], experts: Experts) -> NewPair:
-    name, (inputs, outputs) = f"{prefix}.{experts.names[role]}", _sizes(role, experts)
+    name, (inputs, outputs) = f"{prefix}.{experts.names[role]}", sizes_of(role, experts)
     pair = found.get(role)
     if pair is None:
-        return _zeros(name, next(iter(found.values())), inputs, outputs)
+        return zeros(name, next(iter(found.values())), inputs, outputs)
     a, b = (Rows(expert if side.shape[0] > 1 else 0, 1) for side in (pair.a, pair.b))
     shapes = (pair.rank, inputs), (outputs, pair.rank)
     return new_pair(name, ([pair.a], shapes[0], a), ([pair.b], shapes[1], b), pair.rank, pair.alpha)
 
 
-def _zeros(module: str, like: LoraPair, inputs: int, outputs: int) -> NewPair:
-    """Return a pair that adds nothing."""
-    a, b = (like.rank, inputs), (outputs, like.rank)
+def zeros(module: str, like: LoraPair, inputs: int, outputs: int, count: int = 1) -> NewPair:
+    """Return a pair that adds nothing, of one expert or stacked of several."""
+    a, b = (count * like.rank, inputs), (outputs, count * like.rank)
     return new_pair(module, ([like.a], a, Zeros(a)), ([like.b], b, Zeros(b)), like.rank, like.alpha)

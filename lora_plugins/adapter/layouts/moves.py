@@ -115,4 +115,18 @@ class StackedB(msgspec.Struct, frozen=True, tag=True):
         return made.reshape(self.shape[0], -1)
 
 
-Move = Same | Rows | Stacked | OnDiagonal | Zeros | ColumnsOfExpert | StackedA | StackedB
+class OfExpert(msgspec.Struct, frozen=True, tag=True):
+    """The source in another shape with other axes: of all experts, or some rows (first, end, step) of one."""
+
+    shape: tuple[int, int, int]
+    axes: tuple[int, int, int]
+    expert: int | None = None
+    rows: tuple[int, int, int] = (0, 0, 1)
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """See the module."""
+        turned = arrays[0].reshape(self.shape).transpose(self.axes)
+        return turned if self.expert is None else turned[self.expert][slice(*self.rows)]
+
+
+Move = Same | Rows | Stacked | OnDiagonal | Zeros | ColumnsOfExpert | StackedA | StackedB | OfExpert

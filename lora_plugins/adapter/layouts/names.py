@@ -17,12 +17,18 @@ class Names:
     def __init__(self, config: AdapterConfig, model: Model) -> None:
         self._config = config
         self._model = model
+        self.exchanged: frozenset[str] = frozenset()  # names of A: see `foreign_experts.exchanged`
+
+    @property
+    def is_of_old_peft(self) -> bool:
+        """Return the configuration's `is_of_old_peft`."""
+        return self._config.is_of_old_peft
 
     def lands(self, pair: LoraPair) -> bool:
         """Whether vLLM reads this pair unchanged, or leaves the pair out on purpose."""
         if self._model.modules.skips(pair.a.name):
             return True
-        return self._place(pair.a.name) is not None
+        return self._place(pair.a.name) is not None and pair.a.name not in self.exchanged
 
     def place(self, module: str, *, is_looked_up: bool = False) -> ModulePlace | None:
         """Return where the pair of a module lands, under the names that PEFT gives the pair."""

@@ -78,6 +78,66 @@ def test_stacked_experts_become_a_pair_each(tmp_path, parts, is_interleaved):
         assert np.array_equal(found["w2"], w2)
 
 
+def exchanged(tensors):
+    """As PEFT before 0.19.1 saves the same experts: its `get_delta_weight` adds A's transpose times B's transpose."""
+    made = {}
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace("lora_A", "lora_B")]
+            made[name] = b.reshape(len(b), RANK, COUNT).transpose(2, 1, 0).reshape(RANK * COUNT, -1)
+            made[name.replace("lora_A", "lora_B")] = (
+                a.reshape(COUNT, RANK, -1).transpose(2, 1, 0).reshape(-1, RANK * COUNT)
+            )
+    return made
+
+
+def of_inner(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.INNER", inner)
+    monkeypatch.setattr(f"{__name__}.SIZES", {"w1": (HIDDEN, inner), "w2": (inner, HIDDEN), "w3": (HIDDEN, inner)})
+
+
+@pytest.mark.parametrize("kind", [ExpertFormat.PER_EXPERT, ExpertFormat.STACKED])
+@pytest.mark.parametrize(
+    ("parts", "inner", "is_known"),
+    [
+        one
+        for one in product((("w13", "w2"), ("w13",), ("w2",)), (INNER, HIDDEN // 2), (True, False))
+        if one != (("w13",), HIDDEN // 2, False)  # there nothing says which side is A
+    ],
+)
+def test_experts_of_an_old_peft_are_exchanged_back(tmp_path, monkeypatch, kind, parts, inner, is_known):
+    of_inner(inner, monkeypatch)
+    tensors = stacked(*parts)
+    version = {"peft_version": "0.18.0"} if is_known else {}
+    config = {"r": RANK, "lora_alpha": 6, "target_modules": [], **version}
+    verified, made, target = convert(tmp_path, exchanged(tensors), base_of(kind), **config)
+    assert len(verified.conversion.changes) == 1
+    assert verified.conversion.changes[0].startswith("experts of PEFT before 0.19.1")
+    if kind is ExpertFormat.STACKED:
+        for part, name in (("w13", f"{MODULE}.base_layer"), ("w2", MODULE)):
+            old = MODULE if parts == ("w13",) else name
+            for expert in range(COUNT):
+                found = delta_of_expert(made, name, expert)
+                expected = delta_of_expert(tensors, old, expert) if part in parts else 0 * found
+                assert np.array_equal(found, expected)
+        return
+    for expert in range(COUNT):
+        found = {role: delta(made, f"{MODULE}.{expert}.{name}", target / CONFIG_FILE) for role, name in NAMES.items()}
+        if "w13" in parts:
+            w13 = delta_of_expert(tensors, MODULE if parts == ("w13",) else f"{MODULE}.base_layer", expert) * 3
+            assert np.array_equal(np.concatenate([found["w1"], found["w3"]]), w13)
+        w2 = delta_of_expert(tensors, MODULE, expert) * 3 if "w2" in parts else np.zeros((HIDDEN, inner))
+        assert np.array_equal(found["w2"], w2)
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.21.2", "unknown", None])
+def test_square_experts_of_a_newer_peft_stay(tmp_path, version, monkeypatch):
+    of_inner(HIDDEN // 2, monkeypatch)
+    files = adapter_files(stacked("w13"), r=RANK, target_modules=[], peft_version=version)
+    verified = verify_adapter(put(tmp_path, files), base_of(ExpertFormat.PER_EXPERT), Settings())
+    assert verified.conversion.changes == (f"stacked experts split into a pair each ({3 * COUNT} modules)",)
+
+
 def per_expert(roles=("w1", "w2", "w3"), experts=range(COUNT)) -> dict[str, np.ndarray]:
     tensors = {}
     for expert, role in product(experts, roles):
