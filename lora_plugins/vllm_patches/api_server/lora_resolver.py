@@ -44,7 +44,7 @@ class LoRAPluginsResolver:
         """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
         ours = self.process.resolver
         try:
-            resolved = await ours.resolve(lora_name, base_model_name)
+            resolved = (await ours.look_up(lora_name, base_model_name)).version()
         except LoRAPluginsError as error:
             raise http_error(error) from None  # the event has been logged
         if resolved is None:

@@ -191,7 +191,7 @@ def test_uris_need_no_source_and_workers_know_them(tmp_path, registered):
     assert (name, resolver.process) == ("lora-plugins", process)
     assert process.resolver_of_worker() is not process.resolver
     for each in (process.resolver, process.resolver_of_worker()):
-        assert asyncio.run(each.resolve_uri("a", f"{uri}/sql", BASE.path)).rank == 4
+        assert asyncio.run(each.resolve("a", BASE.path, f"{uri}/sql")).rank == 4
         assert asyncio.run(each.resolve("sql", BASE.path)) is None
 
 
