@@ -13,7 +13,8 @@ from enum import StrEnum
 from typing import Any
 
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.state import PlannerState, resolve
+from lora_plugins.scheduler.futures import resolve
+from lora_plugins.scheduler.state import PlannerState
 
 
 class PauseMode(StrEnum):
