@@ -31,7 +31,7 @@ class LoRAPluginsError(Exception):
     """States the fault, the expectation and the remedy, for one adapter and file, if the error is about one.
 
     `place` is the error's path, or URL and endpoint: for the log, the command line and administrators. Other clients
-    never get the place (`api/hidden_paths.py`); a place holds no credentials.
+    never get the place (`api/http_errors.py`); a place holds no credentials.
     """
 
     code: ClassVar[str] = "L000"

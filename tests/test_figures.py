@@ -47,3 +47,10 @@ def test_changed_files_are_those_since_a_commit(tmp_path: Path) -> None:
     (package / "new.py").write_text("")
     (package / "old.py").write_text("# changed")
     assert [path.name for path in figures.changed(tmp_path, "HEAD")] == ["new.py", "old.py"]
+
+
+def test_a_private_twin_shares_its_class_name(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.py", tmp_path / "other.py"]
+    for path, name in zip(paths, ("Plan", "_Plan"), strict=True):
+        path.write_text(f"class {name}: ...\nclass {path.stem.title()}: ...\n")
+    assert figures.shared_class_names(paths) == ["Plan"]

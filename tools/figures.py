@@ -159,9 +159,9 @@ def _is_for_readers(comment: str) -> bool:
 
 
 def shared_class_names(paths: list[Path]) -> list[str]:
-    """Names that more than one class has."""
+    """Names that more than one class has; a private class has the name of its public twin."""
     names = Counter(
-        node.name
+        node.name.removeprefix("_")
         for path in paths
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)

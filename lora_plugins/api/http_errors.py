@@ -1,10 +1,21 @@
-"""Map errors of this package to vLLM's HTTP answers: the only place where errors become HTTP."""
+"""Map errors of this package to vLLM's HTTP answers: the only place where errors become HTTP.
+
+Clients who only ask for completions see no paths of the server.
+"""
 
 from __future__ import annotations
 
-from lora_plugins.api.hidden_paths import for_clients
+import re
+
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.ledger import Patch
+
+HIDDEN = "<path>"
+_SHOWN = "adapter"  # the caller's own word
+
+# In quotes a path may have spaces. /v1/… is a route of the server, which remedies name.
+_QUOTED = re.compile(r"""(?P<quote>['"])(?:file:)?/(?!v1/)[^'"]*(?P=quote)""")
+_BARE = re.compile(r"""(?<![\w.~/<>:-])(?:file:/*)?/(?!v1/)[^\s'"/();,]+(?:/[^\s'"/();,]+)*/?(?<![.:])""")
 
 
 def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Exception:
@@ -24,6 +35,18 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
     # An HTTPException can carry Retry-After.
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return HTTPException(error.http_status, text, headers)
+
+
+def without_paths(text: str) -> str:
+    """The text with `<path>` in the place of each absolute path and `file://` URI."""
+    return _BARE.sub(HIDDEN, _QUOTED.sub(rf"\g<quote>{HIDDEN}\g<quote>", text))
+
+
+def for_clients(error: LoRAPluginsError) -> str:
+    """An error's text without the server's paths and places; its adapter's name stays as the client has written it."""
+    # Rebuild the error from its fields, because the name of an adapter may look like a path and must stay.
+    fields = {name: text if name == _SHOWN else without_paths(text) for name, text in error.fields().items()}
+    return str(type(error)(**{**fields, "place": ""}))
 
 
 LEDGER = (

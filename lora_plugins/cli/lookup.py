@@ -1,4 +1,4 @@
-"""Names and URIs looked up as a server would, several at once, with each step's answer; `why` and `pull`."""
+"""The sources of this environment, asked without a server as a server would; several names and URIs at once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.names import AskedName
 from lora_plugins.cli.output import Output
 from lora_plugins.cli.progress import FetchBars
-from lora_plugins.cli.sources import require_sources, sources_of_environment
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
-from lora_plugins.events import AdapterResolved, AdapterUnknown, Event, Events
+from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
+from lora_plugins.events import AdapterResolved, Events
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
-from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
+from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
+from lora_plugins.resolvers.sources.source import Listing, ListsNames, RemoteAdapter, Source
 from lora_plugins.resolvers.sources.uri import SourceUri
 from lora_plugins.resolvers.versions import select_files
-from lora_plugins.settings import BaseMatch, Settings
+from lora_plugins.settings import BaseMatch, Settings, named_in_environment
 from lora_plugins.store.layout import Layout, is_digest, key_of
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.opening import open_store
@@ -31,28 +31,78 @@ from lora_plugins.store.opening import open_store
 _AT_ONCE = 8  # the resolver fetches four at once
 
 
-SourceAnswer = RemoteAdapter | Absence | LoRAPluginsError
+def sources_of_environment(settings: Settings) -> list[Source]:
+    """Return the sources that `VLLM_PLUGINS` names, in their order.
+
+    Raises:
+        InvalidSettings: a source cannot be made.
+    """
+    found: list[Source] = []
+    for plugin, configured in SOURCE_PLUGINS.items():
+        if named_in_environment(plugin):
+            found += configured(settings)
+    order = settings.sources
+    # Sources that the setting leaves out come last, in the plugins' order.
+    return sorted(found, key=lambda item: order.index(item.label) if item.label in order else len(order))
+
+
+def require_sources(sources: Sequence[Source]) -> None:
+    """Refuse to go on where a server with this environment would ask no source.
+
+    Raises:
+        InvalidSettings: no plugin with a source is named, or no named plugin has its own setting.
+    """
+    if not sources:
+        raise InvalidSettings(
+            "no source of adapters in this environment",
+            expected="VLLM_PLUGINS with one of " + ", ".join(SOURCE_PLUGINS) + ", and that one's own setting",
+            remedy="set both; 'lora-plugins doctor' says what is missing",
+        )
+
+
+async def list_names(sources: Sequence[Source], base_model_name: str) -> list[Listing | LoRAPluginsError]:
+    """Return each source's list, or the source's error."""
+
+    async def one(source: Source) -> Listing | LoRAPluginsError:
+        if not isinstance(source, ListsNames):
+            return Listing((), ("this source does not list what it has",))
+        try:
+            return await source.names(base_model_name)
+        except LoRAPluginsError as error:
+            return error
+
+    return await asyncio.gather(*map(one, sources))
+
+
+def names_of_environment(settings: Settings, base_model_name: str) -> list[str]:
+    """Return all names in the sources' lists, each once.
+
+    Raises:
+        LoRAPluginsError: a source does not answer.
+    """
+    names: dict[str, None] = {}
+    for listing in asyncio.run(list_names(sources_of_environment(settings), base_model_name)):
+        if isinstance(listing, LoRAPluginsError):
+            raise listing
+        names.update(dict.fromkeys(listing.names))
+    return list(names)
 
 
 @dataclass(slots=True)
 class LookUp:
-    """A name or URI, the sources' answers, and the end of the look-up.
+    """A name or URI, and what the look-up has found out.
 
     Attributes:
         text: the name or URI asked for. name: the adapter's. uri: the place, if not where the sources have the name.
-        answers: of the sources that were asked, by label.
-        stored: the adapter in the store. located: with a dry run, the adapter to fetch.
-        error: why there is neither; None where every source answers "no such adapter", as `absences` say.
+        stored: the adapter in the store. would_fetch: with a dry run, the adapter to fetch.
     """
 
     text: str
     name: str
     uri: SourceUri | None = None
-    answers: dict[str, SourceAnswer] = field(default_factory=dict)
-    absences: tuple[Absence, ...] = ()
+    found: LookedUp = field(default_factory=LookedUp)
     stored: Stored | None = None
-    located: WouldFetch | None = None
-    error: LoRAPluginsError | None = None
+    would_fetch: WouldFetch | None = None
     elapsed_s: float = 0.0
 
     @classmethod
@@ -76,11 +126,11 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An adapter that is in the store now, and the event that says how it came."""
+    """An adapter that is in the store now, and how the adapter came."""
 
     adapter: ResolvedAdapter
     manifest: Manifest
-    event: AdapterResolved
+    facts: AdapterResolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,103 +170,75 @@ def look_up(
     Raises:
         InvalidSettings: the environment has no source for a name; a source or the store cannot be made.
     """
-    said = _Said(output, asked)
     uris = [str(_prefix(one.uri)) for one in asked if one.uri is not None]
     # Prefixes limit the clients of a server; the user of a command may read any URI.
     settings = replace(settings, allowed_uris=(*settings.allowed_uris, *uris))
     if base is None:
         settings = replace(settings, base_match=BaseMatch.OFF)
-    sources = sources_of_environment(settings, said.on_answer)
+    sources = sources_of_environment(settings)
     if len(uris) < len(asked):
         require_sources(sources)
-    resolver = None
+    bars = FetchBars(output, asked[0].text if len(asked) == 1 else "", len(asked))
+    events, turns = Events(bars.on_event), asyncio.Semaphore(_AT_ONCE)
+    search, resolver = SourceSearch(settings, events, sources), None
     if not dry_run:
-        resolver = AdapterResolver(settings, Events(said.on_event), open_store(settings), sources)
+        resolver = AdapterResolver(settings, events, open_store(settings), sources)
         resolver.base = base
-    turns = asyncio.Semaphore(_AT_ONCE)
+    first: dict[tuple[str, Path], AdapterResolved] = {}
 
     async def end(one: LookUp) -> None:
         async with turns:
             started = time.perf_counter()
             try:
                 if resolver is None:
-                    one.located = await _locate(sources, one.name, base_path, settings)
+                    await _locate(search, one, base_path, settings)
                 else:
-                    one.stored = await _store(resolver, one, base_path, said)
+                    await _store(resolver, one, base_path, first)
             except LoRAPluginsError as error:
-                error.adapter = error.adapter or one.name
-                one.error = error
+                one.found.error = error
+            if one.found.error is not None:
+                one.found.error.adapter = one.found.error.adapter or one.name
             one.elapsed_s = time.perf_counter() - started
-            said.bars.name_ended()
+            bars.name_ended()
 
     async def end_all() -> None:
         await asyncio.gather(*map(end, asked))
 
-    with said.bars:
+    with bars:
         asyncio.run(end_all())
     return [source.label for source in sources]
 
 
-class _Said:
-    """The reports of sources and resolver, by look-up."""
-
-    def __init__(self, output: Output, asked: Sequence[LookUp]) -> None:
-        self._by_name = {one.name: one for one in asked}
-        self.bars = FetchBars(output, asked[0].text if len(asked) == 1 else "", len(asked))
-        self.resolved: dict[tuple[str, str], AdapterResolved] = {}  # by name and path: two URIs may have one name
-
-    def on_answer(self, source: str, name: str, answer: SourceAnswer) -> None:
-        self._by_name[name].answers[source] = answer
-
-    def on_event(self, event: Event) -> None:
-        self.bars.on_event(event)
-        if isinstance(event, AdapterUnknown):
-            self._by_name[event.name].absences = event.absences
-        elif isinstance(event, AdapterResolved):
-            # The first event says whether the bytes were fetched: a second look-up finds them in the store.
-            self.resolved.setdefault((event.name, event.path), event)
-
-
-async def _store(resolver: AdapterResolver, asked: LookUp, base_path: str, said: _Said) -> Stored | None:
-    found: ResolvedAdapter | None
-    if asked.uri is None:
-        found = await resolver.resolve(asked.name, base_path)
-    else:
-        try:
-            found = await resolver.resolve_uri(asked.name, asked.text, base_path)
-        except AdapterNotFound as error:
-            if asked.absences:  # otherwise something lies there, and the error names the fault
-                error.found += ": " + "; ".join(map(str, asked.absences))
-            raise
-    if found is None:
-        return None
-    stored = Stored(found, Manifest.read(found.path), said.resolved[found.name, str(found.path)])
+async def _store(
+    resolver: AdapterResolver, asked: LookUp, base_path: str, first: dict[tuple[str, Path], AdapterResolved]
+) -> None:
+    """Bring an adapter into the store; `first` says how each adapter came."""
+    uri = None if asked.uri is None else asked.text
+    found = asked.found = await resolver.look_up(asked.name, base_path, uri)
+    if found.error is not None and uri is not None and found.absences:
+        found.error.found += ": " + "; ".join(map(str, found.absences))
+    if found.resolved is None:
+        return
+    path = found.resolved.path
+    # The first look-up says whether the bytes were fetched: a second finds them in the store.
+    if found.facts is not None:
+        first.setdefault((asked.name, path), found.facts)
+    asked.stored = Stored(found.resolved, Manifest.read(path), first[asked.name, path])
     # Nothing is served from here: a lease would only keep the adapter from eviction.
-    resolver.store.release(found.name, found.path)
-    return stored
+    resolver.store.release(asked.name, path)
 
 
-async def _locate(sources: Sequence[Source], name: str, base_path: str, settings: Settings) -> WouldFetch | None:
-    """Return what the first source that has the name would bring; None where every source lacks the name.
+async def _locate(search: SourceSearch, asked: LookUp, base_path: str, settings: Settings) -> None:
+    """Ask the sources, and leave the store as it is.
 
     Raises:
-        LoRAPluginsError: as a server's resolver raises; an unavailable source hides no later source.
+        LoRAPluginsError: the adapter's files would be refused.
     """
-    unavailable: SourceUnavailable | None = None
-    for source in sources:
-        with describing(adapter=name):
-            try:
-                found = await source.locate(AdapterName.parse(name), base_path)
-            except SourceUnavailable as error:
-                unavailable = unavailable or error
-                continue
-            if isinstance(found, RemoteAdapter):
-                selected = select_files(found, settings)
-                size_bytes = sum(file.size_bytes for file in selected.files)
-                return WouldFetch(selected, size_bytes, _stored(settings, selected))
-    if unavailable is not None:
-        raise unavailable
-    return None
+    asked.found = await search.locate(Query(AdapterName.parse(asked.name)), base_path)
+    if asked.found.located is not None:
+        selected = select_files(asked.found.located[1], settings)
+        size_bytes = sum(file.size_bytes for file in selected.files)
+        asked.would_fetch = WouldFetch(selected, size_bytes, _stored(settings, selected))
 
 
 def _stored(settings: Settings, adapter: RemoteAdapter) -> Path | None:

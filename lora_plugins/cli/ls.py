@@ -15,6 +15,7 @@ from rich.live import Live
 
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
+from lora_plugins.cli.lookup import list_names, require_sources, sources_of_environment
 from lora_plugins.cli.output import (
     SHOWN_CHARACTERS,
     Output,
@@ -28,7 +29,6 @@ from lora_plugins.cli.output import (
     table_above,
 )
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
-from lora_plugins.cli.sources import list_names, require_sources, sources_of_environment
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.settings import Settings

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lora_plugins.cli.lookup import LookUp, Stored, look_up
+from lora_plugins.cli.lookup import LookUp, Stored, look_up, names_of_environment
 from lora_plugins.cli.names import AskedName, NamesFile, expand, is_several, together, wanted
 from lora_plugins.cli.output import Output, Result, line, size
-from lora_plugins.cli.sources import names_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.settings import Settings
 
@@ -64,7 +63,7 @@ def _result(pulled: LookUp | LoRAPluginsError) -> Result | LoRAPluginsError:
     except LoRAPluginsError as error:
         return error
     found, manifest, elapsed_s = stored.adapter, stored.manifest, pulled.elapsed_s
-    bytes_s = manifest.size_bytes / elapsed_s if stored.event.fetched else None
+    bytes_s = manifest.size_bytes / elapsed_s if stored.facts.fetched else None
     fields = {
         "name": found.name,
         "source": found.source,
@@ -73,7 +72,7 @@ def _result(pulled: LookUp | LoRAPluginsError) -> Result | LoRAPluginsError:
         "digest": manifest.digest,
         "path": str(found.path),
         "size_bytes": manifest.size_bytes,
-        "fetched": stored.event.fetched,
+        "fetched": stored.facts.fetched,
         "elapsed_s": elapsed_s,
         "bytes_s": bytes_s,
     }
@@ -83,12 +82,13 @@ def _result(pulled: LookUp | LoRAPluginsError) -> Result | LoRAPluginsError:
 
 
 def _stored(pulled: LookUp) -> Stored:
-    if pulled.error is not None:
-        raise pulled.error
+    if pulled.found.error is not None:
+        raise pulled.found.error
     if pulled.stored is None:
-        hints = [absence.hint for absence in pulled.absences if absence.hint]
+        absences = pulled.found.absences
+        hints = [absence.hint for absence in absences if absence.hint]
         raise AdapterNotFound(
-            "no such adapter: " + "; ".join(f"{absence.source}: {absence}" for absence in pulled.absences),
+            "no such adapter: " + "; ".join(f"{absence.source}: {absence}" for absence in absences),
             expected="an adapter in one of these places",
             remedy=" ".join(hints) or "correct its spelling, or give its URI, such as hf://org/repo",
             adapter=pulled.text,

@@ -23,13 +23,13 @@ from lora_plugins.cli.base_model import (
     would_be_served,
 )
 from lora_plugins.cli.exits import Exit, exit_of
-from lora_plugins.cli.lookup import LookUp, SourceAnswer, look_up
+from lora_plugins.cli.lookup import LookUp, look_up, names_of_environment
 from lora_plugins.cli.names import NamesFile, expand, is_several, together, wanted
 from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, ago, error_fields, line, number, size, table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
-from lora_plugins.cli.sources import names_of_environment
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import resolvers_not_asked
+from lora_plugins.resolvers.search import SourceAnswer
 from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks, blocked
 from lora_plugins.store.layout import Layout
@@ -110,7 +110,7 @@ def why(
         if no_server or any(step.verdict == "no answer" for one in rest for step in said[one.name].steps):
             raise
         for one in rest:
-            one.error = error
+            one.found.error = error
     warnings = [Step("vllm", "warning", item.found, item.remedy) for item in resolvers_not_asked(settings)]
 
     def answer(one: LookUp) -> Result:
@@ -181,28 +181,28 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
     """Yield the steps of a request for the name, up to its end; a name that no source can have ends as an error."""
     malformed = _malformed(asked.name)
     if malformed is not None:
-        asked.error = malformed
+        asked.found.error = malformed
         yield Step("name", "failed", str(malformed))
         return
     yield Step("name", "ok", "is well-formed")
     yield from of_server.steps
     if of_server.is_blocked:
-        asked.error = blocked(asked.name)
-        yield Step("block", "failed", str(asked.error), f"lora-plugins load {asked.name.partition('@')[0]}")
+        asked.found.error = blocked(asked.name)
+        yield Step("block", "failed", str(asked.found.error), f"lora-plugins load {asked.name.partition('@')[0]}")
     if of_server.is_the_end:
         return
     for label in labels:
-        yield _step_of(label, asked.answers.get(label))
-    if asked.error is not None and asked.error not in asked.answers.values():
-        yield Step(_place_of(asked.error), "failed", str(asked.error))
-    elif asked.located is not None:
-        located = asked.located
+        yield _step_of(label, asked.found.answers.get(label))
+    if asked.found.error is not None and asked.found.error not in asked.found.answers.values():
+        yield Step(_place_of(asked.found.error), "failed", str(asked.found.error))
+    elif asked.would_fetch is not None:
+        located = asked.would_fetch
         files = f"{number(len(located.adapter.files), 'file')}, {size(located.size_bytes)}"
         would = f"would fetch {files}, from {located.adapter.uri}"
         yield Step("store", "ok", would if located.stored is None else f"has it: {located.stored}")
         yield Step("adapter", "not checked", "nothing is fetched with --dry-run")
     elif asked.stored is not None:
-        event = asked.stored.event
+        event = asked.stored.facts
         how = f"fetched in {event.obtain_s:.2f} s" if event.fetched else "has it"
         yield Step("store", "ok", f"{how}: {event.path}")
         yield Step("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}")
@@ -213,8 +213,8 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
         else:
             verdict = "warning" if event.warnings else "ok"
             yield Step("base", verdict, said or f"fits {base.path}: {compared_with(base)}")
-    elif asked.error is None and (reason := why_absent(asked.name)) is not None:
-        asked.error = reason
+    elif asked.found.error is None and (reason := why_absent(asked.name)) is not None:
+        asked.found.error = reason
         yield Step("revision", "failed", str(reason))
 
 
@@ -241,7 +241,7 @@ def _why_not_compared(asked: LookUp, base: BaseModel | None) -> str:
 
 
 def _verdict(asked: LookUp, of_server: OfServer, last: Step, base: BaseModel | None) -> tuple[str, Exit]:
-    error = asked.error
+    error = asked.found.error
     if error is not None:
         verdict = "unavailable" if isinstance(error, SourceUnavailable) else "refused"
         by_step = {"name": "unknown", "revision": "unknown", "settings": "not asked"}
@@ -251,12 +251,12 @@ def _verdict(asked: LookUp, of_server: OfServer, last: Step, base: BaseModel | N
         return ("paused", Exit.UNAVAILABLE) if is_paused else ("served", Exit.OK)
     if asked.stored is not None:
         return ("not compared", Exit.NOT_COMPARED) if _why_not_compared(asked, base) else ("served", Exit.OK)
-    return ("found", Exit.OK) if asked.located else ("unknown", Exit.NOT_FOUND)
+    return ("found", Exit.OK) if asked.would_fetch else ("unknown", Exit.NOT_FOUND)
 
 
 def _in_words(asked: LookUp, of_server: OfServer, verdict: str, base: BaseModel | None) -> str:
     if verdict == "served" and asked.stored is not None:
-        return would_be_served(base, asked.stored.event.rank)
+        return would_be_served(base, asked.stored.facts.rank)
     if verdict == "served" and of_server.view is not None:
         return f"served, version {_version(of_server.view)}"
     reason = _why_not_compared(asked, base) if verdict == "not compared" else ""
@@ -273,7 +273,7 @@ def _result(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: Bas
         "adapter": None,
     }
     if asked.stored is not None:
-        found, event = asked.stored.adapter, asked.stored.event
+        found, event = asked.stored.adapter, asked.stored.facts
         fields["adapter"] = {
             "lora_id": found.adapter_id,
             "source": found.source,
@@ -285,10 +285,10 @@ def _result(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: Bas
             "fetched": event.fetched,
             "notes": list(event.notes),
         }
-    if asked.located is not None:
-        fields["located"] = asked.located.as_json()
-    if asked.error is not None:
-        fields["error"] = error_fields(asked.error)
+    if asked.would_fetch is not None:
+        fields["located"] = asked.would_fetch.as_json()
+    if asked.found.error is not None:
+        fields["error"] = error_fields(asked.found.error)
     rows = []
     for step in steps:
         rows.append(step[:3])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cachetools import LRUCache, TLRUCache, TTLCache
+from cachetools import LRUCache, TLRUCache
 
-from lora_plugins.absence import Absence
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, is_remembered
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
@@ -80,13 +78,11 @@ class KnownVersions:
     """What names mean to one process, in bounded memory. For one event loop.
 
     Attributes:
-        absent: each source's absences of the last `absent_ttl_s`, by label and key.
         refused: errors of versions with bytes that cannot be served, by URI and version at the source.
     """
 
     def __init__(self, settings: Settings, store: Store, timer: Callable[[], float] = time.monotonic) -> None:
         self._store, self._timer, self._revalidate_s = store, timer, settings.revalidate_s
-        self.absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s, timer)
         self.refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
         self._last: LRUCache[Key, _Last] = LRUCache(_REMEMBERED_NAMES)
         # A located adapter whose files nobody has asked for yet, or a fault: never both.
@@ -141,15 +137,10 @@ class KnownVersions:
         if (last := self._last.get(key)) is not None:
             last.believed_until = float("-inf")
 
-    @contextmanager
-    def noting_fault(self, key: Key) -> Iterator[None]:
-        """Have `believed` raise a fault raised inside, for the fault's Retry-After; other errors are not remembered."""
-        try:
-            yield
-        except LoRAPluginsError as error:
-            if is_remembered(error):
-                self._unserved[key] = error
-            raise
+    def note_fault(self, key: Key, error: LoRAPluginsError) -> None:
+        """Have `believed` raise a fault, for the fault's Retry-After; other errors are not remembered."""
+        if is_remembered(error):
+            self._unserved[key] = error
 
     def note_located(self, key: Key, located: AtSource) -> None:
         """Remember where an adapter is until the adapter's files are asked for."""

@@ -87,12 +87,12 @@ class LookUps:
             return await self._probe(look_up)
         if is_known:
             async with self._known.held(principal):
-                return await self._ask_if_closed(look_up)
+                return await self._ask(look_up)
         # No `held` here: after an absence, the place stays taken until a timer gives the place back.
         place = await self._unknown.enter(principal)
         is_absent = False
         try:
-            found = await self._ask_if_closed(look_up)
+            found = await self._ask(look_up)
             is_absent = isinstance(found, Absence)
             return found
         finally:
@@ -104,35 +104,33 @@ class LookUps:
             else:
                 self._unknown.leave(place)
 
-    async def _ask_if_closed(self, look_up: Callable[[], Awaitable[_T]]) -> _T:
-        # The breaker may have opened while the name waited for a place.
-        if self._breaker.is_open:
-            raise _refusal()
-        return await self._ask(look_up)
-
-    async def _ask(self, look_up: Callable[[], Awaitable[_T]]) -> _T:
+    async def _ask(self, look_up: Callable[[], Awaitable[_T]], *, is_probe: bool = False) -> _T:
         """The answer of `look_up`, and what the breaker learns from the answer."""
+        # The breaker may have opened while the name waited for a place.
+        if self._breaker.is_open and not is_probe:
+            raise _refusal()
         began_at = self._breaker.clock()
         try:
             found = await look_up()
-        except SourceUnavailable as error:
-            if not is_outage(error):
-                self._answered()
-            elif self._breaker.failed(began_at, error):
-                self._events.emit(BreakerOpened(self._source, error))
+        except LoRAPluginsError as error:
+            self._learn(began_at, error)
             raise
-        except LoRAPluginsError:
-            self._answered()
-            raise
-        self._answered()
+        self._learn(began_at)
         return found
+
+    def _learn(self, began_at: float, error: LoRAPluginsError | None = None) -> None:
+        if isinstance(error, SourceUnavailable) and is_outage(error):
+            if self._breaker.failed(began_at, error):
+                self._events.emit(BreakerOpened(self._source, error))
+        elif (open_s := self._breaker.answered()) is not None:
+            self._events.emit(BreakerClosed(self._source, open_s))
 
     async def _probe(self, look_up: Callable[[], Awaitable[_T]]) -> _T:
         """Ask in spite of an open breaker, where a look-up is due; the caller waits for a moment only.
 
         Takes no place: look-ups that hang may have all places.
         """
-        task = asyncio.ensure_future(self._ask(look_up))
+        task = asyncio.ensure_future(self._ask(look_up, is_probe=True))
         self._probes.add(task)
         task.add_done_callback(self._probe_ended)
         # The look-up goes on without its caller: a slow source must be able to close the breaker.
@@ -145,11 +143,6 @@ class LookUps:
         self._probes.discard(task)
         if not task.cancelled():
             task.exception()  # read the error: asyncio logs errors that nobody reads
-
-    def _answered(self) -> None:
-        open_s = self._breaker.answered()
-        if open_s is not None:
-            self._events.emit(BreakerClosed(self._source, open_s))
 
 
 def _refusal() -> BreakerOpen:

@@ -84,10 +84,11 @@ class VersionStore:
         *,
         holder: Hashable = None,
         principal: Hashable = None,
-    ) -> ResolvedAdapter:
+    ) -> tuple[ResolvedAdapter, AdapterResolved | None]:
         """The located version in the store, verified against `base`, leased for `holder` or else for the name.
 
-        Fetches, reads and conversions take a place of `principal`.
+        And how the version came; None where the version was served before. Fetches, reads and conversions take a place
+        of `principal`.
 
         Raises:
             VersionChanged: the caller must locate the adapter again.
@@ -98,7 +99,7 @@ class VersionStore:
         is_same = served is not None and (served.uri, served.version, served.holder) == wanted
         if served is not None and is_same and self._known.is_held(served) and self._store.has(served.path):
             self._events.emit(AdapterConfirmed(name, source.label))
-            return self._known.note(key, served, is_remote=source.remote)
+            return self._known.note(key, served, is_remote=source.remote), None
         started = time.perf_counter()
         asker = _For(base, object(), principal)
         try:
@@ -109,24 +110,23 @@ class VersionStore:
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
         self._store.leases.hand_over(stored.digest, asker.holder, holder or name)
-        self._events.emit(
-            AdapterResolved(
-                name=name,
-                source=source.label,
-                path=str(stored.directory),
-                rank=verified.config.max_rank,
-                size_bytes=verified.size_bytes,
-                locate_s=locate_s,
-                obtain_s=obtain_s,
-                check_s=time.perf_counter() - started - obtain_s,
-                fetched=stored.fetched,
-                notes=verified.notes,
-                uri=adapter.uri,
-                warnings=verified.warnings,
-            )
+        facts = AdapterResolved(
+            name=name,
+            source=source.label,
+            path=str(stored.directory),
+            rank=verified.config.max_rank,
+            size_bytes=verified.size_bytes,
+            locate_s=locate_s,
+            obtain_s=obtain_s,
+            check_s=time.perf_counter() - started - obtain_s,
+            fetched=stored.fetched,
+            notes=verified.notes,
+            uri=adapter.uri,
+            warnings=verified.warnings,
         )
+        self._events.emit(facts)
         found = _resolved(name, stored, verified, (source.label, adapter.uri, adapter.version), holder)
-        return self._known.note(key, found, is_remote=source.remote)
+        return self._known.note(key, found, is_remote=source.remote), facts
 
     async def _obtain_ready(
         self, name: str, source: Source, adapter: RemoteAdapter, asker: _For
@@ -226,7 +226,9 @@ class VersionStore:
         if arrived is None:
             async with self._places.reading.held(asker.principal):
                 arrived = await asyncio.wrap_future(self._read(stored.directory))
-        return await asyncio.to_thread(self._check_fits, asker.base, arrived.adapter)
+        if asker.base is None:
+            return arrived.adapter
+        return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings)
 
     async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, asker: _For) -> _Stored:
         """Bring the version into the store."""
@@ -294,9 +296,6 @@ class VersionStore:
     def _read(self, directory: Path) -> Future[ReadAdapter]:
         """Verify files again that were verified before, but skip the values."""
         return children().read(directory, replace(self._settings, check_finite=False))
-
-    def _check_fits(self, base: BaseModel | None, verified: VerifiedAdapter) -> VerifiedAdapter:
-        return verified if base is None else fit_adapter(verified, base, self._settings)
 
 
 def _resolved(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import closing
 
+from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
+from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.policies import EvictionPolicy
 
@@ -114,3 +116,29 @@ class HostCache:
                     chosen.append(victim)
                     places_over, bytes_over = places_over - 1, bytes_over - self.sizes_bytes[victim]
         return chosen
+
+    def why_never_fits(self, adapter: Adapter, staying: Collection[Adapter]) -> LoRAPluginsError | None:
+        """Return why an adapter can have no place for as long as the adapters `staying` stay, or None."""
+        size_bytes = self.expected_bytes(adapter.spec)
+        if not staying and (self.max_bytes is None or size_bytes <= self.max_bytes):
+            return None
+        if self.max_bytes is not None and size_bytes > self.max_bytes:
+            return OutOfMemory(
+                f"an adapter of {size_bytes} bytes in host memory",
+                expected=f"at most {self.max_bytes}",
+                remedy="raise LORA_PLUGINS_HOST_MAX_BYTES",
+                adapter=adapter.spec.name,
+            )
+        others = [other for other in staying if other not in (adapter, adapter.replaces)]
+        their_bytes = sum(self.expected_bytes(other.spec) for other in others)
+        is_too_large = self.max_bytes is not None and their_bytes + size_bytes > self.max_bytes
+        if not is_too_large and len(others) < self.max_adapters:
+            return None
+        given = sum(not other.is_pinned for other in others)
+        also = f" and {given} that workers were given, which nobody could load again," if given else ""
+        return NoFreeSlot(
+            f"{len(others) - given} pinned adapters{also} with {their_bytes} bytes in host memory",
+            expected=f"room for {size_bytes} more in {self.max_bytes}" if is_too_large else "room for one more",
+            remedy="unpin or remove an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
+            adapter=adapter.spec.name,
+        )

@@ -40,6 +40,7 @@ from cachetools import LRUCache
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
 from lora_plugins.scheduler.admission import begin, forget_expected, join, start_draining
+from lora_plugins.scheduler.futures import all_of, failed, resolve
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded, takes_last_slot, why_not_pinned
 from lora_plugins.scheduler.messages import (
@@ -53,7 +54,7 @@ from lora_plugins.scheduler.messages import (
     Report,
     Slots,
 )
-from lora_plugins.scheduler.state import PlannerState, resolve
+from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.scheduler.stats import Stats
 
 PATIENCE_S = 1.0
@@ -132,7 +133,7 @@ class Planner:
         spec `is_other`. If that generation cannot be loaded, the one before answers, unless the request `is_bound`.
         """
         adapter = self._generation(spec, begins=is_other)
-        error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
+        error = self._refusals.get(spec.engine_id) or self.state.cache.why_never_fits(adapter, self.state.staying)
         if error is not None:
             self.state.refuse(request, error)
         else:
@@ -198,8 +199,8 @@ class Planner:
         adapter = self._generation(spec, begins=is_other or (known is not None and known.spec.path != spec.path))
         is_pinned = known is not None and known.is_pinned
         adapter.moves = adapter.replaces is not None and (moves or (adapter is known and adapter.moves))
-        error = self._refusals.get(spec.engine_id) or self.state.never_fits(adapter)
-        future = Future[None]() if error is None else _failed(error)
+        error = self._refusals.get(spec.engine_id) or self.state.cache.why_never_fits(adapter, self.state.staying)
+        future = Future[None]() if error is None else failed(error)
         if error is None:
             adapter.is_pinned = is_pinned
             adapter.calls.append(LoadCall(future, wants_slot, needs_slot))
@@ -217,7 +218,7 @@ class Planner:
             else:
                 futures.append(self.load(change.spec, now, is_other=True))
         self._refuse_what_never_fits(now)
-        whole = _all_of(futures)
+        whole = all_of(futures)
 
         def withdraw_rest(done: Future[None]) -> None:
             # The caller gets the first error: the other calls would wait for an answer that nobody reads.
@@ -264,9 +265,9 @@ class Planner:
         """
         if spec.engine_id in self._refusals:
             going = AdapterNotFound("a version that is being removed", adapter=spec.name)
-            return _failed(self._refusals[spec.engine_id] or going)
+            return failed(self._refusals[spec.engine_id] or going)
         if (error := why_not_pinned(self.state, spec)) is not None:
-            return _failed(error)
+            return failed(error)
         future = self.load(spec, now, needs_slot=True)
         if not future.done():
             adapter = self.state.current[spec.engine_id]
@@ -312,7 +313,7 @@ class Planner:
             if state.generations.engine_id_of(key) == engine_id:
                 futures.append(Future())
                 waiting.append(futures[-1])
-        return _all_of(futures)
+        return all_of(futures)
 
     def _retire(self, adapter: Adapter, now: float) -> None:
         """Have an engine id find the adapter no more; its requests end with the adapter's weights."""
@@ -468,16 +469,10 @@ class Planner:
         while is_new:  # a request refused one generation may then wait for the generation before
             is_new = False
             for adapter in list(self.state.absent):
-                if (error := self.state.never_fits(adapter)) is not None:
+                if (error := self.state.cache.why_never_fits(adapter, self.state.staying)) is not None:
                     self.state.fail(adapter, error)
                     self._changed(adapter, now)
                     is_new = True
-
-
-def _failed(error: LoRAPluginsError) -> Future[None]:
-    future: Future[None] = Future()
-    future.set_exception(error)
-    return future
 
 
 def _in_use() -> NoFreeSlot:
@@ -486,22 +481,3 @@ def _in_use() -> NoFreeSlot:
         expected="room for one more adapter",
         remedy="resume before, or raise --max-cpu-loras or LORA_PLUGINS_HOST_MAX_BYTES",
     )
-
-
-def _all_of(futures: list[Future[None]]) -> Future[None]:
-    """Return a future that is done when all futures are; it raises the first error."""
-    whole: Future[None] = Future()
-    left = set(futures)
-
-    def one_done(future: Future[None]) -> None:
-        left.discard(future)
-        if (error := future.exception()) is not None and not whole.done():
-            whole.set_exception(error)
-        if not left:
-            resolve([whole])
-
-    for future in futures:
-        future.add_done_callback(one_done)
-    if not futures:
-        whole.set_result(None)
-    return whole

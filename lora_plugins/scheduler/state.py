@@ -6,13 +6,14 @@ A change of an adapter is noted in `touched`; `settle` then updates the collecti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
 
-from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.adapter import ABSENT, LOADED, LOADING, NOWHERE, Adapter, Generations, Held, WaitingOrder
+from lora_plugins.scheduler.futures import resolve
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
 from lora_plugins.scheduler.stats import Stats, StepTimes
@@ -381,41 +382,8 @@ class PlannerState:
         self.draining.pop(adapter, None)
         self.commands.append(Evict(adapter.key))
         self.evicting.setdefault(adapter.key, [])
-        if adapter.is_wanted and (error := self.never_fits(adapter)) is not None:
+        if adapter.is_wanted and (error := self.cache.why_never_fits(adapter, self.staying)) is not None:
             self.fail(adapter, error)  # the adapter turned out too large, or another was pinned after the load
-
-    def never_fits(self, adapter: Adapter) -> LoRAPluginsError | None:
-        """Return why an adapter can have no place for as long as others stay, or None."""
-        size_bytes, cache = self.cache.expected_bytes(adapter.spec), self.cache
-        if not self.staying and (cache.max_bytes is None or size_bytes <= cache.max_bytes):
-            return None
-        if cache.max_bytes is not None and size_bytes > cache.max_bytes:
-            return OutOfMemory(
-                f"an adapter of {size_bytes} bytes in host memory",
-                expected=f"at most {cache.max_bytes}",
-                remedy="raise LORA_PLUGINS_HOST_MAX_BYTES",
-                adapter=adapter.spec.name,
-            )
-        staying = [other for other in self.staying if other not in (adapter, adapter.replaces)]
-        their_bytes = sum(cache.expected_bytes(other.spec) for other in staying)
-        is_too_large = cache.max_bytes is not None and their_bytes + size_bytes > cache.max_bytes
-        if not is_too_large and len(staying) < cache.max_adapters:
-            return None
-        given = sum(not other.is_pinned for other in staying)
-        also = f" and {given} that workers were given, which nobody could load again," if given else ""
-        return NoFreeSlot(
-            f"{len(staying) - given} pinned adapters{also} with {their_bytes} bytes in host memory",
-            expected=f"room for {size_bytes} more in {cache.max_bytes}" if is_too_large else "room for one more",
-            remedy="unpin or remove an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
-            adapter=adapter.spec.name,
-        )
-
-
-def resolve(futures: Iterable[Future[None]]) -> None:
-    """Answer callers, as far as they still wait."""
-    for future in futures:
-        with suppress(InvalidStateError):
-            future.set_result(None)
 
 
 def _order(adapter: Adapter) -> tuple[int, float]:

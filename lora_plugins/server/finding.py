@@ -16,9 +16,7 @@ async def find(server: ApiServer, name: str, uri: str | None) -> ResolvedAdapter
     Raises:
         AdapterNotFound: no source has the adapter. LoRAPluginsError: the adapter cannot be served.
     """
-    if uri is not None:
-        return await server.resolver.resolve_uri(name, uri, server.vllm.base_path)
-    found = await server.resolver.resolve(name, server.vllm.base_path)
+    found = (await server.resolver.look_up(name, server.vllm.base_path, uri)).version()
     if found is None:
         raise why_absent(name) or AdapterNotFound(
             "no such adapter at any source",

@@ -46,7 +46,7 @@ class ToldTable(UserDict[str, Any]):
         self._tell(name, None)
 
 
-class _Follower:
+class _Connection:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
         self.has = 0
@@ -69,7 +69,7 @@ class Leader:
         self.table = ToldTable(self._tell)
         self.number = 0
         self.plain_of = plain_of
-        self._followers: set[_Follower] = set()
+        self._followers: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         self._server: asyncio.Server | None = None
         self._is_ready = False
@@ -156,7 +156,7 @@ class Leader:
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: Call) -> None:
         # No await between the table and `add`: a change in between would never reach this follower.
-        follower, calls = _Follower(writer), dict[int, asyncio.Task[None]]()
+        follower, calls = _Connection(writer), dict[int, asyncio.Task[None]]()
         for name, request in self.table.items():
             send(writer, _change(self.number, name, self.plain_of(request)))
         send(writer, {"all": self.number})
@@ -186,7 +186,7 @@ def _change(number: int, name: str, adapter: Frame | None) -> Frame:
     return {"change": number, "name": name, "adapter": adapter}
 
 
-async def _has(follower: _Follower, number: int) -> None:
+async def _has(follower: _Connection, number: int) -> None:
     while follower.has < number and not follower.is_gone:
         follower.news.clear()
         await follower.news.wait()

@@ -89,3 +89,14 @@ def test_pull_of_a_uri_says_what_lies_there(cli):
         done = cli("pull", (cli.adapters / name).as_uri())
         assert done.code == Exit.NOT_FOUND
         assert f"found no adapter at this URI: {cli.adapters / name}: {said};" in done.err
+
+
+def test_uris_of_one_name_keep_their_own_answers(cli):
+    uris = [(cli.adapters / name).as_uri() for name in ("nobody", "nothing")]
+    names = cli.root / "names"
+    names.write_text("".join(f"sql {uri}\n" for uri in uris))
+    done = cli("pull", "--file", names, "--json")
+    said = [adapter["error"]["found"] for adapter in done.json["adapters"]]
+    assert said == [
+        f"no adapter at this URI: {cli.adapters / name}: no such directory" for name in ("nobody", "nothing")
+    ]

@@ -39,7 +39,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from lora_plugins.kernels.triton_ops.ranks import _Table
+from lora_plugins.kernels.triton_ops.ranks import _RankTable
 from lora_plugins.vllm_patches.worker.punica_wrapper import register_layers
 from tests.kernels.triton_bed import TOLERANCE
 from tests.kernels.triton_layers import (
@@ -314,8 +314,8 @@ def test_activating_an_adapter_copies_all_ranks_at_once(
     made = small_model.manager_of(config, LRUCacheWorkerLoRAManager if manager == "vllm" else None)
     modules = made._adapter_manager.modules
     copied: list[int] = []
-    copy = _Table._copy
-    monkeypatch.setattr(_Table, "_copy", lambda self, slot: (copied.append(slot), copy(self, slot)))
+    copy = _RankTable._copy
+    monkeypatch.setattr(_RankTable, "_copy", lambda self, slot: (copied.append(slot), copy(self, slot)))
     adapter = small_model.make_adapter(tmp_path / "a", 1, rank=3)
     if manager == "vllm":
         made.add_adapter(adapter.request())

@@ -172,8 +172,8 @@ MUTANTS = (
     ),
     Mutant(
         "resolvers: a source that is down has nothing",
-        "lora_plugins/resolvers/resolver.py",
-        "        if unavailable is not None:\n            raise unavailable\n",
+        "lora_plugins/resolvers/search.py",
+        "        looked.error = unavailable\n",
         "",
         ("tests/resolvers/test_resolver.py",),
     ),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
@@ -112,24 +111,19 @@ def test_a_version_has_the_uri_that_was_asked_for(known: Known) -> None:
 
 
 def test_a_fault_is_raised_until_its_time_or_a_success(known: Known) -> None:
-    def fails() -> None:
-        with pytest.raises(SourceUnavailable), known.noting_fault(SQL):
-            raise SourceUnavailable("away")
-
-    fails()
+    known.note_fault(SQL, SourceUnavailable("away"))
     with pytest.raises(SourceUnavailable):
         known.believed(SQL)
     assert known.believed(("other", "")) is None
     known.clock.now_s += SourceUnavailable.retry_after_s
     assert known.believed(SQL) is None
-    fails()
+    known.note_fault(SQL, SourceUnavailable("away"))
     known.served()
     assert known.believed(SQL) is None
 
 
 def test_a_verdict_is_no_fault_that_is_remembered(known: Known) -> None:
-    with pytest.raises(InvalidAdapter), known.noting_fault(SQL):
-        raise InvalidAdapter("broken")
+    known.note_fault(SQL, InvalidAdapter("broken"))
     assert known.believed(SQL) is None
 
 
@@ -176,7 +170,6 @@ def test_a_later_answer_without_warnings_keeps_the_noted_warnings(known: Known) 
 
 
 def test_nothing_is_believed_where_the_settings_say_so() -> None:
-    known = Known(revalidate_s=0, absent_ttl_s=0)
+    known = Known(revalidate_s=0)
     known.served(is_remote=True)
-    known.absent["s3", SQL] = Absence("s3", "s3://b/sql", AbsenceKind.NOTHING, "nothing")
-    assert (known.believed(SQL), len(known.absent)) == (None, 0)
+    assert known.believed(SQL) is None

@@ -90,7 +90,7 @@ def test_a_uri_of_the_path_is_not_allowed_by_it(bed: Bed, directory: Path) -> No
     bed.take(directory)
     for uri in (str(directory), directory.as_uri(), f"path://{directory}", "path:///"):
         with pytest.raises(InvalidAdapter):
-            asyncio.run(bed.resolver.resolve_uri("sql", uri, BASE.path))
+            asyncio.run(bed.resolver.resolve("sql", BASE.path, uri))
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - {"symlinks"}))

@@ -45,9 +45,12 @@ from lora_plugins.events import (
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.resolvers import known_versions as known_versions_module
 from lora_plugins.resolvers import resolver as resolver_module
+from lora_plugins.resolvers import search as search_module
+from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.resolvers.known_versions import KnownVersions
 from lora_plugins.resolvers.look_ups import LookUpLimits, LookUpsBusy
 from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.search import SourceSearch
 from lora_plugins.resolvers.sources.errors import Failure, FailureKind
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
@@ -143,7 +146,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the resolvers of this test read off the time for which they remember."""
     clock = Clock()
-    monkeypatch.setattr(resolver_module, "KnownVersions", partial(KnownVersions, timer=clock))
+    for memory in (KnownVersions, SourceSearch):
+        monkeypatch.setattr(resolver_module, memory.__name__, partial(memory, timer=clock))
     return clock
 
 
@@ -522,15 +526,15 @@ def test_the_base_path_stands_in_for_the_base_model(make):
         resolver.ask("other")
 
 
-def test_verification_runs_in_a_thread(make):
+def test_verification_runs_in_a_thread(make, monkeypatch):
     resolver = make(FakeSource("one", {"sql": adapter_files()}))
-    check, threads = resolver._versions._check_fits, []
+    check, threads = versions_module.fit_adapter, []
 
     def recorded(*arguments):
         threads.append(threading.current_thread())
         return check(*arguments)
 
-    resolver._versions._check_fits = recorded
+    monkeypatch.setattr(versions_module, "fit_adapter", recorded)
     assert resolver.ask()
     assert threading.main_thread() not in threads
     assert len(threads) == 1
@@ -802,7 +806,8 @@ def test_an_adapter_that_was_found_damaged_is_fetched_again(make, remote):
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(known_versions_module, "_REMEMBERED_NAMES", 20)
+    for module in (known_versions_module, search_module):
+        monkeypatch.setattr(module, "_REMEMBERED_NAMES", 20)
     monkeypatch.setattr(known_versions_module, "_REMEMBERED_REJECTIONS", 10)
     served = {f"good-{number}": adapter_files() for number in range(30)}
     broken = {f"bad-{number}": BROKEN for number in range(30)}
@@ -818,7 +823,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
 
     asyncio.run(flood())
     known = resolver.known
-    memories = (known.absent, known._last, known._places, known._had, known.refused)
+    memories = (resolver._search._absent, known._last, known._places, known._had, known.refused)
     assert [len(memory) for memory in memories] == [20, 20, 20, 20, 10]
     assert len(resolver._flights) == 0
 
@@ -1084,7 +1089,7 @@ class SlowSource(FakeSource):
 def few(monkeypatch):
     """Two are looked up at once, and two more wait for a tenth of a second."""
     limits = LookUpLimits(at_once=2, waiting=2, wait_s=0.1)
-    monkeypatch.setattr(resolver_module, "_LIMITS", limits)
+    monkeypatch.setattr(search_module, "_LIMITS", limits)
 
 
 async def flooded(resolver: AdapterResolver, source: SlowSource) -> list[asyncio.Task[object]]:
@@ -1146,7 +1151,7 @@ def test_a_flood_at_one_source_leaves_others_alone(make, few):
 
 
 def test_a_directory_too_is_asked_for_few_unknown_names(make, monkeypatch):
-    monkeypatch.setattr(resolver_module, "_LIMITS", LookUpLimits(at_once=2, absent_per_s=20.0))
+    monkeypatch.setattr(search_module, "_LIMITS", LookUpLimits(at_once=2, absent_per_s=20.0))
     resolver = make(FakeSource("filesystem", remote=False))
 
     async def run() -> float:

@@ -160,10 +160,10 @@ def test_releasing_a_new_version_keeps_the_old_lease(make):
     assert not leased(resolver, second)
 
 
-def test_one_name_releases_nothing_that_another_is_verifying(make):
+def test_one_name_releases_nothing_that_another_is_verifying(make, monkeypatch):
     resolver = make(FakeSource("s3", {"sql": GOOD, "other": GOOD}))
     first = resolver.ask("sql")
-    check = resolver._versions._check_fits
+    check = versions_module.fit_adapter
 
     def release_meanwhile(*arguments):
         verified = check(*arguments)
@@ -171,7 +171,7 @@ def test_one_name_releases_nothing_that_another_is_verifying(make):
         assert not resolver.store.remove(first.digest)
         return verified
 
-    resolver._versions._check_fits = release_meanwhile
+    monkeypatch.setattr(versions_module, "fit_adapter", release_meanwhile)
     second = resolver.ask("other")
     assert second.path == first.path
     assert leased(resolver, second)

@@ -16,6 +16,7 @@ from lora_plugins.errors import (
     LoRAPluginsError,
 )
 from lora_plugins.events import AdapterLoaded, Events
+from lora_plugins.resolvers.search import LookedUp
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
@@ -110,11 +111,14 @@ class FakeResolver:
     async def resolve(self, text: str, base_path: str) -> Version | None:
         return await self.latest(text, None, base_path)
 
-    async def resolve_uri(self, name: str, uri: str, base_path: str) -> Version:
-        found = await self.latest(name, uri, base_path)
-        if found is None:
-            raise AdapterNotFound("nothing there", adapter=name)
-        return found
+    async def look_up(self, text: str, base_path: str, uri: str | None = None) -> LookedUp:
+        try:
+            found = await (self.resolve(text, base_path) if uri is None else self.latest(text, uri, base_path))
+        except LoRAPluginsError as error:
+            return LookedUp(error=error)
+        if found is None and uri is not None:
+            return LookedUp(error=AdapterNotFound("nothing there", adapter=text))
+        return LookedUp(resolved=found)
 
     async def latest(self, name: str, uri: str | None, base_path: str) -> Version | None:
         assert base_path == "/base"

@@ -73,7 +73,7 @@ def test_what_this_machine_lacks_is_fetched_from_its_source(here: Node, there: N
 
 
 def load_uri(node: Node, name: str, uri: str) -> Path:
-    return asyncio.run(node.resolver.resolve_uri(name, uri, BASE)).path
+    return asyncio.run(node.resolver.resolve(name, BASE, uri)).path
 
 
 def test_what_was_loaded_by_uri_is_fetched_from_there(here: Node, there: Node, root: Path) -> None:

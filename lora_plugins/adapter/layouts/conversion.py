@@ -80,7 +80,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ByRules:
     """The pairs that the rules make, and the pairs that no rule takes."""
 
     left: list[LoraPair]
@@ -88,7 +88,7 @@ class _Plan:
     changes: Counter[str]
 
 
-def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Respell]) -> _Plan:
+def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Respell]) -> _ByRules:
     left = list(pairs)
     made: list[NewPair] = []
     changes: Counter[str] = Counter()
@@ -101,15 +101,15 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
                 changes[text] += len(new)
             # By A's name in the file: a spelling changes modules' names, never tensors' names.
             left = [pair for pair in left if pair.a.name not in gone]
-    return _Plan(left, made, changes)
+    return _ByRules(left, made, changes)
 
 
 def _spelled(
     left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names, model: Model, weights: Weights
-) -> _Plan | None:
+) -> _ByRules | None:
     """Return the plan of the only other spelling by which every tensor lands and fits; None without such a spelling."""
     for kind in spellings(left, landed, names):
-        found: dict[tuple[str, ...], _Plan] = {}
+        found: dict[tuple[str, ...], _ByRules] = {}
         for spelling in kind:
             plan = _by_rules([_respelled(pair, spelling.respell) for pair in left], names, model.respellings)
             pairs = (*landed, *(new.pair for new in plan.made))

@@ -93,7 +93,7 @@ def filled(product: Product, columns: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _SlotEntry:
     """A slot's panels, whether the panels are an adapter's own, and `SlotRanks.stamp` at the time of the entry."""
 
     panels: Panels
@@ -114,7 +114,7 @@ class SlotPanels:
         self.product, self.ranks = product, ranks
         self.shape = Shape.of(a, b)
         self._stacks = tuple(zip(a, b, strict=True))
-        self._of_slot: dict[int, _Held] = {}
+        self._of_slot: dict[int, _SlotEntry] = {}
         ranks.listen(self._forget)  # an unloaded adapter's panels must not keep memory
 
     def of(self, slot: int) -> Panels:
@@ -129,7 +129,7 @@ class SlotPanels:
             sides = [
                 (a[slot, 0, :rank], b[slot, 0, :, :rank]) for rank, (a, b) in zip(ranks, self._stacks, strict=True)
             ]
-            held = self._of_slot[slot] = _Held(fill(self.product, flat, self.shape, sides), False, stamp)
+            held = self._of_slot[slot] = _SlotEntry(fill(self.product, flat, self.shape, sides), False, stamp)
         return held.panels
 
     def place(self, slot: int, panels: Panels | None) -> None:
@@ -137,14 +137,14 @@ class SlotPanels:
         # `written` first: `written` changes the stamp and calls `_forget`, which would drop a new entry.
         self.ranks.written(slot, panels.ranks if panels else (0,) * len(self.shape.widths))
         if panels and panels.slices:
-            self._of_slot[slot] = _Held(panels, True, self.ranks.stamp(slot))
+            self._of_slot[slot] = _SlotEntry(panels, True, self.ranks.stamp(slot))
 
     def is_placed(self, slot: int) -> bool:
         """Whether the slot points at an adapter's own panels; the stacks then hold other content."""
         held = self._current(slot)
         return held is not None and held.is_placed
 
-    def _current(self, slot: int) -> _Held | None:
+    def _current(self, slot: int) -> _SlotEntry | None:
         held = self._of_slot.get(slot)
         # A stamp that differs means a write since: the panels are of earlier content.
         return held if held is not None and held.stamp == self.ranks.stamp(slot) else None

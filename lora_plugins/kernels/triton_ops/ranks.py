@@ -21,7 +21,7 @@ class DeviceRanks:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._table: _Table | None = None
+        self._table: _RankTable | None = None
 
     def follow(self, ranks: SlotRanks, slots: int) -> Any:
         """Return a module's view, with the present ranks and all later ones.
@@ -43,16 +43,16 @@ class DeviceRanks:
         every_slot = torch.tensor(largest, dtype=torch.int32).unsqueeze(1).expand(-1, slots)
         return every_slot.contiguous().to(self._device)
 
-    def _reserve(self, slices: int, slots: int) -> tuple[_Table, int]:
+    def _reserve(self, slices: int, slots: int) -> tuple[_RankTable, int]:
         table = self._table
         if table is None or table.slots != slots or table.used + slices > table.slices:
-            table = self._table = _Table(slots, max(slices, _SLICES_AT_ONCE), self._device)
+            table = self._table = _RankTable(slots, max(slices, _SLICES_AT_ONCE), self._device)
         first = table.used
         table.used += slices
         return table, first
 
 
-class _Table:
+class _RankTable:
     """int32 `[slots, slices]`, on the host and on the device."""
 
     def __init__(self, slots: int, slices: int, device: Any) -> None:

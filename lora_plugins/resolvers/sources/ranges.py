@@ -80,7 +80,7 @@ class _DiskError(Exception):
         self.error = error
 
 
-class _Part:
+class _Range:
     """A range of a file, and its progress."""
 
     def __init__(self, file: _RangedFile, begin: int, end: int) -> None:
@@ -107,14 +107,14 @@ class _RangedFile:
     def begin(self) -> None:
         """Start (over) with an empty file of full length."""
         size, step = self.source.size_bytes, self._range_bytes
-        self.parts = [_Part(self, start, min(start + step, size)) for start in range(0, size, step)]
+        self.parts = [_Range(self, start, min(start + step, size)) for start in range(0, size, step)]
         # Full length from the start, because ranges arrive in any order.
         os.ftruncate(self.descriptor, size)
         self._first = 0  # the first part that is not complete
         self._reported = 0
         self._digest = GrowingFile(self._path, self.checksum.digest()) if self.checksum is not None else None
 
-    def write(self, part: _Part, data: memoryview) -> None:
+    def write(self, part: _Range, data: memoryview) -> None:
         if len(data) > part.end - part.at:
             raise ValueError("more bytes than the range has")
         while data:
@@ -259,7 +259,7 @@ async def _fetch(
 
 
 async def _fetch_part(
-    part: _Part, reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
+    part: _Range, reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
 ) -> None:
     async def read_on() -> None:
         began = part.at
@@ -276,7 +276,7 @@ async def _fetch_part(
         await limits.run(read_on, state)
 
 
-def _read(part: _Part, reader: RangeReader) -> None:
+def _read(part: _Range, reader: RangeReader) -> None:
     """Read the rest of a part, in a thread of the pool."""
     name = part.file.source.name
     try:

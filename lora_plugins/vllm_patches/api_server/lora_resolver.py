@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from lora_plugins.adapter.fit import BaseModel, original_name_of
 from lora_plugins.adapter.landing import Model
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
@@ -19,9 +20,8 @@ from lora_plugins.findings import at_start
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.server.base_model import describe_base
 from lora_plugins.server.name_locks import NameLocks
-from lora_plugins.settings import environment
+from lora_plugins.settings import Settings, environment
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches import model_modules
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
@@ -44,7 +44,7 @@ class LoRAPluginsResolver:
         """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
         ours = self.process.resolver
         try:
-            resolved = await ours.resolve(lora_name, base_model_name)
+            resolved = (await ours.look_up(lora_name, base_model_name)).version()
         except LoRAPluginsError as error:
             raise http_error(error) from None  # the event has been logged
         if resolved is None:
@@ -78,6 +78,20 @@ def begin_serving(models: Any, process: Process) -> None:
         _describe_model, models.engine_client, models.model_config.model, process
     )
     _log_sources(process)
+
+
+def describe_base(models: Any, settings: Settings) -> BaseModel:
+    """Read the served base model from vLLM's `OpenAIServingModels`; only the engine knows the modules."""
+    client = models.engine_client
+    lora_config = getattr(getattr(client, "vllm_config", None), "lora_config", None)
+    return BaseModel(
+        path=models.model_config.model,
+        served_names=tuple(path.name for path in models.base_model_paths),
+        aliases=settings.base_aliases,
+        max_rank=None if lora_config is None else lora_config.max_lora_rank,
+        lora_enabled=lora_config is not None,
+        original_name=original_name_of(models.model_config.model),
+    )
 
 
 def take_over(module_name: str, function_name: str, register: Callable[[], None]) -> None:
@@ -158,7 +172,7 @@ LEDGER = (
         vllm.config.lora:
             LoRAConfig{max_lora_rank, fully_sharded_loras}
         """,
-        what="when it has been made, the base model is read (server/base_model.py) and lora_resolver_lock replaced",
+        what="when it has been made, the base model is read and lora_resolver_lock replaced",
         why="resolve_lora is given the model's path only, not its names and largest rank; and "
         "lora_resolver_lock keeps a lock for every name that was ever asked for",
         remove="LoRAResolver is given the model and LoRA configuration, and unused locks are dropped",

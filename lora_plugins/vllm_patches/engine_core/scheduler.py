@@ -18,17 +18,14 @@ import time
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.ledger import Patch
-from lora_plugins.process import this_process
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import AdapterSpec, Command, Slots
+from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.pauses import Pauses
-from lora_plugins.scheduler.planner import Planner
-from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches.answer_messages import VERSIONS, refused_output
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
+from lora_plugins.vllm_patches.engine_core.executor import make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
 from lora_plugins.vllm_patches.engine_core.pausing import leave_queues, stop_kept
 from lora_plugins.vllm_patches.engine_core.request import (
@@ -384,40 +381,6 @@ def _replaced(session: Any) -> AdapterNotFound:
     return AdapterNotFound("a version that was replaced meanwhile", adapter=session.lora_request.lora_name)
 
 
-def make_planner(vllm_config: Any) -> Planner:
-    """The planner for an engine of this configuration, which has LoRA on.
-
-    Raises:
-        InvalidSettings: a setting, or an executor whose workers would not see the commands.
-    """
-    _refuse_executor(vllm_config)
-    lora, settings = vllm_config.lora_config, this_process().settings
-    cache = HostCache(settings.host_max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
-    return Planner(Slots(lora.max_loras), cache)
-
-
-def _refuse_executor(vllm_config: Any) -> None:
-    """Refuse executors that miss commands: Ray's before 0.33 calls the model runner past the worker.
-
-    With an external launcher every rank has a scheduler of its own, and only one rank's outputs would reach its own.
-    """
-    from vllm.v1.executor.abstract import Executor
-
-    executor = Executor.get_class(vllm_config)
-    if executor.__name__ == "ExecutorWithExternalLauncher" and vllm_config.parallel_config.world_size > 1:
-        raise InvalidSettings(
-            "lora_lru_manager with an external launcher of several workers",
-            expected="one scheduler for all workers",
-            remedy="leave --distributed-executor-backend external_launcher out, or lora_lru_manager",
-        )
-    if executor.__name__ == "RayDistributedExecutor":
-        raise InvalidSettings(
-            "lora_lru_manager with vLLM's first Ray executor",
-            expected="multiprocessing, or Ray's second executor",
-            remedy="set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or leave --distributed-executor-backend ray out",
-        )
-
-
 @functools.cache
 def with_admission(scheduler: type) -> type:
     """Return a subclass of a scheduler class, vLLM's or a user's; without LoRA, its objects are of the class itself."""
@@ -482,10 +445,5 @@ LEDGER = (
         why="no running request waits for an adapter that is not in its slot; vLLM's metrics and load balancer know of "
         "held requests, and the engine's loop goes on for them",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
-    ),
-    Patch(
-        "vllm.v1.executor.abstract: Executor.get_class(vllm_config)",
-        what="called, to refuse Ray's first executor and external launchers of several workers",
-        why="the first calls model runners past the worker, which reads commands; the second has several schedulers",
     ),
 )

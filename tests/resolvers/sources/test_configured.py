@@ -58,7 +58,7 @@ class RecordingResolver(AdapterResolver):
         self.base = BASE
 
     def load(self, uri: str, name: str = "sql") -> ResolvedAdapter:
-        return asyncio.run(self.resolve_uri(name, uri, BASE.path))
+        return asyncio.run(self.resolve(name, BASE.path, uri))
 
     def newest(self, uri: str | None, name: str = "sql") -> ResolvedAdapter | None:
         return asyncio.run(self.latest(name, uri, BASE.path))
@@ -299,7 +299,7 @@ def test_both_at_once_do_not_get_each_others_answer(both, tmp_path):
     uri = (tmp_path / "allowed" / "v1").as_uri()
 
     async def at_once() -> list[Any]:
-        asking = (both.resolve("sql", ""), both.resolve_uri("sql", uri, ""), both.latest("sql", None, ""))
+        asking = (both.resolve("sql", ""), both.resolve("sql", "", uri), both.latest("sql", None, ""))
         return await asyncio.gather(*asking)
 
     by_name, by_uri, newest = asyncio.run(at_once())

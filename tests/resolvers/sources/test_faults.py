@@ -15,7 +15,7 @@ from fsspec.asyn import get_loop
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
-from lora_plugins.api.hidden_paths import for_clients
+from lora_plugins.api.http_errors import for_clients
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import ObjectSource, object_source
 from lora_plugins.resolvers.sources.source import VersionChanged

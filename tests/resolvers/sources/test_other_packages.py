@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from lora_plugins.cli.sources import sources_of_environment
+from lora_plugins.cli.lookup import sources_of_environment
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.plugin_names import OTHERS
 from lora_plugins.resolvers.sources import configured

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.process import Process
@@ -17,10 +18,18 @@ from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import lora_resolver, openai_serving_models
-from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver
+from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver, describe_base
 from lora_plugins.vllm_patches.installation import install_resolver
 from tests.make import BASE, adapter_files, pair, put
-from tests.server.test_base_model import served
+
+
+def served(lora_config: object) -> SimpleNamespace:
+    """What `describe_base` reads off vLLM's OpenAIServingModels."""
+    return SimpleNamespace(
+        engine_client=SimpleNamespace(vllm_config=SimpleNamespace(lora_config=lora_config)),
+        model_config=SimpleNamespace(model="org/tiny"),
+        base_model_paths=[SimpleNamespace(name="tiny"), SimpleNamespace(name="tiny-2")],
+    )
 
 
 @pytest.fixture
@@ -191,7 +200,7 @@ def test_uris_need_no_source_and_workers_know_them(tmp_path, registered):
     assert (name, resolver.process) == ("lora-plugins", process)
     assert process.resolver_of_worker() is not process.resolver
     for each in (process.resolver, process.resolver_of_worker()):
-        assert asyncio.run(each.resolve_uri("a", f"{uri}/sql", BASE.path)).rank == 4
+        assert asyncio.run(each.resolve("a", BASE.path, f"{uri}/sql")).rank == 4
         assert asyncio.run(each.resolve("sql", BASE.path)) is None
 
 
@@ -219,3 +228,16 @@ def test_a_builtin_that_was_taken_over_can_still_be_called(module):
         lora_resolver.take_over(module.__name__, "register", lambda: "ours")
         assert module.register() == "ours"
         assert lora_resolver.builtin(module.__name__, "register")() == "builtin"
+
+
+def test_the_base_model_is_read_off_the_server():
+    base = describe_base(served(SimpleNamespace(max_lora_rank=64)), Settings(base_aliases=("alias",)))
+    assert (base.path, base.served_names, base.aliases) == ("org/tiny", ("tiny", "tiny-2"), ("alias",))
+    assert (base.max_rank, base.lora_enabled) == (64, True)
+    assert base.model is None, "the engine has not been asked"
+
+
+def test_a_server_without_lora_is_seen():
+    base = describe_base(served(None), Settings())
+    assert isinstance(base, BaseModel)
+    assert (base.max_rank, base.lora_enabled) == (None, False)

@@ -15,8 +15,9 @@ from vllm.v1.request import RequestStatus
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
 from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
+from lora_plugins.vllm_patches.engine_core.executor import make_planner
 from lora_plugins.vllm_patches.engine_core.request import client_of
-from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, make_planner, with_admission
+from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
 
 

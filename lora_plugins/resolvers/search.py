@@ -1,0 +1,185 @@
+"""Ask the sources in order for a name, or the source of a URI; all that a look-up finds out is one result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from cachetools import TTLCache
+
+from lora_plugins.absence import Absence
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.events import (
+    AbsenceRemembered,
+    AdapterDenied,
+    AdapterRejected,
+    AdapterResolved,
+    Events,
+    LookUpRefused,
+    SourceFailed,
+)
+from lora_plugins.resolvers.known_versions import AtSource, Key, ResolvedAdapter
+from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
+from lora_plugins.resolvers.sources.configured import UriSources
+from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri
+from lora_plugins.settings import Settings
+
+_REMEMBERED_NAMES = 10_000
+# Of each source, a directory too: threads look there, and many of them hold up the event loop.
+_LIMITS = LookUpLimits()
+# Answers of a working source about one adapter: no outage that should alarm an operator.
+_OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
+
+SourceAnswer = RemoteAdapter | Absence | LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A question: a name at its sources or at a URI; `force_refresh` ignores remembered answers.
+
+    `holder` gets the lease; None for the name.
+    """
+
+    name: AdapterName
+    uri: SourceUri | None = None
+    force_refresh: bool = False
+    holder: Hashable = None
+
+    @property
+    def key(self) -> Key:
+        """The name and the URI, by which answers are remembered."""
+        return str(self.name), "" if self.uri is None else str(self.uri)
+
+    @property
+    def is_by_path(self) -> bool:
+        """Whether one of vLLM's own calls has given a path."""
+        return self.uri is not None and self.uri.scheme == BY_PATH
+
+
+@dataclass(slots=True)
+class LookedUp:
+    """What a look-up has found out; without a version and an error, every source answers that the adapter is absent.
+
+    Attributes:
+        answers: of the sources that were asked, by label, in their order; none where an earlier answer still counts.
+        located: the source that has the adapter, and the adapter there.
+        resolved: the version in the store, leased.
+        facts: times, notes, and whether the version was fetched; None where an earlier answer still counts.
+        error: why there is no version.
+    """
+
+    answers: dict[str, SourceAnswer] = field(default_factory=dict)
+    located: AtSource | None = None
+    resolved: ResolvedAdapter | None = None
+    facts: AdapterResolved | None = None
+    error: LoRAPluginsError | None = None
+
+    @property
+    def absences(self) -> tuple[Absence, ...]:
+        """The answers "no such adapter"."""
+        return tuple(answer for answer in self.answers.values() if isinstance(answer, Absence))
+
+    def version(self) -> ResolvedAdapter | None:
+        """The version, or None where the adapter is absent.
+
+        Raises:
+            LoRAPluginsError: `error`.
+        """
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # concurrent requests raise one object, whose traceback would grow
+        return self.resolved
+
+
+class SourceSearch:
+    """The sources of one server, in their order, and recent absences. For one event loop.
+
+    The first source that has a name decides. An unavailable source does not hide later sources; if no later source has
+    the name either, its error is the result, because "no such adapter" would be a guess.
+
+    Attributes:
+        sources: the sources of names. by_uri: the sources of URIs.
+
+    Raises:
+        InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        events: Events,
+        sources: Sequence[Source] = (),
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sources, self.by_uri = list(sources), UriSources(settings)
+        self._events = events
+        self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s, timer)
+        self._look_ups: dict[int, LookUps] = {}  # by source, so that a source that does not answer blocks no other
+
+    async def locate(
+        self, query: Query, base_path: str, last: ResolvedAdapter | None = None, principal: Hashable = None
+    ) -> LookedUp:
+        """Ask until a source has the adapter; look-ups of new names take turns by principal.
+
+        `last` is the version that the query found before.
+        """
+        looked, name = LookedUp(), str(query.name)
+        # An operator's URI, a refresh, and a name served before are no flood of unknown names.
+        is_known = query.uri is not None or query.force_refresh or last is not None
+        unavailable: SourceUnavailable | None = None
+        try:
+            with describing(adapter=name):
+                by_name = [(source, query.name) for source in self.sources]
+                asked = by_name if query.uri is None else [self.by_uri.at(query.uri)]
+        except SourceUnavailable as error:
+            looked.error = error
+            return looked
+        for source, name_there in asked:
+            key = (source.label, query.key)
+            remembered = self._absent.get(key)
+            if remembered is not None and not query.force_refresh:
+                self._events.emit(AbsenceRemembered(name, source.label))
+                looked.answers[source.label] = remembered
+                continue
+            if (look_ups := self._look_ups.get(id(source))) is None:
+                look_ups = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self._events)
+            try:
+                with describing(adapter=name):
+                    answer = await look_ups.run(
+                        partial(source.locate, name_there, base_path), is_known=is_known, principal=principal
+                    )
+            except LookUpsBusy as error:
+                # Ask no later source: a flood must not decide which source serves the name.
+                self._events.emit(LookUpRefused(name, source.label, error))
+                looked.error = error
+                return looked
+            except LoRAPluginsError as error:
+                self.report(name, source, error)
+                looked.answers[source.label] = error
+                came_from = query.force_refresh and last is not None and last.source == source.label
+                if came_from or not isinstance(error, SourceUnavailable):
+                    looked.error = error
+                    return looked
+                # The first error counts: earlier sources go before later sources.
+                unavailable = unavailable or error
+                continue
+            looked.answers[source.label] = answer
+            if not isinstance(answer, Absence):
+                self._absent.pop(key, None)
+                looked.located = source, answer
+                return looked
+            if source.remote:
+                self._absent[key] = replace(answer, is_remembered=True)
+        looked.error = unavailable
+        return looked
+
+    def report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
+        """Emit the event of a name that a source has failed."""
+        is_denied = isinstance(error, RemoteFailure) and error.kind in _OF_ONE_ADAPTER
+        is_verdict = not isinstance(error, SourceUnavailable)
+        kind = AdapterRejected if is_verdict else AdapterDenied if is_denied else SourceFailed
+        self._events.emit(kind(name, source.label, error))
