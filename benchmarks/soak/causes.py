@@ -14,8 +14,7 @@ from dataclasses import dataclass
 Refusal = tuple[int, str]
 """Status and code."""
 SOURCE_FAILS: frozenset[Refusal] = frozenset({(503, "L006")})
-# Reading and writing fail, or there is no room: the store says which.
-DISK_FAILS: frozenset[Refusal] = frozenset({(503, "L006"), (503, "L004"), (507, "L004")})
+DISK_IS_FULL: frozenset[Refusal] = frozenset({(507, "L004")})
 
 # How long after its last hit a fault may still refuse: two seconds for which an outage is remembered, and what a loaded
 # machine needs to say so.
@@ -80,9 +79,14 @@ class Causes:
         self.refresh()
         return any(c.began <= ended and c.ended >= began for one in whom for c in self._causes.get(one, ()))
 
-    def may_refuse(self, whom: Iterable[str], at: float) -> bool:
-        """Whether any refusal could be explained at this moment."""
-        return any(c.began <= at <= c.ended for one in whom for c in self._causes.get(one, ()))
+    def may_refuse(self, whom: Iterable[str], at: float, status: int | None = None) -> bool:
+        """Whether any refusal, or one of this status, could be explained at this moment."""
+        return any(
+            cause.began <= at <= cause.ended
+            for one in whom
+            for cause in self._causes.get(one, ())
+            if status is None or any(allowed == status for allowed, _ in cause.refusals)
+        )
 
     def forget(self, before: float) -> None:
         """Drop what ended before this time."""

@@ -151,12 +151,14 @@ class Oracle:
         return (DISK,)
 
     def count_allowed(self, at: float) -> None:
-        """Note for which names an error would be right at this moment."""
+        """Note for which names a 503 would be right at this moment; nothing while there is no server."""
+        if self.is_down(at, at):
+            return
         self.causes.refresh()
         self._looks += 1
         for name, windows in self._windows.items():
             claims = windows.during(at, at)
-            if Claim.UNLOADING in claims or self.is_down(at, at) or self.causes.may_refuse(self.whom(name, claims), at):
+            if Claim.UNLOADING in claims or self.causes.may_refuse(self.whom(name, claims), at, 503):
                 self._allowed_looks[name] += 1
 
     def may_be_late(self, asked: Asked) -> bool:

@@ -117,7 +117,7 @@ class _Soak:
             for operator in self._operators[:OPERATORS]:
                 group.create_task(operator.run(done, pause_s=0.4))
             group.create_task(self._faults.run(done, pause_s=5))
-            group.create_task(self._disk.run(done, pause_s=25))
+            group.create_task(self._disk.run(done, pause_s=45))
             group.create_task(self._neighbour.run(done, pause_s=15))
             group.create_task(ask_again(self._world, self._target, self._journal, done))
             group.create_task(self._watch(done))
@@ -145,7 +145,7 @@ class _Soak:
             "seconds": plan.seconds, "seed": plan.seed, "clients": CLIENTS, "impatient": IMPATIENT,
             "operators": OPERATORS, "adapters": len(self._world.names), "versions": VERSIONS,
             "most": self._monitor.most, "refusals explained": dict(self._world.oracle.explained.most_common()),
-            "errors allowed": self._allowed(),
+            "a 503 was allowed": self._allowed(),
         }  # fmt: skip
 
     async def _until(self, up_s: float) -> None:
@@ -173,7 +173,7 @@ class _Soak:
                 print(report.progress(self._journal, self._monitor.latest, resident, self._plan.seconds), flush=True)
 
     def _allowed(self) -> str:
-        """How much an error could have been explained at all."""
+        """How much of the time a 503 could have been explained at all."""
         parts = self._world.oracle.allowed_parts()
         most = next(iter(parts.items()), ("nobody", 0.0))
         mean = sum(parts.values()) / len(self._world.names)

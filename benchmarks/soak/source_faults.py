@@ -168,9 +168,10 @@ class SourceFaults:
             source.proxy.clear()
             if fault is None:
                 await asyncio.to_thread(source.proxy.refuse, False)
-            await self._recover(source, time.monotonic())
-            everybody.ended = time.monotonic() + AFTER_S
-            by_uri.ended = time.monotonic() + LONGEST_RECOVERY_S
+        # Not where the soak is ended: there may be no server that could ask.
+        await self._recover(source, time.monotonic())
+        everybody.ended = time.monotonic() + AFTER_S
+        by_uri.ended = time.monotonic() + LONGEST_RECOVERY_S
 
     async def _recover(self, source: _Source, since: float) -> None:
         """Ask for a name that nobody has until the source has been asked again, and has answered."""

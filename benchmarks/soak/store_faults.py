@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.fault_injection import ENOSPC_CALLS, Interposer
 from benchmarks.soak.bank import WEIGHTS
-from benchmarks.soak.causes import AFTER_S, DISK, DISK_FAILS, Cause
+from benchmarks.soak.causes import AFTER_S, DISK, DISK_IS_FULL, Cause
 from benchmarks.soak.journal import Journal
 from benchmarks.soak.world import World
 from lora_plugins.cli.exits import Exit
@@ -48,7 +48,7 @@ class FullDisk:
                     return
                 self._journal.write("fault", "disk full", "store", lasts_s, per_1000=per_1000)
                 self._may_give_way()
-                full = self._world.oracle.causes.add(Cause("disk full", DISK, time.monotonic(), refusals=DISK_FAILS))
+                full = self._world.oracle.causes.add(Cause("disk full", DISK, time.monotonic(), refusals=DISK_IS_FULL))
                 with self._disk.failing(errno.ENOSPC, per_1000, ENOSPC_CALLS):
                     await asyncio.sleep(lasts_s)
                 full.ended = time.monotonic() + AFTER_S

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak.bank import FORMS, PROMPTS, Bank
-from benchmarks.soak.causes import DISK, DISK_FAILS, LONGEST_FLIGHT_S, UNASKED, Cause, of_source
+from benchmarks.soak.causes import DISK, DISK_IS_FULL, LONGEST_FLIGHT_S, UNASKED, Cause, of_source
 from benchmarks.soak.oracle import Answer, Asked, Claim, Oracle, Windows
 
 TOKENS = [chr(65 + i) for i in range(26)]
@@ -212,7 +212,7 @@ def test_a_full_disk_explains_its_own_codes(oracle: Oracle) -> None:
     oracle.of("ours").open(Claim.UNREGISTERED, 0)
     full = Answer(507, error="[L004] a full disk")
     assert oracle.judge(asked(), full) is not None
-    oracle.causes.add(Cause("disk full", DISK, 0, refusals=DISK_FAILS))
+    oracle.causes.add(Cause("disk full", DISK, 0, refusals=DISK_IS_FULL))
     assert oracle.judge(asked(), full) is None
     assert oracle.judge(asked(name="other", adapter=OTHER), full) is None, "a copy that is served gives way"
     oracle.causes.end_all(0.5)
@@ -246,10 +246,12 @@ def test_only_a_fault_makes_a_request_late(oracle: Oracle) -> None:
     assert not oracle.may_be_late(asked(1, 21, name="other", adapter=OTHER)), "it is served"
 
 
-def test_the_time_in_which_errors_are_allowed_counts(oracle: Oracle) -> None:
+def test_the_time_in_which_a_503_is_allowed_counts(oracle: Oracle) -> None:
     oracle.of("ours").open(Claim.UNREGISTERED, 0)
     oracle.causes.add(Cause("gone", of_source("s3"), 2, 3))
-    for at in (1, 2, 3, 4):
+    oracle.causes.add(Cause("disk full", DISK, 0, refusals=DISK_IS_FULL))
+    oracle.down.open(0, 5)
+    for at in (1, 2, 3, 4, 5):
         oracle.count_allowed(at)
     assert oracle.allowed_parts() == {"ours": 0.5}
 

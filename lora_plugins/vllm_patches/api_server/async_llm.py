@@ -122,6 +122,8 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
     finally:
         # Calls to a dead engine never end by themselves.
         answers.cancel()
+        # `gather` keeps a cancellation as an exception, which asyncio logs with a traceback unless somebody reads it.
+        answers.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:

@@ -161,6 +161,21 @@ async def test_who_asked_an_engine_that_dies_is_told(engines: list[bytes] | None
 
 
 @runs
+async def test_who_leaves_an_engine_s_answer_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+    client.engine_core.call_utility_async = lambda *_: asyncio.Event().wait()
+    asking = asyncio.create_task(async_llm.planner_of(client).states())
+    await asyncio.sleep(1)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await asyncio.sleep(1)
+    del asking
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+@runs
 async def test_without_lora_nothing_is_there_and_nothing_loads() -> None:
     client = Client(lora=None)
     planner = async_llm.planner_of(client)
