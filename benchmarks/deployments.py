@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "deployments.md"
 KEPT = RESULTS / "deployments.json"
 BEGIN, END = "<!-- table: written by `make matrix` -->", "<!-- /table -->"
-REAL = ("tests/e2e/", "tests/front_ends/", "tests/models/", "tests/deployments/")
+REAL = ("tests/e2e/", "tests/front_ends/", "tests/models/", "tests/deployments/", "tests/ray/test_real_engine.py")
 VERDICTS = {"tested": "tested", "refused": "refused", "vllm": "vLLM's limit"}
 
 # The cells, in the page's order, by part of the page.
@@ -41,6 +41,7 @@ CELLS: dict[str, tuple[str, ...]] = {
         "front end in Rust",
         "gRPC server",
         "Ray",
+        "Ray Serve's app",
         "offline LLM",
         "AsyncLLM",
         "another package's LoRA manager",

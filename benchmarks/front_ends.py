@@ -25,13 +25,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
 
-from benchmarks.front_ends_caller import GREEDY, Caller
+from benchmarks.front_ends_caller import GREEDY, Answer, Caller
 from benchmarks.front_ends_server import COUNT, END_S, api_servers, serving
 from benchmarks.record import keep
 from lora_plugins.client import push
@@ -57,11 +58,29 @@ def telling_tokens(bed: Bed) -> int:
 
 # --- swaps ---
 
+Version = tuple[str, str, float]  # digest, original, when the push was answered
+
+
+def judged(
+    answers: Iterable[Answer], made: Sequence[Version], right: Mapping[str | None, list[int]]
+) -> tuple[Counter[str], list[float]]:
+    """Count answers by what they are; and how long after the next version's swap old ones were begun."""
+    number = {digest: at for at, (digest, _, _) in enumerate(made)}
+    found, stale_s = Counter[str](), list[float]()
+    for answer in answers:
+        at = number.get(answer.digest, -1)
+        is_right = at >= 0 and answer.ids == right[made[at][1]]
+        found["not answered" if answer.status != 200 else "right" if is_right else "of another version"] += 1
+        if 0 <= at < len(made) - 1 and answer.began_at > made[at + 1][2]:
+            found["begun after a swap, and old"] += 1
+            stale_s.append(answer.began_at - made[at + 1][2])
+    return found, stale_s
+
 
 def swaps(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Swap a name while it is asked for: a push after each `requests / swaps` answers."""
     originals, tokens = originals_of(bed), telling_tokens(bed)
-    made: list[tuple[str, str, float]] = []  # digest, original, when the push was answered
+    made: list[Version] = []
 
     def swap(url: str) -> None:
         original = originals[len(made) % len(originals)]
@@ -82,17 +101,7 @@ def swaps(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
                 caller.wait_for_word()
                 swap(server.url)
         took_s = time.monotonic() - began
-    number = {digest: at for at, (digest, _, _) in enumerate(made)}
-    found: Counter[str] = Counter()
-    stale_s = []
-    for answer in caller.answers:
-        at = number.get(answer.digest, -1)
-        is_right = at >= 0 and answer.ids == bed.answers[made[at][1]][:tokens]
-        kind = "not answered" if answer.status != 200 else "right" if is_right else "of another version"
-        found[kind] += 1
-        if kind == "right" and at + 1 < len(made) and answer.began_at > made[at + 1][2]:
-            found["begun after a swap, and old"] += 1
-            stale_s.append(answer.began_at - made[at + 1][2])
+    found, stale_s = judged(caller.answers, made, {name: ids[:tokens] for name, ids in bed.answers.items()})
     return {
         "swaps": len(made) - 1,
         "tokens": tokens,
