@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from fastapi.responses import StreamingResponse
 
-from lora_plugins.api.access.principals import require_admin
+from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, served_state, views_of
 from lora_plugins.api.models import (
@@ -171,7 +171,10 @@ async def push(
             content_digest=headers.get("content-digest", ""),
         )
 
+    principal = principal_of_request.get()
     async with _as_http() as began:
+        if principal is not None and principal.pushes_per_minute is not None:
+            pushes.count(principal.label, principal.pushes_per_minute)
         pushed = await pushes.push(
             lora_name, receive_body, expects=_expected(if_match), moves=mode == "inflight", kept_versions=keep
         )

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.errors import PushSuperseded
+from lora_plugins.errors import NoFreeSlot, PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.store.errors import FullDisk, store_errors
 
+_MINUTE_S = 60.0
 # Writes the request's body to a directory; returns the SHA-256 of the whole body.
 Receive = Callable[[Path], Awaitable[str]]
 
@@ -59,6 +61,24 @@ class Pushes:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._turns: dict[str, _Turns] = {}
+        self._times: dict[str, deque[float]] = {}  # of each principal's pushes within the last minute
+
+    def count(self, label: str, per_minute: int) -> None:
+        """Count a push of a principal, before a byte of the push is read.
+
+        Raises:
+            NoFreeSlot: the principal has pushed as often as it may within a minute.
+        """
+        now, times = time.monotonic(), self._times.setdefault(label, deque())
+        while times and times[0] <= now - _MINUTE_S:
+            times.popleft()
+        if len(times) >= per_minute:
+            raise NoFreeSlot(
+                f"{len(times)} pushes of {label} within a minute",
+                expected=f"{per_minute} at most",
+                remedy="push again later, or have the operator set pushes_per_minute in the policy",
+            )
+        times.append(now)
 
     async def push(
         self,

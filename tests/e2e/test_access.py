@@ -28,6 +28,8 @@ adapters = ["team-a/*", "shared"]
 [tenants.team-b]
 keys = ["key-b"]
 adapters = ["team-b/*", "shared"]
+pushes = ["team-b/pushed*"]
+pushes_per_minute = 2
 [tenants.operators]
 keys = ["key-root"]
 admin = true
@@ -138,6 +140,29 @@ def test_no_key_is_refused_under_v1_and_default_elsewhere(guarded: Guarded) -> N
     assert guarded.post("/v1/completions", "nobodys", model="public/sql", prompt="x").status_code == 401
     assert guarded.post("/tokenize", None, model="public/sql", prompt="x").status_code == 200
     assert guarded.post("/tokenize", None, model="team-a/sql", prompt="x").status_code == 404
+
+
+def test_a_key_pushes_its_own_names_at_its_own_rate(guarded: Guarded) -> None:
+    directory = guarded.bed.adapters / "wide"
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    files = {file: (file, (directory / file).read_bytes()) for file in names}
+
+    def put(name: str, key: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.put(f"{guarded.server.url}/v1/loras/{name}", files=files, headers=headers, timeout=LONGEST_S)
+
+    assert put("team-b/pushed", "key-b").status_code == 200
+    assert guarded.answer("team-b/pushed", "key-b") == guarded.bed.answers["wide"]
+    for name, key in (("team-b/sql", "key-b"), ("shared", "key-b"), ("team-b/pushed", "key-a")):
+        assert put(name, key).status_code == 403
+    assert put("team-b/pushed-2", "key-b").status_code == 200
+    refused = put("team-b/pushed", "key-b")
+    assert (refused.status_code, "[L001]" in refused.text, "retry-after" in refused.headers) == (503, True, True)
+    for name in ("team-b/pushed", "team-b/pushed-2"):
+        gone = httpx.delete(
+            f"{guarded.server.url}/v1/loras/{name}", headers={"Authorization": "Bearer key-b"}, timeout=LONGEST_S
+        )
+        assert gone.status_code == 200
 
 
 def test_only_administrators_load_and_unload(guarded: Guarded) -> None:

@@ -194,7 +194,7 @@ def test_a_place_is_where_every_engine_has_it() -> None:
 
 
 @runs
-async def test_a_pause_is_over_once_all_engines_say_so_at_once() -> None:
+async def test_a_pause_is_over_once_all_engines_say_so() -> None:
     """The next part of a client's request may have gone to an engine that had answered."""
     answers = iter([{0: True, 1: False}, {0: False, 1: True}, {0: True, 1: True}, {0: True, 1: True}])
     asked = list[tuple[Any, ...]]()

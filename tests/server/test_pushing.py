@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, OutOfMemory, PushSuperseded
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, NoFreeSlot, OutOfMemory, PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.store.store import Store
@@ -140,3 +140,17 @@ def test_a_push_on_a_full_disk_makes_room(names: Names) -> None:
     asyncio.run(run())
     assert names.store.layout.digests() == []
     assert names.taken == ["1"]
+
+
+def test_a_principal_pushes_so_often_within_a_minute(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lora_plugins.server.pushing.time.monotonic", lambda: now[0])
+    pushes = Pushes(names)  # type: ignore[arg-type]
+    pushes.count("a", 2)
+    now[0] += 30
+    pushes.count("a", 2)
+    with pytest.raises(NoFreeSlot, match="2 pushes of a within a minute"):
+        pushes.count("a", 2)
+    pushes.count("b", 2)
+    now[0] += 30
+    pushes.count("a", 2)

@@ -35,7 +35,7 @@ _HASH = re.compile(r"[0-9a-fA-F]{64}")
 _FIELDS = {
     "": ("default", "tenants"),
     "default": ("adapters", "share"),
-    "tenants": ("keys", "adapters", "admin", "share"),
+    "tenants": ("keys", "adapters", "admin", "share", "pushes", "pushes_per_minute"),
 }
 _SHARE = 0.5  # so that no principal takes everything
 
@@ -44,17 +44,24 @@ _SHARE = 0.5  # so that no principal takes everything
 class Principal:
     """The origin of a request: a tenant of the policy, or everybody else.
 
-    `label` is for logs; `share` limits the part of host memory, store and look-ups that running requests may use.
+    `label` is for logs; `share` limits the part of host memory, store and look-ups that running requests may use;
+    `pushes` covers the adapters that the principal may push, at most `pushes_per_minute` (None: no limit).
     """
 
     label: str
     patterns: tuple[NamePattern, ...] = ()
     is_admin: bool = False
     share: float = 1.0
+    pushes: tuple[NamePattern, ...] = ()
+    pushes_per_minute: int | None = None
 
     def may_use(self, name: str) -> bool:
         """Whether requests may name this adapter."""
         return self.is_admin or any(pattern.matches(name) for pattern in self.patterns)
+
+    def may_push(self, name: str) -> bool:
+        """Whether the principal may push this adapter, and call the routes that a push needs."""
+        return self.is_admin or any(pattern.matches(name) for pattern in self.pushes)
 
     def is_named(self, name: str) -> bool:
         """Whether a pattern without wildcards covers this adapter."""
@@ -167,7 +174,16 @@ def _tenant(label: str, table: Mapping[str, Any], where: str) -> Principal:
     # A forgotten field must not silently mean "no adapter".
     if "adapters" not in table and not is_admin:
         raise InvalidSettings(f"{where} without adapters", expected="adapters = [...], be it an empty list")
-    return Principal(label, _patterns(table, where), is_admin, 1.0 if is_admin else _share(table, where))
+    share = 1.0 if is_admin else _share(table, where)
+    pushes = _patterns(table, where, "pushes")
+    return Principal(label, _patterns(table, where), is_admin, share, pushes, _per_minute(table, where))
+
+
+def _per_minute(table: Mapping[str, Any], where: str) -> int | None:
+    count = table.get("pushes_per_minute")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise InvalidSettings(f"{where}.pushes_per_minute that is no number of pushes", expected="1 or more")
+    return count
 
 
 def _share(table: Mapping[str, Any], where: str) -> float:
@@ -177,13 +193,13 @@ def _share(table: Mapping[str, Any], where: str) -> float:
     return float(share)
 
 
-def _patterns(table: Mapping[str, Any], where: str) -> tuple[NamePattern, ...]:
-    patterns = _texts(table, "adapters", where)
+def _patterns(table: Mapping[str, Any], where: str, field: str = "adapters") -> tuple[NamePattern, ...]:
+    patterns = _texts(table, field, where)
     for number, text in enumerate(patterns):
         # A space at an end is a typing error that no name would ever match.
         if not text or text != text.strip():
             raise InvalidSettings(
-                f"{where}.adapters[{number}] that is empty or has a space at an end", expected="a pattern of names"
+                f"{where}.{field}[{number}] that is empty or has a space at an end", expected="a pattern of names"
             )
     return tuple(NamePattern(text) for text in patterns)
 

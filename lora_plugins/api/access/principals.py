@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
+from urllib.parse import parse_qs
 
 from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
 from lora_plugins.api.access.policy import Principal
@@ -18,11 +20,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # The principal of the request that this code runs for; None outside requests, such as at start.
 principal_of_request: ContextVar[Principal | None] = ContextVar("lora_plugins_principal", default=None)
+# What a trainer calls for a name that its key may push: `lora_plugins.client`, and a rollback.
+_PUSHERS = {"PUT": ("",), "GET": ("",), "DELETE": ("",), "POST": ("/pause", "/resume", "/rollback")}
 # Makes the refusal for this request's caller on a route for administrators.
 _refusal: ContextVar[Callable[[], NotAllowed]] = ContextVar("lora_plugins_refusal", default=forbidden)
 
 # Routes of this package; of vLLM; and, in vLLM's development mode, the route to every method of the workers.
-_ADMIN_PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
+_LORAS = "/v1/loras"
+_ADMIN_PATHS = (_LORAS, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
 
 
 def label_of_request() -> str | None:
@@ -69,9 +74,11 @@ class KnowPrincipal:
         ours = self._administrators
         principal = ours.principal(scope)
         # Refuse here, before vLLM reads the body, which may be gigabytes of a push.
-        if not principal.is_admin and _is_for_admins(scope):
-            await _forbid(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
-            return
+        if not principal.is_admin and (paths := _admin_paths(scope)):
+            if not all(_may_call(principal, scope, path) for path in paths):
+                await _forbid(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
+                return
+            principal = replace(principal, is_admin=True)  # for this call, which is of the principal's own name
         # Context variables follow the request into its tasks, but not into other requests.
         tokens = principal_of_request.set(principal), _refusal.set(lambda: ours.refusal(scope))
         try:
@@ -81,14 +88,23 @@ class KnowPrincipal:
             _refusal.reset(tokens[1])
 
 
-def _is_for_admins(scope: Scope) -> bool:
+def _admin_paths(scope: Scope) -> list[str]:
     path, root = scope["path"], scope.get("root_path", "")
-    return any(
-        candidate == admin or candidate.startswith(f"{admin}/")
-        # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
+    # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
+    return [
+        candidate
         for candidate in (path, path.removeprefix(root))
-        for admin in _ADMIN_PATHS
-    )
+        if any(candidate == admin or candidate.startswith(f"{admin}/") for admin in _ADMIN_PATHS)
+    ]
+
+
+def _may_call(principal: Principal, scope: Scope, path: str) -> bool:
+    name = path.removeprefix(f"{_LORAS}/")
+    # A pin takes a slot from all others for good.
+    if name == path or scope["type"] != "http" or b"pin" in parse_qs(scope.get("query_string", b"")):
+        return False
+    ends = [end for end in _PUSHERS.get(scope["method"], ()) if name.endswith(end)]
+    return any(principal.may_push(name.removesuffix(end)) for end in ends)
 
 
 async def _forbid(scope: Scope, send: Send, refusal: NotAllowed, *, asks_for_key: bool) -> None:

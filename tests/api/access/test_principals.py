@@ -17,6 +17,10 @@ POLICY = Policy.parse(
 [tenants.a]
 keys = ["key-a"]
 adapters = ["a/*"]
+[tenants.trainer]
+keys = ["key-t"]
+adapters = []
+pushes = ["t/*"]
 [tenants.root]
 keys = ["key-root"]
 admin = true
@@ -45,7 +49,12 @@ class App:
 
 
 def ask(
-    *headers: tuple[str, str], path: str = "/v1/x", kind: str = "http", method: str = "POST", root_path: str = ""
+    *headers: tuple[str, str],
+    path: str = "/v1/x",
+    kind: str = "http",
+    method: str = "POST",
+    root_path: str = "",
+    query: bytes = b"",
 ) -> tuple[App, list[dict[str, Any]]]:
     app, sent = App(), []
 
@@ -53,7 +62,14 @@ def ask(
         sent.append(message)
 
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
-    scope = {"type": kind, "path": path, "method": method, "headers": raw, "root_path": root_path}
+    scope = {
+        "type": kind,
+        "path": path,
+        "method": method,
+        "headers": raw,
+        "root_path": root_path,
+        "query_string": query,
+    }
     asyncio.run(KnowPrincipal(app, Administrators(POLICY))(scope, None, send))
     return app, sent
 
@@ -138,3 +154,40 @@ def test_a_websocket_to_an_administrators_route_is_closed():
     app, (closed,) = ask(kind="websocket", path="/v1/loras")
     assert app.seen == []
     assert closed == {"type": "websocket.close", "code": 1008}
+
+
+TRAINER = ("authorization", "Bearer key-t")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *((method, "/v1/loras/t/policy") for method in ("PUT", "GET", "DELETE")),
+        *(("POST", f"/v1/loras/t/policy/{verb}") for verb in ("pause", "resume", "rollback")),
+        ("PUT", "/behind/v1/loras/t/policy"),
+    ],
+)
+def test_a_key_pushes_below_its_own_prefix(method: str, path: str) -> None:
+    root_path = "/behind" if path.startswith("/behind") else ""
+    app, sent = ask(TRAINER, method=method, path=path, root_path=root_path)
+    assert (set(app.seen), sent) == ({"trainer"}, [])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "query"),
+    [
+        ("PUT", "/v1/loras/a/policy", b""),
+        ("PUT", "/v1/loras/t", b""),
+        ("PUT", "/v1/loras/t/policy", b"mode=finish&p%69n=true"),
+        ("GET", "/v1/loras", b""),
+        ("POST", "/v1/loras", b""),
+        ("POST", "/v1/loras/t/policy/pin", b""),
+        ("POST", "/v1/loras/t/policy/refresh", b""),
+        ("POST", "/v1/loras/a/policy/pause", b""),
+        ("POST", "/v1/load_lora_adapter", b""),
+        ("POST", "/v1/load_lora_adapter/t/x", b""),
+    ],
+)
+def test_a_key_that_pushes_may_nothing_else(method: str, path: str, query: bytes) -> None:
+    app, sent = ask(TRAINER, method=method, path=path, query=query)
+    assert (app.seen, sent[0]["status"]) == ([], 403)
