@@ -280,6 +280,7 @@ def _kind(verdict: str) -> str:
 
 
 def _cell(verdict: str) -> str:
+    verdict = verdict.replace("Call to add_lora method failed: Worker failed with error '", "")
     return verdict.replace("|", "\\|").replace("<", "&lt;")
 
 

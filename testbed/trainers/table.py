@@ -286,7 +286,7 @@ TRAINERS = (
         only({"adapters.safetensors": None, "0000100_adapters.safetensors": None}, _OF_MLX),
         (
             Case(shapes.ALL_LINEAR, only({"adapters.safetensors": None}, _OF_MLX), "",
-                 r"L003.*MLX's form.*mlx_lm.fuse"),
+                 r"L00[23].*MLX's form.*mlx_lm.fuse"),
             Case(shapes.ALL_LINEAR, changed(forms.mlx), "under PEFT's file names", r"L003.*MLX's form.*mlx_lm.fuse"),
             Case(shapes.IN_ATTENTION, only({"adapters.npz": b""}), "adapters.npz", _NO_CONFIG + r".*MLX's form"),
         ),
