@@ -12,10 +12,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.request import RequestStatus
 
-from lora_plugins.errors import InvalidAdapter, InvalidSettings
+from lora_plugins.errors import InvalidAdapter
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
 from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
-from lora_plugins.vllm_patches.engine_core.executor import make_planner
 from lora_plugins.vllm_patches.engine_core.request import client_of
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
@@ -357,25 +356,3 @@ def test_slots_that_workers_have_raise_vllms_limit(make_engine: Make) -> None:
 )
 def test_ids_say_which_requests_are_one_clients(request_id: str, client: str) -> None:
     assert client_of(request_id) == client
-
-
-def test_rays_second_executor_is_not_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed")
-    monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", raising=False)  # it is the default
-    config = vllm_config(base)
-    config.parallel_config.distributed_executor_backend, config.parallel_config.world_size = "ray", 2
-    assert make_planner(config) is not None
-
-
-@pytest.mark.deployment("Ray", "refused", "vLLM's first executor (before 0.33, not its default): L007 names the second")
-@pytest.mark.parametrize(
-    ("backend", "says"), [("ray", "first Ray executor"), ("external_launcher", "external launcher")]
-)
-def test_startup_fails_with_an_executor_past_the_workers(
-    base: Path, backend: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    config = vllm_config(base)
-    config.parallel_config.distributed_executor_backend, config.parallel_config.world_size = backend, 2
-    with pytest.raises(InvalidSettings, match=says):
-        make_planner(config)
