@@ -27,15 +27,21 @@ class Block:
 
     def commands(self) -> str:
         """What a reader types: all of it, or what stands behind the prompts of a console."""
-        if self.language != "console":
-            return self.text
-        typed = [line.removeprefix(_PROMPT) for line in self.text.splitlines() if line.startswith(_PROMPT)]
-        return "".join(f"{line}\n" for line in typed)
+        return self._lines(typed=True) if self.language == "console" else self.text
 
     def shown(self) -> str:
         """The output that the page shows below the prompts of a console."""
-        lines = self.text.splitlines() if self.language == "console" else []
-        return "".join(f"{line}\n" for line in lines if not line.startswith(_PROMPT))
+        return self._lines(typed=False) if self.language == "console" else ""
+
+    def _lines(self, *, typed: bool) -> str:
+        """A console's lines behind prompts, and those that continue them; or all others."""
+        chosen, goes_on = "", False
+        for line in self.text.splitlines(keepends=True):
+            is_typed = goes_on or line.startswith(_PROMPT)
+            goes_on = is_typed and line.endswith("\\\n")
+            if is_typed == typed:
+                chosen += line.removeprefix(_PROMPT)
+        return chosen
 
 
 def blocks(page: str) -> list[Block]:

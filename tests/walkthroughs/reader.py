@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -28,12 +28,14 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """One block of the page: how it begins, what is done with it, the file or the reason, and commands of before."""
+    """One block of the page: how it begins, what is done with it, the file or the reason, commands of before, and the
+    exit code that the page shows or explains."""
 
     first: str
     do: Do = Do.RUN
     note: str = ""
     before: str = ""
+    exits: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Walk:
 
 @dataclass
 class Reader:
-    """A shell that remembers what was exported, and the servers that were started in it."""
+    """A shell that remembers its variables, and the servers that were started beside it."""
 
     walk: Walk
     folder: Path
@@ -79,9 +81,13 @@ class Reader:
     url: str
     printed: dict[str, str] = field(default_factory=dict)
     servers: list[Server] = field(default_factory=list)
+    served: Callable[[str], None] = lambda first: None  # after each start, with the first line of its block
 
     def read(self) -> None:
-        """Do every step; `printed` has the output of each block that ran, by the block's first line."""
+        """Do every step; `printed` has the output of each block that ran, by the block's first line.
+
+        Behind a console's output stand its errors, which the page shows too.
+        """
         assert self.walk.wrong() == []
         for step, block in zip(self.walk.steps, self.walk.blocks(), strict=True):
             if step.do is Do.WRITE:
@@ -90,12 +96,13 @@ class Reader:
                 file.write_text(block.text)
             elif step.do is Do.SERVE:
                 self.serve(block)
+                self.served(step.first)
             elif step.do is Do.RUN:
                 self.run(replace(block, text=f"{step.before}\n", language=""))
-                self.printed[step.first] = self.run(block)
+                self.printed[step.first] = self.run(block, exits=step.exits)
 
-    def run(self, block: Block) -> str:
-        """What a block's commands print; each of them has to succeed."""
+    def run(self, block: Block, *, exits: int = 0) -> str:
+        """What a block's commands print; all have to succeed, but for the last where another exit code is given."""
         with subprocess.Popen(
             ["bash", "-c", self._script(block)],
             cwd=self.folder, env=self._env(), text=True,
@@ -107,10 +114,13 @@ class Reader:
                 shell.kill()
                 raise
         where = f"{self.walk.page}:{block.line}"
-        assert shell.returncode == 0, f"{where} ended with {shell.returncode}:\n{block.text}\n{out}{err}"
-        return out
+        assert shell.returncode == exits, f"{where} ended with {shell.returncode}:\n{block.text}\n{out}{err}"
+        return f"{out}{err}" if block.language == "console" else out
 
     def serve(self, block: Block) -> None:
+        """Start the block's server; one that an earlier block has started ends before."""
+        for server in self.servers:
+            end(server.process)
         log_file = self.folder / f"server-{len(self.servers)}.log"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
@@ -125,9 +135,12 @@ class Reader:
         text = block.commands()
         for written, (read, _) in self.walk.substitutions.items():
             text = text.replace(written, read.format_map(self.values))
-        exported = self.folder / ".exported"
-        exported.touch()
-        return f"set -eo pipefail\n. {exported}\n{text}\nexport -p > {exported}\n"
+        if block.language == "python":
+            text = f"python - <<'END-OF-BLOCK'\n{text}END-OF-BLOCK\n"
+        variables = self.folder / ".variables"
+        variables.touch()
+        kept = r"declare -p | grep -Ev '^declare -\w*r|^declare -\S+ (BASH|FUNCNAME|GROUPS|DIRSTACK|SHELLOPTS|_=)'"
+        return f"set -eo pipefail\n. {variables}\n{text}\n{kept} > {variables}\n"
 
     def _env(self) -> dict[str, str]:
         inherited = ("PATH", "PYTHONPATH", "LANG", "HOME")
@@ -136,10 +149,16 @@ class Reader:
 
 @contextmanager
 def reading(
-    walk: Walk, folder: Path, *, env: Mapping[str, str], values: Mapping[str, str], url: str
+    walk: Walk,
+    folder: Path,
+    *,
+    env: Mapping[str, str],
+    values: Mapping[str, str],
+    url: str,
+    served: Callable[[str], None] = lambda first: None,
 ) -> Iterator[Reader]:
     """Someone who has done every step; the servers end with the block."""
-    reader = Reader(walk, folder, env, values, url)
+    reader = Reader(walk, folder, env, values, url, served=served)
     try:
         reader.read()
         yield reader

@@ -1,0 +1,261 @@
+"""Pages that start servers of their own: each command starts one, which answers for adapters as PEFT does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from testbed.bed import MAX_TOKENS, Bed
+from testbed.client import complete
+from testbed.hub import local_hub
+from testbed.models import PROMPT
+from testbed.server import reserved_port
+from tests.walkthroughs.conftest import SMALL
+from tests.walkthroughs.left_out import CURL, INSTALLED, REPLICAS
+from tests.walkthroughs.reader import Do, Reader, Step, Walk, reading
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(None in map(shutil.which, ("curl", "jq", "openssl")), reason="the pages use them"),
+]
+
+PORT = ("127.0.0.1:{port}", "other servers run beside this one")
+HUB_ADAPTER = "jeeejeee/llama32-3b-text2sql-spider"
+OF_SGLANG = "algoprog/fact-generation-llama-3.1-8b-instruct-lora"
+
+
+def small(model: str, page_port: str = "") -> dict[str, tuple[str, str]]:
+    """The same server of a tiny Llama, on a port of its own."""
+    read = f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}"
+    moved = {page_port: ("", "other servers run beside this one")} if page_port else {}
+    return {f"vllm serve {model}": (read, "two cores and no network: a tiny Llama"), **moved}
+
+
+def folder_of_adapters(path: str) -> dict[str, tuple[str, str]]:
+    return {f"={path}": ("={adapters}", "a folder of this test")}
+
+
+CUDA_ENVIRONMENT = (
+    "export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1          # without it vLLM asks nobody for a name that it does not know"
+)
+CUDA = Walk(
+    "docs/get-started/cuda.md",
+    [
+        Step("python3 -m venv serve && . serve/bin/activate", Do.LEAVE_OUT, INSTALLED),
+        Step(CUDA_ENVIRONMENT),
+        Step(
+            "vllm serve meta-llama/Llama-3.2-3B-Instruct --enable-lora --max-lora-rank 64 --max-loras 8 --max-cpu-loras 64",  # noqa: E501 - as the page has it
+            Do.SERVE,
+        ),
+        Step(CURL),
+    ],
+    {
+        **small("meta-llama/Llama-3.2-3B-Instruct"),
+        **folder_of_adapters("/adapters"),
+        "localhost:8000": PORT,
+    },
+)
+
+TRY_TENANTS = (
+    "ask() { curl -s -o /dev/null -w '%{http_code}\\n' localhost:8000/v1/completions -H \"Authorization: Bearer $1\" \\"
+)
+TENANTS = Walk(
+    "docs/guides/tenants.md",
+    [
+        Step(
+            "for name in team_a team_b operators; do printf '%s=%s\\n' $name \"$(openssl rand -hex 24)\"; done > keys.env"  # noqa: E501 - as the page has it
+        ),
+        Step("hash() { printf %s \"$1\" | sha256sum | cut -d' ' -f1; }"),
+        Step(
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters \\",
+            Do.SERVE,
+            before="",
+        ),
+        Step(TRY_TENANTS),
+    ],
+    {**small("BASE"), **folder_of_adapters("/adapters"), "localhost:8000": PORT},
+)
+
+FORBIDDEN = "$ curl -s localhost:8000/v1/completions -H 'Authorization: Bearer key-of-team-a' \\"
+ACCESS = Walk(
+    "docs/guides/access.md",
+    [
+        Step(
+            "[default]                 # requests with another key or with none; left out, they may use no adapter",
+            Do.WRITE,
+            "policy.toml",
+        ),
+        Step(
+            "export LORA_PLUGINS_POLICY=/etc/lora/policy.toml VLLM_PLUGINS=lora_filesystem_resolver,lora_lru_manager,lora_admin",  # noqa: E501 - as the page has it
+            Do.SERVE,
+        ),
+        Step(FORBIDDEN),
+    ],
+    {
+        **small("BASE"),
+        **folder_of_adapters("/adapters"),
+        "/etc/lora/": ("", "a folder of this test"),
+        "localhost:8000": PORT,
+    },
+)
+
+ADMIN_READS_A_DIGEST = "from openai import OpenAI"
+ADMIN = Walk(
+    "docs/guides/admin.md",
+    [
+        Step("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters", Do.SERVE),
+        Step(
+            '{"lora_versions": [["1f2e3d4c…", 0], ["9a8b7c6d…", 17]]}',
+            Do.LEAVE_OUT,
+            "of requests that a swap overtakes; tests/e2e/test_in_flight.py has them",
+        ),
+        Step(ADMIN_READS_A_DIGEST),
+        Step(
+            "adapters:",
+            Do.LEAVE_OUT,
+            "needs S3 and the Hub; tests/test_guides.py::test_adapters_that_a_page_declares_can_be_followed reads it",
+        ),
+    ],
+    {
+        **small("BASE"),
+        **folder_of_adapters("/adapters"),
+        "file:///adapters": ("file://{adapters}", "a folder of this test"),
+        "localhost:8000": PORT,
+    },
+)
+
+LORAX = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \\"
+SGLANG = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_PLUGINS=lora_filesystem_resolver,lora_lru_manager,lora_admin \\"
+NIM = SGLANG
+MIGRATING = Walk(
+    "docs/guides/migrating.md",
+    [
+        Step('pip install "lora-plugins @ git+$REPOSITORY"'),
+        Step(LORAX, Do.SERVE),
+        Step("# /etc/lora/adapters.yaml, in the place of --lora-paths", Do.WRITE, "adapters.yaml"),
+        Step(SGLANG, Do.SERVE),
+        Step(NIM, Do.SERVE, before="unset LORA_PLUGINS_ADAPTERS_FILE"),
+    ],
+    {
+        'pip install "lora-plugins @ git+$REPOSITORY"': ("true", INSTALLED),
+        **small("mistralai/Mistral-7B-Instruct-v0.1", "--port 8080"),
+        **small("meta-llama/Llama-3.1-8B-Instruct"),
+        **folder_of_adapters("/data/adapters"),
+        **folder_of_adapters("/adapters"),
+        "/etc/lora/": ("", "a folder of this test"),
+    },
+)
+
+SERVERS = [
+    "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --tensor-parallel-size 2",
+    "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --data-parallel-size 2",
+    "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --api-server-count 4",
+]
+SEVERAL = Walk(
+    "docs/guides/replicas.md",
+    [
+        Step("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters"),
+        *(Step(first, Do.SERVE) for first in SERVERS),
+        Step('pip install "lora-plugins[ray] @ git+$REPOSITORY"', Do.LEAVE_OUT, REPLICAS),
+        Step(
+            "curl -s -D - localhost:8000/v1/completions -H 'Content-Type: application/json' \\", Do.LEAVE_OUT, REPLICAS
+        ),
+    ],
+    {**small("BASE"), **folder_of_adapters("/adapters")},
+)
+
+
+@contextmanager
+def reads(
+    walk: Walk,
+    folder: Path,
+    bed: Bed,
+    env: dict[str, str],
+    served: Callable[[str, str], None] = lambda first, url: None,
+) -> Iterator[Reader]:
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        values = {"base": str(bed.base), "port": str(port), "adapters": str(folder / "adapters")}
+        with reading(walk, folder, env=env, values=values, url=url, served=lambda first: served(first, url)) as reader:
+            yield reader
+
+
+def put(bed: Bed, root: Path, *names: str) -> None:
+    """The same adapter under each name."""
+    for name in names:
+        shutil.copytree(bed.adapters / "sql", root / name)
+
+
+def tokens(url: str, name: str, key: str = "none") -> tuple[str, list[int]]:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=240)
+    answer = complete(client, name, PROMPT, MAX_TOKENS)
+    return answer.error, list(answer.token_ids)
+
+
+def test_the_page_on_gpus_serves_the_hub(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+    (tmp_path / "adapters").mkdir()
+    with local_hub() as hub:
+        hub.commit(HUB_ADAPTER, {file.name: file.read_bytes() for file in (bed.adapters / "sql").iterdir()})
+        with reads(CUDA, tmp_path, bed, env | hub.env(tmp_path / "hub")) as reader:
+            assert "hub" in reader.printed[CUDA_ENVIRONMENT]
+            answer = json.loads(reader.printed[CURL])
+            assert (answer["model"], answer["usage"]["completion_tokens"]) == (HUB_ADAPTER, 16)
+            assert tokens(reader.url, HUB_ADAPTER) == ("", bed.answers["sql"])
+
+
+def test_each_team_uses_its_own_adapters_only(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+    put(bed, tmp_path / "adapters", "team-a/sql", "team-b/sql", "shared/sql")
+    with reads(TENANTS, tmp_path, bed, env) as reader:
+        assert reader.printed[TRY_TENANTS].split() == ["200", "404", "401", "base", "team-a/sql", "403", "1"]
+
+
+def test_the_policy_of_the_page_on_access_is_kept(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+    put(bed, tmp_path / "adapters", "team-a/sql", "team-b/sql", "shared/sql")
+    with reads(ACCESS, tmp_path, bed, env) as reader:
+        shown = next(block.shown() for block in ACCESS.blocks() if block.first == FORBIDDEN)
+        assert reader.printed[FORBIDDEN].startswith(shown.rstrip())
+        assert tokens(reader.url, "shared/sql", "key-of-team-b") == ("", bed.answers["sql"])
+
+
+def test_an_answer_says_which_version_computed_it(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+    put(bed, tmp_path / "adapters", "sql")
+    with reads(ADMIN, tmp_path, bed, env) as reader:
+        digest = reader.printed[ADMIN_READS_A_DIGEST].split()[0]
+        client = openai.OpenAI(base_url=f"{reader.url}/v1", api_key="SECRET", max_retries=0, timeout=240)
+        assert client.get("/loras/sql", cast_to=object)["digest"] == digest  # type: ignore[index]
+
+
+def test_adapters_of_other_servers_keep_their_names(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+    put(bed, tmp_path / "adapters", "team/sql")
+    names = iter([("acme/sql", "team/sql"), ("lora0", "team/sql"), ("team/sql",)])  # of each server in turn
+
+    def ask(first: str, url: str) -> None:
+        for name in next(names):
+            assert (first, name, *tokens(url, name)) == (first, name, "", bed.answers["sql"])
+
+    with local_hub() as hub:
+        for repository in ("acme/sql", OF_SGLANG):
+            hub.commit(repository, {file.name: file.read_bytes() for file in (bed.adapters / "sql").iterdir()})
+        own = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path / "adapters"), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        own |= {"VLLM_PLUGINS": "lora_filesystem_resolver", "NIM_PEFT_SOURCE": str(tmp_path / "adapters")}
+        with reads(MIGRATING, tmp_path, bed, env | own | hub.env(tmp_path / "hub"), ask):
+            assert list(names) == []
+
+
+def test_every_way_to_more_processes_answers(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
+    put(bed, tmp_path / "adapters", "sql")
+    asked = []
+
+    def ask(first: str, url: str) -> None:
+        asked.append(first)
+        assert (first, *tokens(url, "sql")) == (first, "", bed.answers["sql"])
+
+    with reads(SEVERAL, tmp_path, bed, env, ask):
+        assert asked == SERVERS
