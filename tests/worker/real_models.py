@@ -114,7 +114,8 @@ def configuration(
     directory: Path, name: str, *, slots: int = 2, parallel: dict[str, Any] | None = None, **lora: Any
 ) -> Any:
     """vLLM's configuration of one of `CONFIGS`, with these fields of its `ParallelConfig` and `LoRAConfig`."""
-    from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import AttentionConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     base = directory / name
     base.mkdir(parents=True, exist_ok=True)
@@ -127,6 +128,10 @@ def configuration(
         lora_config=LoRAConfig(**fields),
         scheduler_config=scheduler,
         parallel_config=ParallelConfig(**(parallel or {})),
+        # On processors with AMX vLLM 0.32 takes a backend that has no float32.
+        attention_config=AttentionConfig(backend=AttentionBackendEnum.CPU_MLA)
+        if "kv_lora_rank" in CONFIGS[name]
+        else AttentionConfig(),
     )
 
 
