@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind
 from lora_plugins.settings import Settings
+from testbed.model_kinds import ask_in_this_process
 from tests.worker.small_model import MAX_RANK, Adapter
 
 HIDDEN, INNER, EXPERTS = 64, 32, 4
@@ -120,6 +121,7 @@ def configuration(
     base = directory / name
     base.mkdir(parents=True, exist_ok=True)
     (base / "config.json").write_text(json.dumps({**_COMMON, **CONFIGS[name]}))
+    ask_in_this_process()
     model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
     fields = {"max_lora_rank": MAX_RANK, "max_loras": slots, "max_cpu_loras": 4, "lora_dtype": torch.float32, **lora}
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
