@@ -183,6 +183,7 @@ def main() -> None:
     sys.path.append(str(Path(__file__).parent.parent))
     for module in IMPORTED:
         importlib.import_module(module)
+    importlib.import_module("testbed.model_kinds").ask_in_this_process()
     _sleep_while_waiting()
     _compile_kernels()
     gc.collect()

@@ -117,6 +117,8 @@ class ModelEngine:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
             "distributed_executor_backend": "uni",
+            # On processors with AMX vLLM 0.32 takes a backend that has no float32.
+            **({"attention_backend": "CPU_MLA"} if "kv_lora_rank" in self.architecture.config else {}),
         }
 
     def _describe(self) -> dict[str, Any]:

@@ -68,6 +68,7 @@ NAMES_ELSEWHERE = frozenset(
         "ListObjectsV2",
         "AutoModel",
         "LoraConfig",
+        "ParamWrapper",
         "RequestRouterConfig",
         "EngineDeadError",
         "EngineArgs",
@@ -78,6 +79,7 @@ MARKERS = ("e2e", "slow", "nightly")  # of pytest
 ELSEWHERE_ON = {
     "docs/explanation/frameworks.md": (r".*\.py", "files of the frameworks"),
     "docs/guides/migrating.md": (r"docs/(models|reference)/.*\.md|hf_hub_resolver\.py", "pages and files of others"),
+    "docs/reference/models.md": (r".*\.py", "files of the trainers, and of the engine"),
     "docs/reference/deployments.md": (r"events\.jsonl", "the soak writes it"),
 }
 

@@ -182,5 +182,5 @@ class Inventory:
         known = {digest: size for digest, size in sizes.items() if digest not in self._unreadable}
         with contextlib.suppress(OSError):  # the next process reads them again
             temporary = self._layout.new_temporary("sizes")
-            write_small(self._layout.root / SIZES_FILE, json.dumps(known), temporary, is_durable=False)
+            write_small(self._layout.root / SIZES_FILE, [json.dumps(known)], temporary, is_durable=False)
         self._unwritten = 0

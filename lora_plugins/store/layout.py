@@ -26,7 +26,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,11 +154,11 @@ def key_of(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def write_small(path: Path, text: str, temporary: Path, *, is_durable: bool = True) -> None:
+def write_small(path: Path, pieces: Iterable[str], temporary: Path, *, is_durable: bool = True) -> None:
     """Write a whole file or nothing, by way of a temporary path; survives a power cut only where `is_durable`."""
     try:
         with temporary.open("w") as file:
-            file.write(text)
+            file.writelines(pieces)
             if is_durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -168,8 +168,8 @@ def write_small(path: Path, text: str, temporary: Path, *, is_durable: bool = Tr
         raise
 
 
-def replace_small(path: Path, text: str) -> None:
-    """Replace a file by a whole new file, and make the file's folder, if the root is there.
+def replace_small(path: Path, *pieces: str) -> None:
+    """Replace a file by a whole new file of these pieces, and make the file's folder, if the root is there.
 
     Raises:
         OSError: the file cannot be written; the earlier file stays.
@@ -178,7 +178,7 @@ def replace_small(path: Path, text: str) -> None:
     # Replicas in separate containers may have one process id, so the name has random characters too.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
-        write_small(path, text, temporary)
+        write_small(path, pieces, temporary)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -308,7 +308,7 @@ class Store:
         temporary = self.layout.new_temporary(self.processes.me())
         index = self.layout.index(wanted.uri, wanted.version, converted.form if converted else "")
         # After a power cut the index names no adapter, or an absent adapter: the next request fetches the version.
-        write_small(index, digest, temporary, is_durable=False)
+        write_small(index, [digest], temporary, is_durable=False)
         self._note_use(digest)
         with self.leases.guard(digest):  # lease before another fetch removes the adapter to make room
             self._put_in_place(download.directory, digest)

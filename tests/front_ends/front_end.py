@@ -52,7 +52,7 @@ class Kind:
 
 FRONT_ENDS = (
     Kind("one API server", is_nightly=True),
-    Kind("three API servers", ("--api-server-count", "3"), 3, "several API servers"),
+    Kind("three API servers", ("--api-server-count", "3"), 3, "several API servers", is_nightly=True),
     Kind("two engines", ("--data-parallel-size", "2"), 2, "data parallel, several API servers", engines=2),
     Kind(
         "two engines, four API servers",

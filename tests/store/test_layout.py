@@ -52,7 +52,7 @@ def test_keys_of_different_texts_differ() -> None:
 
 def test_a_small_file_is_replaced_whole(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old and long")
-    write_small(tmp_path / "file", "new", tmp_path / "temporary")
+    write_small(tmp_path / "file", ["new"], tmp_path / "temporary")
     assert (tmp_path / "file").read_text() == "new"
     assert os.listdir(tmp_path) == ["file"]
 

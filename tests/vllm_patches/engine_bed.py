@@ -11,6 +11,7 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Move, Report
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
 from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
+from testbed.model_kinds import ask_in_this_process
 
 BLOCK = 16
 
@@ -29,6 +30,7 @@ def vllm_config(
     import torch
     from vllm.config import CacheConfig, LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
 
+    ask_in_this_process()
     model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
     scheduler = SchedulerConfig(
         max_num_seqs=8,

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind
 from lora_plugins.settings import Settings
+from testbed.model_kinds import ask_in_this_process
 from tests.worker.small_model import MAX_RANK, Adapter
 
 HIDDEN, INNER, EXPERTS = 64, 32, 4
@@ -114,11 +115,13 @@ def configuration(
     directory: Path, name: str, *, slots: int = 2, parallel: dict[str, Any] | None = None, **lora: Any
 ) -> Any:
     """vLLM's configuration of one of `CONFIGS`, with these fields of its `ParallelConfig` and `LoRAConfig`."""
-    from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import AttentionConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     base = directory / name
     base.mkdir(parents=True, exist_ok=True)
     (base / "config.json").write_text(json.dumps({**_COMMON, **CONFIGS[name]}))
+    ask_in_this_process()
     model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
     fields = {"max_lora_rank": MAX_RANK, "max_loras": slots, "max_cpu_loras": 4, "lora_dtype": torch.float32, **lora}
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
@@ -127,6 +130,10 @@ def configuration(
         lora_config=LoRAConfig(**fields),
         scheduler_config=scheduler,
         parallel_config=ParallelConfig(**(parallel or {})),
+        # On processors with AMX vLLM 0.32 takes a backend that has no float32.
+        attention_config=AttentionConfig(backend=AttentionBackendEnum.CPU_MLA)
+        if "kv_lora_rank" in CONFIGS[name]
+        else AttentionConfig(),
     )
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Load, Loaded, Report
 from lora_plugins.settings import Settings
+from testbed.model_kinds import ask_in_this_process
 
 WIDTH, HIGH, LAYERS, MAX_RANK = 16, 32, 2, 8
 # The adapter's modules: features in, features out.
@@ -71,6 +72,7 @@ def one_process(rendezvous: Path) -> Iterator[None]:
 def vllm_config(base: Path, *, slots: int = 2, max_adapters: int = 4) -> Any:
     from vllm.config import LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
 
+    ask_in_this_process()
     model = ModelConfig(str(base), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
     lora = LoRAConfig(max_lora_rank=MAX_RANK, max_loras=slots, max_cpu_loras=max_adapters, lora_dtype=torch.float32)
     scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False)
