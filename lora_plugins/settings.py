@@ -69,7 +69,7 @@ class Settings:
     runtime_lora_updating: bool = required("VLLM_ALLOW_RUNTIME_LORA_UPDATING", VLLM_FLAG, "0")
     """`1` lets vLLM ask resolvers for unknown names. Otherwise nothing is ever resolved, and a warning says so."""
     untested_vllm: bool = required("LORA_PLUGINS_UNTESTED_VLLM", FLAG, "0")
-    """`1`: start in a vLLM release that lora-plugins does not know; otherwise the start is refused
+    """`1`: start in a vLLM release unknown to lora-plugins; otherwise the start is refused
     ([versions](errors.md#a-vllm-that-we-do-not-know))."""
     hub_repos: tuple[str, ...] = required("VLLM_LORA_RESOLVER_HF_REPO_LIST", NAMES, "")
     """The repositories of `lora_hf_hub_resolver` ([sources](../guides/sources.md#the-hugging-face-hub))."""
@@ -86,51 +86,51 @@ class Settings:
     base_aliases: tuple[str, ...] = required("LORA_PLUGINS_BASE_ALIASES", NAMES, "")
     """Further names, separated by commas, under which adapters may know the served base model."""
     follow_symlinks: bool = required("LORA_PLUGINS_FOLLOW_SYMLINKS", FLAG, "0")
-    """`1`: serve files outside the root to which a symlink below the root points."""
+    """`1`: serve files outside the root, if a symlink below the root points there."""
     allow_pickle: bool = required("LORA_PLUGINS_ALLOW_PICKLE", FLAG, "0")
     """`1`: serve `adapter_model.bin` and `.pt`. Loading a pickle can run code, and its weights are not verified."""
     check_finite: bool = required("LORA_PLUGINS_CHECK_FINITE", FLAG, "1")
-    """`0`: skip the pass that reads every weight and refuses NaN and infinity."""
+    """`0`: skip the pass over every weight, the check for NaN and infinity."""
     check_md5: bool = required("LORA_PLUGINS_CHECK_MD5", FLAG, "1")
     """`0`: compare S3 objects neither with ETags like an MD5 nor with checksums, for stores whose ETags are no MD5."""
     max_adapter_bytes: int = required("LORA_PLUGINS_MAX_ADAPTER_BYTES", BYTES, "8GiB")
     """Size limit of an adapter's configuration and weights together."""
     store_dir: Path = required("LORA_PLUGINS_STORE_DIR", PATH, "~/.cache/lora-plugins")
-    """The [store](../operate/store.md); where `XDG_CACHE_HOME` is set, the default is `lora-plugins` below it."""
+    """The [store](../operate/store.md); with `XDG_CACHE_HOME`, the default is `$XDG_CACHE_HOME/lora-plugins`."""
     store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", replace(BYTES, none="a share of the disk"))
     """The store's budget; unset, 80 % of the store's size and the free space beside the store at start, less where
     fewer than 1 GiB or 5 % of the disk would stay free ([store](../operate/store.md))."""
     sources: tuple[str, ...] = required("LORA_PLUGINS_SOURCES", order(*SOURCES), ",".join(SOURCES))
     """The order in which sources are asked; sources left out are asked last."""
     allowed_uris: tuple[str, ...] = required("LORA_PLUGINS_ALLOWED_URIS", NAMES, "")
-    """Prefixes, separated by commas, of the URIs that clients may have fetched
+    """Prefixes, separated by commas, of URIs for clients to have fetched
     ([sources](../guides/sources.md#by-uri))."""
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
-    """Deadline for finding and fetching one adapter, retries included; the adapter's size adds to the deadline
+    """Deadline for finding and fetching an adapter, retries included; the adapter's size adds to the deadline
     ([deadlines](../guides/sources.md#deadlines))."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
     list_models: str = required("LORA_PLUGINS_LIST", choice("served", "all"), "served")
-    """The adapters that `/v1/models` lists beside the base model: `served` adapters, or `all` that the sources list
-    too, each to who may use it, up to 1,000 ([pickers](../guides/first-request.md#a-picker-of-models))."""
+    """The adapters in `/v1/models`, beside the base model: `served` adapters, or `all` names of the sources too, up to
+    1,000, for each caller the permitted names only ([pickers](../guides/first-request.md#a-picker-of-models))."""
     revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")
-    """How long a remote source is not asked again for a name that the source had."""
+    """How long a remote source is not asked again for a name found there."""
     host_max_bytes: int | None = optional("LORA_PLUGINS_HOST_MAX_BYTES", BYTES)
     """Budget of each worker's [host cache](../explanation/manager.md), beside `--max-cpu-loras`."""
     host_policy: str = required("LORA_PLUGINS_HOST_POLICY", choice(*HOST_POLICIES), "lru")
-    """Which adapter leaves the host cache first: `lru` or `lrfu` ([policies](../benchmarks/policies.md))."""
+    """The adapter that leaves the host cache first: `lru` or `lrfu` ([policies](../benchmarks/policies.md))."""
     load_inplace: str = required("LORA_PLUGINS_LOAD_INPLACE", choice("finish", "inflight"), "finish")
-    """What happens to running requests when vLLM's own calls replace their version: requests `finish` on the weights
-    that they began with, or go on with the new weights (`inflight`)
+    """Running requests, when vLLM's own calls replace their version: requests `finish` on the weights of their
+    beginning, or go on with the new weights (`inflight`)
     ([hot swap](../guides/admin.md#running-requests))."""
     unmatched: str = required("LORA_PLUGINS_UNMATCHED", choice("refuse", "warn"), "refuse")
-    """An adapter with some modules that match no module of the model: `refuse` the adapter, or serve the rest and
+    """An adapter with some modules outside of the model: `refuse` the adapter, or serve the rest and
     `warn`. An adapter without any match is always refused."""
     kernels: Kernels = required("LORA_PLUGINS_KERNELS", member(Kernels), "auto")
-    """The kernels with which `lora_kernels` computes adapters: `auto`, `cpu`, `triton`, `reference` or `vllm`; startup
+    """The kernels of `lora_kernels`: `auto`, `cpu`, `triton`, `reference` or `vllm`; startup
     fails where the chosen kernels are not available ([kernels](../explanation/kernels.md))."""
     preload: tuple[str, ...] = required("LORA_PLUGINS_PRELOAD", NAMES, "")
-    """Names, separated by commas, that `lora_admin` serves before `/health` is ready
+    """Names, separated by commas, for `lora_admin` to serve before `/health` is ready
     ([admin](../guides/admin.md#start-and-restart))."""
     adapters_file: Path | None = optional("LORA_PLUGINS_ADAPTERS_FILE", FILE)
     """A YAML file of adapters that `lora_admin` serves: from startup, and again whenever the file changes
@@ -147,13 +147,13 @@ class Settings:
     drain_timeout_s: float = required("LORA_PLUGINS_DRAIN_TIMEOUT_S", seconds(least=0.0), "60")
     """How long an unload waits for running requests before the unload ends them."""
     policy: Path | None = optional("LORA_PLUGINS_POLICY", FILE)
-    """A TOML file that says which API key may use which adapters ([access](../guides/access.md));
+    """A TOML file with the adapters of each API key ([access](../guides/access.md));
     needs `lora_admin`."""
     admin_key: str | None = optional("LORA_PLUGINS_ADMIN_KEY", KEY)
-    """The key that `lora_admin` asks for, as `Authorization: Bearer …`; without it, `--api-key` and a policy, only
-    callers on this machine may administer ([admin](../guides/admin.md#who-may-administer))."""
+    """The key for `lora_admin`, sent as `Authorization: Bearer …`; without the key, `--api-key` and a policy, only
+    callers on the server's machine may administer ([admin](../guides/admin.md#who-may-administer))."""
     url: str = required("LORA_PLUGINS_URL", TEXT, "http://127.0.0.1:8000")
-    """The server that the command line asks where `--url` is not given; servers do not read the variable
+    """The server of the command line where `--url` is not given; servers do not read the variable
     ([the command line](../guides/command-line.md#a-running-server))."""
     metrics_adapters: int = required("LORA_PLUGINS_METRICS_ADAPTERS", COUNT, "200")
     """How many adapters have their own label in [metrics](metrics.md); all others share `_other`."""

@@ -23,8 +23,8 @@ HEAD = """\
 <!-- Written by tools/write_cli_doc.py from the commands of lora_plugins/cli: change them there. -->
 # Command line
 
-What `--help` says of each command. Which environment they read, what they print, their JSON and their exit codes are in
-[the guide](../guides/command-line.md).
+The text of `--help`, command by command. [The guide](../guides/command-line.md) has the environment, the output, the
+JSON and the exit codes.
 """
 
 

@@ -19,9 +19,12 @@ HEAD = """\
 <!-- Written by tools/write_settings_doc.py from lora_plugins/settings.py: change it there. -->
 # Settings
 
-Read at startup from the environment. Startup fails with L007 where a value cannot be right, or where a `LORA_PLUGINS_*`
-variable does not exist. What ends in `_S` is in seconds. What ends in `_BYTES` is a number of bytes, or of a
-unit: `20Gi` and `20GiB` are 20 × 1024³ bytes, `20G` and `20GB` 20 × 1000³; so too with `K`, `M` and `T`.
+After this page you know every variable of the environment, with its default. A server reads the variables at startup.
+Startup fails with L007 for a value that cannot be right, and for an unknown `LORA_PLUGINS_*` variable.
+
+- `_S` at the end of a name: seconds.
+- `_BYTES` at the end of a name: a number of bytes, or of a unit. `20Gi` and `20GiB` are 20 × 1024³ bytes, `20G` and
+  `20GB` 20 × 1000³; so too with `K`, `M` and `T`.
 """
 
 

@@ -192,7 +192,7 @@ def _common(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Nothing but errors: the exit code says the rest.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A single JSON object on stdout, and nothing else.")] = False,
 ) -> None:
     """The options of every command."""
 

@@ -19,11 +19,9 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches.model_modules import model_of
 
-BasePath = Annotated[
-    str | None, typer.Option("--base-model", help="Path or Hub id of the base model that the server serves.")
-]
+BasePath = Annotated[str | None, typer.Option("--base-model", help="Path or Hub id of the server's base model.")]
 ServedNames = Annotated[
-    list[str] | None, typer.Option("--served-model-name", help="The server's names for it; may be repeated.")
+    list[str] | None, typer.Option("--served-model-name", help="The served names of the base model; may be repeated.")
 ]
 MaxRank = Annotated[int | None, typer.Option("--max-lora-rank", min=1, help="The server's largest rank.")]
 

@@ -52,9 +52,7 @@ def ls(
         float, typer.Option("--interval", min=0.1, help="With --watch: seconds between two looks.")
     ] = 2.0,
     url: ServerUrl = DEFAULT_URL,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="With --server: seconds for one answer.")
-    ] = 5.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="With --server: seconds for an answer.")] = 5.0,
 ) -> Result | None:
     """List what the store, the sources or a server has."""
     if remote and (server or watch):

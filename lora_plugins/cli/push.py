@@ -28,7 +28,7 @@ def push(
         int | None, typer.Option("--keep", min=0, max=100, help="Earlier versions that stay, as NAME@DIGEST.")
     ] = None,
     if_match: Annotated[
-        str | None, typer.Option("--if-match", help="Only if the version that is served has this digest, or begins so.")
+        str | None, typer.Option("--if-match", help="Only if the served version's digest is this text, or begins so.")
     ] = None,
     url: ServerUrl = DEFAULT_URL,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for the answer.")] = 600.0,

@@ -25,7 +25,7 @@ from lora_plugins.store.layout import MIN_PREFIX
 
 _AT_ONCE = 4
 
-_PATTERNS = "Names, or patterns in quotes for what the server lists ('team/*')."
+_PATTERNS = "Names, or patterns in quotes for names on the server's list ('team/*')."
 _NO_PATTERNS = "Names; patterns stand for themselves here."
 _OPTIONS: dict[str, Any] = {
     "uri": Annotated[
@@ -46,7 +46,7 @@ _OPTIONS: dict[str, Any] = {
     ],
     "to": Annotated[str | None, typer.Option("--to", help="The kept version whose digest begins so; for one name.")],
     "if_match": Annotated[
-        str | None, typer.Option("--if-match", help="Only if the version that is served has this digest, or begins so.")
+        str | None, typer.Option("--if-match", help="Only if the served version's digest is this text, or begins so.")
     ],
 }
 

@@ -77,7 +77,7 @@ def why(
     *,
     file: NamesFile = None,
     url: ServerUrl = DEFAULT_URL,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for one answer of the server.")] = 5.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for an answer of the server.")] = 5.0,
     no_server: Annotated[
         bool, typer.Option("--no-server", help="Ask the sources alone, as a server does at a first request.")
     ] = False,
