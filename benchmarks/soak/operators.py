@@ -190,7 +190,8 @@ class Operator:
             for label in (*range(VERSIONS), Claim.UNLOADING, Claim.UNREGISTERED):
                 claims.close(label, time.monotonic())
         else:
-            one.is_blocked = one.is_blocked or None  # the answer is lost, not the block
+            # The answer is lost, or the disk is full, and the block may hold all the same.
+            one.is_certain, one.is_blocked = False, one.is_blocked or None
             claims.close(Claim.UNLOADING, time.monotonic())
 
     # --- what was answered ---
