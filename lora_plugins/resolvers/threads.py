@@ -13,19 +13,6 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-async def until_ended(future: concurrent.futures.Future[_T], cancel: Callable[[], object]) -> _T:
-    """The result of `future`; when cancelled, call `cancel`, and raise only after the future's end."""
-    waiting = asyncio.wrap_future(future)
-    try:
-        return await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        cancel()
-        await asyncio.wait([waiting])
-        if not waiting.cancelled():
-            waiting.exception()  # read the error: asyncio logs errors that nobody reads
-        raise
-
-
 async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]) -> _T:
     """Await `work` on another thread's event loop; a cancellation raises only after the end of the work."""
     started: list[asyncio.Task[Any] | None] = []
@@ -34,11 +21,16 @@ async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]
         started.append(asyncio.current_task())
         return await work
 
-    def cancel() -> None:
+    waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop))
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
         # One step of the loop after the start, which may still be in the loop's queue.
         loop.call_soon_threadsafe(loop.call_soon, lambda: [task.cancel() for task in started if task is not None])
-
-    return await until_ended(asyncio.run_coroutine_threadsafe(run(), loop), cancel)
+        await asyncio.wait([waiting])
+        if not waiting.cancelled():
+            waiting.exception()  # read the error: asyncio logs errors that nobody reads
+        raise
 
 
 async def in_own_thread(work: Callable[[], _T], name: str) -> _T:

@@ -10,20 +10,18 @@ machine that only this server reaches, and would pass on headers that are meant 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from functools import cache
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
 
 import fsspec
-from fsspec.asyn import AsyncFileSystem, get_loop
+from fsspec.asyn import AsyncFileSystem
 from fsspec.config import conf
 
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
-from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import (
     BrokenAnswer,
     FailureKind,
@@ -39,6 +37,7 @@ PIECE_BYTES = 2 << 20
 BUFFER_BYTES = 256 << 10
 _PIECE_TIMEOUT_S = 60.0
 _LISTED_AT_ONCE = 16  # folders
+_THREADS = 8
 # Keys of an object's identity in answers of file systems, best first.
 _IDENTITIES = (
     *("ETag", "etag", "e_tag", "generation", "md5Hash", "md5", "content_md5", "checksum"),
@@ -66,6 +65,8 @@ class FsspecFiles:
             of_operator = self._options.get("client_kwargs") or conf.get(protocol, {}).get("client_kwargs", {})
             self._options["client_kwargs"] = client_options(of_operator)
         self._filesystem: Any = None
+        # An own pool: a synchronous file system that hangs blocks no other source. Threads start on demand.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-fsspec")
         self.endpoint = ""  # URLs have their own
 
     async def find(self, uri: str) -> list[SourceFile]:
@@ -78,13 +79,9 @@ class FsspecFiles:
 
     async def _entries(self, uri: str) -> list[str]:
         """The names directly below `uri`, folders with a slash at the end."""
-        filesystem = self._open()
-        path = str(filesystem._strip_protocol(uri))  # noqa: SLF001 - see `_path`
+        path = _path(self._open(), uri)
         try:
-            if isinstance(filesystem, AsyncFileSystem):
-                found = await filesystem._ls(path, detail=True)  # noqa: SLF001 - see `_describe`
-            else:
-                found = await asyncio.to_thread(filesystem.ls, path, detail=True)
+            found = await self._ask("ls", path, detail=True)
         except FileNotFoundError:
             return []
         named = [(str(item["name"]).rstrip("/"), item.get("type")) for item in found]
@@ -112,35 +109,33 @@ class FsspecFiles:
     async def _read(self, uri: str, file: SourceFile) -> bytes:
         """Read an index, and no more bytes than the index had when located."""
         check_index_size(file.size_bytes)
-        filesystem = self._open()
-        end = file.size_bytes
-        if self._web:
-            data = bytearray()
-            await _WebReader(filesystem, uri).stream(file, 0, end, data.extend)
-            return bytes(data)
-        path = _path(filesystem, uri, file.name)
-        if isinstance(filesystem, AsyncFileSystem):
-            return bytes(await filesystem._cat_file(path, start=0, end=end))  # noqa: SLF001 - see `_describe`
-        return bytes(await asyncio.to_thread(filesystem.cat_file, path, start=0, end=end))
+        data = bytearray()
+        reader = await self.reader(uri, ())
+        await reader.read(file, 0, file.size_bytes, data.extend)
+        return bytes(data)
 
     async def reader(self, uri: str, checked: Iterable[SourceFile]) -> RangeReader:  # noqa: ARG002 - only S3 has any
         """A reader of the files below `uri`, without checksums."""
         filesystem = self._open()
-        return _WebReader(filesystem, uri) if self._web else _PieceReader(filesystem, uri)
+        return _WebReader(filesystem, uri) if self._web else _PieceReader(filesystem, uri, self._ask)
 
     def _open(self) -> Any:
         if self._filesystem is None:
             self._filesystem = fsspec.filesystem(self._protocol, **self._options)
         return self._filesystem
 
-    async def _describe(self, uri: str, name: str) -> SourceFile | None:
+    async def _ask(self, call: str, path: str, **options: Any) -> Any:
+        """The file system's answer to a call: by the call's coroutine where the file system has one, or in a thread."""
         filesystem = self._open()
-        path = _path(filesystem, uri, name)
+        if isinstance(filesystem, AsyncFileSystem):
+            # fsspec documents the calls with an underscore for callers on its loop.
+            return await getattr(filesystem, f"_{call}")(path, **options)
+        work = partial(getattr(filesystem, call), path, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _describe(self, uri: str, name: str) -> SourceFile | None:
         try:
-            if isinstance(filesystem, AsyncFileSystem):
-                info = await filesystem._info(path)  # noqa: SLF001 - fsspec documents the call for callers on its loop
-            else:
-                info = await asyncio.to_thread(filesystem.info, path)
+            info = await self._ask("info", _path(self._open(), f"{uri}/{name}"))
         except Exception as error:
             # File systems differ in the error for a missing file; the diagnosis knows them.
             if diagnose(error).kind is FailureKind.MISSING:
@@ -175,64 +170,15 @@ def check_protocol(protocol: str) -> None:
         ) from error
 
 
-def _path(filesystem: Any, uri: str, name: str) -> str:
-    return str(filesystem._strip_protocol(f"{uri}/{name}"))  # noqa: SLF001 - every file system has it
-
-
-class LoopReader:
-    """Runs coroutines on the file system's loop, for threads that wait for the result."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._running: set[concurrent.futures.Future[Any]] = set()
-        self._stopped = False
-
-    def has_md5_etag(self, name: str) -> bool:  # noqa: ARG002 - only S3 says so
-        """False: only S3 promises an MD5 as ETag."""
-        return False
-
-    def checksum(self, name: str) -> Checksum | None:  # noqa: ARG002 - only S3 keeps one
-        """None: only S3 keeps checksums."""
-        return None
-
-    def stop(self) -> None:
-        """Cancel running reads, and let later reads fail."""
-        self._stopped = True
-        for future in list(self._running):
-            future.cancel()
-
-    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        self._running.add(future)
-        try:
-            # `stop` may have come between `submit` and `add`, and would have missed this future.
-            if self._stopped:
-                future.cancel()
-            return future.result(timeout_s)
-        except concurrent.futures.CancelledError:
-            raise ConnectionAbortedError from None
-        finally:
-            future.cancel()  # after a time-out of the wait
-            self._running.discard(future)
-
-
-class StreamReader(LoopReader, ABC):
-    """Streams each range on the file system's loop."""
-
-    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """See `RangeReader`."""
-        self._run(self.stream(file, start, end, write), None)
-
-    @abstractmethod
-    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """Read as `read` does, for callers on the file system's loop."""
+def _path(filesystem: Any, url: str) -> str:
+    return str(filesystem._strip_protocol(url))  # noqa: SLF001 - every file system has the call
 
 
 async def write_range(
     file: SourceFile,
     start: int,
     end: int,
-    write: Callable[[memoryview], None],
+    write: Callable[[bytes], None],
     *,
     status: int,
     content_range: str | None,
@@ -250,48 +196,41 @@ async def write_range(
     async for piece in pieces:
         if len(piece) > end - start:
             raise BrokenAnswer("a long body")
-        write(memoryview(piece))
+        write(piece)
         start += len(piece)
     if start != end:
         raise BrokenAnswer("a short body")
 
 
-class _PieceReader(LoopReader):
+class _PieceReader(RangeReader):
     """Reads ranges by `cat_file`, with one piece in memory at a time."""
 
-    def __init__(self, filesystem: Any, uri: str) -> None:
-        super().__init__(get_loop())
+    def __init__(self, filesystem: Any, uri: str, ask: Callable[..., Awaitable[Any]]) -> None:
         self._filesystem = filesystem
         self._uri = uri
+        self._ask = ask
 
-    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """See `RangeReader`."""
-        path = _path(self._filesystem, self._uri, file.name)
-        while start < end:
-            upto = min(end, start + PIECE_BYTES)
-            if self._stopped:
-                raise ConnectionAbortedError
-            if isinstance(self._filesystem, AsyncFileSystem):
-                work = self._filesystem._cat_file(path, start=start, end=upto)  # noqa: SLF001 - see above
-                data = self._run(work, _PIECE_TIMEOUT_S)
-            else:
-                data = self._filesystem.cat_file(path, start=start, end=upto)
-            if len(data) != upto - start:
+    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
+        """See `RangeReader`; a thread that hangs is left alone, and what it reads later is not written."""
+        path = _path(self._filesystem, f"{self._uri}/{file.name}")
+        for at in range(start, end, PIECE_BYTES):
+            upto = min(end, at + PIECE_BYTES)
+            async with asyncio.timeout(_PIECE_TIMEOUT_S if isinstance(self._filesystem, AsyncFileSystem) else None):
+                data = await self._ask("cat_file", path, start=at, end=upto)
+            if len(data) != upto - at:
                 raise BrokenAnswer("a piece of another length")
-            write(memoryview(data))
-            start = upto
+            write(data)
 
 
-class _WebReader(StreamReader):
+class _WebReader(RangeReader):
     """Streams ranges over fsspec's own aiohttp session, with the session's headers and logins."""
 
     def __init__(self, filesystem: Any, uri: str) -> None:
-        super().__init__(filesystem.loop)
         self._filesystem = filesystem
         self._uri = uri
 
-    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """Read as `read` does, for callers on the file system's loop."""
+    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
+        """See `RangeReader`."""
         import aiohttp
 
         options = dict(self._filesystem.kwargs)
@@ -300,7 +239,8 @@ class _WebReader(StreamReader):
             headers["If-Match"] = file.etag
         options.setdefault("timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
         session = await self._filesystem.set_session()
-        async with session.get(_path(self._filesystem, self._uri, file.name), headers=headers, **options) as answer:
+        url = _path(self._filesystem, f"{self._uri}/{file.name}")
+        async with session.get(url, headers=headers, **options) as answer:
             if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
                 raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
             # Compare too: some servers ignore If-Match.

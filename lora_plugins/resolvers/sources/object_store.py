@@ -8,14 +8,15 @@ ETag is an MD5. ETags of multipart uploads and of directory buckets are no MD5; 
 counts, where S3 keeps one. Other objects, and those encrypted with a KMS or customer key, get only the check of lengths
 here, and the adapter verifier's checks.
 
-All network I/O runs on fsspec's loop thread and a pool of reading threads, never on the caller's event loop.
+All network I/O runs on fsspec's loop thread, never on the caller's event loop; only synchronous file systems have more
+threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fsspec.asyn import get_loop
@@ -118,8 +119,8 @@ class ObjectSource:
         self._check_md5 = check_md5
         timeout_s = look_up_timeout_s(self._limits.timeout_s) if locate_timeout_s is None else locate_timeout_s
         self._locating = Retries(timeout_s, _LOCATE_ATTEMPTS, self._limits.wait_s, self._limits.max_wait_s)
-        # One pool for all fetches of this source bounds their memory together; threads start on demand.
-        self._threads = ThreadPoolExecutor(self._limits.parallel, thread_name_prefix="lora-plugins-ranges")
+        # Shared by all fetches of this source, to bound their memory together; used on fsspec's loop only.
+        self._turns = asyncio.Semaphore(self._limits.parallel)
 
     def __str__(self) -> str:
         return f"{self.label} ({without_login(self._template.text)})"
@@ -186,7 +187,7 @@ class ObjectSource:
         checked = adapter.files if self._check_md5 else ()
         reader = await self._ask(lambda: self._files.reader(adapter.uri, checked))
         await download_ranges(
-            adapter.files, reader, download, pool=self._threads, limits=self._limits, md5=self._check_md5
+            adapter.files, reader, download, turns=self._turns, limits=self._limits, md5=self._check_md5
         )
         # Stores without ETags in answers may have changed during the fetch: look again.
         if self._files.rechecks and not set(adapter.files) <= set(await self._find(adapter.uri)):

@@ -1,10 +1,10 @@
 """Download a set of files in ranges, in parallel, straight to disk, in bounded memory.
 
-A thread of a pool reads a range and writes the bytes to the file. A broken range goes on at the byte at which the range
-broke off; a failed download leaves nothing to a later download. At most `parallel` ranges of one download are in
-flight, small files first, and at first one for each file: on a fast network a small adapter has arrived before more
-connections would be open. The pool's size bounds all downloads that share the pool: memory is at most (threads of the
-pool) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` configures S3 and HTTP.
+A download runs on one event loop, and writes bytes to the file as they arrive. A broken range goes on at the byte at
+which the range broke off; a failed download leaves nothing to a later download. At most `parallel` ranges of one
+download are in flight, small files first, and at first one for each file: on a fast network a small adapter has arrived
+before more connections would be open. The turns that all downloads of a source share bound their memory: at most
+(turns) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` configures S3 and HTTP.
 
 Only passing failures are retried, with exponential backoff and jitter, and every download has one deadline. Errors of
 the disk are raised unchanged, without a retry.
@@ -15,19 +15,16 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol
 
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import Transient, map_error
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
-from lora_plugins.resolvers.threads import until_ended
 from lora_plugins.store.hashing import GrowingFile
 from lora_plugins.store.partial_download import PartialDownload
 
@@ -39,24 +36,20 @@ _PROGRESS_BYTES = 64 << 10
 _ALONE_S = 0.01
 
 
-class RangeReader(Protocol):
-    """Reads ranges of files from one place; called from several threads at once."""
+class RangeReader(ABC):
+    """Reads ranges of files from one place."""
 
-    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
+    @abstractmethod
+    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
         """Hand the bytes from `start` to `end` to `write`, in order; raises errors that `errors.py` maps."""
-        ...
 
-    def has_md5_etag(self, name: str) -> bool:
+    def has_md5_etag(self, name: str) -> bool:  # noqa: ARG002 - only S3 promises an MD5 as ETag
         """Whether a file's ETag with the form of an MD5 is the MD5 of the file's bytes."""
-        ...
+        return False
 
-    def checksum(self, name: str) -> Checksum | None:
+    def checksum(self, name: str) -> Checksum | None:  # noqa: ARG002 - only S3 keeps checksums
         """The checksum that the place keeps of the whole file, as far as known before a read."""
-        ...
-
-    def stop(self) -> None:
-        """Make every `read`, now and later, fail soon."""
-        ...
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +93,6 @@ class _RangedFile:
         self._path = download.directory / source.name
         self._range_bytes = range_bytes
         self.checksum = checksum
-        self._lock = threading.Lock()
         self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         self.begin()
 
@@ -114,32 +106,31 @@ class _RangedFile:
         self._reported = 0
         self._digest = GrowingFile(self._path, self.checksum.digest()) if self.checksum is not None else None
 
-    def write(self, part: _Range, data: memoryview) -> None:
+    def write(self, part: _Range, data: bytes) -> None:
         if len(data) > part.end - part.at:
             raise ValueError("more bytes than the range has")
-        while data:
+        rest = memoryview(data)
+        while rest:
             try:
-                # pwrite takes the offset, so threads need no lock for the descriptor; it may write less than asked.
-                count = os.pwrite(self.descriptor, data, part.at)
+                count = os.pwrite(self.descriptor, rest, part.at)  # may write less than asked
             except OSError as error:
                 raise _DiskError(error) from error
             part.at += count
-            data = data[count:]
-        self.report()
+            rest = rest[count:]
+        self._report()
 
-    def report(self) -> None:
+    def _report(self) -> None:
         """Report the complete beginning of the file to the hashing threads."""
-        with self._lock:
-            while self._first < len(self.parts) and self.parts[self._first].at == self.parts[self._first].end:
-                self._first += 1
-            whole = self._first == len(self.parts)
-            landed = self.source.size_bytes if whole else self.parts[self._first].at
-            if landed == self._reported or not (whole or landed - self._reported >= _REPORT_EVERY_BYTES):
-                return
-            self._reported = landed
-            self._download.landed(self.source.name, landed)
-            if self._digest is not None:
-                self._digest.landed(landed)
+        while self._first < len(self.parts) and self.parts[self._first].at == self.parts[self._first].end:
+            self._first += 1
+        whole = self._first == len(self.parts)
+        landed = self.source.size_bytes if whole else self.parts[self._first].at
+        if landed == self._reported or not (whole or landed - self._reported >= _REPORT_EVERY_BYTES):
+            return
+        self._reported = landed
+        self._download.landed(self.source.name, landed)
+        if self._digest is not None:
+            self._digest.landed(landed)
 
     def damage(self) -> str:
         """The digest of a complete file that differs from its checksum; empty for a sound file. For a thread: waits."""
@@ -160,11 +151,11 @@ async def download_ranges(
     reader: RangeReader,
     download: PartialDownload,
     *,
-    pool: Executor,
+    turns: asyncio.Semaphore,
     limits: DownloadLimits,
     md5: bool,
 ) -> None:
-    """Write `files` to `download.directory`, all together.
+    """Write `files` to `download.directory`, all together; each range takes one of `turns` for the time of a read.
 
     A file with a checksum of `reader`, or with `md5` an ETag that is an MD5, is compared with it, and fetched once more
     after a difference.
@@ -180,7 +171,7 @@ async def download_ranges(
             checksum = reader.checksum(source.name) or (_md5_of(source) if md5 else None)
             opened.append(_RangedFile(source, download, limits.range_bytes, checksum))
         async with deadline(limits.fetch_timeout_s(files)) as state:
-            await _fetch(opened, reader, pool, limits, state)
+            await _fetch(opened, reader, turns, limits, state)
             damaged = await asyncio.to_thread(_damaged, opened, reader)
             if damaged:
                 # The hashing threads have seen damaged bytes; stopping the threads may wait for a disk, hence the
@@ -188,7 +179,7 @@ async def download_ranges(
                 await asyncio.to_thread(download.start_over)
                 for file in damaged:
                     file.begin()
-                await _fetch(damaged, reader, pool, limits, state)
+                await _fetch(damaged, reader, turns, limits, state)
                 await asyncio.to_thread(_refuse_damaged, damaged)
     finally:
         await asyncio.to_thread(_close, opened)
@@ -231,14 +222,14 @@ def _refuse_damaged(files: Sequence[_RangedFile]) -> None:
 
 
 async def _fetch(
-    files: Sequence[_RangedFile], reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
+    files: Sequence[_RangedFile], reader: RangeReader, turns: asyncio.Semaphore, limits: DownloadLimits, state: Deadline
 ) -> None:
-    """Fetch every part of `files`; on return or error, no thread works on the parts any more."""
+    """Fetch every part of `files`; on return or error, nobody writes the parts any more."""
     waiting = deque(part for file in files for part in file.parts)
 
     async def work() -> None:
         while waiting:
-            await _fetch_part(waiting.popleft(), reader, pool, limits, state)
+            await _fetch_part(waiting.popleft(), reader, turns, limits, state)
 
     tasks = [asyncio.create_task(work()) for _ in range(min(len(files), limits.parallel, len(waiting)))]
     try:
@@ -249,9 +240,6 @@ async def _fetch(
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-    except BaseException:
-        reader.stop()
-        raise
     finally:
         for task in tasks:
             task.cancel()
@@ -259,13 +247,13 @@ async def _fetch(
 
 
 async def _fetch_part(
-    part: _Range, reader: RangeReader, pool: Executor, limits: DownloadLimits, state: Deadline
+    part: _Range, reader: RangeReader, turns: asyncio.Semaphore, limits: DownloadLimits, state: Deadline
 ) -> None:
     async def read_on() -> None:
         began = part.at
-        future = pool.submit(_read, part, reader)
         try:
-            await until_ended(future, future.cancel)  # `_fetch` stops `reader` before a cancellation
+            async with turns:
+                await _read(part, reader)
         except Transient as error:
             if part.at - began < _PROGRESS_BYTES:
                 raise
@@ -276,11 +264,11 @@ async def _fetch_part(
         await limits.run(read_on, state)
 
 
-def _read(part: _Range, reader: RangeReader) -> None:
-    """Read the rest of a part, in a thread of the pool."""
+async def _read(part: _Range, reader: RangeReader) -> None:
+    """Read the rest of a part."""
     name = part.file.source.name
     try:
-        reader.read(part.file.source, part.at, part.end, lambda data: part.file.write(part, data))
+        await reader.read(part.file.source, part.at, part.end, lambda data: part.file.write(part, data))
         if part.at != part.end:
             # A body may end early without any error of the connection.
             raise EOFError

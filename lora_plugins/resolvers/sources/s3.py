@@ -19,7 +19,7 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shard
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import BrokenAnswer, FailureKind, ObjectChanged, diagnose
-from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, StreamReader, write_range
+from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, write_range
 from lora_plugins.resolvers.sources.ranges import RangeReader, has_md5_form
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, choose_files, needs_shards
 from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
@@ -139,7 +139,7 @@ class S3Files:
         without_md5 = [file for file in checked if _is_express(bucket) or not has_md5_form(file.etag)]
         found = await asyncio.gather(*(_checksum(client, bucket, prefix, file) for file in without_md5))
         checksums = {file.name: checksum for file, checksum in zip(without_md5, found, strict=True) if checksum}
-        return _S3Reader(self._filesystem.loop, client, bucket, prefix, checksums)
+        return _S3Reader(client, bucket, prefix, checksums)
 
     async def _client(self) -> Any:
         if self._filesystem is None:
@@ -243,18 +243,10 @@ def _is_express(bucket: str) -> bool:
     return bucket.endswith(("--x-s3", "--xa-s3"))
 
 
-class _S3Reader(StreamReader):
+class _S3Reader(RangeReader):
     """Streams ranges by `get_object`, each under the condition of the located ETag."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        client: Any,
-        bucket: str,
-        prefix: str,
-        checksums: Mapping[str, Checksum],
-    ) -> None:
-        super().__init__(loop)
+    def __init__(self, client: Any, bucket: str, prefix: str, checksums: Mapping[str, Checksum]) -> None:
         self._checksums = checksums
         self._client = client
         self._bucket = bucket
@@ -269,8 +261,8 @@ class _S3Reader(StreamReader):
         """S3's checksum of a whole file."""
         return self._checksums.get(name)
 
-    async def stream(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        """Read as `read` does, for callers on the file system's loop."""
+    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
+        """See `RangeReader`."""
         asked = {"Bucket": self._bucket, "Key": f"{self._prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
         answer = await self._client.get_object(**asked, **_if_match(file))
         body = answer["Body"]

@@ -47,7 +47,7 @@ class Bed:
         self, template: str = "", *, url: str = "", read_timeout_s: float = 30.0, **changes: Any
     ) -> ObjectSource:
         options = s3_storage_options(self.s3.env(url or self.proxy.url))
-        options["config_kwargs"] |= {"read_timeout": read_timeout_s, "connect_timeout": 30.0}
+        options["config_kwargs"] |= {"read_timeout": read_timeout_s, "connect_timeout": max(30.0, read_timeout_s)}
         template = template or f"s3://{self.bucket.name}/loras/{{lora_name}}"
         return ObjectSource(template, **{"storage_options": options, "limits": LIMITS, **changes})
 

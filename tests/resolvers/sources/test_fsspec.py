@@ -1,18 +1,23 @@
-"""HTTP sources and what their origin answers: redirects elsewhere, and error pages without an end."""
+"""Redirects elsewhere and error pages without an end, and synchronous file systems that hang."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import fsspec
 import pytest
 from aiohttp import web
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import ObjectSource
+from lora_plugins.resolvers.sources.ranges import DownloadLimits
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.store.store import Store
 from testbed.listener import Listener
@@ -110,3 +115,29 @@ def test_an_error_page_without_an_end_is_not_read(origins):
         locate(origins[0], "endless")
     assert time.monotonic() - started < 15
     assert origins[0].sent_bytes < 64 << 20
+
+
+def test_a_hanging_thread_does_not_outlast_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+    for name, data in FILES.items():
+        memory.pipe_file(f"/hangs/sql/{name}", data)
+    ends, hanging = threading.Event(), []
+    read = MemoryFileSystem.cat_file
+
+    def hang(self: MemoryFileSystem, path: str, **options: int) -> bytes:
+        hanging.append(path)
+        ends.wait(20)
+        data = read(self, path, **options)
+        hanging.remove(path)
+        return bytes(len(data))
+
+    source = ObjectSource("memory://hangs/{lora_name}", limits=DownloadLimits(0.3))
+    found = asyncio.run(source.locate(AdapterName("sql"), ""))
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", hang)
+    try:
+        with pytest.raises(SourceUnavailable, match=r"within 0\.3 s"):
+            obtain(Store(tmp_path / "store"), source, found)
+        assert hanging, "the fetch waited for the thread"
+    finally:
+        ends.set()
+        memory.rm("/hangs", recursive=True)

@@ -8,9 +8,7 @@ import os
 import resource
 import signal
 import tempfile
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources import ranges
 from lora_plugins.resolvers.sources.errors import HttpStatus
-from lora_plugins.resolvers.sources.ranges import DownloadLimits, download_ranges
+from lora_plugins.resolvers.sources.ranges import DownloadLimits, RangeReader, download_ranges
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.store.partial_download import PartialDownload
 from tests.repetitions import times
@@ -28,7 +26,7 @@ from tests.repetitions import times
 FAST = DownloadLimits(range_bytes=1000, parallel=3, timeout_s=120, attempts=4, wait_s=0.0001, max_wait_s=0.001)
 
 
-class Shelf:
+class Shelf(RangeReader):
     """A reader of bytes in memory; `breaks` says after how many bytes a read fails, -1 for never."""
 
     def __init__(
@@ -39,39 +37,46 @@ class Shelf:
         self.error = error or ConnectionResetError()
         self.reads: list[tuple[str, int, int]] = []
         self.sent = 0
-        self.guard = threading.Lock()
-        self.stopped = threading.Event()
+        self.running = 0
 
-    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        with self.guard:
-            self.reads.append((file.name, start, end))
-            after = self.breaks.pop(0) if self.breaks else -1
-            upto = end if after < 0 else min(end, start + after)
-            self.sent += upto - start
+    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
+        self.running += 1
+        try:
+            await self.send(file, start, end, write)
+        finally:
+            self.running -= 1
+
+    async def send(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
+        self.reads.append((file.name, start, end))
+        after = self.breaks.pop(0) if self.breaks else -1
+        upto = end if after < 0 else min(end, start + after)
+        self.sent += upto - start
         for at in range(start, upto, 300):
-            write(memoryview(self.files[file.name][at : min(at + 300, upto)]))
+            write(self.files[file.name][at : min(at + 300, upto)])
+            await asyncio.sleep(0)
         if after >= 0:
             raise self.error
 
     def has_md5_etag(self, name: str) -> bool:
         return True
 
-    def checksum(self, name: str) -> None:
-        return None
-
-    def stop(self) -> None:
-        self.stopped.set()
-
 
 def run(shelf: Shelf, directory: Path, limits: DownloadLimits = FAST, *, md5: bool = True, etags=None) -> tuple:
     files = [SourceFile(name, len(data), (etags or {}).get(name, _md5(data))) for name, data in shelf.files.items()]
     arriving = PartialDownload(directory, list(shelf.files))
-    with ThreadPoolExecutor(limits.parallel) as pool:
+
+    async def download() -> None:
+        turns = asyncio.Semaphore(limits.parallel)
         try:
-            asyncio.run(download_ranges(files, shelf, arriving, pool=pool, limits=limits, md5=md5))
-        except BaseException:
-            arriving.finish_quietly()
-            raise
+            await download_ranges(files, shelf, arriving, turns=turns, limits=limits, md5=md5)
+        finally:
+            assert shelf.running == 0, "a range is read after the download's end"
+
+    try:
+        asyncio.run(download())
+    except BaseException:
+        arriving.finish_quietly()
+        raise
     return arriving.finish()
 
 
@@ -108,17 +113,16 @@ class Counting(Shelf):
 
     def __init__(self, files: dict[str, bytes], meet: int = 1) -> None:
         super().__init__(files)
-        self.meeting = threading.Barrier(meet, timeout=60)
-        self.at_once = self.most = 0
+        self.meet = meet
+        self.met = asyncio.Event()
+        self.most = 0
 
-    def read(self, file: SourceFile, start: int, end: int, write: Callable[[memoryview], None]) -> None:
-        with self.guard:
-            self.at_once += 1
-            self.most = max(self.most, self.at_once)
-        self.meeting.wait()
-        super().read(file, start, end, write)
-        with self.guard:
-            self.at_once -= 1
+    async def send(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
+        self.most = max(self.most, self.running)
+        if self.running >= self.meet:
+            self.met.set()
+        await asyncio.wait_for(self.met.wait(), 60)
+        await super().send(file, start, end, write)
 
 
 def test_a_file_that_is_soon_there_takes_one_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +143,6 @@ def test_a_range_that_never_gets_on_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailable, match="cannot be reached"):
         run(shelf, tmp_path)
     assert len(shelf.reads) == FAST.attempts
-    assert shelf.stopped.is_set()
 
 
 @pytest.mark.parametrize(("status", "kind"), [(403, SourceUnavailable), (412, VersionChanged), (404, VersionChanged)])
@@ -171,11 +174,11 @@ def test_damaged_once_is_fetched_once_more(tmp_path: Path) -> None:
     shelf.files["weights"] = good[:4500] + bytes([good[4500] ^ 1]) + good[4501:]
     original, count = shelf.read, [0]
 
-    def heal(file, start, end, write):
+    async def heal(file, start, end, write):
         count[0] += 1
         if count[0] > 6:
             shelf.files["weights"] = good
-        original(file, start, end, write)
+        await original(file, start, end, write)
 
     shelf.read = heal
     stored = run(shelf, tmp_path, etags={"weights": _md5(good)})
@@ -196,9 +199,8 @@ def test_damage_twice_is_refused_unless_etags_are_no_md5(tmp_path: Path) -> None
 
 def test_a_slow_reader_ends_at_the_deadline(tmp_path: Path) -> None:
     class Slow(Shelf):
-        def read(self, file, start, end, write):
-            self.stopped.wait(60)
-            raise ConnectionAbortedError
+        async def send(self, file, start, end, write):
+            await asyncio.Event().wait()
 
     with pytest.raises(SourceUnavailable, match=r"within 0\.2 s"):
         run(Slow({"weights": bytes(500)}), tmp_path, DownloadLimits(0.2, range_bytes=1000, parallel=3))
