@@ -32,7 +32,7 @@ class _Pause:
     mode: PauseMode
     held: dict[str, tuple[str, Any]] = field(default_factory=dict)  # client and request, by id: came during the pause
     calls: list[Future[bool]] = field(default_factory=list)
-    joining: frozenset[str] = frozenset()  # clients' requests of which another engine runs a part
+    clients: frozenset[str] = frozenset()  # clients' requests of which some engine had a part as the pause began
 
 
 class Pauses:
@@ -41,6 +41,7 @@ class Pauses:
     def __init__(self, state: PlannerState) -> None:
         self._state = state
         self._pauses: dict[str, _Pause] = {}
+        self._aborted: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._pauses)
@@ -67,6 +68,16 @@ class Pauses:
         """Whether a call waits for the next part of a client's request, which may never come."""
         return bool(self._state.expecting) and any(pause.calls for pause in self._pauses.values())
 
+    @property
+    def has_aborted(self) -> bool:
+        """Whether parts are to end."""
+        return bool(self._aborted)
+
+    def take_aborted(self) -> list[Any]:
+        """Return the parts to end since the last call: their clients' requests were aborted."""
+        aborted, self._aborted = self._aborted, []
+        return aborted
+
     def holds(self, name: str, client: str = "") -> bool:
         """Return whether a request waits for a resume; in mode WAIT, parts of a running client's request run."""
         pause = self._pauses.get(name)
@@ -75,7 +86,7 @@ class Pauses:
         # A beam whose next part waited for the resume would never end, and the pause waits for the beam's end.
         if pause.mode is not PauseMode.WAIT or not client:
             return True
-        return client not in pause.joining and client not in self.clients(name)
+        return client not in pause.clients and client not in self.clients(name)
 
     def clients(self, name: str) -> set[str]:
         """Return the clients' requests of a name with a part in flight."""
@@ -84,18 +95,27 @@ class Pauses:
     def join(self, name: str, clients: Iterable[str]) -> list[Any] | None:
         """Let parts of these clients' requests run, and return the parts held already; None but in mode WAIT.
 
-        An engine knows what it runs: the next part of a client's request may go to an engine that runs none so far.
+        An engine knows what it runs: the next part of a client's request may go to an engine that runs none so far. In
+        mode ABORT the parts end: the client's request would wait for a held part until the resume.
         """
         pause = self._pauses.get(name)
-        if pause is None or pause.mode is not PauseMode.WAIT:
+        if pause is None or pause.mode is PauseMode.KEEP:
             return None
-        pause.joining = frozenset(clients)
-        joined = [key for key, (client, _) in pause.held.items() if client in pause.joining]
-        return [pause.held.pop(key)[1] for key in joined]
+        pause.clients = frozenset(clients)
+        of_clients = [key for key, (client, _) in pause.held.items() if client in pause.clients]
+        parts = [pause.held.pop(key)[1] for key in of_clients]
+        if pause.mode is PauseMode.WAIT:
+            return parts
+        self._aborted += parts
+        return None
 
     def hold(self, name: str, request_id: str, request: Any, client: str = "") -> None:
-        """Have a request that comes, perhaps as part of a client's, wait for the resume of its name."""
-        self._pauses[name].held[request_id] = client, request
+        """Have a request that comes, perhaps as part of a client's, wait for the resume of its name, or end."""
+        pause = self._pauses[name]
+        if pause.mode is PauseMode.ABORT and client in pause.clients:
+            self._aborted.append(request)
+        else:
+            pause.held[request_id] = client, request
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have left vLLM's scheduler, in whatever way; ids that no pause holds are left alone."""

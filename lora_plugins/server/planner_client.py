@@ -138,7 +138,7 @@ class PlannerClient:
     async def paused(self, name: str, clients: Sequence[str] = ()) -> None:
         """Wait until no engine runs a request of a paused name, or until the pause has ended.
 
-        `clients`: clients' requests that run; their next parts run in whichever engine the parts come to.
+        `clients`: clients' requests that run, or were aborted; their next parts run, or end, in whichever engine.
         """
         # While one engine waits, another may get the next part: all must say at once that nothing runs.
         while not all((await self._typed(bool, "lora_plugins_paused", name, clients)).values()):

@@ -34,6 +34,19 @@ def refused_output(request: Any, error: LoRAPluginsError) -> Any:
     )
 
 
+def aborted_output(request: Any) -> Any:
+    """Return the last output of a part of a client's request that a pause has aborted; vLLM's `EngineCoreOutput`."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=FinishReason.ABORT,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )
+
+
 def stop_reason(error: LoRAPluginsError) -> str:
     """Return an error as a stop reason."""
     return _PREFIX + json.dumps(error.plain())
@@ -68,9 +81,10 @@ LEDGER = (
         vllm.v1.engine:
             EngineCoreOutput{
                 request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
-            FinishReason{ERROR}
+            FinishReason{ABORT, ERROR}
         """,
-        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the error",
-        why="it is answered with our status and text",
+        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the "
+        "error; and for a part of a request that a pause has aborted",
+        why="it is answered with our status and text, and a client does not wait for a part until the resume",
     ),
 )

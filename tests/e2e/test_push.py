@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -31,9 +33,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def admin(bed: Bed, home: Path) -> Iterator[Admin]:
+def store() -> Iterator[Path]:
+    """On a tmpfs, which a trainer on the same host may want; the stores of other tests lie on a disk."""
+    assert {it.fstype for it in psutil.disk_partitions(all=True) if it.mountpoint == "/dev/shm"} == {"tmpfs"}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder) / "store"
+
+
+@pytest.fixture(scope="module")
+def admin(bed: Bed, home: Path, store: Path) -> Iterator[Admin]:
     (home / "adapters").mkdir()
-    with serving(bed, home, LORA_PLUGINS_RESTORE="1") as server:
+    with serving(bed, home, LORA_PLUGINS_RESTORE="1", LORA_PLUGINS_STORE_DIR=str(store)) as server:
         yield Admin(server, connect(server), bed, home / "adapters", home / "allowed")
 
 
@@ -57,9 +67,9 @@ def asked(admin: Admin, model: str) -> tuple[list[int], str | None]:
     return answer.json()["choices"][0]["token_ids"], answer.headers.get("x-lora-digest")
 
 
-def arrived(home: Path) -> list[str]:
+def arrived(store: Path) -> list[str]:
     """What lies in the store's folder for what arrives."""
-    return [path.name for path in next(home.rglob(".tmp")).iterdir()]
+    return os.listdir(store / ".tmp")
 
 
 def test_each_push_is_a_version_that_answers_by_digest(admin: Admin) -> None:
@@ -97,7 +107,7 @@ def test_the_answer_says_what_was_swapped_and_when(admin: Admin) -> None:
 
 
 @pytest.mark.parametrize("fault", ["no adapter", "cut off", "not finite", "another model's"])
-def test_a_push_that_cannot_be_served_changes_and_leaves_nothing(admin: Admin, home: Path, fault: str) -> None:
+def test_a_push_that_cannot_be_served_changes_and_leaves_nothing(admin: Admin, store: Path, fault: str) -> None:
     served = pushed(admin, "whole", "sql")
     config, tensors = trained(admin, "chat")
     if fault == "no adapter":
@@ -118,10 +128,10 @@ def test_a_push_that_cannot_be_served_changes_and_leaves_nothing(admin: Admin, h
     assert admin.view("whole")["previous_digests"] == []
 
     for _ in range(1000):  # the end of the connection is noticed a moment later
-        if not arrived(home):
+        if not arrived(store):
             return
         httpx.get(f"{admin.server.url}/health", timeout=LONGEST_S)
-    raise AssertionError(arrived(home))
+    raise AssertionError(arrived(store))
 
 
 def put_cut_off(admin: Admin, name: str) -> None:
@@ -177,13 +187,13 @@ def test_a_name_that_cannot_be_pushed_is_refused(admin: Admin, name: str) -> Non
     assert put(admin, name.replace("/", "%2F"), b"x").status_code in (400, 404)
 
 
-def test_a_restart_serves_the_newest_whole_push(bed: Bed, home: Path, admin: Admin) -> None:
+def test_a_restart_serves_the_newest_whole_push(bed: Bed, home: Path, store: Path, admin: Admin) -> None:
     digest = pushed(admin, "kept", "stable")
     for _ in range(1000):
-        if any(digest in path.read_text() for path in home.rglob(".served/*.json")):
+        if any(digest in path.read_text() for path in store.glob(".served/*.json")):
             break
         httpx.get(f"{admin.server.url}/health", timeout=LONGEST_S)
-    with serving(bed, home, LORA_PLUGINS_RESTORE="1") as server:
+    with serving(bed, home, LORA_PLUGINS_RESTORE="1", LORA_PLUGINS_STORE_DIR=str(store)) as server:
         again = Admin(server, connect(server), bed, home / "adapters", home / "allowed")
         assert asked(again, "kept") == (bed.answers["stable"], digest)
 

@@ -490,6 +490,34 @@ def test_a_pause_waits_for_beams_whichever_engine_gets_them(front_end: FrontEnd,
     front_end.is_everywhere(name, "sql")
 
 
+@NIGHTLY
+def test_an_abort_ends_beams_whichever_engine_gets_them(front_end: FrontEnd, kind: Kind) -> None:
+    """Aborts come while a token's parts run, and while the next parts are on their way, perhaps to another engine."""
+    name = "aborted-beams"
+    front_end.publish(name, "sql")
+    front_end.is_everywhere(name, "sql")
+
+    async def run() -> list[httpx.Response]:
+        before = ended_parts(front_end)
+        asked = [front_end.asked(name, max_tokens=200, n=3, use_beam_search=True) for _ in range(4 * kind.engines)]
+        beams = [asyncio.create_task(one) for one in asked]
+        while await asyncio.to_thread(ended_parts, front_end) < before + 8 * len(beams):
+            assert not any(one.done() for one in beams)
+        await asyncio.to_thread(front_end.done, "POST", f"/v1/loras/{name}/pause", mode="abort")
+        async with asyncio.timeout(LONGEST_S):
+            return list(await asyncio.gather(*beams))
+
+    for _ in range(5):
+        try:
+            answers = asyncio.run(run())
+        finally:
+            front_end.done("POST", f"/v1/loras/{name}/resume")
+        choices = [choice for answer in answers for choice in answer.json()["choices"]]
+        assert {choice["finish_reason"] for choice in choices} == {"abort"}
+        assert all(len(choice["token_ids"]) < 200 for choice in choices)
+    front_end.is_everywhere(name, "sql")
+
+
 # --- policy ---
 
 

@@ -46,6 +46,7 @@ NOT_ASKED = {
     "test_vllms_own_endpoints_reach_every_server": ONE,
     "test_a_pause_stops_what_every_server_runs": ONE,
     "test_a_pause_waits_for_beams_whichever_engine_gets_them": ONE,
+    "test_an_abort_ends_beams_whichever_engine_gets_them": ONE,
     "test_a_tenant_sees_its_own_adapters_only": ONE,
     "test_only_administrators_administer_at_every_server": ONE,
     "test_a_tenant_has_one_share_of_all_servers": BY_REPLICA,

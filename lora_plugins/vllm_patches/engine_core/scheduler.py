@@ -23,7 +23,7 @@ from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.pauses import Pauses
-from lora_plugins.vllm_patches.answer_messages import VERSIONS, refused_output
+from lora_plugins.vllm_patches.answer_messages import VERSIONS, aborted_output, refused_output
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.executor import make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
@@ -190,7 +190,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._go_on(self.pauses.resume(name))
 
     def join(self, name: str, clients: Collection[str]) -> None:
-        """Have parts of clients' requests run that a pause has stopped or held; other parts run in another engine."""
+        """Have parts of clients' requests run, or end, that a pause has stopped or held: other engines had parts."""
         if (joined := self.pauses.join(name, clients)) is not None:
             self.planner.go_on(name, time.monotonic(), clients)
             self._go_on(joined)
@@ -308,10 +308,13 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def _answer_refused(self, outputs: dict[int, Any]) -> None:
         from vllm.v1.request import RequestStatus
 
-        for request, error in self.planner.take_refused():
+        refused: list[tuple[Any, LoRAPluginsError | None]] = [*self.planner.take_refused()]
+        refused += [(request, None) for request in self.pauses.take_aborted()]
+        for request, error in refused:
             if self.requests.get(request.request_id) is not request:
-                continue  # the request has been aborted
-            if self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR):
+                continue  # the client has left
+            status = RequestStatus.FINISHED_ABORTED if error is None else RequestStatus.FINISHED_ERROR
+            if self.finish_requests(request.request_id, status):
                 _answer(outputs, request, error)
 
     # --- counts ---
@@ -359,7 +362,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             has_work = super().has_requests() or self.planner.state.refused or self._held_again
         finally:
             self._counts_paused = True
-        has_work = has_work or (self.pauses.expects_parts and not self._is_paused)
+        has_work = has_work or self.pauses.has_aborted or (self.pauses.expects_parts and not self._is_paused)
         return bool(has_work) or self.planner.has_work(is_paused=self._is_paused, is_stopped=self.is_stopped)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -371,10 +374,11 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return stats
 
 
-def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError) -> None:
+def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | None) -> None:
     from vllm.v1.engine import EngineCoreOutputs
 
-    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(refused_output(request, error))
+    output = aborted_output(request) if error is None else refused_output(request, error)
+    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
 
 def _replaced(session: Any) -> AdapterNotFound:
@@ -433,7 +437,7 @@ LEDGER = (
                 num_preemptions}
             Request.take_events(self)
             Request.is_finished(self)
-            RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ERROR}
+            RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ABORTED, FINISHED_ERROR}
         vllm.v1.engine:
             EngineCoreOutputs{outputs}
             EngineCoreOutput{kv_transfer_params}

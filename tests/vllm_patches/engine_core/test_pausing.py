@@ -6,11 +6,15 @@ import time
 from typing import Any
 
 import pytest
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import NoFreeSlot
+from lora_plugins.scheduler.messages import RequestsOfName, from_plain
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.answer_messages import error_in
+from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.pausing import pause
 from tests.vllm_patches.engine_bed import Engine, Make, request
 from tests.vllm_patches.engine_core.test_request import V1, V2, asked, begin, load, spans
@@ -233,6 +237,54 @@ def test_parts_of_requests_that_another_engine_runs_join(make_engine: Make) -> N
     scheduler.resume(NAME)
     engine.run()
     assert len(engine.tokens_of(parts[3])) == len(engine.tokens_of(part_of("d", 1))) == 1
+
+
+def test_parts_of_aborted_requests_end_in_whichever_engine(make_engine: Make) -> None:
+    engine, parts, other = make_engine(), [part_of("c", number) for number in range(3)], part_of("d", 1)
+    scheduler = engine.scheduler
+    assert pause(scheduler, NAME, PauseMode.ABORT) == [], "another engine has had all parts so far"
+    scheduler.add_request(request(parts[0], 1, tokens=1))
+    engine.run()
+    scheduler.join(NAME, ["c"])
+    for name in (parts[1], other):
+        scheduler.add_request(request(name, 1, tokens=1))
+    engine.run()
+    assert [engine.end_of(part).finish_reason for part in parts[:2]] == [FinishReason.ABORT] * 2
+    assert (list(scheduler.requests), scheduler.pauses.held_count) == ([other], 1)
+    scheduler.join(NAME, [])
+    scheduler.add_request(request(parts[2], 1, tokens=1))  # the client uses its request's id again
+    engine.run()
+    assert list(scheduler.requests) == [other, parts[2]]
+    scheduler.resume(NAME)
+    engine.run()
+    assert [len(engine.tokens_of(name)) for name in (*parts, other)] == [0, 0, 1, 1]
+
+
+def test_a_client_that_leaves_before_its_part_ends_gets_nothing(make_engine: Make) -> None:
+    engine = make_engine()
+    pause(engine.scheduler, NAME, PauseMode.ABORT)
+    engine.scheduler.join(NAME, ["c"])
+    engine.scheduler.add_request(request(part_of("c", 1), 1, tokens=1))
+    engine.scheduler.finish_requests([part_of("c", 1)], RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert (engine.outputs, engine.scheduler.requests) == ([], {})
+
+
+def test_an_abort_names_clients_whose_parts_wait_or_are_expected(make_engine: Make) -> None:
+    engine = make_engine(max_loras=1)
+    core: Any = EngineCore.__new__(EngineCore)
+    core.scheduler = engine.scheduler
+    engine.scheduler.add_request(request("other", 2, tokens=5))
+    engine.step()
+    engine.scheduler.add_request(request("0_waits", 1, tokens=1))
+    assert from_plain(RequestsOfName, engine_core._pause(core, NAME, "abort")) == RequestsOfName(
+        ("0_waits",), ("waits",)
+    )
+    engine.run()
+    engine.scheduler.add_request(request(part_of("c", 1), 2, tokens=1))
+    engine.run()
+    found = from_plain(RequestsOfName, engine_core._pause(core, "adapter-2", "abort"))
+    assert found == RequestsOfName((), ("c",)), "its next part is expected"
 
 
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])
