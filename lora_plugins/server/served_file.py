@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -130,6 +131,17 @@ class ServedFile:
         self._written = b""
         replace_small(self.path, text)
         self._written = digest
+
+
+def lately_served(root: Path) -> set[str]:
+    """The digests of versions that servers of the store below `root` have served within seven days."""
+    found: set[str | None] = set()
+    for path in Layout(root).folder("served").glob("*.json"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime <= _KEPT_S:
+                for adapter in ServedFile(path).read():
+                    found |= {adapter.last_digest, adapter.held_digest}
+    return {digest for digest in found if digest is not None}
 
 
 def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:
