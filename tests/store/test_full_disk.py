@@ -178,7 +178,7 @@ def test_leases_stay_where_their_copies_would_not_be_enough(few_bytes: Path) -> 
 
 @pytest.mark.parametrize("is_leased", [False, True])
 def test_a_quota_gives_what_a_fetch_needs(few_bytes: Path, monkeypatch, is_leased: bool) -> None:
-    """The file system knows of no lack: only a write is told of the quota."""
+    """The file system knows of no lack: only a write meets the quota."""
     store = Store(few_bytes / "store")
     digests = fill(store, is_leased=is_leased)
     look = os.statvfs
