@@ -110,6 +110,13 @@ ssize_t pwrite(int file, const void *data, size_t size, off_t at) {
 ssize_t pwrite64(int file, const void *data, size_t size, off_t at) {
     ORDINARY(WRITE, file, SYS_pwrite64, file, data, size, at);
 }
+/* Returns the error, instead of setting errno. */
+int posix_fallocate(int file, off_t at, off_t size) {
+    int code = descriptor_fails(file, WRITE);
+    if (code) return code;
+    return syscall(SYS_fallocate, file, 0, at, size) ? errno : 0;
+}
+int posix_fallocate64(int file, off_t at, off_t size) { return posix_fallocate(file, at, size); }
 int fsync(int file) { ORDINARY(SYNC, file, SYS_fsync, file); }
 int fdatasync(int file) { ORDINARY(SYNC, file, SYS_fdatasync, file); }
 

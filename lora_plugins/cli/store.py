@@ -29,6 +29,7 @@ from lora_plugins.cli.output import (
 from lora_plugins.cli.progress import counted
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.resolvers.sources.templates import Template
+from lora_plugins.server.served_file import lately_served
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import Entry, discard_quarantined, entries, evict, quarantined
 from lora_plugins.store.layout import MIN_PREFIX, Layout, is_prefix
@@ -206,28 +207,41 @@ def gc(
     max_bytes: Annotated[
         str | None, typer.Option(help="The budget to reach, such as 20Gi; LORA_PLUGINS_STORE_MAX_BYTES without it.")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove also what servers have served in the last seven days, last of all.")
+    ] = False,
     dry_run: DryRun = False,
 ) -> Result:
     """Remove what was used longest ago, until the rest fits.
 
-    Adapters that a running server has leased stay.
+    Adapters that a running server has leased stay. So do those that a server has served in the last seven days, for its
+    next start, unless the store exceeds LORA_PLUGINS_STORE_MAX_BYTES.
     """
     view = StoreView(Settings.from_env())
     budget = _budget(view.settings, max_bytes)
     rows: dict[str, dict[str, Any]] = {}
+    known, served = view.entries(), lately_served(view.layout.root)
+    left_bytes = before_bytes = sum(entry.size_bytes for entry in known)
+    limit = view.settings.store_max_bytes
+    kept_bytes = 0 if everything else before_bytes if limit is None else limit
 
     # A dry run asks the same questions as `evict` would, and only leaves out the removal.
     def remove(entry: Entry) -> bool:
+        nonlocal left_bytes
         rows[entry.digest] = row = view.row(entry)
-        return not row["leases"] if dry_run else view.store.remove(entry.digest)
+        if entry.digest in served and left_bytes <= kept_bytes:
+            return False
+        is_gone = not row["leases"] if dry_run else view.store.remove(entry.digest)
+        left_bytes -= entry.size_bytes if is_gone else 0
+        return is_gone
 
-    known = view.entries()
     damaged = quarantined(view.layout) if view.layout.folder("quarantine").is_dir() else []
-    done = evict(known, budget, remove)
+    done = evict(sorted(known, key=lambda entry: entry.digest in served), budget, remove)
+    kept = [entry for entry in done.leased if entry.digest in served and not rows[entry.digest]["leases"]]
+    leased = [entry for entry in done.leased if entry not in kept]
     if damaged and not dry_run:
         for entry in damaged:
             discard_quarantined(view.store.layout, entry.digest)
-    before_bytes = sum(entry.size_bytes for entry in known)
     fits = done.left_bytes <= budget
     fields = {
         "store": str(view.layout.root),
@@ -237,13 +251,15 @@ def gc(
         "after_bytes": done.left_bytes,
         "fits": fits,
         "removed": [rows[entry.digest] for entry in done.removed],
-        "leased": [rows[entry.digest] for entry in done.leased],
+        "leased": [rows[entry.digest] for entry in leased],
+        "served": [rows[entry.digest] for entry in kept],
         "quarantine": [{"name": entry.digest, "size_bytes": entry.size_bytes} for entry in damaged],
     }
     removed = "would be removed" if dry_run else "removed"
     verdicts = [
         *((entry, ago(entry.used_at), removed) for entry in done.removed),
-        *((entry, ago(entry.used_at), "stays: leased") for entry in done.leased),
+        *((entry, ago(entry.used_at), "stays: leased") for entry in leased),
+        *((entry, ago(entry.used_at), "stays: served lately") for entry in kept),
         *((entry, "", f"damaged, {removed}") for entry in damaged),
     ]
     cells = [(entry.digest[:SHOWN_CHARACTERS], size(entry.size_bytes), used, said) for entry, used, said in verdicts]
@@ -251,7 +267,8 @@ def gc(
     end = line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}")
     if fits:
         return Result(fields, [*shown, end])
-    why = line("what would still have to go is leased by running servers", "bold red")
+    stays = "was served in the last 7 days: --all removes it too" if kept else "is leased by running servers"
+    why = line(f"what would still have to go {stays}", "bold red")
     return Result(fields, [*shown, end, why], Exit.NO_ROOM)
 
 

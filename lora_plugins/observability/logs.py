@@ -74,7 +74,7 @@ class LogEvents:
             case events.AdapterDenied():
                 self._warn(event.name, f"Adapter denied ({event.source}): {event.error}")
             case events.BreakerOpened():
-                text = "%s does not answer: its names are refused at once, until a look-up is answered. %s"
+                text = "%s does not answer: its names are refused at once, until it answers. %s"
                 logger.warning(text, event.source, event.error)
             case events.BreakerClosed():
                 logger.warning("%s answers again, after %.1f s", event.source, event.open_s)

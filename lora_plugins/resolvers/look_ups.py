@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lora_plugins.absence import Absence
-from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
-from lora_plugins.events import BreakerClosed, BreakerOpened, Events
-from lora_plugins.resolvers.breaker import Breaker, BreakerLimits, BreakerOpen, is_outage
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.events import Events
+from lora_plugins.resolvers.breaker import BreakerLimits, BreakerOpen, SourceBreaker
 from lora_plugins.resolvers.places import PlaceLimits, Places
 
 _T = TypeVar("_T")
@@ -53,9 +53,7 @@ class LookUps:
     """The look-ups at one source, with the label `source`. For one event loop."""
 
     def __init__(self, limits: LookUpLimits, source: str = "", events: Events | None = None) -> None:
-        self._source = source
-        self._events = events or Events()
-        self._breaker = Breaker(limits.breaker)
+        self._breaker = SourceBreaker(limits.breaker, source, events or Events())
         self._probes: set[asyncio.Task[Any]] = set()
         self._absent_per_s = limits.absent_per_s
         self._known = _places(
@@ -83,7 +81,7 @@ class LookUps:
         """
         if self._breaker.is_open:
             if not self._breaker.admits():
-                raise _refusal()
+                raise BreakerOpen.of_source()
             return await self._probe(look_up)
         if is_known:
             async with self._known.held(principal):
@@ -108,22 +106,8 @@ class LookUps:
         """The answer of `look_up`, and what the breaker learns from the answer."""
         # The breaker may have opened while the name waited for a place.
         if self._breaker.is_open and not is_probe:
-            raise _refusal()
-        began_at = self._breaker.clock()
-        try:
-            found = await look_up()
-        except LoRAPluginsError as error:
-            self._learn(began_at, error)
-            raise
-        self._learn(began_at)
-        return found
-
-    def _learn(self, began_at: float, error: LoRAPluginsError | None = None) -> None:
-        if isinstance(error, SourceUnavailable) and is_outage(error):
-            if self._breaker.failed(began_at, error):
-                self._events.emit(BreakerOpened(self._source, error))
-        elif (open_s := self._breaker.answered()) is not None:
-            self._events.emit(BreakerClosed(self._source, open_s))
+            raise BreakerOpen.of_source()
+        return await self._breaker.judged(look_up())
 
     async def _probe(self, look_up: Callable[[], Awaitable[_T]]) -> _T:
         """Ask in spite of an open breaker, where a look-up is due; the caller waits for a moment only.
@@ -136,22 +120,13 @@ class LookUps:
         # The look-up goes on without its caller: a slow source must be able to close the breaker.
         done, _ = await asyncio.wait([task], timeout=self._breaker.limits.retry_s)
         if not done:
-            raise _refusal()
+            raise BreakerOpen.of_source()
         return task.result()
 
     def _probe_ended(self, task: asyncio.Task[Any]) -> None:
         self._probes.discard(task)
         if not task.cancelled():
             task.exception()  # read the error: asyncio logs errors that nobody reads
-
-
-def _refusal() -> BreakerOpen:
-    # Without the last failure's text, which may name an adapter of another caller.
-    return BreakerOpen(
-        "a source that does not answer, and is asked only now and then until it does",
-        expected="an answer of the source",
-        remedy="ask again; see the server's log for the failure",
-    )
 
 
 def _places(limits: PlaceLimits, found: str) -> Places:

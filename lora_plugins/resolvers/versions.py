@@ -71,7 +71,7 @@ class VersionStore:
 
     def __init__(self, settings: Settings, events: Events, store: Store, known: KnownVersions) -> None:
         self._settings, self._events, self._store, self._known = settings, events, store, known
-        self._places = FetchPlaces(settings.fetch_timeout_s)
+        self._places = FetchPlaces(settings.fetch_timeout_s, events)
         children().warm()  # so that the first fetch waits for no start
 
     async def serve(
@@ -238,14 +238,19 @@ class VersionStore:
             raise copy.copy(refused)  # a copy: raising one object again and again grows its traceback
         with describing(place=adapter.uri):
             selected = select_files(adapter, self._settings)
+        fetches = self._places.at(source)
+
+        async def is_here() -> bool:
+            with store_errors():
+                return await asyncio.to_thread(self._store.find, *version) is not None
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
             async with reported(self._events, FetchStarted(name, source.label, str(download.directory), files)):
-                await source.fetch(selected, download)
+                await fetches.breaker.judged(source.fetch(selected, download), adapter.uri)
 
         try:
-            async with self._places.at(source).held(asker.principal):
+            async with fetches.turn(asker.principal, is_here):
                 started = time.perf_counter()
                 stored = await self._store.obtain(selected, fetch, partial(self._check_fetched, selected), asker.holder)
         except _BytesRefused as bytes_refused:

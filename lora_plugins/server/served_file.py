@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -138,6 +139,17 @@ class ServedFile:
         self._written = b""
         replace_small(self.path, *pieces)
         self._written = text.digest()
+
+
+def lately_served(root: Path) -> set[str]:
+    """The digests of versions that servers of the store below `root` have served within seven days."""
+    found: set[str | None] = set()
+    for path in Layout(root).folder("served").glob("*.json"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime <= _KEPT_S:
+                for adapter in ServedFile(path).read():
+                    found |= {adapter.last_digest, adapter.held_digest}
+    return {digest for digest in found if digest is not None}
 
 
 def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:

@@ -31,7 +31,7 @@ class DamagedCopy(SourceUnavailable):
 
 
 class FullDisk(OutOfMemory):
-    """L004: the file system below the store has no bytes or no inodes left, or a quota or a limit is reached."""
+    """L004: the file system below the store has no bytes or no inodes left, or a quota is reached."""
 
 
 def is_damage(error: Exception) -> bool:
@@ -46,7 +46,7 @@ def store_errors() -> Iterator[None]:
     """Raise OSErrors of the block as errors of this package.
 
     Raises:
-        FullDisk: the file system has no room.
+        FullDisk: the file system has no room. OutOfMemory: a file would be larger than may be.
         SourceUnavailable: the store cannot be read or written.
     """
     try:
@@ -56,7 +56,9 @@ def store_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             lacks_inodes = _lacks_inodes(error)
-            raise FullDisk(
+            # Nothing that goes lets a file be larger.
+            kind = OutOfMemory if error.errno == errno.EFBIG else FullDisk
+            raise kind(
                 f"{'a disk without free inodes' if lacks_inodes else 'a full disk'} below the store ({error.strerror})",
                 expected="inodes for the adapter's files" if lacks_inodes else "room for the adapter",
                 remedy="remove files that nobody needs, or set LORA_PLUGINS_STORE_DIR"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
+from lora_plugins.store.errors import FULL
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
@@ -164,30 +165,66 @@ def give_way(
     needed_files: int,
     on_evict: Callable[[str, int], None] | None = None,
     kept: str = "",
-) -> bool:
-    """Remove adapters from a full disk, but not `kept`, to free so many bytes and files; whether any entry is gone.
+) -> bool | None:
+    """Remove adapters from a full disk, but not `kept`, until so many bytes and files have room.
 
-    Entries of the quarantine go first. Adapters stay where removing all of them would not free enough. A quota does not
-    tell how many bytes are missing: then one adapter goes.
+    Entries of the quarantine go first. Adapters go only where that gives the room, and only while each removal raises
+    what is free. Only a write can tell the limit of a quota: then adapters go one by one, and none where not even a
+    page can be written, because nothing shows that a removal would help.
+
+    Returns whether any entry has made room; None where leases are in the way.
     """
     damaged = quarantined(layout)
     for entry in damaged:
         discard_quarantined(layout, entry.digest)
-    inventory.look()
+    stored_bytes = inventory.look()
     disk = os.statvfs(layout.root)
     # Each file takes whole pages; `f_files` is 0 where the file system makes inodes on demand.
     wanted_bytes = needed_bytes + needed_files * _PAGE_BYTES - disk.f_bavail * disk.f_frsize
     wanted_files = needed_files + _OWN_FILES - disk.f_favail if disk.f_files else 0
+    is_quota = wanted_bytes <= 0 and wanted_files <= 0
+    if is_quota:
+        # No use of a removal where there is room by now, or where a write does not find one page.
+        if damaged or _can_hold(layout, needed_bytes) or not _can_hold(layout, 1):
+            return bool(damaged)
+        wanted_bytes = needed_bytes
     # Each adapter frees `_OWN_FILES` inodes and at least two files of the source; the division rounds up.
     least = max(1, -(-wanted_files // (_OWN_FILES + 2)))
-    chosen = _to_go(inventory, leases, wanted_bytes, least=0 if damaged else least, kept=kept)
+    chosen = _to_go(inventory, leases, wanted_bytes, least=least, kept=kept)
     if chosen is None:
-        return bool(damaged)
-    has_gone = bool(damaged)
+        if damaged:
+            return True
+        return None if stored_bytes >= wanted_bytes and len(layout.digests()) >= least else False
+    has_gone = False
     for digest in chosen:
+        freed_bytes, before = 0, os.statvfs(layout.root)
         with contextlib.suppress(OSError):  # the guard's file may need an inode itself
-            has_gone = _evicted_bytes(layout, leases, inventory, digest, on_evict) > 0 or has_gone
-    return has_gone
+            freed_bytes = _evicted_bytes(layout, leases, inventory, digest, on_evict)
+        has_gone = has_gone or freed_bytes > 0
+        disk = os.statvfs(layout.root)
+        lacks_bytes = wanted_bytes > 0 and disk.f_bfree <= before.f_bfree
+        lacks_files = wanted_files > 0 and disk.f_ffree <= before.f_ffree
+        is_in_vain = freed_bytes > 0 and (lacks_bytes or lacks_files)  # others take at once what is freed
+        # Some file systems free later, but do so for a write that needs the room.
+        if (is_quota or is_in_vain) and _can_hold(layout, needed_bytes):
+            return True
+        if is_in_vain:
+            return False
+    return has_gone and not is_quota
+
+
+def _can_hold(layout: Layout, size_bytes: int) -> bool:
+    """Whether a file of this size finds room."""
+    path = layout.new_temporary("room")
+    try:
+        with path.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size_bytes))
+    except OSError as error:
+        return error.errno not in FULL
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return True
 
 
 def _evicted_bytes(

@@ -102,6 +102,7 @@ class Store:
         self.relieve: Callable[[], Awaitable[None]] | None = None
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
+        self._gave_way = 0  # how often adapters have made room on a full disk
         self._hashed = HashedEntries()
         self._unremoved: set[Path] = set()  # temporary directories whose removal failed, say for want of a descriptor
         self._fetch_timeout_s = fetch_timeout_s
@@ -139,10 +140,13 @@ class Store:
         """
         size_bytes, files = sum(size for _, size, _ in wanted.promised), len(wanted.promised)
         for _ in range(_TRIES_OF_FULL_DISK):
+            before = self._gave_way
             try:
                 return await self._obtain(wanted, fetch, check, holder, converted)
             except FullDisk:
-                if not await self._give_way_or_press(size_bytes, files):
+                if await self._give_way_or_press(size_bytes, files):
+                    self._gave_way += 1
+                elif self._gave_way == before:  # no other fetch has made room meanwhile
                     raise
         return await self._obtain(wanted, fetch, check, holder, converted)
 
@@ -200,7 +204,7 @@ class Store:
         else:
             self._unremoved.discard(directory)
 
-    def give_way(self, needed_bytes: int, needed_files: int, kept: str = "") -> bool:
+    def give_way(self, needed_bytes: int, needed_files: int, kept: str = "") -> bool | None:
         """Call `give_way` of `eviction.py`; False where the store cannot be read."""
         with contextlib.suppress(OSError):
             return give_way(
@@ -231,13 +235,14 @@ class Store:
                 raise
 
     async def _give_way_or_press(self, needed_bytes: int, needed_files: int) -> bool:
-        """Do as `give_way`; end unused leases as `_have_room` does."""
-        if await asyncio.to_thread(self.give_way, needed_bytes, needed_files):
-            return True
-        if self.relieve is not None:
-            await self.relieve()
-            if await asyncio.to_thread(self.give_way, needed_bytes, needed_files):
-                return True
+        """Do as `give_way`; where leases are in the way, end unused leases as `_have_room` does."""
+        for relieve in (self.relieve, None):
+            has_room = await asyncio.to_thread(self.give_way, needed_bytes, needed_files)
+            if has_room is not None:
+                return has_room
+            if relieve is None:
+                break
+            await relieve()
         with contextlib.suppress(OSError):
             await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
         return False

@@ -9,6 +9,8 @@ import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.cli.exits import Exit
+from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.served_file import ServedFile
 from lora_plugins.store.store import Store
 from tests.make import adapter_files, put
 
@@ -77,6 +79,46 @@ def test_gc_leaves_what_a_server_has_leased(cli):
     server.leases.release(digest)
     assert cli("gc", "--max-bytes", "0").code == Exit.OK
     assert not (cli.store / digest).exists()
+
+
+@pytest.fixture
+def served(cli):
+    """The digests of an adapter that a server has served before it ended, and of another one, used later."""
+    digests = [cli("pull", name, "--json").json["digest"] for name in ("sql", "team/poet")]
+    os.utime(cli.store / ".uses" / digests[0], (1, 1))
+    ServedFile.of_store(cli.store, "base", "replica").write([DesiredAdapter("sql", last_digest=digests[0])])
+    return digests
+
+
+def test_gc_keeps_for_the_next_start_what_was_served(cli, served):
+    for more in (["--dry-run"], []):
+        done = cli("gc", "--max-bytes", "0", "--json", *more)
+        assert done.code == Exit.NO_ROOM
+        assert [row["digest"] for row in done.json["removed"]] == [served[1]]
+        assert [row["digest"] for row in done.json["served"]] == [served[0]]
+        assert (cli.store / served[0]).exists()
+    assert "served in the last 7 days: --all removes it too" in cli("gc", "--max-bytes", "0").out
+    done = cli("gc", "--max-bytes", "0", "--all", "--json")
+    assert (done.code, [row["digest"] for row in done.json["removed"]]) == (Exit.OK, [served[0]])
+
+
+def test_gc_removes_what_was_served_last(cli, served):
+    done = cli("gc", "--max-bytes", "3kB", "--all", "--json")
+    assert (done.code, [row["digest"] for row in done.json["removed"]]) == (Exit.OK, [served[1]])
+
+
+def test_gc_keeps_to_the_limit_of_the_store(cli, served):
+    cli.env["LORA_PLUGINS_STORE_MAX_BYTES"] = "1kB"
+    done = cli("gc", "--json")
+    assert (done.code, [row["digest"] for row in done.json["removed"]]) == (Exit.OK, served[::-1])
+
+
+def test_gc_forgets_what_was_served_long_ago(cli, served):
+    (path,) = (cli.store / ".served").iterdir()
+    eight_days_ago = time.time() - 8 * 86400
+    os.utime(path, (eight_days_ago, eight_days_ago))
+    done = cli("gc", "--max-bytes", "0", "--json")
+    assert (done.code, [row["digest"] for row in done.json["removed"]]) == (Exit.OK, served)
 
 
 def test_gc_removes_the_oldest_and_no_more_than_needed(cli):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.cli.app import run
+from lora_plugins.cli.exits import Exit
 from testbed.bed import Bed
 from testbed.client import connect
 from testbed.server import Server
@@ -29,7 +31,9 @@ async def is_written(store: Path, names: set[str], pinned: set[str]) -> bool:
     return ({one["name"] for one in served}, {one["name"] for one in served if one["is_pinned"]}) == (names, pinned)
 
 
-def test_the_poller_swaps_and_a_restart_serves_what_was_served(bed: Bed, tmp_path: Path) -> None:
+def test_the_poller_swaps_and_a_restart_serves_what_was_served(
+    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path
     for name in ("sql", "chat"):
         shutil.copytree(bed.adapters / name, home / "adapters" / name)
@@ -61,6 +65,9 @@ def test_the_poller_swaps_and_a_restart_serves_what_was_served(bed: Bed, tmp_pat
         names = {"sql", "kept", "chat", "by-path", by_digest}
         asyncio.run(seen(lambda: is_written(home / "store", names, pinned={"kept"})))
     shutil.rmtree(home / "adapters" / "versioned")  # only the store has it
+    with monkeypatch.context() as patch:
+        patch.setenv("LORA_PLUGINS_STORE_DIR", str(home / "store"))
+        assert run(["gc", "--max-bytes", "0"]) == Exit.NO_ROOM, "it removes nothing of that"
     shutil.copytree(bed.adapters / "chat", by_path, dirs_exist_ok=True)
     weights = home / "adapters" / "chat" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])  # a trainer was stopped while it wrote

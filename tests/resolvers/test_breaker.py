@@ -49,6 +49,16 @@ def test_one_look_up_without_any_answer_opens_it(breaker: Breaker, clock: Clock,
     assert breaker.failed(clock(), error)
 
 
+def test_failures_of_one_adapter_count_once(breaker: Breaker, clock: Clock) -> None:
+    assert not any(breaker.failed(clock(), BUSY, "sql") for _ in range(10))
+    assert [breaker.failed(clock(), BUSY, of) for of in ("chat", "sql", "poet")] == [False, False, True]
+
+
+def test_silence_opens_only_a_breaker_that_minds_it(clock: Clock) -> None:
+    breaker = Breaker(BreakerLimits(failures=3, by_silence=False), clock)
+    assert [breaker.failed(clock(), SILENCE) for _ in range(3)] == [False, False, True]
+
+
 def test_a_late_failure_after_an_answer_opens_nothing(breaker: Breaker, clock: Clock) -> None:
     began_at = clock()
     clock.now_s += 30

@@ -1,6 +1,6 @@
 """A source that hangs: its names are refused at once, it is asked now and then, and what is here goes on.
 
-S3 is moto's server behind the fault proxy; a look-up's deadline is two seconds here.
+S3 is moto's server behind the fault proxy; a look-up's deadline is a second here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings
 from testbed import faults
 from tests.make import BASE, adapter_files, put
-from tests.resolvers.sources.object_bed import Bed, bed, s3, shared_proxy
+from tests.resolvers.sources.object_bed import LIMITS, Bed, bed, s3, shared_proxy
 
 _ = (bed, s3, shared_proxy)
 DEADLINE_S = 1.0
 HANG = faults.stall(600.0)
 NAMES = [f"sql-{number}" for number in range(40)]
+OBJECTS = r"^/[^?]+/loras/"  # no LISTs
 
 
 def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -43,11 +45,12 @@ def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
 class Outage:
     """A resolver over the bed's S3, and the sources before and after it."""
 
-    def __init__(self, bed: Bed, *others: Source) -> None:
+    def __init__(self, bed: Bed, *others: Source, fetch_timeout_s: float = 60.0) -> None:
         self.bed = bed
         self.breakers: list[Event] = []
         # One answer may take the deadline: the worst case, in which nothing is tried twice.
-        s3_source = bed.source(read_timeout_s=30.0, locate_timeout_s=DEADLINE_S)
+        limits = replace(LIMITS, timeout_s=fetch_timeout_s)
+        s3_source = bed.source(read_timeout_s=30.0, locate_timeout_s=DEADLINE_S, limits=limits)
         self.resolver = AdapterResolver(
             Settings(absent_ttl_s=0.001, revalidate_s=0.001),
             Events(self._record, LogEvents()),
@@ -190,3 +193,33 @@ async def test_a_fast_outage_opens_after_a_few_names(bed: Bed) -> None:
     assert bed.proxy.count() <= 5 * 3 + 3
     bed.proxy.clear()
     assert await outage.ask_until_served(NAMES[:8]) <= 5.0
+
+
+@runs
+async def test_fetches_that_hang_are_soon_refused_at_once(bed: Bed) -> None:
+    outage, names = Outage(bed, fetch_timeout_s=0.3), NAMES[:8]
+    outage.put(*names)
+    bed.proxy.plan(HANG, times=None, path=OBJECTS)
+    for name in names[:3]:
+        error, _ = await outage.ask(name)
+        assert "no complete answer within 0.3 s" in str(error)
+    bed.proxy.forget()
+    for name in names[3:]:
+        error, _ = await outage.ask(name)
+        assert isinstance(error, BreakerOpen)
+    assert bed.proxy.count(path=OBJECTS) == 0
+    bed.proxy.clear()
+    assert await outage.ask_until_served(names) <= 5.0
+    assert [type(event) for event in outage.breakers] == [BreakerOpened, BreakerClosed]
+    assert {event.source for event in outage.breakers} == {"s3 (fetches)"}
+
+
+@runs
+async def test_fetches_that_fail_refuse_nothing_that_is_here(bed: Bed) -> None:
+    before, outage = Outage(bed), Outage(bed)
+    outage.put("sql", *NAMES[:4])
+    await before.ask_until_served(["sql"])
+    bed.proxy.plan(faults.server_error(503), times=None, path=OBJECTS)
+    answers = [await outage.ask(name) for name in NAMES[:4]]
+    assert [isinstance(error, BreakerOpen) for error, _ in answers] == [False] * 3 + [True]
+    assert (await outage.ask("sql"))[0] is None

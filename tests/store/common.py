@@ -15,6 +15,8 @@ from safetensors.numpy import save
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import Settings
+from lora_plugins.store.eviction import make_room
+from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.verification.messages import ReadAdapter
@@ -70,3 +72,9 @@ def obtain(store: Store, wanted: DownloadSpec) -> StoredAdapter:
 def leftovers(store: Store) -> list[str]:
     """What is in the folder of temporary files."""
     return [temporary.path.name for temporary in store.layout.temporaries()]
+
+
+def make_room_for_one(store: Store) -> None:
+    """As a fetch does where the budget is used up."""
+    inventory = Inventory(store.layout)
+    make_room(store.layout, store.leases, inventory, needed_bytes=1, max_bytes=inventory.look())

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import os
 import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
+from lora_plugins.store import eviction
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
@@ -96,6 +101,111 @@ def test_nothing_goes_where_the_rest_would_not_be_enough(few_bytes: Path) -> Non
     with pytest.raises(OutOfMemory, match="full disk"):
         obtain(store, adapter(1, hidden=16 * HIDDEN))
     assert store.layout.digests() == [stored.digest]
+
+
+def fill_rest(disk: Path) -> None:
+    """As somebody else's data does."""
+    with contextlib.suppress(OSError), (disk / f"foreign-{len(list(disk.iterdir()))}").open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 12)):
+            pass
+
+
+def watched(store: Store) -> tuple[list[str], list[bool]]:
+    """What goes from now on, and whether leases of names are asked to end."""
+    evicted: list[str] = []
+    asked: list[bool] = []
+    store.on_evict = lambda digest, _: evicted.append(digest)
+
+    async def relieve() -> None:
+        asked.append(True)
+
+    store.relieve = relieve
+    return evicted, asked
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_write_that_fails_beside_free_bytes_removes_nothing(store: Store, number: int) -> None:
+    stored = obtain(store, adapter(0))
+    store.release("", stored.directory)
+    evicted, asked = watched(store)
+
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    for _ in range(3):
+        with pytest.raises(OutOfMemory, match=os.strerror(number)):
+            obtain(store, DownloadSpec(adapter_files(), before=fail))
+    assert (evicted, asked, store.pressed_at()) == ([], [], 0)
+    assert store.layout.digests() == [stored.digest]
+
+
+def test_fetches_at_once_each_have_their_room(few_bytes: Path) -> None:
+    store = Store(few_bytes / "store")
+    fill(store, is_leased=False)
+
+    async def obtain_all() -> list[str]:
+        wanted = [adapter(1000 + number) for number in range(2)]
+        return [it.digest for it in await asyncio.gather(*(store.obtain(it, it.fetch, check) for it in wanted))]
+
+    assert set(asyncio.run(obtain_all())) <= set(store.layout.digests())
+
+
+def test_nothing_more_goes_where_others_take_what_is_freed(few_bytes: Path) -> None:
+    store = Store(few_bytes / "store")
+    digests = fill(store, is_leased=False)
+    evicted, asked = watched(store)
+
+    def evict(digest: str, _: int) -> None:
+        evicted.append(digest)
+        fill_rest(few_bytes)
+
+    store.on_evict = evict
+    with pytest.raises(OutOfMemory, match="full disk"):
+        obtain(store, adapter(1000, hidden=2 * HIDDEN))
+    assert len(evicted) == 1
+    assert evicted[0] in digests
+    assert asked == []
+
+
+def test_leases_stay_where_their_copies_would_not_be_enough(few_bytes: Path) -> None:
+    store = Store(few_bytes / "store")
+    fill(store, is_leased=True)
+    (evicted, asked), before = watched(store), store.pressed_at()
+    with pytest.raises(OutOfMemory, match="full disk"):
+        obtain(store, adapter(1000, hidden=16 * HIDDEN))
+    assert (evicted, asked, store.pressed_at()) == ([], [], before)
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_a_quota_gives_what_a_fetch_needs(few_bytes: Path, monkeypatch, is_leased: bool) -> None:
+    """The file system knows of no lack: only a write meets the quota."""
+    store = Store(few_bytes / "store")
+    digests = fill(store, is_leased=is_leased)
+    look = os.statvfs
+
+    def look_beyond(path: Path) -> SimpleNamespace:
+        disk = look(path)
+        return SimpleNamespace(
+            f_frsize=disk.f_frsize, f_bavail=disk.f_bavail + (1 << 30), f_bfree=disk.f_bfree + (1 << 30),
+            f_files=disk.f_files, f_favail=disk.f_favail, f_ffree=disk.f_ffree,
+        )  # fmt: skip
+
+    monkeypatch.setattr(eviction.os, "statvfs", look_beyond)
+    evicted, asked = watched(store)
+    if is_leased:
+        with pytest.raises(OutOfMemory, match="full disk"):
+            obtain(store, adapter(1000))
+        assert asked
+        store.release("", store.layout.adapter(digests[0]))
+    assert store.verify(obtain(store, adapter(1000)).digest)
+    assert len(evicted) == 1
+    fill_rest(few_bytes)
+    asked.clear()
+    store.release("", store.layout.adapter(digests[1]))
+    with pytest.raises(OutOfMemory, match="full disk"):
+        obtain(store, adapter(1001))
+    assert len(evicted) == 1, "not a page is free, so that nothing shows that a removal would help"
+    assert asked == []
 
 
 @pytest.mark.parametrize("folder", ["index", "tmp", "locks", "leases", "processes", "uses", "damaged", "quarantine"])

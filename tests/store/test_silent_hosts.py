@@ -16,7 +16,7 @@ import pytest
 
 from lora_plugins.store.processes import Processes
 from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, obtain
+from tests.store.common import DownloadSpec, adapter_files, make_room_for_one, obtain
 
 SILENT_S, BEAT_S = 1.0, 0.1
 # Another host's process with our times, which evaluates what it is told, with a lease of its own of the adapter.
@@ -114,7 +114,7 @@ def test_what_went_in_a_silence_is_known_to_be_gone(store: Store, digest: str, o
     with other.frozen():
         assert store.give_way(10**18, 0) is False, "nothing is removed where the rest would not be enough"
         assert store.layout.adapter(digest).is_dir()
-        assert store.give_way(0, 0)
+        make_room_for_one(store)
         assert not store.layout.adapter(digest).exists()
     assert other.says("store.is_leased('name', store.layout.adapter(digest))") == "False"
     assert other.says("store.share(path, 'request')") == "False"
@@ -131,7 +131,7 @@ def test_what_nobody_leases_goes_before_what_a_silent_host_leases(store: Store, 
     store.leases.release(newer)
     os.utime(store.layout.folder("uses") / digest, (1, 1))
     with other.frozen():
-        assert store.give_way(0, 0)
+        make_room_for_one(store)
         assert (store.layout.adapter(digest).exists(), store.layout.adapter(newer).exists()) == (True, False)
 
 
