@@ -124,6 +124,8 @@ class Oracle:
         self.sources_of: dict[str, tuple[str, ...]] = {}
         """The sources whose failure may keep a name from being resolved, by name."""
         self._down = Windows()
+        self.gave_way_at = -math.inf
+        """When copies may have left a full disk for the last time."""
         self.explained: Counter[str] = Counter()
         """Refusals, by what explains them."""
         self.refused: set[str] = set()
@@ -200,6 +202,8 @@ class Oracle:
         if self.is_down(asked.began, asked.ended) and (answer.status in (0, 500, 503) or not answer.is_whole):
             return None
         if answer.status == 200:
+            if asked.name in self._windows and asked.began > self.gave_way_at:  # the request has leased the copy
+                self.of(asked.name).close(Claim.GIVEN_WAY, asked.ended)
             return self._judge_tokens(asked, answer)
         if answer.digest is not None:
             return f"a refusal with a digest, {answer.digest}"

@@ -185,7 +185,7 @@ class Lives:
             self._journal.violation("a restart restores", text + str(after["pinned_digest"]), model=one.name)
         one.is_held = after["pinned_digest"] is not None
         version = await operator.look(one)
-        if not one.is_held and version != one.current:
+        if not one.is_held and version not in (None, one.current):
             text = f"version {version}, and the source has {one.current}"
             self._journal.violation("a restart restores", text, model=one.name)
 

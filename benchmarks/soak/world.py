@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soak.bank import ADAPTERS, VERSIONS, WEIGHTS, Bank
+from benchmarks.soak.causes import AFTER_S
 from benchmarks.soak.oracle import Claim, Label, Oracle
 from testbed.hub import Hub
 from testbed.s3 import Bucket
@@ -130,6 +131,7 @@ class World:
         """The copy of what no request uses may leave a full disk now: the next request has to fetch it."""
         claims, now = self.oracle.of(one.name), time.monotonic()
         claims.open(Claim.GIVEN_WAY, now)
+        self.oracle.gave_way_at = now + AFTER_S  # fetches that have met the fault may still make room
         if one.current is None:
             claims.open(Claim.ABSENT, now)
 
@@ -163,7 +165,8 @@ class World:
         for other in kept:
             claims.open(other, now)
         for label in (*range(VERSIONS), *Claim):
-            if label not in kept:
+            # A load of what is served looks at no copy: only a request that is answered shows that it is there.
+            if label not in kept and label is not Claim.GIVEN_WAY:
                 claims.close(label, now)
         one.is_certain, one.is_blocked = True, False
 

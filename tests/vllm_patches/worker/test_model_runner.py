@@ -170,6 +170,7 @@ print("installed")
 """
 
 
+@pytest.mark.nightly  # a process that imports vLLM
 def test_the_manager_does_without_vllms_first_model_runner() -> None:
     """vllm-project/vllm#41286 takes its module away."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_THE_FIRST_RUNNER], capture_output=True, text=True, check=False)
