@@ -17,17 +17,16 @@ from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store.blocks import Blocks
-from lora_plugins.store.canonical import put_canonical
 from lora_plugins.store.errors import FullDisk, is_damage, store_errors
 from lora_plugins.store.eviction import give_way, make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
-from lora_plugins.store.hashed import HashedEntries, identity_of
-from lora_plugins.store.hashing import sha256_of
+from lora_plugins.store.hashing import HashedEntries, identity_of, sha256_of
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import (
     MANIFEST_FILE,
     PRESSURE_FILE,
     Layout,
+    Published,
     is_digest,
     make_durable,
     start_syncing,
@@ -36,10 +35,9 @@ from lora_plugins.store.layout import (
 )
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.locks import fetch_lock, remove_if_dead
-from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
+from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of, put_canonical
 from lora_plugins.store.partial_download import CheckedAdapter, DownloadSpec, PartialDownload
 from lora_plugins.store.processes import Processes
-from lora_plugins.store.published import Published
 
 _T = TypeVar("_T", bound=CheckedAdapter)
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
@@ -108,16 +106,6 @@ class Store:
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
         try_file_system(probe, link, folder=self.layout.folder("tmp"))
         self._sweep()
-
-    def find(self, uri: str, version: str, form: str = "") -> StoredAdapter[Any] | None:
-        """The published adapter of this version, as the source has it or in an engine's form; None unless complete."""
-        try:
-            digest = self.layout.index(uri, version, form).read_text(errors="replace")
-        except FileNotFoundError:
-            return None
-        if not is_digest(digest) or not self._is_whole(digest):
-            return None
-        return StoredAdapter(digest, self.layout.adapter(digest))
 
     async def obtain(
         self,
@@ -487,10 +475,17 @@ class Store:
         return remove(self.layout, self.leases, digest)
 
     def find_leased(self, uri: str, version: str, holder: Hashable, form: str = "") -> StoredAdapter[Any] | None:
-        """Find as `find` does, and lease the adapter for `holder`; raises the errors of `acquire`."""
+        """The published adapter of this version, as its source has it or in an engine's form, leased for `holder`.
+
+        None unless the adapter is complete. Raises the errors of `acquire`.
+        """
         with store_errors():
-            found = self.find(uri, version, form)
-            return found if found is not None and self._lease(found.digest, holder) else None
+            try:
+                digest = self.layout.index(uri, version, form).read_text(errors="replace")
+            except FileNotFoundError:
+                return None
+            is_had = is_digest(digest) and self._is_whole(digest) and self._lease(digest, holder)
+            return StoredAdapter(digest, self.layout.adapter(digest)) if is_had else None
 
     def _lease(self, digest: str, holder: Hashable) -> bool:
         try:
