@@ -57,6 +57,7 @@ def try_file_system(probe: Path, link: Path, *, folder: Path | None) -> None:
 def _try_users(made: os.stat_result, folder: Path) -> None:
     """Compare a file of this process with the first user's folder: some file systems map all users to one user."""
     theirs = folder.stat()
+    # Both directions: each user must be able to change the files of the other.
     is_shared = stat.S_IWGRP & made.st_mode & theirs.st_mode and made.st_gid == theirs.st_gid
     is_everybodys = stat.S_IWOTH & made.st_mode & theirs.st_mode
     if made.st_uid == theirs.st_uid or is_shared or is_everybodys or has_default_acl(folder):

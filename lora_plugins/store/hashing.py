@@ -80,6 +80,7 @@ class GrowingFile:
     def _go_on(self) -> None:
         if not self._running and self._landed > self._followed and self._error is None and not self._abandoned:
             self._running = True
+            # One task at a time, up to what has landed by now; `_follow` starts the next task for what lands meanwhile.
             self._followed = self._landed
             store_threads().submit(self._follow)
 

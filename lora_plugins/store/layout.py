@@ -191,6 +191,7 @@ def write_small(path: Path, text: str, temporary: Path, *, is_durable: bool = Tr
     try:
         with temporary.open("w") as file:
             file.write(text)
+            # Before the rename: else a power cut may leave the new name with no content.
             if is_durable:
                 file.flush()
                 os.fsync(file.fileno())
