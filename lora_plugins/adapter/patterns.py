@@ -88,6 +88,7 @@ def _repeats(pattern: str) -> int:
     counts = []
     for braces in _BRACES.findall(pattern):
         numbers = (re.sub(r"\D", "", part).lstrip("0") for part in braces.split(","))
+        # Ten digits say enough: Python refuses to read integers of more than 4,300 digits.
         counts.append(max((int(number[:10]) for number in numbers if number), default=1))
     return math.prod(max(1, count) for count in counts[:100]) if len(counts) <= 100 else MAX_REPEATS + 1
 

@@ -58,6 +58,7 @@ def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
         raise _broken(f"a file of {file_bytes} bytes", "a safetensors file")
     length = file.read(LENGTH_BYTES)
     header_bytes = int.from_bytes(length, "little")
+    # Before the read, which allocates as many bytes as it is asked for: the length may be any number of 64 bits.
     if header_bytes > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
         raise foreign_bytes(length) or _broken(
             f"a header of {header_bytes} bytes in a file of {file_bytes}",
@@ -101,6 +102,7 @@ def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
     try:
         text = data.decode("utf-8")
         for count, (name, value) in enumerate(_members(text)):
+            # `count` begins at 0, and `__metadata__` may be one member more.
             if count > MAX_TENSORS:
                 raise _broken(f"more than {MAX_TENSORS} tensors", f"at most {MAX_TENSORS}")
             if name == "__metadata__":

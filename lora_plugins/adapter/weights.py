@@ -120,6 +120,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
     _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
+    # `_check_one_adapter` has left one name, or None.
     return Weights(pairs, tuple(embeddings), tuple(others), names.pop())
 
 

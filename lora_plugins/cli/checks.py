@@ -30,9 +30,8 @@ from lora_plugins.settings import (
     unknown_variable,
 )
 from lora_plugins.store.eviction import entries
-from lora_plugins.store.file_system import try_file_system
+from lora_plugins.store.file_system import check_owners, try_file_system
 from lora_plugins.store.layout import Layout
-from lora_plugins.store.owners import check_owners
 from lora_plugins.vllm_patches import versions
 
 ok, on, off = partial(Finding, State.OK), partial(Finding, State.ON), partial(Finding, State.OFF)

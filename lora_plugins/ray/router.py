@@ -60,6 +60,7 @@ class AdapterAffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray's class
         # Ray asks again for a request that no replica took; the earlier count must go first.
         is_asked_again = request_id in self._counted
         self._release(request_id)
+        # Where each replica has failed at the request once, a second try is better than none.
         names = self._policy.ranked(adapter, now_s, failed) or self._policy.ranked(adapter, now_s)
         if not names:
             return [candidate_replicas]

@@ -51,5 +51,6 @@ class ConvertedAdapter:
             OSError: the original cannot be read, or a file cannot be written.
         """
         await asyncio.to_thread((download.directory / CONFIG_FILE).write_bytes, self.config)
+        # Written straight into the store's directory, and hashed as it grows, as every fetch.
         target, landed = download.directory / WEIGHTS_FILE, partial(download.landed, WEIGHTS_FILE)
         await asyncio.wrap_future(children().write(tensors_of(self.conversion), self.original, target, landed))

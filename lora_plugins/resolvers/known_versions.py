@@ -106,6 +106,7 @@ class KnownVersions:
         """
         last, now = self._last.get(key), self._timer()
         if last is not None and now < last.believed_until and self.is_held(last.version):
+            # The disk is looked at once a second at most: requests of a served name come here, each.
             if now < last.seen_until:
                 return last.version
             if self._store.has(last.version.path):

@@ -45,6 +45,8 @@ class ListedNames:
 
     def _ask(self, label: str, source: ListsNames, base_path: str) -> None:
         now = time.monotonic()
+        # Where the source was never asked, `now + fresh_s` is never below `fresh_s`, not even just after the machine's
+        # start.
         if label in self._asking or now - self._asked_at.get(label, -self._fresh_s) < self._fresh_s:
             return
         # Also before a failure, so that a broken source is not asked at every request.

@@ -122,6 +122,7 @@ class Places:
         if self._waiting > self._limits.waiting:
             # The principal with the longest queue pays, so that a flood of one principal refuses nobody else.
             self._refuse(max(self._uses.values(), key=lambda use: use.count).last())
+        # A timer in the place of `asyncio.timeout`: the refusal is then in `given`, as any other.
         timer = loop.call_later(self._limits.wait_s, self._refuse, place)
         try:
             await place.given

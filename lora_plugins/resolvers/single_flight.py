@@ -37,6 +37,7 @@ class SingleFlight(Generic[_K, _T]):
             flight.task.add_done_callback(lambda _: self._done(key, flight))
         flight.waiting += 1
         try:
+            # The shield: a caller's cancellation ends the caller's wait, and not the task of all callers.
             result = await asyncio.shield(flight.task)
             flight.is_taken = True
             return result

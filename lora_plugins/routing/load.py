@@ -60,6 +60,7 @@ class ReplicaLoad:
         if replica in self._others:
             ours = self._ours[replica]
             before, since = self._peaks.get(replica, (0, 0))
+            # Never below 0: a report may be older than requests that have ended since.
             others = max(0, requests - max(before, since, ours))
             self._peaks[replica] = since, ours
             self.total += others - self._others[replica]

@@ -122,6 +122,7 @@ class Residency:
         if state is None:
             return
         if report.capacity is not None:
+            # At least 1: `routed` would otherwise forget the adapter that it has just noted.
             state.capacity = max(1, report.capacity)
         in_memory = {name: tier for name, tier in report.adapters.items() if tier <= Tier.HOST}
         self._set_stored(replica, state, {name for name, tier in report.adapters.items() if tier is Tier.STORE})

@@ -119,6 +119,7 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
     state.reserved_for = adapter
     gone = [it.key for it in state.draining if it.key not in state.cache.idle]
     places_over, bytes_over = state.cache.over([state.cache.expected_bytes(adapter.spec)], gone)
+    # Idle adapters may go at any time, so only the rest has to drain.
     places_over, bytes_over = places_over - len(state.cache.idle), bytes_over - state.cache.idle_bytes
     if places_over <= 0 and bytes_over <= 0:
         return

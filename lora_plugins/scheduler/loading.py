@@ -19,6 +19,7 @@ def answer_calls(state: PlannerState, *, is_paused: bool) -> list[Future[None]]:
     for adapter in state.calling:
         if not adapter.is_loaded:
             continue
+        # A copy: answered calls are taken out of the list.
         for call in list(adapter.calls):
             if not adapter.is_active and not is_paused and (call.wants_slot or call.needs_slot):
                 # A call that only `wants_slot` takes an idle slot, and displaces nobody.

@@ -56,6 +56,7 @@ class Pauses:
         """How many requests wait for a resume, by name of adapter."""
         counts = Counter({name: len(pause.held) for name, pause in self._pauses.items()})
         counts.update({it.spec.name: len(it.stopped) for it in self._state.adapters.values() if it.stopped})
+        # The unary plus drops names without a waiting request.
         return +counts
 
     @property

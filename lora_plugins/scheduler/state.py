@@ -32,6 +32,7 @@ class SlotPool:
 
     def __init__(self, first: int, size: int) -> None:
         self.size = size
+        # Backwards, because `pop` takes the last: slots are used from the first on.
         self.free = list(range(first + size - 1, first - 1, -1))
         self.owners: dict[Adapter, int] = {}
         self.running: dict[Adapter, None] = {}
@@ -263,6 +264,7 @@ class PlannerState:
         """Note that an admitted request has ended; return the client's request that the request was part of."""
         del self.of_request[request_id]
         began_at, client = adapter.running.pop(request_id)
+        # A running mean: each run has a weight of one in `_AVERAGED`, and earlier runs fade.
         self.mean_run_s += (now - began_at - self.mean_run_s) / _AVERAGED
         self.touched[adapter] = None
         return client
@@ -381,6 +383,7 @@ class PlannerState:
         adapter.residency = ABSENT
         self.draining.pop(adapter, None)
         self.commands.append(Evict(adapter.key))
+        # Without a caller too: by the entry `_forget` sees that the workers still have the adapter.
         self.evicting.setdefault(adapter.key, [])
         if adapter.is_wanted and (error := self.cache.why_never_fits(adapter, self.staying)) is not None:
             self.fail(adapter, error)  # the adapter turned out too large, or another was pinned after the load

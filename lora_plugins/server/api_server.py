@@ -84,6 +84,7 @@ class ApiServer:
         async def free() -> None:
             await self.planner.retire(adapter.engine_id, refusal)
             async with self.vllm.lock(adapter.name):  # a concurrent load has registered its version by then
+                # Before `release`, which keeps the versions of draining adapters.
                 del self.registry.draining[adapter.engine_id]
                 leases = self.release(adapter.name, *adapter.versions)
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))

@@ -135,6 +135,7 @@ class Copies:
         """Find damage reported by other processes, and copies written to; load the damaged adapters again."""
         self._loop = asyncio.get_running_loop()
         served = {adapter.version.digest for adapter in self._registry.all() if adapter.version is not None}
+        # A window that moves on at each look, so that all copies are looked at in turn.
         some = sorted(served)[self._next : self._next + _LOOKED_AT]
         self._next = self._next + _LOOKED_AT if self._next + _LOOKED_AT < len(served) else 0
         marked, replaced = await asyncio.to_thread(self._store.changed, served, some)

@@ -90,6 +90,7 @@ class FewAtOnce(Generic[_T]):
                 self._running_at[place] += 1
                 task = self._running[name] = asyncio.create_task(self._work(item))
                 task.add_done_callback(partial(self._ended, place, name))
+        # Places without items leave nothing behind.
         if not queue and not self._running_at[place]:
             del self._queues[place], self._running_at[place]
         if not len(self) and not self._is_idle.is_set():

@@ -103,6 +103,7 @@ class Follower:
         """
         number = next(self._numbers)
         self._send({"call": name, "id": number, **arguments})
+        # No await since the call was sent: the answer cannot come before its future is here.
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             frame: Frame = await answer

@@ -124,6 +124,7 @@ class Leader:
         number = self.number
         try:
             async with asyncio.timeout(_ALL_HAVE_S):
+                # `number` as of now: changes that come during the wait are other callers'.
                 await asyncio.gather(*(_has(follower, number) for follower in self._followers))
         except TimeoutError:
             raise SourceUnavailable(
@@ -169,6 +170,7 @@ class Leader:
                     follower.has = frame["has"]
                     follower.news.set()
                 elif "end" in frame:
+                    # The task waits in `_answer` with what the call holds; its cancellation closes the stack.
                     calls.pop(frame["end"]).cancel()
                 elif "id" in frame:
                     calls[frame["id"]] = self._in_background(_answer(writer, frame, call))

@@ -56,7 +56,6 @@ class Lifecycle:
         Raises:
             VersionMismatch: another version is served than expected.
             LoRAPluginsError: the adapter cannot be served. In both cases nothing has changed.
-            VersionMismatch: it is not. LoRAPluginsError: it cannot be served. Nothing has changed then.
         """
         self._check_name(name)
         async with self.ending_block(name), self.server.vllm.lock(name):
@@ -152,6 +151,7 @@ class Lifecycle:
                 uri = None if version is None else path
                 await swap(self.server, adapter, version, uri, request, moves=moves, is_noted=True)
         adapter.uri, adapter.held_digest = (None, None) if version is None else (path, version.digest)
+        # vLLM puts `request` into its table after this call: it must have the id and the path of the version by then.
         served = adapter.request
         request.lora_int_id, request.lora_path = served.lora_int_id, served.lora_path
         request.is_3d_lora_weight = served.is_3d_lora_weight

@@ -17,6 +17,8 @@ async def pause(server: ApiServer, name: str, mode: PauseMode) -> bool:
         AdapterNotFound: the name is blocked, or not served.
     """
     server.registry.require(name)
+    # Before the engines know: a resume that comes during the calls below takes the name out again, and the last line
+    # sees the resume.
     server.registry.paused.add(name)
     requests = await server.planner.pause(name, mode)
     if mode is PauseMode.ABORT:

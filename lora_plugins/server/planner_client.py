@@ -97,6 +97,7 @@ class PlannerClient:
             if not is_noted:
                 self._events.emit(NotServed("load", request.lora_name, error))
             raise
+        # An engine that had the adapter already says no time.
         loads = [(answer.size_bytes, answer.load_s) for answer in answers if answer.load_s is not None]
         if loads:
             size_bytes, load_s = (max(values) for values in zip(*loads, strict=True))

@@ -132,6 +132,7 @@ class Registry:
             self._adapters.pop(name, None)
             return None
         adapter = self._adapters.get(name)
+        # `is not`, because requests of one name are equal (`LoRARequest.__eq__` in vllm/lora/request.py, 0.32).
         # Another writer, such as vLLM's resolver, has put a new request into the table: the former entry is void.
         if adapter is None or adapter.request is not request:
             version = self._version_of(name)
@@ -189,6 +190,7 @@ class Registry:
         """
         for attempt in itertools.count():
             number = adapter_id(name if not attempt else f"{name}\0{attempt}")
+            # 31 bits: of 10,000 names two have one number with a probability of 2 %.
             if self._names_of_ids.setdefault(number, name) == name:
                 return number
         raise AssertionError("unreachable")

@@ -94,6 +94,7 @@ class Snapshots:
         """
         engine_id, this = request.lora_int_id, object()
         kept = None if version is None else _Kept(request.lora_path, version)
+        # `forget`, or a later call for the id, takes this mark away: then the copy of this call is of no use any more.
         self._trying[engine_id] = this
         try:
             yield request if version is None else _at(version, request)

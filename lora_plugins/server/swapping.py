@@ -101,6 +101,8 @@ async def swap(
     except BaseException:
         server.release(adapter.name, *leased)
         raise
+    # After a swap back to an earlier version the list has the version no longer: the end of the one lease would end the
+    # other.
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.version, adapter.last_error = request, version, None
     adapter.previous, adapter.is_only_copy, adapter.is_damaged = previous[:kept_versions], False, False

@@ -1,17 +1,26 @@
-"""Digests of files while a download writes the files: threads hash the bytes on disk."""
+"""Digests of files while a download writes the files, and which entries of the store this process has hashed.
+
+Threads hash the bytes on disk. An entry is known by the identity of its files, to be hashed once.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import sys
 import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
-from lora_plugins.store.threads import store_threads
+from lora_plugins.store.layout import store_threads
 
 # Small enough for a core's own cache: reads of 1 MiB at a time take five times as long.
 _PIECE_BYTES = 1 << 18
+_REMEMBERED = 20_000  # entries
 
 
 class Digest(Protocol):
@@ -43,16 +52,10 @@ class GrowingFile:
         self._size_bytes = 0
         self._error: OSError | None = None
 
-    def landed(self, size_bytes: int) -> None:
-        """Report that the first `size_bytes` of the file are on disk."""
+    def landed(self, size_bytes: int = sys.maxsize) -> None:
+        """Report that the first `size_bytes` of the file are on disk; without a number, the whole file."""
         with self._changed:
             self._landed = max(self._landed, size_bytes)
-            self._go_on()
-
-    def complete(self) -> None:
-        """Report that the file is complete; the rest is hashed meanwhile."""
-        with self._changed:
-            self._landed = sys.maxsize
             self._go_on()
 
     def finish(self) -> tuple[int, str]:
@@ -61,7 +64,7 @@ class GrowingFile:
         Raises:
             OSError: the file could not be read.
         """
-        self.complete()
+        self.landed()
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
         if self._error is not None:
@@ -77,13 +80,21 @@ class GrowingFile:
     def _go_on(self) -> None:
         if not self._running and self._landed > self._followed and self._error is None and not self._abandoned:
             self._running = True
+            # One task at a time, up to what has landed by now; `_follow` starts the next task for what lands meanwhile.
             self._followed = self._landed
             store_threads().submit(self._follow)
 
     def _follow(self) -> None:
         try:
             with self._path.open("rb", buffering=0) as file:
-                self._hash_to(self._followed, file)
+                file.seek(self._size_bytes)
+                view = memoryview(bytearray(_PIECE_BYTES))
+                while self._size_bytes < self._followed and not self._abandoned:
+                    count = file.readinto(view[: min(_PIECE_BYTES, self._followed - self._size_bytes)])
+                    if not count:
+                        break  # the file has ended: complete, or shorter than reported
+                    self._digest.update(view[:count])
+                    self._size_bytes += count
         except OSError as error:
             self._error = error
         finally:
@@ -92,17 +103,77 @@ class GrowingFile:
                 self._go_on()  # bytes may have landed since `_followed` was set
                 self._changed.notify_all()
 
-    def _hash_to(self, end: int, file: BinaryIO) -> None:
-        file.seek(self._size_bytes)
-        view = memoryview(bytearray(_PIECE_BYTES))
-        while self._size_bytes < end and not self._abandoned:
-            count = file.readinto(view[: min(_PIECE_BYTES, end - self._size_bytes)])  # type: ignore[attr-defined]
-            if not count:
-                return  # the file has ended: complete, or shorter than reported
-            self._digest.update(view[:count])
-            self._size_bytes += count
-
 
 def sha256_of(path: Path) -> tuple[int, str]:
     """Size in bytes and SHA-256 of a file that is complete."""
     return GrowingFile(path).finish()
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """The identity of one file; a write or a replacement changes the identity."""
+
+    name: str
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def content(self) -> tuple[str, int, int, int]:
+        """The identity without `ctime_ns`, which a hard link or a change of mode changes without new content."""
+        return self.name, self.inode, self.size_bytes, self.mtime_ns
+
+
+Identity = tuple[FileIdentity, ...]
+
+
+def identity_of(directory: Path) -> Identity | None:
+    """The identities of all files in a directory; None where the directory cannot be read."""
+    found = []
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    found.append(
+                        FileIdentity(entry.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                    )
+    except OSError:
+        return None
+    return tuple(sorted(found, key=lambda file: file.name))
+
+
+class HashedEntries:
+    """The last 20,000 entries whose files matched their digests. Callable from any thread."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, digest: str, identity: Identity | None) -> None:
+        """Remember that the files `identity` have the bytes of `digest`, as of now."""
+        if identity is None:
+            return
+        with self._lock:
+            self._known[digest] = identity, time.monotonic()
+            self._known.move_to_end(digest)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+
+    def forget(self, digest: str) -> None:
+        """Have the entry hashed again at the next question."""
+        with self._lock:
+            self._known.pop(digest, None)
+
+    def has(self, digest: str, identity: Identity | None, max_age_s: float) -> bool:
+        """Whether exactly these files were hashed, at most `max_age_s` ago."""
+        known = self._known.get(digest)
+        return known is not None and known[0] == identity and time.monotonic() - known[1] <= max_age_s
+
+    def differs(self, digest: str, identity: Identity | None) -> bool:
+        """Whether the directory now has other files, or other contents, than the hashed files."""
+        known = self._known.get(digest)
+        if known is None or identity is None:
+            return False
+        return [file.content for file in known[0]] != [file.content for file in identity]

@@ -23,22 +23,27 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import stat
+import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.store.owners import check_owners, close_to_others
-from lora_plugins.store.threads import store_threads
+from lora_plugins.store.file_system import check_owners, close_to_others
 
 MANIFEST_FILE = "manifest.json"
 PRESSURE_FILE = ".pressure"
 SIZES_FILE = ".sizes"
 MIN_PREFIX = 8  # least characters of a digest that may stand for the digest
 _HEXADECIMAL = frozenset("0123456789abcdef")
+_AFTER_ALL_DIGITS = "g"
+_SETTLED_NS = 2_000_000_000  # clock ticks of file systems reach 2 s (FAT): two changes may have one time
+_THREADS = 8
 _FOLDERS = (
     *("index", "tmp", "locks", "leases", "processes"),
     *("uses", "damaged", "quarantine", "served", "blocked"),
@@ -133,6 +138,33 @@ class Layout:
         return self.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}{suffix}"
 
 
+class Published:
+    """The digests in a store's root by their beginnings; the root is listed again only once the root has changed."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._listed: tuple[int, list[str]] = (-1, [])  # the root's time of change in ns, and its digests at the time
+
+    def matching(self, prefix: str) -> list[str]:
+        """The published adapters whose digests begin with `prefix`; none where `is_prefix` is false.
+
+        Raises:
+            OSError: the root cannot be read.
+        """
+        if not is_prefix(prefix):
+            return []
+        changed_ns = os.stat(self._layout.root).st_mtime_ns  # raises where the store is away
+        if is_digest(prefix):
+            return [prefix] if self._layout.adapter(prefix).is_dir() else []
+        listed_ns, digests = self._listed
+        if changed_ns != listed_ns:
+            if time.time_ns() - changed_ns <= _SETTLED_NS:
+                return self._layout.digests(prefix)  # half the time of a full listing, which could not be kept yet
+            digests = self._layout.digests()
+            self._listed = changed_ns, digests
+        return digests[bisect_left(digests, prefix) : bisect_left(digests, prefix + _AFTER_ALL_DIGITS)]
+
+
 def respelt(path: str) -> str:
     """Another spelling of an adapter's path, which no earlier load of the adapter had."""
     folder, _, name = path.rpartition("/")
@@ -159,6 +191,7 @@ def write_small(path: Path, pieces: Iterable[str], temporary: Path, *, is_durabl
     try:
         with temporary.open("w") as file:
             file.writelines(pieces)
+            # Before the rename: else a power cut may leave the new name with no content.
             if is_durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -181,6 +214,15 @@ def replace_small(path: Path, *pieces: str) -> None:
         write_small(path, pieces, temporary)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@functools.cache
+def store_threads() -> ThreadPoolExecutor:
+    """The few threads that hash files and write files to the disk, for tasks that wait for no other task of theirs."""
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-store")  # threads start on demand
+
+
+os.register_at_fork(after_in_child=store_threads.cache_clear)  # threads are not forked
 
 
 def sync_directory(path: Path) -> None:

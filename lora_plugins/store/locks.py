@@ -34,7 +34,6 @@ async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeo
     deadline = time.monotonic() + timeout_s
     wait_s = _FIRST_WAIT_S
     try:
-        await _write(temporary, processes.me())
         while not await _taken(temporary, path, processes):
             if time.monotonic() > deadline:
                 raise SourceUnavailable(
@@ -50,16 +49,6 @@ async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeo
             _unlink(path)
     finally:
         _unlink(temporary)
-
-
-async def _write(temporary: Path, owner: str) -> None:
-    """Write the file that becomes the lock; on cancellation, wait for the writing thread before raising."""
-    writing = asyncio.ensure_future(asyncio.to_thread(temporary.write_text, owner))
-    try:
-        await asyncio.shield(writing)
-    except asyncio.CancelledError:
-        await asyncio.wait([writing])
-        raise
 
 
 async def _taken(temporary: Path, path: Path, processes: Processes) -> bool:
@@ -97,6 +86,8 @@ def _owner(path: Path) -> str:
 
 
 def _try(temporary: Path, path: Path, processes: Processes) -> bool:
+    if not temporary.exists():  # the first try
+        temporary.write_text(processes.me())
     try:
         os.link(temporary, path)  # creates the lock with its owner's name in it, or fails
     except FileExistsError:

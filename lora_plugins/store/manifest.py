@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -102,6 +103,19 @@ class Manifest:
                 remedy="remove the entry; it is fetched again",
                 file=MANIFEST_FILE,
             ) from None
+
+
+def put_canonical(directory: Path, canonical: bytes) -> StoredFile:
+    """Put the configuration that engines read in the place of the source's file, which stays beside the new file.
+
+    No other process reads the directory yet; the caller makes the file durable.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    os.rename(directory / CONFIG_FILE, directory / ORIGINAL_CONFIG_FILE)
+    (directory / CONFIG_FILE).write_bytes(canonical)
+    return StoredFile(CONFIG_FILE, len(canonical), hashlib.sha256(canonical).hexdigest())
 
 
 def digest_of(files: Iterable[StoredFile]) -> str:

@@ -15,6 +15,7 @@ class ModelFile:
 
     def __init__(self, root: Path, base_path: str) -> None:
         """Name the file of a served model, by the model's path or Hub id, in the store below `root`."""
+        # One file for all spellings of a directory; a Hub id is no path.
         base_path = os.path.realpath(base_path) if os.path.isdir(base_path) else base_path
         self.path = Layout(root).folder("models") / f"{key_of(base_path)}.json"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,8 +46,8 @@ class PartialDownload:
         self._files: dict[str, GrowingFile] = {}
         self._first = threading.Lock()
 
-    def landed(self, name: str, size_bytes: int) -> None:
-        """Report that the first `size_bytes` of a file are on disk; may be called from any thread, or not at all."""
+    def landed(self, name: str, size_bytes: int = sys.maxsize) -> None:
+        """Report that the first `size_bytes` of a file, or all, are on disk; from any thread, or not at all."""
         with self._first:
             if name not in self._files:
                 self._files[name] = GrowingFile(self.directory / name)
@@ -60,8 +61,7 @@ class PartialDownload:
     def complete(self) -> None:
         """Report that all files are complete; threads hash the rest meanwhile."""
         for name in self._names:
-            self.landed(name, 0)
-            self._files[name].complete()
+            self.landed(name)
 
     def finish(self) -> tuple[StoredFile, ...]:
         """Size and SHA-256 of every file, once all are complete."""

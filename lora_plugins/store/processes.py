@@ -34,7 +34,7 @@ class Processes:
         self._silent_s = silent_s
         self._beat_s = beat_s
         self._guard = threading.Lock()
-        self._beating_pid = 0
+        self._me, self._beating_pid = "", 0
         self.on_silence: Callable[[], None] | None = None
         self._beating = threading.RLock()
         # `_beat_at` is of the file system's clock; CLOCK_BOOTTIME goes on while the machine is suspended, unlike
@@ -45,14 +45,14 @@ class Processes:
 
     def me(self) -> str:
         """This process's name; the heartbeat has started when the call returns."""
-        name = _name(os.getpid())
         with self._guard:
             if self._beating_pid != os.getpid():  # first use, or a fork
+                name = f"{_host()}.{os.getpid()}.{_start_of(os.getpid())}"
                 self._beat_at = self._touch(name)
                 self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)
                 threading.Thread(target=self._beat, args=(name,), daemon=True, name="lora-plugins-heartbeat").start()
-                self._beating_pid = os.getpid()
-        return name
+                self._me, self._beating_pid = name, os.getpid()
+            return self._me
 
     def is_alive(self, name: str) -> bool:
         """Whether the process of this name still runs."""
@@ -131,10 +131,6 @@ class Processes:
                 self._was_silent = False
             finally:
                 self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _name(pid: int) -> str:
-    return f"{_host()}.{pid}.{_start_of(pid)}"
 
 
 @functools.cache

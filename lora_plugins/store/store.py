@@ -17,17 +17,16 @@ from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store.blocks import Blocks
-from lora_plugins.store.canonical import put_canonical
 from lora_plugins.store.errors import FullDisk, is_damage, store_errors
 from lora_plugins.store.eviction import give_way, make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
-from lora_plugins.store.hashed import HashedEntries, identity_of
-from lora_plugins.store.hashing import sha256_of
+from lora_plugins.store.hashing import HashedEntries, identity_of, sha256_of
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import (
     MANIFEST_FILE,
     PRESSURE_FILE,
     Layout,
+    Published,
     is_digest,
     make_durable,
     start_syncing,
@@ -36,10 +35,9 @@ from lora_plugins.store.layout import (
 )
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.locks import fetch_lock, remove_if_dead
-from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
+from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of, put_canonical
 from lora_plugins.store.partial_download import CheckedAdapter, DownloadSpec, PartialDownload
 from lora_plugins.store.processes import Processes
-from lora_plugins.store.published import Published
 
 _T = TypeVar("_T", bound=CheckedAdapter)
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases

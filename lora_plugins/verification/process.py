@@ -226,6 +226,7 @@ class ReadingProcess:
         if self._process.stdout is None:
             raise EOFError
         descriptor = self._process.stdout.fileno()
+        # `select` refuses descriptors above 1023, which a server with many connections has.
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         while len(self._left) < count:

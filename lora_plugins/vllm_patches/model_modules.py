@@ -47,6 +47,7 @@ async def ask_engine(client: Any) -> ModelModules | None:
     answers = [ModelModules.of_plain(answer) for answer in await client.collective_rpc(METHOD) if answer is not None]
     if not answers:
         return None
+    # Stages of a pipeline name different modules; ranks of tensor parallelism the same.
     whole = functools.reduce(ModelModules.joined, answers)
     if any(answer != whole for answer in answers):
         await client.collective_rpc(TELL_METHOD, args=(whole.plain(),))
@@ -88,6 +89,7 @@ def respellings_of(modules: ModelModules) -> tuple[Respell, ...]:
         return ()
     return tuple(
         functools.partial(_respell, steps)
+        # Backwards in the opposite order: each step undoes the last one that was done.
         for steps in (renamings, [one.reverse_transform() for one in renamings[::-1]])
     )
 

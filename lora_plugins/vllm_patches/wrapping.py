@@ -13,6 +13,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Put `wrapper(original)` in the place of an attribute of a class or module; a second call changes nothing."""
     original = getattr(owner, name)
     if not hasattr(original, _OURS):
+        # `wraps` copies `__dict__` too: a wrapper of another package around ours still has the mark.
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _OURS, True)
         setattr(owner, name, wrapped)

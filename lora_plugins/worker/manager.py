@@ -194,6 +194,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         if engine_id in self.list_adapters() and not is_inplace(lora_request):
             return True
         try:
+            # The caller's own request goes along: it may hold the weights themselves, which no path names.
             adapter = self._read(AdapterSpec(engine_id, name, path, lora_request=lora_request), path)
         except Exception as error:
             raise loading.explained(error, name) from error

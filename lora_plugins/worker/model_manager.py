@@ -32,6 +32,7 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take the arguments of vLLM's class."""
+        # By the signature, so that it does not matter which arguments vLLM names.
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self.planned: set[int] = set()  # slots that the scheduler has assigned
         self.slots = slots_of(given["lora_config"], given["max_num_seqs"])

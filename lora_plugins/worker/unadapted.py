@@ -27,6 +27,7 @@ def unadapted(manager: Any) -> dict[str, Unadapted]:
     found: dict[str, Unadapted] = {}
     passed: set[str] = set()  # modules that are settled: everything inside is vLLM's
     for name, module in manager.model.named_modules(remove_duplicate=False):
+        # `named_modules` yields parents before children, so one step up is enough.
         if name in manager.modules or name.rpartition(".")[0] in passed:
             passed.add(name)
         elif isinstance(module, kinds):

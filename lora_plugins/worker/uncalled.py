@@ -52,6 +52,8 @@ def _held_by_attention(model: Any) -> Iterator[Any]:
     Some implementations leave `kv_b_proj` to the layer, so the layer's own `kv_b_proj` comes too.
     """
     for layer in model.modules():
+        # `vars`, not `getattr`: a module's `__getattr__` also finds submodules and parameters, and raises for other
+        # names.
         implementation = vars(layer).get("impl")
         if hasattr(implementation, "__dict__"):
             yield from vars(implementation).values()

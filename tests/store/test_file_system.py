@@ -16,6 +16,7 @@ import pytest
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import Settings
+from lora_plugins.store.file_system import check_owners
 from lora_plugins.store.opening import open_store
 
 # What libc answers in a process that has this loaded before it.
@@ -111,3 +112,15 @@ def test_the_doctor_and_the_start_say_the_same(shim, function: str, number: int,
     done = subprocess.run([sys.executable, "-c", start], env=env, capture_output=True, text=True, check=False)
     assert "[L007] found a store on a file system" in done.stderr
     assert text in done.stderr
+
+
+def test_a_volume_that_everybody_may_write_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(0o777)
+    with pytest.raises(InvalidSettings, match="every user may exchange it"):
+        check_owners(volume / "store")
+    is_mount = os.path.ismount
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == volume or is_mount(path))
+    check_owners(volume / "store")
+    check_owners(volume)

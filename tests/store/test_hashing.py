@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from lora_plugins.store import hashing
-from lora_plugins.store.hashing import GrowingFile, sha256_of
+from lora_plugins.store import hashing, layout
+from lora_plugins.store.hashing import GrowingFile, HashedEntries, identity_of, sha256_of
+from lora_plugins.store.layout import make_durable
+from lora_plugins.store.partial_download import PartialDownload
 
 SIZES = [0, 1, 999, 1 << 20, (1 << 20) + 1, 3_500_000]
 
@@ -96,3 +99,74 @@ def test_hashing_has_begun_before_the_file_is_complete(tmp_path: Path, monkeypat
 
 def test_a_piece_is_what_is_held_in_memory() -> None:
     assert hashing._PIECE_BYTES <= 1 << 20
+
+
+def test_many_files_take_few_threads(tmp_path: Path) -> None:
+    names = [f"{number}" for number in range(256)]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode() * 1000)
+    download = PartialDownload(tmp_path, names)
+    before = threading.active_count()
+    most = 0
+    for name in names:
+        download.landed(name, 10)
+        most = max(most, threading.active_count())
+    download.complete()
+    make_durable([tmp_path / name for name in names])
+    files = download.finish()
+    assert max(most, threading.active_count()) <= before + layout._THREADS
+    assert [(file.size_bytes, file.sha256) for file in files] == [answer(name.encode() * 1000) for name in names]
+
+
+def test_a_forked_process_hashes_with_threads_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    sha256_of(tmp_path / "file")
+    pid = os.fork()
+    if not pid:
+        os._exit(sha256_of(tmp_path / "file") != answer(b"x"))
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Path:
+    made = tmp_path / "entry"
+    made.mkdir()
+    (made / "b").write_bytes(b"2")
+    (made / "a").write_bytes(b"1")
+    return made
+
+
+def test_files_that_were_hashed_need_not_be_again(entry: Path) -> None:
+    entries = HashedEntries()
+    assert not entries.has("digest", identity_of(entry), math.inf)
+    entries.note("digest", identity_of(entry))
+    assert entries.has("digest", identity_of(entry), math.inf)
+    assert not entries.has("digest", identity_of(entry), -1.0)
+    entries.forget("digest")
+    assert not entries.has("digest", identity_of(entry), math.inf)
+
+
+def test_a_changed_file_differs_and_a_linked_one_does_not(entry: Path) -> None:
+    entries = HashedEntries()
+    entries.note("digest", identity_of(entry))
+    os.link(entry / "a", entry.parent / "link")
+    assert not entries.has("digest", identity_of(entry), math.inf)
+    assert not entries.differs("digest", identity_of(entry))
+    (entry / "a").write_bytes(b"other")
+    assert entries.differs("digest", identity_of(entry))
+
+
+def test_a_directory_that_is_gone_has_no_identity(entry: Path) -> None:
+    assert identity_of(entry / "nowhere") is None
+    entries = HashedEntries()
+    entries.note("digest", None)
+    assert not entries.has("digest", identity_of(entry), math.inf)
+
+
+def test_the_entries_remembered_are_bounded(entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "_REMEMBERED", 2)
+    entries = HashedEntries()
+    for digest in ("first", "second", "third"):
+        entries.note(digest, identity_of(entry))
+    known = [entries.has(digest, identity_of(entry), math.inf) for digest in ("first", "second", "third")]
+    assert known == [False, True, True]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.store.layout import MANIFEST_FILE
-from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of
+from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of, put_canonical
 
 FILES = (StoredFile("adapter_config.json", 10, "a" * 64), StoredFile("adapter_model.safetensors", 20, "b" * 64))
 CANONICAL = StoredFile("adapter_config.json", 5, "c" * 64)
@@ -88,3 +90,11 @@ def test_the_digest_depends_on_names_sizes_and_bytes() -> None:
     ]
     digests = {digest_of(files) for files in (FILES, *changed)}
     assert len(digests) == 1 + len(changed)
+
+
+def test_the_sources_configuration_is_kept_beside_ours(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_bytes(b"theirs")
+    stored = put_canonical(tmp_path, b"ours")
+    assert (tmp_path / ORIGINAL_CONFIG_FILE).read_bytes() == b"theirs"
+    assert (tmp_path / stored.name).read_bytes() == b"ours"
+    assert (stored.name, stored.size_bytes, stored.sha256) == (CONFIG_FILE, 4, sha256(b"ours").hexdigest())

@@ -62,6 +62,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     left, made, changes = plan.left, plan.made, plan.changes
     kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)) + others
     files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
+    # Sorted, so that an adapter is described in the same words each time.
     described = [f"{text} ({count} modules)" for text, count in sorted(changes.items())]
     if files != {""}:
         described.append(f"{len(files)} files of weights joined into one")

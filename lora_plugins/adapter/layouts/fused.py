@@ -32,6 +32,7 @@ def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         parts = [f"{parent}.{part}" for part in _PARTS[leaf]]
         places = [names.place(part) for part in parts]
         sizes = [place.out_features for place in places if place is not None and place.out_features is not None]
+        # Another number of rows: the model has another form of the module, and a split would cut at wrong rows.
         if len(sizes) != len(parts) or sum(sizes) != pair.b.shape[0]:
             continue
         begins = [sum(sizes[:index]) for index in range(len(sizes))]

@@ -109,6 +109,7 @@ class FsspecFiles:
     async def _read(self, uri: str, file: SourceFile) -> bytes:
         """Read an index, and no more bytes than the index had when located."""
         check_index_size(file.size_bytes)
+        # A reader checks every answer against the located size: a server may send more than it has said.
         data = bytearray()
         reader = await self.reader(uri, ())
         await reader.read(file, 0, file.size_bytes, data.extend)

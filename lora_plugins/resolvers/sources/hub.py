@@ -224,6 +224,7 @@ class HubSource:
         ask = partial(_reaches, self._api, target, commit)
         if not await retries.run(lambda: self._call(ask, str(target)), state):
             return False
+        # Only a yes is remembered: a branch or a tag may reach the commit at any moment.
         self._published[key] = True
         return True
 

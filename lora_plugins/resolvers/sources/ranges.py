@@ -243,6 +243,7 @@ async def _fetch(
     finally:
         for task in tasks:
             task.cancel()
+        # A cancelled read closes its connection first; only then may the files be closed.
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -95,6 +95,7 @@ class S3Files:
     def __init__(self, storage_options: Mapping[str, Any]) -> None:
         self._options = {"use_listings_cache": False, "skip_instance_cache": True, **storage_options}
         config = self._options.get("config_kwargs", {})
+        # aiobotocore's configuration takes the class of its sessions; botocore's has no such option.
         self._options["config_kwargs"] = {**config, "http_session_cls": _staying_session()}
         self._filesystem: Any = None
 

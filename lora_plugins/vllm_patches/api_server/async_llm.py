@@ -181,6 +181,8 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
         try:
             async with nullcontext(lora_request) if copies is None else copies.using(lora_request, share) as taken:
                 call.arguments["lora_request"] = taken
+                # At the begin: `last_used_at` and the order of eviction say when an adapter was asked for, not when an
+                # answer ended.
                 planner_of(client).used(taken)
                 async for output in original(*call.args, **call.kwargs):
                     if (error := error_of_output(output)) is not None:

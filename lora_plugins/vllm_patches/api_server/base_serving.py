@@ -82,6 +82,7 @@ def _checking(original: Any) -> Any:
     async def _check_model(self: Any, request: Any) -> Any:
         serving = _as_if_absent(self, request)
         error = await original(serving, request)
+        # `error` is None for a name that vLLM resolved just now, too: the table has such a name by then.
         is_there = serving._is_model_supported(request.model) or request.model in serving.models.lora_requests  # noqa: SLF001
         if error is None and not is_there:
             raise VLLMNotFoundError(f"The model `{request.model}` does not exist.")  # as `_maybe_get_adapters` has it
@@ -148,6 +149,7 @@ def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
     if process.is_resolver_registered:
         digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
         warnings = () if digest is None else process.resolver.known.warnings_of(digest)
+        # None: the operator has said `--fingerprint-mode none`. Classes without the attribute (pooling) fill nothing.
         fills = getattr(serving, "system_fingerprint", "") is None
         present().note_version(digest, warnings=warnings, fills_fingerprint=fills)
     return adapter

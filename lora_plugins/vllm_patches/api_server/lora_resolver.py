@@ -44,6 +44,8 @@ class LoRAPluginsResolver:
         """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
         ours = self.process.resolver
         try:
+            # vLLM calls a resolver outside of its `try` (`OpenAIServingModels.resolve_lora`, 0.32): an error raised
+            # here ends the request, and asks no further resolver.
             resolved = (await ours.look_up(lora_name, base_model_name)).version()
         except LoRAPluginsError as error:
             raise http_error(error) from None  # the event has been logged
@@ -65,6 +67,7 @@ def register(process: Process) -> None:
     """Have vLLM ask our resolver, once in a process."""
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
+    # `OpenAIServingModels.__init__` reads the registry, once: a resolver that is registered later is never asked.
     LoRAResolver.register(LoRAPluginsResolver)
     LoRAResolverRegistry.register_resolver(REGISTRY_NAME, LoRAPluginsResolver(process))
 
@@ -72,6 +75,7 @@ def register(process: Process) -> None:
 def begin_serving(models: Any, process: Process) -> None:
     """Take the served base model from vLLM's `OpenAIServingModels`, and log the sources."""
     keep_model_of_body()
+    # vLLM's `defaultdict` keeps the lock of every name that was ever asked for, and clients choose names.
     models.lora_resolver_lock = NameLocks()
     process.resolver.base = describe_base(models, process.settings)
     process.resolver.describe_model = functools.partial(

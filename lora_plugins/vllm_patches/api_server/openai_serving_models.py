@@ -125,6 +125,8 @@ class _LoadsInBackground(_Client):
         async with snapshots_of(self._client).adding(request) as taken:
             uri = None if taken is request else absolute(request.lora_path)
             load = planner_of(self._client).load(taken, uri=uri, moves=moves_running())
+        # An error raised here would not reach the caller: vLLM logs it and asks the next resolver (`except
+        # BaseException` in `resolve_lora`, 0.32).
         task = asyncio.get_running_loop().create_task(self._loading(load, request))
         _loading.add(task)
         task.add_done_callback(_loading.discard)
@@ -210,6 +212,7 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
     lifecycle, share = lifecycle_of(models), share_of_request()
 
     async def resolve() -> Any:
+        # A shallow copy shares `lora_requests` and `lora_resolver_lock`: vLLM's code writes the table itself.
         result = await original(_LoadsInBackground(models, lifecycle).in_place_of(models), lora_name)
         if hasattr(result, "error"):
             adapter = await lifecycle.load_version(lora_name)

@@ -161,6 +161,7 @@ async def _resolve(models: Any, leader: Leader, frame: Frame) -> Frame:
 
     if frame["who"] is not None:  # each call has a context of its own
         label, share = frame["who"]
+        # The follower has authenticated the request; only the label and the share decide here.
         principal_of_request.set(Principal(label, share=share))
     try:
         result = await models.resolve_lora(frame["name"])

@@ -182,6 +182,7 @@ def _refusal(front_end: str, asked: list[str], remedy: str) -> InvalidSettings:
 def _parent() -> str:
     """Return the name of the parent process's program; empty where the system does not say."""
     try:
+        # Linux cuts the name after 15 characters; `vllm-rs` has 7.
         return Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip()
     except OSError:
         return ""

@@ -31,6 +31,8 @@ def patch() -> None:
     from vllm.v1.engine.core import EngineCore
 
     for added in (_load, _pin, _unpin, _retire, _pause, _paused, _resume, _residency, _figures):
+        # A client sends the name of a utility as text, and the engine core looks the name up on itself
+        # (`_handle_client_request` in vllm/v1/engine/core.py, 0.32).
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
     for method in _METHODS:
         wrap(EngineCore, method.__name__.removeprefix("_"), where(_has_planner, method))
@@ -110,9 +112,11 @@ def _residency(self: Any) -> list[AdapterState]:
     """Return each adapter's place, and the ids of its held and running requests."""
     state = _planner(self).state
     states = {
+        # For a caller, a request that a pause has stopped waits like a held request.
         it.spec.engine_id: replace(_state(state, it), held=(*it.held, *it.stopped), running=tuple(it.running))
         for it in state.adapters.values()
     }
+    # Requests that came during a pause are no adapter's: the planner learns of them after the resume.
     for request in self.scheduler.pauses.held:
         engine_id = request.lora_request.lora_int_id
         known = states.get(engine_id) or AdapterState(engine_id, request.lora_request.lora_name)
@@ -231,6 +235,7 @@ def _take_back(core: Any, of_workers: list[list[Change]], *, is_planned: bool = 
 
 def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
     """Return the adapters that all workers were given, or had to remove; None where workers differ."""
+    # Sizes are left out of the comparison: with tensor parallelism each worker has its own part of an adapter.
     if len({tuple((change.engine_id, change.spec is None) for change in changes) for changes in of_workers}) > 1:
         return None
     agreed = []
@@ -257,6 +262,7 @@ def _sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _wake_up(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """While the engine slept, slots may have lost their contents; the host cache has not."""
     result = original(self, *args, **kwargs)
+    # A wake-up by tags (`wake_up(["weights"])`) leaves the rest asleep: the slots may be unmapped until the last call.
     if not self.model_executor.is_sleeping:
         self.model_executor.collective_rpc("lora_plugins_rewrite_slots")
     return result

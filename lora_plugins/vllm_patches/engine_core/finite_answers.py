@@ -54,6 +54,7 @@ class FiniteAnswers:
         counts, pooled, found = computed.num_nans_in_logits or {}, computed.pooler_output, []
         suspects = [name for name, count in counts.items() if count]
         suspects += computed.req_id_to_index if pooled else ()
+        # Without repetitions: a request with both kinds of NaN counts once.
         for name in dict.fromkeys(suspects) if self._rows_are_requests else ():
             request = requests.get(name)
             if request is None or request.lora_request is None or request.is_finished():
@@ -73,6 +74,7 @@ class FiniteAnswers:
         from vllm.v1.engine import FinishReason
 
         adapter = self._adapters.get(output.request_id)
+        # An aborted request proves nothing: the client left before the answer was whole.
         if adapter is not None and output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._with_nan.pop(_version(adapter), None)
 
@@ -84,6 +86,7 @@ class FiniteAnswers:
         in_a_row = self._with_nan.get(_version(adapter))
         if in_a_row is None or in_a_row.count < _MOST:
             return None
+        # The count stays after the quarantine, so that the next NaN begins another quarantine at once.
         left_s = in_a_row.last_at + QUARANTINE_S - time.monotonic()
         if left_s <= 0:
             return None

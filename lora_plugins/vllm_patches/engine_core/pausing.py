@@ -32,6 +32,7 @@ def stop_kept(scheduler: Any) -> None:
     A request whose KV cache another engine sends, or whose grammar is compiled, stops once cache or grammar arrive.
     """
     for adapter in scheduler.pauses.to_stop():
+        # A copy: `_stop` takes requests out of `running`.
         for request_id in list(adapter.running):
             request = scheduler.requests[request_id]
             if _leave(scheduler, request):

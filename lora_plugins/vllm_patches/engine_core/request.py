@@ -56,6 +56,8 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
     """
     path = f"{_path(adapter)}#{request.request_id}"
     request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
+    # Only whole blocks have keys. The block that mixes tokens of both weights gets a key of this request alone
+    # (`request_block_hasher` in vllm/v1/core/kv_cache_utils.py, 0.32).
     del request.block_hashes[request.num_computed_tokens // hash_block_size :]
     request.update_block_hashes()
 
@@ -77,6 +79,7 @@ def client_of(request_id: str) -> str:
     Source: vllm/entrypoints/generate/beam_search/online.py, vllm/entrypoints/openai/completion/serving.py,
     vllm/v1/engine/{parallel_sampling,input_processor}.py, 0.30 to 0.33.
     """
+    # First the prefix `0_` of one of n choices: the rest may still be a prompt of several, or a beam.
     of_several = _OF_SEVERAL.fullmatch(request_id)
     request_id = of_several.group(1) if of_several else request_id
     part = _BEAM.fullmatch(request_id) or _PROMPT.fullmatch(request_id)

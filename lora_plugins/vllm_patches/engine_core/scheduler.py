@@ -284,6 +284,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self.planner.carried_out(attached(scheduler_output, StepCommands).commands)
         self.planner.reported(attached(model_runner_output, StepReports).reports, now)
         slots = self.planner.state.slots.total
+        # `schedule` skips a waiting request whose adapter would be the first above `max_loras` in the batch, and
+        # asserts the number (vllm/v1/core/sched/scheduler.py, 0.32); pointed slots are more.
         if self.lora_config.max_loras != slots:
             self.lora_config = copy.copy(self.lora_config)
             self.lora_config.max_loras = slots  # vLLM's own limit never binds
@@ -294,8 +296,10 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def _end_without_numbers(self, request: Any) -> None:
         from vllm.v1.request import RequestStatus
 
+        # Before the end: vLLM forgets which blocks a finished request had.
         blocks = {block for of_group in self.kv_cache_manager.get_block_ids(request.request_id) for block in of_group}
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+        # The blocks of a finished request keep their keys until another request takes the blocks.
         self.kv_cache_manager.evict_blocks(blocks)
 
     def _has_ended(self, request_id: str) -> bool:
@@ -390,8 +394,10 @@ def with_admission(scheduler: type) -> type:
     """Return a subclass of a scheduler class, vLLM's or a user's; without LoRA, its objects are of the class itself."""
 
     def make(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        # An object of another class: Python then calls no `__init__` of ours.
         return scheduler(vllm_config, *args, **kwargs) if vllm_config.lora_config is None else object.__new__(cls)
 
+    # Ours first, so that its methods come before vLLM's and reach them by `super()`.
     return type(f"{scheduler.__name__}WithAdmission", (AdmittingScheduler, scheduler), {"__new__": make})
 
 

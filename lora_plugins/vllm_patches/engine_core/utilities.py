@@ -22,6 +22,8 @@ _STEP_WAIT_S = 0.05
 
 def utility(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a utility for vLLM's messages: arguments and answer are plain values of the annotated types."""
+    # vLLM itself converts arguments of msgspec's own classes only (`_convert_msgspec_args` in vllm/v1/engine/core.py,
+    # 0.32); ours are dataclasses.
     kinds = [kind for name, kind in get_type_hints(function).items() if name not in ("self", "return")]
 
     @functools.wraps(function)
@@ -46,6 +48,8 @@ def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = Fals
         core.scheduler.planner.withdraw(future, _in_use(), time.monotonic())
         return _outcome(future)
     answer: Future[Outcome] = Future()
+    # `_invoke_utility_method` (vllm/v1/engine/core.py, 0.32) sends the text of an exception; an `Outcome` keeps code
+    # and remedy.
     future.add_done_callback(lambda done: answer.set_result(_outcome(done)))
     return answer
 
@@ -72,6 +76,7 @@ def then(answer: Any, function: Callable[[Any], Any]) -> Any:
     def done(of_answer: Future[Any]) -> None:
         try:
             result.set_result(function(of_answer.result()))
+        # `concurrent.futures` only logs what a done callback raises: the caller would wait for ever.
         except Exception as error:  # noqa: BLE001 - handed to the caller
             result.set_exception(error)
 

@@ -55,6 +55,7 @@ def planned(found: Any) -> type:
         raise _not_planned(found, "no class that loads adapters as vLLM's does")
     if issubclass(found, Ours):
         return found
+    # `__mro__[:-1]` is without `object`, which every class ends with.
     theirs = [kind for kind in found.__mro__[:-1] if kind.__module__ != _MODULE]
     changed = {name for kind in theirs for name in vars(kind) if not name.startswith("__")} - {_LOADS}
     if len(theirs) < len(found.__mro__) - 1:
@@ -67,6 +68,7 @@ def planned(found: Any) -> type:
         raise _not_planned(found, "which defines " + ", ".join(sorted(lost)) + " too")
     if found in Ours.__mro__:
         return Ours
+    # A method in the class's own body comes before both bases: theirs reads, ours does all else.
     return type(f"Planned{found.__name__}", (Ours, found), {_LOADS: getattr(found, _LOADS)})
 
 

@@ -34,6 +34,8 @@ def patch() -> None:
     lora_model_runner_mixin.patch(settings=this_process().settings, make_resolver=_make_resolver)
     wrap(WorkerWrapperBase, "init_device", _initialising)
     wrap(WorkerWrapperBase, "execute_model", _executing)
+    # Set, not wrapped: vLLM's wrapper has no `sample_tokens`, and passes the name on to its worker by `__getattr__`
+    # (vllm/v1/worker/worker_base.py, 0.32).
     WorkerWrapperBase.sample_tokens = _sampling
     WorkerBase.lora_plugins_step = _step
     WorkerBase.lora_plugins_changes = _changes
@@ -106,6 +108,8 @@ def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
     if hasattr(output, "get_output"):  # asynchronous scheduling: made in another thread
+        # On the object: `get_output` is called once, and waits for the step's results (`AsyncModelRunnerOutput` in
+        # vllm/v1/outputs.py, 0.32).
         output.get_output = _reporting(output.get_output, reports)
         return output
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
