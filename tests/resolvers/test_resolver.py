@@ -1281,7 +1281,7 @@ def test_an_adapter_that_has_lost_a_layer_is_refused(make):
     assert warned is not None
 
 
-def test_files_of_another_program_are_named_where_no_source_has_it(make, tmp_path):
+def test_files_of_another_program_are_named_at_last(make, tmp_path):
     """A later source is asked first, and one that does not answer may have the adapter."""
     put(tmp_path / "root" / "sql", {"iter_500.pth": b"x"})
     folder, hub = FilesystemSource(tmp_path / "root"), FakeSource("hub", {"sql": adapter_files()})
