@@ -20,6 +20,7 @@ from benchmarks.record import RESULTS, keep
 from testbed.architectures import ARCHITECTURES, BY_NAME, Architecture
 from testbed.forked_engines import EngineError, ForkedEngines
 from testbed.matrix import Row, examine
+from testbed.recent_architectures import NOT_RUN
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "models.md"
 KEPT = RESULTS / "models.json"
@@ -41,19 +42,20 @@ What becomes of an adapter on {architectures} architectures of vLLM's registry: 
 kind of adapter, {computed} of them computed by the real engine, {loaded} loaded only, {refused} refused. Each model is
 tiny, with random weights in float32; each adapter is made by PEFT, resolved and verified by `lora_filesystem_resolver`,
 loaded by `lora_lru_manager` and computed by `lora_kernels`, all of a model's in one batch with the base model. Ten
-greedy tokens must be the reference's. `make test-models` shows the same, and compares verdicts with vLLM's own loading
-on generated adapters.
+greedy tokens must be the reference's; of an embedder or a classifier, all numbers to 0.0001. `make test-models` shows
+the same, and compares verdicts with vLLM's own loading on generated adapters.
 
 vLLM {vllm} on {cpu}, PEFT {peft}, Transformers {transformers}, {date}, commit `{commit}`.
 """
 _LEGEND = """
 | cell | what |
 |---|---|
-| PEFT | served; the tokens are PEFT's |
-| vLLM | served; the tokens are those of vLLM without our plugins: Transformers has no class of this name, or its base \
+| PEFT | served; the answer is PEFT's |
+| vLLM | served; the answer is that of vLLM without our plugins: Transformers has no class of this name, or its base \
 model computes something else than vLLM's |
 | loaded | served; vLLM's manager loads every tensor into the real model, and experts into their slots. Nothing is \
-computed: fused experts with adapters need Triton, which vLLM's CPU build has not |
+computed: fused experts with adapters need Triton, which vLLM's CPU build has not, and Gated DeltaNet (Qwen3-Next, \
+Qwen3.5) computes in bfloat16 alone there |
 | \\* | the adapter was converted: vLLM by itself refuses it, or leaves a part out |
 | refused | see below |
 | no adapter | PEFT refuses to make it |
@@ -101,7 +103,7 @@ def page(result: Mapping[str, Any]) -> str:
         commit=result["commit"],
     )
     lines = [f"| architecture | {' | '.join(KINDS.values())} |", "|---" * (len(KINDS) + 1) + "|"]
-    refused_and_more = _reasons(rows)
+    refused_and_more = [*_reasons(rows), *_not_run()]
     lines += [f"| {name} | {' | '.join(cell(by_place.get((name, kind))) for kind in KINDS)} |" for name in names]
     for part in (trainers, threads, mutants):
         if part.KEPT.exists():
@@ -121,19 +123,24 @@ def _reasons(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+def _not_run() -> list[str]:
+    lines = ["## Not run here", "| architecture | why |", "|---|---|"]
+    return [*lines, *(f"| {names} | {why} |" for names, why in NOT_RUN.items()), ""]
+
+
 def measure(architectures: Sequence[Architecture]) -> list[Row]:
     """Examine these; says which does not run."""
     rows = []
     with tempfile.TemporaryDirectory() as name, ForkedEngines(Path(name) / "engines.log") as engines:
         for architecture in architectures:
-            directory = Path(name) / architecture.name
+            directory = Path(name) / architecture.label.replace(" ", "-")
             directory.mkdir()
             try:
                 found = examine(engines, architecture, directory)
             except EngineError as error:
-                print(f"{architecture.name} does not run: {str(error)[-1500:]}", file=sys.stderr)
+                print(f"{architecture.label} does not run: {str(error)[-1500:]}", file=sys.stderr)
                 continue
-            print(architecture.name, {row.kind: cell(dataclasses.asdict(row)) for row in found}, file=sys.stderr)
+            print(architecture.label, {row.kind: cell(dataclasses.asdict(row)) for row in found}, file=sys.stderr)
             rows += found
     return rows
 
@@ -141,9 +148,9 @@ def measure(architectures: Sequence[Architecture]) -> list[Row]:
 def main(arguments: list[str]) -> int:
     kept = json.loads(KEPT.read_text())["rows"] if arguments else []
     if arguments != ["--page"]:
-        names = arguments or [one.name for one in ARCHITECTURES]
+        names = arguments or [one.label for one in ARCHITECTURES]
         found = [dataclasses.asdict(row) for row in measure([BY_NAME[name] for name in names])]
-        order = [one.name for one in ARCHITECTURES]
+        order = [one.label for one in ARCHITECTURES]
         rows = found + [row for row in kept if row["architecture"] not in names and row["architecture"] in order]
         keep("models", sorted(rows, key=lambda row: order.index(row["architecture"])))
     text = page(json.loads(KEPT.read_text()))

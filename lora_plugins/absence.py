@@ -1,10 +1,12 @@
-"""Why a source has no adapter of a name: facts for the log and the command line; clients never get them."""
+"""Why a source has no adapter of a name: facts for the log and the command line; clients get a `cause` alone."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+from lora_plugins.errors import AdapterNotFound
 
 _LOGIN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<login>[^/?#\s'\"]*)@")
 # Queries of presigned URLs carry signatures.
@@ -32,6 +34,8 @@ class Absence:
         detail: what lies there, or why the source was not asked; without the place.
         hint: what the source's operator may do about the absence, where known.
         is_remembered: whether the source said so a moment ago, and was not asked again.
+        cause: what clients get where no source has the adapter: another program's files lie there. None where they get
+        what vLLM says.
     """
 
     source: str
@@ -40,6 +44,7 @@ class Absence:
     detail: str
     hint: str = ""
     is_remembered: bool = False
+    cause: AdapterNotFound | None = None
 
     @property
     def was_asked(self) -> bool:

@@ -78,7 +78,7 @@ class ForkedEngines:
     @contextmanager
     def engine(self, architecture: Architecture, directory: Path, *, with_plugins: bool = True) -> Iterator[Engine]:
         """A new process for this architecture, with nothing made yet; it is ended afterwards."""
-        self._connection.send((architecture.name, str(directory), with_plugins))
+        self._connection.send((architecture.label, str(directory), with_plugins))
         _received(self._connection)
         try:
             yield Engine(self._connection)

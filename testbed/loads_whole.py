@@ -63,6 +63,8 @@ def loads_whole(worker_manager: Any, directory: Path, *, is_3d: bool = False) ->
     stacked = {name for name, module in manager.modules.items() if isinstance(module, FusedMoE3DWithLoRA)}
     known |= {f"{name}.base_layer" for name in stacked & set(lora.loras)}  # alone it is left out
     if manager.is_pooling_model:
+        # vLLM merges the parts of fused modules, and keeps them beside the whole.
+        known |= {part for parts in manager.packed_modules.values() for part in parts}
         known |= {name.removeprefix("model.") for name in known}
     lost = sorted(set(lora.loras) - known)
     if lost:

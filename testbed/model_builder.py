@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.adapter.patterns import PatternBudget, SuffixPatterns
-from testbed.architectures import Architecture
+from testbed.architecture import VOCABULARY, Architecture
 from testbed.models import edit_config
 
 PROMPT = [3, 17, 42, 99, 5, 77, 120, 8]
@@ -19,25 +20,30 @@ _ADAPTERS_STANDARD_DEVIATION = 0.1
 _RANK = 8
 # By which every token must lead, so that the order of additions decides none; and how many weights are tried.
 _LEAD, _SEEDS = 0.01, 8
+# Of Transformers, by `Architecture.pooled`.
+_CLASSES = {"first": "AutoModel", "last": "AutoModel", "labels": "AutoModelForSequenceClassification"}
 
 
-def build(architecture: Architecture, base: Path, adapters: Path) -> dict[str, list[int] | str]:
+def build(architecture: Architecture, base: Path, adapters: Path) -> dict[str, list[float] | str]:
     """Make the base model, and an adapter of each kind as PEFT saves it; answers by kind, "" is the base model's.
 
     Text instead of an answer says why PEFT makes no adapter of this kind. Without a class in Transformers, only the
     model's configuration is made.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     torch.set_num_threads(1)
-    config = AutoConfig.for_model(architecture.model_type, **architecture.settings)
+    config = transformers.AutoConfig.for_model(architecture.model_type, **architecture.settings)
     config.architectures = [architecture.name]
     if not architecture.has_peft:
-        config.dtype = "float32"
+        config.dtype = architecture.dtype
         config.save_pretrained(base)
         return {}
-    model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+    torch.manual_seed(0)  # for what is not set below
+    usual = "AutoModelForImageTextToText" if architecture.is_wrapper else "AutoModelForCausalLM"
+    auto = getattr(transformers, _CLASSES.get(architecture.pooled, usual))
+    model = auto.from_config(config).to(torch.float32).eval()
     assert type(model).__name__ == architecture.name, type(model).__name__
     for seed in range(_SEEDS):
         torch.manual_seed(seed)
@@ -45,23 +51,39 @@ def build(architecture: Architecture, base: Path, adapters: Path) -> dict[str, l
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, STANDARD_DEVIATION)
-            if model.config.tie_word_embeddings:  # else each token's most likely next one is itself
+            # Else each token's most likely next one is itself.
+            if model.config.get_text_config().tie_word_embeddings and not architecture.pooled:
                 model.get_input_embeddings().weight.mul_(0.1)
-        answer, lead = _generate(model)
+        answer, lead = _answer(model, architecture)
         if lead > _LEAD:
             break
     model.save_pretrained(base)
-    answers: dict[str, list[int] | str] = {"": answer}
+    if architecture.pooled in ("first", "last"):
+        _write_tokenizer(base)
+    answers: dict[str, list[float] | str] = {"": answer}
     for kind, changes in architecture.kinds().items():
-        answers[kind] = _build_adapter(model, adapters / kind, changes, base)
+        answers[kind] = _build_adapter(model, architecture, adapters / kind, changes, base)
     return answers
 
 
-def _build_adapter(model: Any, directory: Path, changes: Mapping[str, Any], base: Path) -> list[int] | str:
+def _write_tokenizer(base: Path) -> None:
+    """Of vLLM's embedders only, whose other tasks take text."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0", pad_token="w1").save_pretrained(base)
+
+
+def _build_adapter(
+    model: Any, architecture: Architecture, directory: Path, changes: Mapping[str, Any], base: Path
+) -> list[float] | str:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    values = {"r": _RANK, "lora_alpha": 16, "init_lora_weights": False, "task_type": "CAUSAL_LM", **changes}
+    values = {"r": _RANK, "lora_alpha": 16, "init_lora_weights": False, **changes}
+    if not architecture.pooled:  # for a classifier PEFT would save its head too
+        values["task_type"] = "CAUSAL_LM"
     try:
         adapted = get_peft_model(model, LoraConfig(**values)).eval()
     except ValueError as error:
@@ -72,7 +94,7 @@ def _build_adapter(model: Any, directory: Path, changes: Mapping[str, Any], base
             for name, parameter in adapted.named_parameters():
                 if "lora_" in name:
                     parameter.normal_(0.0, _ADAPTERS_STANDARD_DEVIATION)
-        answer, lead = _generate(adapted)
+        answer, lead = _answer(adapted, architecture)
         if lead > _LEAD:
             break
     adapted.save_pretrained(str(directory))
@@ -81,11 +103,21 @@ def _build_adapter(model: Any, directory: Path, changes: Mapping[str, Any], base
     return answer
 
 
-def _generate(model: Any) -> tuple[list[int], float]:
-    """Greedy tokens, computed without a cache, and the smallest lead of one of them over the next likely."""
+def _answer(model: Any, architecture: Architecture) -> tuple[list[float], float]:
+    """Greedy tokens, computed without a cache, and the smallest lead of one of them over the next likely.
+
+    Of a model that generates nothing: its numbers, which lead over nothing.
+    """
     import torch
 
-    ids, lead = list(PROMPT), float("inf")
+    if architecture.pooled:
+        with torch.no_grad():
+            found = model(input_ids=torch.tensor([PROMPT]))
+        if architecture.pooled == "labels":
+            return found.logits[0].softmax(-1).tolist(), math.inf
+        token = found.last_hidden_state[0, 0 if architecture.pooled == "first" else -1]
+        return (token / token.norm()).tolist(), math.inf
+    ids, lead = list(PROMPT), math.inf
     with torch.no_grad():
         for _ in range(MAX_TOKENS):
             best = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)

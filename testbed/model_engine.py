@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import importlib
+import importlib.machinery
+import importlib.util
 import itertools
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from lora_plugins.adapter.model_modules import ModelModules
@@ -41,7 +43,7 @@ class ModelEngine:
         self._numbers = itertools.count(1)
         self._loop = asyncio.new_event_loop()
 
-    def build(self) -> dict[str, list[int] | str]:
+    def build(self) -> dict[str, list[float] | str]:
         """See `testbed.model_builder.build`."""
         return build(self.architecture, self.base, self.adapters)
 
@@ -107,7 +109,9 @@ class ModelEngine:
             "max_cpu_loras": 16,
             "max_lora_rank": MAX_RANK,
             "lora_target_modules": list(self.architecture.only) or None,
-            "dtype": "float32",
+            "dtype": self.architecture.dtype,
+            "runner": "pooling" if self.architecture.pooled else "generate",
+            "language_model_only": self.architecture.is_wrapper,
             "load_format": "auto" if self.architecture.has_peft else "dummy",
             "enforce_eager": True,
             "max_model_len": 64,
@@ -115,7 +119,7 @@ class ModelEngine:
             "max_num_batched_tokens": 256,
             "kv_cache_memory_bytes": 32 << 20,
             "enable_prefix_caching": False,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": self.architecture.pooled in ("", "labels"),
             "distributed_executor_backend": "uni",
             # On processors with AMX vLLM 0.32 takes a backend that has no float32.
             **({"attention_backend": "CPU_MLA"} if "kv_lora_rank" in self.architecture.config else {}),
@@ -126,22 +130,27 @@ class ModelEngine:
 
         return describe(self._worker_manager._adapter_manager).plain()
 
-    def answers(self, names: Sequence[str]) -> dict[str, list[int] | str]:
-        """Greedy tokens of the base model ("") and of each adapter, all in one batch; or the error of a name."""
-        from vllm import SamplingParams
+    def answers(self, names: Sequence[str]) -> dict[str, list[float] | str]:
+        """Greedy tokens of the base model ("") and of each adapter, all in one batch; or the error of a name.
 
+        Of a model that generates nothing: its numbers.
+        """
         requests = self._requests(names)
         good = {name: request for name, request in requests.items() if not isinstance(request, str)}
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": PROMPT}] * (len(good) + 1),
-            SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False),
-            lora_request=[None, *good.values()],
-            use_tqdm=False,
-        )
-        found: dict[str, list[int] | str] = {name: request for name, request in requests.items() if name not in good}
-        for name, output in zip(("", *good), outputs, strict=True):
-            found[name] = list(output.outputs[0].token_ids) or str(output.outputs[0].stop_reason)
-        return found
+        found: dict[str, list[float] | str] = {name: request for name, request in requests.items() if name not in good}
+        return found | dict(zip(("", *good), self._asked([None, *good.values()]), strict=True))
+
+    def _asked(self, requests: Sequence[Any]) -> list[list[float] | str]:
+        from vllm import SamplingParams
+
+        prompts, pooled = [{"prompt_token_ids": PROMPT}] * len(requests), self.architecture.pooled
+        if pooled == "labels":
+            return [one.outputs.probs for one in self._llm.classify(prompts, lora_request=requests, use_tqdm=False)]
+        if pooled:
+            return [one.outputs.embedding for one in self._llm.embed(prompts, lora_request=requests, use_tqdm=False)]
+        parameters = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+        outputs = self._llm.generate(prompts, parameters, lora_request=requests, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) or str(one.outputs[0].stop_reason) for one in outputs]
 
     def prompt_logprobs(self, names: Sequence[str]) -> list[list[float]]:
         """Of each token of the prompt but the first: of the base model, then of each adapter, alone in its batch."""
@@ -237,10 +246,23 @@ def _know_without_a_process(name: str) -> None:
     """Have vLLM import this model's class here, not in a process that says what kind of model it is."""
     from vllm.model_executor.models import registry
 
+    name = name if name in registry.ModelRegistry.models else name.replace("ForSequenceClassification", "ForCausalLM")
+    _without_torchvision()
     known = registry.ModelRegistry.models.get(name)
     if isinstance(known, registry._LazyRegisteredModel):
         kind = getattr(importlib.import_module(known.module_name), known.class_name)
         registry.ModelRegistry.models[name] = registry._RegisteredModel.from_model_cls(kind)
+
+
+def _without_torchvision() -> None:
+    """Have classes that also see images imported where torchvision, which they need for images, is not installed."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        module = ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__getattr__ = lambda _: None  # type: ignore[method-assign]
+        sys.modules[name] = module
 
 
 def _compute_experts_without_triton() -> None:
@@ -259,7 +281,12 @@ def _random_weights() -> None:
     def initialise(model: Any, *_: Any, **__: Any) -> None:
         for name, parameter in model.named_parameters():
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-            if parameter.dim() > 1:
+            if not parameter.is_floating_point():  # of a quantised model
+                with torch.no_grad():
+                    parameter.random_(-100, 101, generator=torch.Generator().manual_seed(seed))
+            elif "scale" in name:
+                parameter.data.fill_(STANDARD_DEVIATION / 58)  # the standard deviation of these integers
+            elif parameter.dim() > 1:
                 with torch.no_grad():
                     parameter.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator().manual_seed(seed))
             elif name.endswith("weight"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_plugins.adapter.experts import check_experts, check_rank
@@ -33,13 +33,16 @@ _FOUND = {
     Unadapted.TARGET: "that this server's --lora-target-modules leaves out",
     Unadapted.KIND: "that vLLM cannot adapt in this model",
     Unadapted.UNCALLED: "that this engine never computes with an adapter",
+    Unadapted.OTHERWISE: "that this engine turns or scales, and an adapter of them not",
 }
+_COMPUTED_OTHERWISE = (Unadapted.UNCALLED, Unadapted.OTHERWISE)
 _REMEDIES = {
     None: _REMEDY,
     Unadapted.TOWER: "restart the server with --enable-tower-connector-lora",
     Unadapted.TARGET: "restart the server with these in --lora-target-modules, or without it",
     Unadapted.KIND: "train it without these modules",
     Unadapted.UNCALLED: "train it without these modules, or merge the adapter into the model (vllm-project/vllm#48974)",
+    Unadapted.OTHERWISE: "train it without these modules, or merge the adapter into the model",
 }
 
 
@@ -154,6 +157,7 @@ def check_pairs(
         if key in matched:
             raise _two_for_one(key, matched[key], pair)
         matched[key] = pair
+    _check_copies(matched, modules)
     check_experts(
         {name: (pair.a, pair.b) for name, pair in matched.items()},
         modules,
@@ -162,14 +166,25 @@ def check_pairs(
         elsewhere=elsewhere,
         about=about,
     )
-    # A stage of a pipeline does not know the modules of other stages, but knows which of its own are never called.
-    lost = [name for name in unmatched if is_whole_model or modules.why_unadapted(name) is Unadapted.UNCALLED]
+    # A stage of a pipeline does not know other stages' modules, but knows which of its own are computed otherwise.
+    lost = [name for name in unmatched if is_whole_model or modules.why_unadapted(name) in _COMPUTED_OTHERWISE]
     if matched and not lost:
         return ()
     error = _mismatch(lost or unmatched, len(matched) + len(unmatched), modules, about)
     if refuse_unmatched or not matched:
         raise error
     return (f"served without {error.found}",)
+
+
+def _check_copies(matched: Mapping[str, ReadPair], modules: ModelModules) -> None:
+    """Refuse a pair for a weight that the engine has twice, without one for the other: half of the adapter's effect."""
+    for name, copy in modules.copies.items():
+        if name in matched and copy not in matched:
+            raise IncompatibleAdapter(
+                f"a pair for '{name}' and none for '{copy}', which the model computes with the same weight",
+                expected="the same pair for both",
+                remedy="ask for it by name, so that it is converted, or save the pair under both names",
+            )
 
 
 def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about: str) -> IncompatibleAdapter:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 # Version of the values of `plain`: workers and stores of another release may have another form.
-FORMAT = 5
+FORMAT = 6
 
 
 class ModuleKind(StrEnum):
@@ -29,6 +29,7 @@ class Unadapted(StrEnum):
     TARGET = "target"  # left out by --lora-target-modules
     KIND = "kind"  # vLLM adapts no module of this kind in this model
     UNCALLED = "uncalled"  # vLLM wraps the module, and computes with the raw layer or with its weight
+    OTHERWISE = "otherwise"  # vLLM turns or scales the module's rows, and an adapter's not
 
 
 class ExpertFormat(StrEnum):
@@ -99,6 +100,7 @@ class ModelModules:
         model_type: `model_type` of the model's configuration, by which Transformers knows the model's names.
         text_prefix: where a multimodal model has its text model, if names are also looked for there (from 0.33).
         unadapted: modules of the model, and parts of modules, that take no adapter.
+        copies: by the place of a weight of the checkpoint, the other place that the engine gives the same weight.
     """
 
     architecture: str
@@ -112,6 +114,7 @@ class ModelModules:
     model_type: str = ""
     text_prefix: str = ""
     unadapted: Mapping[str, Unadapted] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, name: str) -> str | None:
         """Return the name in `places` for weights of this name; None where the model has no such module."""
@@ -153,6 +156,7 @@ class ModelModules:
             places={**self.places, **other.places},
             experts={**self.experts, **other.experts},
             unadapted={**self.unadapted, **other.unadapted},
+            copies={**self.copies, **other.copies},
         )
 
     def plain(self) -> dict[str, Any]:
@@ -170,6 +174,7 @@ class ModelModules:
             "model_type": self.model_type,
             "text_prefix": self.text_prefix,
             "unadapted": {name: why.value for name, why in self.unadapted.items()},
+            "copies": dict(self.copies),
         }
 
     @classmethod
@@ -203,6 +208,7 @@ class ModelModules:
                 str(plain["model_type"]),
                 str(plain["text_prefix"]),
                 {name: Unadapted(why) for name, why in plain["unadapted"].items()},
+                dict(plain["copies"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the modules of a model: {error}") from None

@@ -22,7 +22,7 @@ from lora_plugins.adapter.fit import BaseModel, check_base, warnings_of
 from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import Weights, pair_weights
-from lora_plugins.adapter.writers import name_format
+from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
 from lora_plugins.settings import Settings
 
@@ -71,7 +71,8 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         name = choose_weights(_present(directory), settings)
     except AdapterNotFound as error:
         with suppress(OSError):
-            name_format(error, os.listdir(directory))
+            below = [DEFAULT] if os.path.isfile(directory / DEFAULT) else []
+            name_format(error, [*os.listdir(directory), *below])
         raise
     # Loading a pickle runs code, so only size and configuration are checked.
     if name in PICKLE_FILES:

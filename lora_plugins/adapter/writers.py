@@ -2,8 +2,8 @@
 
 Source of the rows: mlx_lm/tuner/lora.py of mlx-lm (200af25d); finetune/checkpointing.py of mistral-finetune (20704b22);
 `tune_to_peft_adapter_weights` in torchtune/models/convert_weights.py; tinker_cookbook/weights/_adapter.py and
-_merge_utils.py of tinker-cookbook (9dfcc3a2); `save_lora_checkpoint` in litgpt/finetune/lora.py, 0.5.13; the
-specifications of GGUF and of Git LFS.
+_merge_utils.py of tinker-cookbook (9dfcc3a2); `save_lora_checkpoint` in litgpt/finetune/lora.py, 0.5.13;
+`save_fsdp_model` in accelerate/utils/fsdp_utils.py, 1.15; the specifications of GGUF and of Git LFS.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ WRAPPERS: Mapping[str, str] = {
     "module": "DistributedDataParallel or DeepSpeed",
 }
 
+# Where a program that keeps a folder for each adapter of a model has PEFT's configuration of the first.
+DEFAULT = "default/adapter_config.json"
+
 
 @dataclass(frozen=True, slots=True)
 class Writer:
@@ -31,7 +34,7 @@ class Writer:
     Attributes:
         name: in words, for errors.
         remedy: the conversion to run, or another remedy.
-        files: a pattern of names of files that only this writer makes.
+        files: a pattern of names of files or folders that only this writer makes.
         keys: a pattern within names of tensors.
         config_keys: keys of `adapter_config.json` that only this writer makes.
         magic: the first bytes of the writer's files; at most eight, as many as are read of a safetensors file first.
@@ -81,6 +84,22 @@ WRITERS = (
         "queries, keys and values are one tensor",
         files=r"lit_model\.pth\.lora",
         keys=r"(^|\.)transformer\.h\.\d+\..+\.lora_[AB](\.weight)?$",
+    ),
+    Writer(
+        "xtuner's checkpoints",
+        "convert it with 'xtuner convert pth_to_hf', which writes PEFT's form",
+        files=r"(iter|epoch)_\d+\.pth",
+    ),
+    Writer(
+        "shards of FSDP (accelerate)",
+        "save it with fsdp_state_dict_type FULL_STATE_DICT, or join the shards with 'accelerate merge-weights' and "
+        "save the adapter with PEFT",
+        files=r"pytorch_model_fsdp(_\d+)?",
+    ),
+    Writer(
+        "a form with a folder for each adapter (ms-swift)",
+        "ask for the name with '/default' behind it, or copy the files one folder up",
+        files=re.escape(DEFAULT),
     ),
     Writer(
         "GGUF",

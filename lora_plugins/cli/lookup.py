@@ -215,7 +215,7 @@ async def _store(
     """Bring an adapter into the store; `first` says how each adapter came."""
     uri = None if asked.uri is None else asked.text
     found = asked.found = await resolver.look_up(asked.name, base_path, uri)
-    if found.error is not None and uri is not None and found.absences:
+    if found.error is not None and uri is not None and found.absences and not any(one.cause for one in found.absences):
         found.error.found += ": " + "; ".join(map(str, found.absences))
     if found.resolved is None:
         return

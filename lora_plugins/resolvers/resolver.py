@@ -109,8 +109,11 @@ class AdapterResolver:
             looked = await self._flights.run(query, lambda: self._resolve(query, base_path))
         else:
             looked = await self._finding.run(query.key, lambda: self._find(query, base_path))
+        causes = [answer.cause for answer in looked.absences if answer.cause is not None]
         if looked.error is not None:
             self.known.note_fault(query.key, looked.error)
+        elif looked.located is None and causes:
+            return replace(looked, error=causes[0])
         elif uri is not None and looked.located is None:
             absent = AdapterNotFound(
                 "no adapter at this URI",

@@ -5,11 +5,12 @@ Source: `LoRAModelManager` in vllm/lora/model_manager.py, the layers in vllm/lor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.ledger import Patch
+from lora_plugins.worker.computed_otherwise import computed_otherwise
 from lora_plugins.worker.unadapted import unadapted
 from lora_plugins.worker.uncalled import uncalled
 
@@ -24,11 +25,17 @@ def describe(manager: Any) -> ModelModules:
 
     model = manager.model
     without_effect = uncalled(manager)
-    computed = [name for name in manager.modules if name not in without_effect]
+    places = {
+        name: place
+        for module in manager.modules
+        if module not in without_effect
+        for name, place in _places(manager, module)
+    }
+    otherwise = computed_otherwise(manager, places)
     return ModelModules(
         architecture=type(model).__name__,
         vllm_version=__version__,
-        places={name: place for module in computed for name, place in _places(manager, module)},
+        places={name: place for name, place in places.items() if name not in otherwise},
         vocabulary=getattr(manager, "vocab_size", None),
         renames=_renames(model),
         skipped=tuple(getattr(model, "lora_skip_prefixes", None) or ()),
@@ -40,8 +47,32 @@ def describe(manager: Any) -> ModelModules:
         },
         model_type=str(getattr(getattr(model, "config", None), "model_type", "")),
         text_prefix=_text_prefix(manager),
-        unadapted={**unadapted(manager), **dict.fromkeys(without_effect, Unadapted.UNCALLED)},
+        unadapted={
+            **unadapted(manager),
+            **dict.fromkeys(without_effect, Unadapted.UNCALLED),
+            **dict.fromkeys(otherwise, Unadapted.OTHERWISE),
+        },
+        copies=_copies(model, places),
     )
+
+
+def _copies(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return the places of `v_proj` by those of `k_proj`, in layers without values of their own.
+
+    Gemma 4 with `attention_k_eq_v` (26B, 31B): a layer of full attention takes what `k_proj` gives for values too, and
+    vLLM loads `k_proj` into both (`_gemma4_layer_weights_mapper` in vllm/model_executor/models/gemma4.py, 0.32),
+    but an adapter's pair for `k_proj` into one.
+    """
+    config: Any = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    if not getattr(config, "attention_k_eq_v", False):
+        return {}
+    full = {str(layer) for layer, kind in enumerate(config.layer_types) if kind == "full_attention"}
+    return {
+        name: f"{name.removesuffix('k_proj')}v_proj"
+        for name in names
+        if name.endswith(".self_attn.k_proj") and name.split(".")[-3] in full
+    }
 
 
 def _text_prefix(manager: Any) -> str:

@@ -179,7 +179,7 @@ TRAINERS = (
             Case(shapes.IN_ATTENTION, with_(beside=_EXTRA, target_modules=_SWIFT, dtype="BF16"), "targets by pattern"),
             *(shapes.ALL_LINEAR, shapes.RSLORA, shapes.CLASSIFIER, shapes.STACKED, shapes.VISION, shapes.BELOW),
             Case(shapes.IN_ATTENTION, lambda one: {f"default/{name}": data for name, data in peft(one).items()},
-                 "SwiftModel's folder for each adapter", _NO_CONFIG),
+                 "SwiftModel's folder for each adapter", _NO_CONFIG + r".*default/"),
         ),
     ),
     Trainer(
@@ -330,7 +330,8 @@ TRAINERS = (
         with_(dtype="F16", beside={"xtuner_config.py": b""}),
         (
             *(shapes.ALL_LINEAR, shapes.IN_ATTENTION),
-            Case(shapes.IN_ATTENTION, only({"iter_500.pth": _PICKLE}), "a checkpoint of its trainer", _NO_CONFIG),
+            Case(shapes.IN_ATTENTION, only({"iter_500.pth": _PICKLE}), "a checkpoint of its trainer",
+                 _NO_CONFIG + r".*pth_to_hf"),
             Case(shapes.IN_ATTENTION, renamed(r"\.weight$", ".default.weight"), "its state dict"),
         ),
     ),
@@ -356,7 +357,8 @@ TRAINERS = (
             Case(shapes.ALL_LINEAR, renamed(r"(layers\.\d+)\.", r"\1._checkpoint_wrapped_module."),
                  "checkpoint_wrapper around each layer"),
             Case(shapes.IN_ATTENTION, renamed(r"\.weight$", ".default.weight"), "PEFT's own names of the adapter"),
-            Case(shapes.IN_ATTENTION, only({"pytorch_model_fsdp_0/.metadata": b""}), "its shards", _NO_CONFIG),
+            Case(shapes.IN_ATTENTION, only({"pytorch_model_fsdp_0/.metadata": b""}), "its shards",
+                 _NO_CONFIG + r".*merge-weights"),
         ),
     ),
     Trainer(

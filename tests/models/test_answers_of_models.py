@@ -10,7 +10,7 @@ from testbed.architectures import ARCHITECTURES, Architecture
 from testbed.forked_engines import ForkedEngines
 from testbed.matrix import examine
 
-ROWS = [pytest.param(one, id=one.name, marks=[] if one.is_quick else [pytest.mark.nightly]) for one in ARCHITECTURES]
+ROWS = [pytest.param(one, id=one.label, marks=[] if one.is_quick else [pytest.mark.nightly]) for one in ARCHITECTURES]
 
 
 @pytest.mark.parametrize("architecture", ROWS)
@@ -21,9 +21,9 @@ def test_answers_are_those_of_the_reference(engines: ForkedEngines, architecture
             continue
         if kind in architecture.refused:
             assert row.refused, row
-            assert row.vllm, row
+            assert row.vllm or "that this engine turns or scales" in row.refused, row
             continue
         assert (row.refused, row.stored) == ("", ""), row
-        assert row.is_right is (None if kind in architecture.only_made else True), row
+        assert row.is_right is (True if architecture.computes(kind) else None), row
     assert rows["attention"].differs_from_base
     assert sum(row.differs_from_base for row in rows.values()) > 1

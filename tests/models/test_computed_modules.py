@@ -11,22 +11,25 @@ import pytest
 from lora_plugins.adapter.model_modules import ModelModules, Unadapted
 from testbed.architectures import ARCHITECTURES, MLA, Architecture
 from testbed.forked_engines import ForkedEngines
+from testbed.matrix import same
+from testbed.recent_architectures import TURNED
 
 
 def rows(architectures: tuple[Architecture, ...], quick: Collection[str]) -> list[object]:
     return [
-        pytest.param(one, id=one.name, marks=[] if one.name in quick else [pytest.mark.nightly])
+        pytest.param(one, id=one.label, marks=[] if one.label in quick else [pytest.mark.nightly])
         for one in architectures
     ]
 
 
-UNCALLED = {one.name: {"kv_b_proj"} for one in MLA} | {
+UNCALLED = {one.label: {"kv_b_proj"} for one in MLA} | {
     name: {"conv1d"} for name in ("FalconH1ForCausalLM", "NemotronHForCausalLM", "GraniteMoeHybridForCausalLM")
 }
+COMPUTED = tuple(one for one in ARCHITECTURES if one.is_computed)
 QUICK = MLA[0].name, "OlmoeForCausalLM"
 
 
-@pytest.mark.parametrize("architecture", rows((*MLA, *ARCHITECTURES), QUICK))
+@pytest.mark.parametrize("architecture", rows((*MLA, *COMPUTED), QUICK))
 def test_what_is_never_called_is_described(engines: ForkedEngines, architecture: Architecture, tmp_path: Path) -> None:
     with engines.engine(architecture, tmp_path) as engine:
         engine.call("build")
@@ -34,7 +37,7 @@ def test_what_is_never_called_is_described(engines: ForkedEngines, architecture:
         never_called = engine.call("never_called")
     uncalled = {name for name, why in modules.unadapted.items() if why is Unadapted.UNCALLED}
     assert set(never_called) == uncalled
-    assert {name.rpartition(".")[2] for name in uncalled} == UNCALLED.get(architecture.name, set())
+    assert {name.rpartition(".")[2] for name in uncalled} == UNCALLED.get(architecture.label, set())
 
 
 @pytest.mark.parametrize("architecture", rows(MLA, QUICK))
@@ -56,3 +59,19 @@ def test_an_adapter_without_effect_in_vllm_is_refused(
         refused, _, _ = engine.call("verdict", "all-linear")
         assert re.search(r"found 2 of \d+ modules that this engine never computes with an adapter", refused)
         assert "LORA_PLUGINS_UNMATCHED=warn" in refused
+
+
+@pytest.mark.nightly
+def test_an_adapter_of_turned_rows_is_refused(engines: ForkedEngines, tmp_path: Path) -> None:
+    """vLLM turns the rows of Llama 4's queries and keys as it loads them, and takes an adapter's as they are."""
+    with engines.engine(TURNED, tmp_path, with_plugins=False) as engine:
+        right = engine.call("build")
+        engine.call("start")
+        found = engine.call("answers", ["attention"])
+    assert same(found[""], right[""])
+    assert not same(found["attention"], right["attention"])
+    with engines.engine(TURNED, tmp_path) as engine:
+        engine.call("start")
+        refused, vllm, _ = engine.call("verdict", "attention")
+    assert vllm == ""
+    assert "4 of 4 modules that this engine turns or scales" in refused

@@ -31,7 +31,9 @@ DELIBERATE = {
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(one.name, marks=[] if one.name in QUICK else [pytest.mark.nightly]) for one in ARCHITECTURES],
+    params=[
+        pytest.param(one.label, marks=[] if one.label in QUICK else [pytest.mark.nightly]) for one in ARCHITECTURES
+    ],
 )
 def model(
     request: pytest.FixtureRequest, engines: ForkedEngines, tmp_path_factory: pytest.TempPathFactory

@@ -1279,3 +1279,21 @@ def test_an_adapter_that_has_lost_a_layer_is_refused(make):
     assert "'model.layers.1.self_attn.q_proj'" in caught.value.found
     warned = make(FakeSource("one", {"sql": adapter_files(tensors)}), unmatched="warn").ask()
     assert warned is not None
+
+
+def test_files_of_another_program_are_named_at_last(make, tmp_path):
+    """A later source is asked first, and one that does not answer may have the adapter."""
+    put(tmp_path / "root" / "sql", {"iter_500.pth": b"x"})
+    folder, hub = FilesystemSource(tmp_path / "root"), FakeSource("hub", {"sql": adapter_files()})
+    resolver = make(folder, hub)
+    assert resolver.ask().source == "hub"
+    hub.answers["sql"] = SourceUnavailable("no answer")
+    with pytest.raises(SourceUnavailable):
+        make(folder, hub).ask()
+    resolver = make(folder, FakeSource("hub"))
+    with pytest.raises(
+        AdapterNotFound, match=r"sql.*adapter_config\.json.*'iter_500\.pth', which is of xtuner"
+    ) as caught:
+        resolver.ask()
+    assert "pth_to_hf" in caught.value.remedy
+    assert resolver.kinds == [AdapterUnknown]

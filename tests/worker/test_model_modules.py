@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.scheduler.messages import Failed
-from lora_plugins.worker.model_modules import describe
+from lora_plugins.worker.model_modules import _copies, describe
 from tests.worker import small_model
 from tests.worker.small_model import ATTENTION, LAYERS, MLP, MORE, bring, make_adapter
 from tests.worker.test_fits import FUSED, WORDS, linear, model_with_words, on_two_devices
@@ -64,3 +65,16 @@ def test_sizes_are_those_of_the_whole_model_on_several_devices(manager: Any) -> 
     layer.tp_size = 2
     place = describe(manager._adapter_manager).places["fused"]
     assert (place.in_features, place.out_features) == (small_model.WIDTH, sum(FUSED))
+
+
+def test_layers_without_values_of_their_own_name_the_copy() -> None:
+    """Gemma 4's 26B and 31B; layers that share the keys of others have no `k_proj`."""
+    from transformers import Gemma4Config, Gemma4TextConfig
+
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    names = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(3) for part in "qkvo"]
+    for is_shared in (True, False):
+        text = Gemma4TextConfig(layer_types=layers, num_hidden_layers=4, attention_k_eq_v=is_shared)
+        found = {"model.layers.1.self_attn.k_proj": "model.layers.1.self_attn.v_proj"} if is_shared else {}
+        for config in (text, Gemma4Config(text_config=text)):
+            assert _copies(SimpleNamespace(config=config), names) == found

@@ -20,6 +20,7 @@ from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 _RENAMED = "keys renamed"
+_COPIED = "pairs given as well to the module that has the same weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,9 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     if plan.left:
         plan = _spelled(left, landed, names, model, weights) or plan
     left, made, changes = plan.left, plan.made, plan.changes
+    if copies := list(_copies(landed, made, names)):
+        made += copies
+        changes[_COPIED] = len(copies)
     kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)) + others
     files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
     # Sorted, so that an adapter is described in the same words each time.
@@ -105,6 +109,19 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
     return _ByRules(left, made, changes)
 
 
+def _copies(landed: Sequence[LoraPair], made: Sequence[NewPair], names: Names) -> Iterator[NewPair]:
+    """Yield a pair for each module whose weight is another module's, which the adapter has a pair for."""
+    if not names.has_copies:
+        return
+    new = [*(_same(pair.module, pair) for pair in paced(landed)), *made]
+    present = {names.read(one.module) for one in paced(new)}
+    for one in paced(new):
+        module = names.copy_of(one.pair)
+        if module is not None and names.read(module) not in present:
+            a, b = ((side.sources, side.info.shape, side.make) for side in (one.a, one.b))
+            yield new_pair(module, a, b, one.rank, one.alpha)
+
+
 def _spelled(
     left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names, model: Model, weights: Weights
 ) -> _ByRules | None:
@@ -113,7 +130,8 @@ def _spelled(
         found: dict[tuple[str, ...], _ByRules] = {}
         for spelling in kind:
             plan = _by_rules([_respelled(pair, spelling.respell) for pair in left], names, model.respellings)
-            pairs = (*landed, *(new.pair for new in plan.made))
+            made = [*plan.made, *_copies(landed, plan.made, names)]
+            pairs = (*landed, *(new.pair for new in made))
             if not plan.left and _fit(replace(weights, pairs=pairs), model):
                 plan.changes[spelling.text] += sum(spelling.respell(pair.module) != pair.module for pair in left)
                 del plan.changes[_RENAMED]
@@ -145,9 +163,12 @@ def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
     for pair in paced(pairs):
         if names.place(pair.module, is_looked_up=pair.is_looked_up) is None or pair.a.name in names.exchanged:
             continue
-        a, b = (([side], side.shape, Same()) for side in (pair.a, pair.b))
-        new = new_pair(pair.module, a, b, pair.rank, pair.alpha, is_looked_up=pair.is_looked_up)
-        yield [pair], [new], _RENAMED
+        yield [pair], [_same(pair.module, pair)], _RENAMED
+
+
+def _same(module: str, pair: LoraPair) -> NewPair:
+    a, b = (([side], side.shape, Same()) for side in (pair.a, pair.b))
+    return new_pair(module, a, b, pair.rank, pair.alpha, is_looked_up=pair.is_looked_up)
 
 
 _RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (

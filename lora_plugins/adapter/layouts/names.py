@@ -36,6 +36,20 @@ class Names:
         return self._place(f"base_model.model.{module}{name}")
 
     @property
+    def has_copies(self) -> bool:
+        """Whether the engine gives a weight to two modules."""
+        return bool(self._model.modules.copies)
+
+    def copy_of(self, pair: LoraPair) -> str | None:
+        """Return the module to which the engine gives the weight of this pair's module too; None without one."""
+        try:
+            key = self._model.modules.key(self._model.read_name(pair.a.name)[0])
+        except ValueError:
+            return None
+        copy = self._model.modules.copies.get(key or "")
+        return copy and f"{pair.module.rpartition('.')[0]}.{copy.rpartition('.')[2]}"
+
+    @property
     def all(self) -> Iterable[str]:
         """The names of all modules of the engine that take an adapter."""
         return self._model.modules.places

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -145,6 +146,7 @@ class FilesystemSource:
         try:
             present = self._tree.present(name)
             files = tuple(self._describe(name, file) for file in present or ())
+            cause = self._tree.foreign(name) if present == [] else None
         except LeadsElsewhere as error:
             return self._absent(directory, error.found, AbsenceKind.HIDDEN)
         except LoRAPluginsError:
@@ -158,7 +160,8 @@ class FilesystemSource:
         if present is None:
             return self._absent(directory, "a file, not a directory")
         if not present:
-            return self._absent(directory, "a directory without adapter files")
+            absent = self._absent(directory, "a directory without adapter files")
+            return absent if cause is None else replace(absent, detail=cause.found, hint=cause.remedy, cause=cause)
         return RemoteAdapter(name, self.label, directory.absolute().as_uri(), version_of(files), files)
 
     def _describe(self, name: AdapterName, file: str) -> SourceFile:

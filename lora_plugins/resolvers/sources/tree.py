@@ -18,6 +18,7 @@ from typing import BinaryIO
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, choose_files, needs_shards
 
@@ -75,6 +76,28 @@ class AdapterTree:
             return present
         finally:
             os.close(at)
+
+    def foreign(self, name: AdapterName) -> AdapterNotFound | None:
+        """The error for a directory without an adapter's files, in which are another program's; None without these.
+
+        Raises:
+            OSError, InvalidAdapter, LeadsElsewhere: as `present`.
+        """
+        at = open_real(str(self.root / str(name)), _PATH_ONLY, partial(self._judge, name, is_file=False))
+        try:
+            names = _names_in(at)
+            with contextlib.suppress(OSError):
+                below = os.open(os.path.dirname(DEFAULT), _PATH_ONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=at)
+                try:
+                    names += [DEFAULT] if _is_in(below, os.path.basename(DEFAULT)) else []
+                finally:
+                    os.close(below)
+        finally:
+            os.close(at)
+        at_place = {"adapter": str(name), "file": CONFIG_FILE, "place": str(self.root / str(name))}
+        error = AdapterNotFound("no such file", expected="the file", **at_place)
+        name_format(error, names)
+        return error if error.remedy else None
 
     @contextlib.contextmanager
     def opened(self, name: AdapterName, file: str) -> Iterator[BinaryIO]:

@@ -623,3 +623,32 @@ def test_a_version_is_the_same_on_each_host(tmp_path: Path) -> None:
     assert filesystem._etag(elsewhere) == filesystem._etag(seen)
     file.write_bytes(b"xy")
     assert filesystem._etag(os.stat(file)) != filesystem._etag(seen)
+
+
+@pytest.mark.parametrize(
+    ("file", "found", "remedy"),
+    [
+        ("adapters.npz", "MLX's form", "mlx_lm.fuse"),
+        ("iter_500.pth", "xtuner's checkpoints", "pth_to_hf"),
+        ("pytorch_model_fsdp_0/.metadata", "shards of FSDP", "merge-weights"),
+        ("default/adapter_config.json", "a folder for each adapter", "'/default'"),
+    ],
+)
+def test_an_absence_names_the_program_whose_files_lie_there(root, file, found, remedy):
+    """What accelerate and xtuner save is in testbed/trainers/table.py."""
+    (root / "sql" / file).parent.mkdir(parents=True)
+    (root / "sql" / file).write_bytes(b"x")
+    absence = asyncio.run(FilesystemSource(root).locate(AdapterName("sql"), ""))
+    assert isinstance(absence, Absence)
+    assert (absence.detail, absence.hint) == (absence.cause.found, absence.cause.remedy)
+    assert (absence.cause.adapter, absence.cause.file) == ("sql", CONFIG_FILE)
+    assert found in absence.detail
+    assert remedy in absence.hint
+
+
+def test_a_folder_elsewhere_is_not_looked_into(root, tmp_path):
+    put(tmp_path / "other", {CONFIG_FILE: b"{}"})
+    (root / "sql").mkdir()
+    (root / "sql" / "default").symlink_to(tmp_path / "other")
+    absence = asyncio.run(FilesystemSource(root).locate(AdapterName("sql"), ""))
+    assert (absence.detail, absence.cause) == ("a directory without adapter files", None)
