@@ -12,7 +12,7 @@ class Fault:
 
     name: str
     status: int | None = None  # answer this at once; the upstream is not asked
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)  # of that answer, or in the place of the upstream's
     body: bytes = b""
     stall_s: float = 0.0  # wait: before the upstream is asked, or after `stall_after` bytes of the body
     stall_after: int | None = None
@@ -83,6 +83,11 @@ def stall(seconds: float, after: int | None = None) -> Fault:
 def flip(at: int, *, in_object: bool = False) -> Fault:
     """Change the byte at `at` of the body; with `in_object`, of the object: ranges that do not hold it stay whole."""
     return Fault("flip", flip_at=at, flip_in_object=in_object)
+
+
+def relabelled(headers: Mapping[str, str]) -> Fault:
+    """Pass the answer on with these headers in the place of its own, such as another ETag."""
+    return Fault("relabelled", headers=headers)
 
 
 def throttle(bytes_per_s: float) -> Fault:

@@ -204,6 +204,7 @@ class FaultProxy(Listener):
         for name, value in upstream.headers.items():
             if name.lower() not in _HOP_BY_HOP:
                 response.headers.add(name, value)
+        response.headers.update(fault.headers)
         announced = upstream.headers.get("Content-Length")
         length = None if announced is None else int(announced) + fault.length_delta
         if length is not None:
@@ -224,7 +225,7 @@ class FaultProxy(Listener):
             return response
         if fault.cut_after is not None or fault.length_delta > 0:
             await self._cut(request, fault)
-        seen.complete = not cuts and fault.flip_at is None and fault.length_delta == 0
+        seen.complete = not cuts and fault.flip_at is None and fault.length_delta == 0 and not fault.headers
         return response
 
     @staticmethod

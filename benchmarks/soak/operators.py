@@ -266,6 +266,8 @@ class Operator:
     def _refusals(self, what: str, one: Name, began: float) -> set[int]:
         """The refusals that the state of the name allows."""
         allowed = set()
+        if one.is_blocked is None:
+            allowed.add(404)  # a block that could not be written holds in the server
         if what == "rollback" or (not one.is_certain and what not in ("load", "prefetch", "block")):
             allowed.add(404)  # there may be no version before; it may not be registered
         if what == "prefetch" and one.is_blocked is not False:

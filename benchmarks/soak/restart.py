@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from benchmarks.soak.operators import Operator
 from benchmarks.soak.processes import Processes
 from benchmarks.soak.server import Surroundings, kill
 from benchmarks.soak.source_faults import SourceFaults
-from benchmarks.soak.store_faults import damage
+from benchmarks.soak.store_faults import FullDisk, Neighbour, damage
 from benchmarks.soak.world import Name, World
 from testbed.server import Server
 
@@ -69,14 +69,15 @@ class Lives:
         world: World,
         operator: Operator,
         faults: SourceFaults,
-        idle: Sequence[asyncio.Lock],
+        disk: FullDisk,
+        neighbour: Neighbour,
         rng: random.Random,
         *,
         in_outage: bool,
     ) -> None:
         """Kill one process while clients ask, and start the next server; nobody changes anything meanwhile.
 
-        `idle`: locks of others that must not do anything then.
+        The disk is not full then, and the neighbour removes what nobody uses while there is no server.
 
         With `in_outage` no source answers from before the kill until after the start. What was served, and whose bytes
         are sound, is served all the same.
@@ -84,7 +85,7 @@ class Lives:
         async with AsyncExitStack() as quiet:
             for one in world.names:
                 await quiet.enter_async_context(one.lock)
-            for lock in idle:
+            for lock in (disk.idle, neighbour.idle):
                 await quiet.enter_async_context(lock)
             await quiet.enter_async_context(faults.quiet())
             before, began = await self._written_down(), time.monotonic()
@@ -98,6 +99,7 @@ class Lives:
                 await self._ends()
                 self._target.url = ""
                 await asyncio.to_thread(self._stack.close)
+                await neighbour.collect()
                 damaged = await asyncio.to_thread(damage, self._surroundings.store, world, rng)
                 self._journal.write("fault", "bits flipped", "store", names=damaged)
                 for one in world.names:

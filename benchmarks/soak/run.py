@@ -130,7 +130,7 @@ class _Soak:
                 await self._until(plan.seconds * _KILL_AT[number])
                 await self._lives.kill_and_restart(
                     victim, self._world, self._operators[-1], self._faults,
-                    (self._disk.idle, self._neighbour.idle), rng, in_outage=number == outage,
+                    self._disk, self._neighbour, rng, in_outage=number == outage,
                 )  # fmt: skip
                 self._note_quiet()
             await self._until(plan.seconds)

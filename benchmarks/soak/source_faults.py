@@ -211,6 +211,14 @@ _ANY = (
     Kind("damaged", lambda rng: faults.flip(rng.randrange(5_000)), r"safetensors"),
 )
 _GONE = Kind("gone", lambda rng: None)
+
+
+def _other_checksum(rng: random.Random) -> Fault:
+    """A digest that is not that of the bytes: S3's is an MD5, the Hub's a SHA-256."""
+    sha256 = f"{rng.getrandbits(256):064x}"
+    return faults.relabelled({"ETag": f'"{sha256[:32]}"', "X-Linked-ETag": f'"{sha256}"'})
+
+
 # What is no answer of the source, although it looks like one.
 _LIES = {
     "s3": (
@@ -218,10 +226,12 @@ _LIES = {
         Kind("page", lambda rng: faults.status(200, _PAGE, {"Content-Type": "text/html"}), r"list-type=2"),
         Kind("nothing", lambda rng: faults.status(200), r"list-type=2"),
         Kind("bare 404", lambda rng: faults.status(404, rng.choice((b"", _PAGE))), method="GET"),
+        Kind("other checksum", _other_checksum, r"safetensors"),
     ),
     "hub": (
         _GONE,
         Kind("page", lambda rng: faults.status(200, _PAGE, {"Content-Type": "text/html"}), r"^/api/models"),
         Kind("bare 404", lambda rng: faults.status(404, _PAGE), r"^/api/models"),
+        Kind("other checksum", _other_checksum, r"safetensors"),
     ),
 }

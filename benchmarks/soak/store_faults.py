@@ -47,12 +47,14 @@ class FullDisk:
                 if done.is_set():
                     return
                 self._journal.write("fault", "disk full", "store", lasts_s, per_1000=per_1000)
-                self._may_give_way()
+                if per_1000 < 1000:  # where no write is done, nothing shows that a removal would help: all stays
+                    self._may_give_way()
                 full = self._world.oracle.causes.add(Cause("disk full", DISK, time.monotonic(), refusals=DISK_IS_FULL))
                 with self._disk.failing(errno.ENOSPC, per_1000, ENOSPC_CALLS):
                     await asyncio.sleep(lasts_s)
                 full.ended = time.monotonic() + AFTER_S
-                self._may_give_way()
+                if per_1000 < 1000:
+                    self._may_give_way()
 
     def _may_give_way(self) -> None:
         for one in self._world.names:
@@ -76,12 +78,16 @@ class Neighbour:
             await asyncio.sleep(self._rng.expovariate(1 / pause_s))
             if self._rng.random() < 0.5:
                 async with self.idle:
-                    await self._call("gc", "--max-bytes", str(int(self._most_bytes * self._rng.random())))
+                    await self.collect()
                 continue
             one = self._rng.choice([one for one in self._world.names if one.uri is None])
             async with one.lock, self.idle:
                 if one.current is not None and not one.is_blocked:
                     await self._call("pull", one.name)
+
+    async def collect(self) -> None:
+        """Remove what no server has served, also while there is none. The caller holds `idle`."""
+        await self._call("gc", "--max-bytes", str(int(self._most_bytes * self._rng.random())))
 
     async def _call(self, *arguments: str) -> None:
         began = time.monotonic()

@@ -192,9 +192,9 @@ def give_way(
     least = max(1, -(-wanted_files // (_OWN_FILES + 2)))
     chosen = _to_go(inventory, leases, wanted_bytes, least=least, kept=kept)
     if chosen is None:
-        if damaged:
-            return True
-        return None if stored_bytes >= wanted_bytes and len(layout.digests()) >= least else False
+        # A quota may be full of what is not ours, so leases do not end for it.
+        is_enough = not is_quota and stored_bytes >= wanted_bytes and len(layout.digests()) >= least
+        return None if is_enough and not damaged else bool(damaged)
     has_gone = False
     for digest in chosen:
         freed_bytes, before = 0, os.statvfs(layout.root)

@@ -488,6 +488,14 @@ def test_flipped_bytes_are_never_published(bed, proxy):
     assert bed.serve("team/sql", endpoint=proxy.url) == FILES
 
 
+def test_another_digest_in_headers_changes_nothing(bed, proxy):
+    other = f'"{"0" * 64}"'
+    proxy.plan(faults.relabelled({"ETag": other, "X-Linked-ETag": other}), path=WEIGHTS_FILE, times=None)
+    assert bed.serve("team/sql", endpoint=proxy.url) == FILES
+    assert {request.fault for request in proxy.requests(path=WEIGHTS_FILE)} == {"relabelled"}
+    assert bed.leftovers() == []
+
+
 def test_a_flipped_byte_in_a_small_file_is_seen_too(bed, proxy):
     proxy.plan(faults.flip(5), method="GET", path=CONFIG_FILE)
     assert bed.serve("team/sql", endpoint=proxy.url) == FILES
