@@ -411,6 +411,16 @@ class SlowFile(ServedFile):
         self.writing -= 1
 
 
+@runs
+async def test_a_push_waits_until_every_change_before_is_written(tmp_path: Path) -> None:
+    world, file = world_with("first", "second", "third"), ServedFile(tmp_path / "served.json")
+    await reconciling(world, Settings(), file).start()
+    for number, name in enumerate(("first", "second", "third"), start=1):  # within half a second
+        await world.lifecycle.load(name)
+        await world.lifecycle.written()
+        assert len(file.read()) == number
+
+
 def test_a_change_during_a_write_is_written_afterwards(tmp_path: Path) -> None:
     file = SlowFile(tmp_path / "served.json")
 
