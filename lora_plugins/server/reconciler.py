@@ -98,7 +98,7 @@ class Reconciler:
         started, path = time.perf_counter(), self._settings.adapters_file
         deadline_s = self._settings.fetch_timeout_s  # for all adapters together: a hanging source must not add up
         self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
-        if self._settings.restore:
+        if self._settings.restore != "0":
             await self._restore()
         if path is not None:
             self._content = await asyncio.to_thread(read_bytes, path)
