@@ -63,6 +63,7 @@ class AdminPlugin:
             settings.replica or f"{socket.gethostname()}:{getattr(args, 'uds', None) or getattr(args, 'port', '')}"
         )
         served = ServedFile.of_store(settings.store_dir, models.model_config.model, replica)
+        served.prefers_living = settings.restore == "living"
         reconciler = state.lora_plugins_reconciler = Reconciler(lifecycle, settings, served, process.events)
         # Before the start, which may load for minutes: other replicas must see that this replica lives.
         self._tasks.append(asyncio.create_task(reconciler.keep_list()))

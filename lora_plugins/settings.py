@@ -24,6 +24,7 @@ from lora_plugins.variables import (
     NAMES,
     PATH,
     PREFIX,
+    RESTORE,
     TEXT,
     VLLM_FLAG,
     Variable,
@@ -135,9 +136,10 @@ class Settings:
     adapters_file: Path | None = optional("LORA_PLUGINS_ADAPTERS_FILE", FILE)
     """A YAML file of adapters that `lora_admin` serves: from startup, and again whenever the file changes
     ([admin](../guides/admin.md#a-declared-set))."""
-    restore: bool = required("LORA_PLUGINS_RESTORE", FLAG, "0")
+    restore: str = required("LORA_PLUGINS_RESTORE", RESTORE, "0")
     """`1`: serve from startup the adapters of this replica's last run
-    ([restarts](../guides/admin.md#start-and-restart))."""
+    ([restarts](../guides/admin.md#start-and-restart)); `living`: the same, and a replica with a new name serves what a
+    living replica serves ([lists](../operate/store.md#lists-of-replicas))."""
     replica: str | None = optional("LORA_PLUGINS_REPLICA", TEXT)
     """This replica's name among the replicas of the store, after a restart too: each has a list for
     `LORA_PLUGINS_RESTORE`. Unset, the name is the host's name and the port."""

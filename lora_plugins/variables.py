@@ -67,6 +67,11 @@ def _flag(text: str) -> bool:
     return _accept(word in _TRUE, accepted=word in _TRUE | _FALSE)
 
 
+def _restore(text: str) -> str:
+    word = text.strip().lower()
+    return word if word == "living" else str(int(_flag(word)))
+
+
 def _bytes(text: str) -> int:
     value = bytes_of(text)
     return _accept(value or 0, accepted=value is not None)
@@ -133,6 +138,7 @@ def seconds(least: float) -> Kind[float]:
 
 
 FLAG = Kind("1 or 0", _flag)
+RESTORE = Kind("1, 0 or living", _restore)
 COUNT = Kind("a number, 0 to 999999", _count)
 BYTES = Kind(SIZE_EXPECTED, _bytes, none="no limit", blank_is_unset=False)
 NAMES = Kind("names, separated by commas", _names)

@@ -32,7 +32,9 @@ class StandIn:
     def note(self, what: str, name: str) -> None:
         if self.options.journal:
             with open(self.options.journal, "a") as file:
-                file.write(json.dumps({"pid": os.getpid(), "what": what, "name": name, "at": time.time()}) + "\n")
+                replica = os.environ.get("LORA_PLUGINS_REPLICA")
+                row = {"pid": os.getpid(), "replica": replica, "what": what, "name": name, "at": time.time()}
+                file.write(json.dumps(row) + "\n")
 
     async def complete(self, request: Request) -> object:
         body = await request.json()

@@ -81,6 +81,8 @@ class VllmReplica:
         # Before the server starts: an open server for a moment is an open server.
         require_secrets(secrets)
         self.name = serve.get_replica_context().replica_id.unique_id
+        # Ports come again, and with a port the list of a replica that has ended: for LORA_PLUGINS_RESTORE.
+        env = {**env, "LORA_PLUGINS_REPLICA": self.name}
         self._server = ServerProcess((*(command or vllm_serve()), *arguments), env)
         self._has_started = False
         self._served: LRUCache[str, bool] = LRUCache(REMEMBERED)  # adapters whose files the server has

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ class Lifecycle:
 
     Attributes:
         on_change: called after every change of the served names or versions.
+        written: waits until what is served is written down for the next start.
         copies: the store's copies of served adapters.
         resolving: resolves that requests wait for, by name.
     """
@@ -44,6 +45,7 @@ class Lifecycle:
         self.registry, self.planner = server.registry, server.planner
         self.copies = copies or Copies(server)
         self.on_change: Callable[[], None] = lambda: None
+        self.written: Callable[[], Awaitable[None]] = _nothing
         self.resolving: SingleFlight[str, Any] = SingleFlight()
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
@@ -189,6 +191,7 @@ class Lifecycle:
                     )
             adapter.uri, adapter.held_digest = None, version.digest
         self.on_change()
+        await self.written()  # no source has the version, and a trainer may not push it again
         return change
 
     def check_pushed(self, name: str, expects: str | None) -> None:
@@ -490,3 +493,7 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
 
 def _has_digest(adapter: ServedAdapter, digest: str) -> bool:
     return adapter.version is not None and digest in (adapter.version.digest, ANY_VERSION)
+
+
+async def _nothing() -> None:
+    """Where nothing is written down."""

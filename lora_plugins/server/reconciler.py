@@ -76,6 +76,8 @@ class Reconciler:
         self._reported: DeclaredSetReconciled | None = None
         self._is_written = True
         self._writing: asyncio.Task[None] | None = None
+        self._waiting: list[asyncio.Future[None]] = []  # calls of `written`
+        self._is_awaited = asyncio.Event()
         self._is_started = False
         # Adapters restored from the store whose sources have not yet answered whether a newer version exists.
         self._stale: dict[str, ServedAdapter] = {}
@@ -96,7 +98,7 @@ class Reconciler:
         started, path = time.perf_counter(), self._settings.adapters_file
         deadline_s = self._settings.fetch_timeout_s  # for all adapters together: a hanging source must not add up
         self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
-        if self._settings.restore:
+        if self._settings.restore != "0":
             await self._restore()
         if path is not None:
             self._content = await asyncio.to_thread(read_bytes, path)
@@ -127,7 +129,7 @@ class Reconciler:
                 time.perf_counter() - started,
             )
         # Only now, so that the loads of the start do not write the list again and again.
-        self._lifecycle.on_change = self._write_soon
+        self._lifecycle.on_change, self._lifecycle.written = self._write_soon, self.written
         self._write_soon()
 
     async def follow(self) -> None:
@@ -340,17 +342,32 @@ class Reconciler:
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
 
+    async def written(self) -> None:
+        """Wait until all changes so far are written, or half a second, which a list of many names may take."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        self._is_awaited.set()
+        self._write_soon()
+        await asyncio.wait([waiting], timeout=_WRITE_DELAY_S)
+
     async def _write(self) -> None:
         """Write at once, then later changes together: one writer at a time, so that the last state wins."""
         while not self._is_written:
-            self._is_written = True
+            self._is_written, waiting, self._waiting = True, self._waiting, []
+            self._is_awaited.clear()
             started = time.perf_counter()
             served = await self._what_is_served()
             try:
                 await asyncio.to_thread(self._served.write, itertools.starmap(DesiredAdapter, served))
             except OSError as error:
                 logger.warning("What is served cannot be written to %s: %s", self._served.path, error)
-            await asyncio.sleep(max(_WRITE_DELAY_S, _WRITE_PAUSE * (time.perf_counter() - started)))
+            for one in waiting:
+                one.set_result(None)
+            pause_s = _WRITE_PAUSE * (time.perf_counter() - started)
+            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, _WRITE_DELAY_S - pause_s)):
+                    await self._is_awaited.wait()
 
     async def _what_is_served(self) -> list[_Fields]:
         """The served names, collected in steps; changes in between come with the next write."""

@@ -34,10 +34,14 @@ _COPIED = ".copied"
 
 
 class ServedFile:
-    """The file of one replica and base model."""
+    """The file of one replica and base model.
+
+    Attributes:
+        prefers_living: whether a replica without a file begins with a living replica's list, if any replica lives.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.prefers_living = path, False
         self._written = b""  # SHA-256 of the last text that this process has written
 
     @classmethod
@@ -79,8 +83,8 @@ class ServedFile:
         """Where there is no file yet, copy another replica's.
 
         A replica that ended within the hour goes before a living replica: a new pod often replaces an ended pod. A
-        replica that ended earlier counts only where none lives. A mark keeps others from a second copy; the file stays
-        for its own replica's return.
+        replica that ended earlier, or with `prefers_living` any that ended, counts only where none lives. A mark keeps
+        others from a second copy; the file stays for its own replica's return.
 
         Raises:
             OSError: there is no other file, or the store cannot be written.
@@ -91,7 +95,7 @@ class ServedFile:
         others = self._others(f"{base}.*.json")
         living = [path for age_s, path in others if age_s <= _ENDED_S]
         for age_s, path in others:
-            if age_s > _ENDED_S and (age_s <= _JUST_ENDED_S or not living):
+            if age_s > _ENDED_S and (not living or (age_s <= _JUST_ENDED_S and not self.prefers_living)):
                 with suppress(FileExistsError):
                     # `exist_ok=False` decides between two replicas that start at once: only one makes the mark.
                     path.with_suffix(_COPIED).touch(exist_ok=False)

@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "store: the last holder keeps its lease",
         "lora_plugins/store/leases.py",
-        "                self._ended.add(digest)\n                self._remove_ended()",
-        "                self._ended.add(digest)",
+        "            self._ended.add(digest)\n        self._remove_ended()",
+        "            self._ended.add(digest)",
         ("tests/store/test_leases.py",),
     ),
     Mutant(

@@ -46,6 +46,12 @@ def test_all_adapters_are_loaded_once_and_stay(app: App) -> None:
     assert [cold[name] for name in names] == [1] * 24
 
 
+def test_each_server_has_the_name_of_its_replica(app: App) -> None:
+    """By which its list in the store is found: of a replica that ended, no list is taken for this one's."""
+    _, replica = ask(app, "named")
+    assert [row["replica"] for row in app.noted("cold", "named")] == [replica]
+
+
 def test_unmodified_client_streams(app: App) -> None:
     stream = app.client().completions.create(model="streamed", prompt="x", max_tokens=3, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == "0 1 2 "

@@ -45,7 +45,7 @@ async def test_pins_are_restored_as_far_as_slots_allow(tmp_path: Path) -> None:
     names = ("sql", "chat", "other")
     world.resolver.has |= {name: Version(name) for name in names}
     file.write([DesiredAdapter(name, is_pinned=True) for name in names])
-    await Reconciler(world.lifecycle, Settings(restore=True), file, Events()).start()
+    await Reconciler(world.lifecycle, Settings(restore="1"), file, Events()).start()
     assert len(world.engine.pinned) == 1
     assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]
 

@@ -70,6 +70,16 @@ def test_what_ended_long_ago_counts_where_nobody_lives(tmp_path: Path, lives: bo
     assert restored(tmp_path, "new") == expected
 
 
+@pytest.mark.parametrize(("lives", "expected"), [(True, ["alive"]), (False, ["ended"])])
+def test_a_living_list_is_preferred_where_asked_for(tmp_path: Path, lives: bool, expected: list[str]) -> None:
+    wrote(tmp_path, "pod-ended", "ended", ended_s=60)
+    if lives:
+        wrote(tmp_path, "alive", "alive")
+    file = of(tmp_path, "new")
+    file.prefers_living = True
+    assert [adapter.name for adapter in file.read()] == expected
+
+
 def test_lists_of_the_dead_are_removed_after_a_week(tmp_path: Path) -> None:
     wrote(tmp_path, "old", "old", ended_s=8 * DAY_S)
     wrote(tmp_path, "recent", "recent", ended_s=6 * DAY_S)

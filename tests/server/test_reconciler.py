@@ -104,7 +104,7 @@ async def test_what_was_served_is_served_again_if_asked(tmp_path: Path) -> None:
     again.resolver.versions |= {"aa" * 32: Version("aa" * 32), "cc": Version("cc")}
     await reconciling(again, Settings(), ServedFile(tmp_path / "other.json")).start()
     assert again.lifecycle.registry.all() == [], "not asked to"
-    await reconciling(again, Settings(restore=True), file).start()
+    await reconciling(again, Settings(restore="1"), file).start()
     sql, by_uri = again.lifecycle.registry.get("sql"), again.lifecycle.registry.get("by-uri")
     assert sql is not None
     assert by_uri is not None
@@ -132,7 +132,7 @@ async def test_what_was_loaded_by_its_path_is_restored(
     again = World()
     again.resolver.versions |= {old: Version(old)} if has_store else {}
     again.resolver.has |= {"/by/hand": Version(lies_there)} if lies_there else {}
-    await reconciling(again, Settings(restore=True), file).start()
+    await reconciling(again, Settings(restore="1"), file).start()
     adapter = again.lifecycle.registry.get(name)
     assert (adapter and adapter.held_digest, adapter and adapter.given_path) == (served, served and "/by/hand")
 
@@ -159,7 +159,7 @@ def restoring(path: Path, at_source: Version | LoRAPluginsError | None, *, place
 async def test_an_outage_takes_no_restored_adapter_away(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
     world = restoring(path, SourceUnavailable("no answer"))
-    start = reconciling(world, Settings(restore=True), ServedFile(path))
+    start = reconciling(world, Settings(restore="1"), ServedFile(path))
     await start.start()
     assert world.resolver.asked == [], "the server is ready before a source is asked"
     assert served(world) == {"sql": BEFORE.digest}
@@ -179,7 +179,7 @@ async def test_a_source_that_hangs_holds_back_no_start(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
     world = restoring(path, NEWER)
     world.resolver.hung |= {"sql", "lost"}
-    start = reconciling(world, Settings(restore=True), ServedFile(path))
+    start = reconciling(world, Settings(restore="1"), ServedFile(path))
     await asyncio.wait_for(start.start(), 1)
     following = asyncio.create_task(start.follow())
     await asyncio.sleep(100)
@@ -194,7 +194,7 @@ async def test_what_came_from_elsewhere_is_not_restored(tmp_path: Path) -> None:
     """The operator has named another bucket: what the old one had is not what the name says now."""
     path = tmp_path / "served.json"
     world = restoring(path, NEWER, place="s3 (s3://before)")
-    start = reconciling(world, Settings(restore=True), ServedFile(path))
+    start = reconciling(world, Settings(restore="1"), ServedFile(path))
     await start.start()
     assert served(world) == {}
     await asyncio.wait_for(start.follow(), 2 * RETRY_S)
@@ -205,7 +205,7 @@ async def test_what_came_from_elsewhere_is_not_restored(tmp_path: Path) -> None:
 async def test_a_restored_name_gone_from_its_source_is_unloaded(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
     world = restoring(path, None)
-    start = reconciling(world, Settings(restore=True), ServedFile(path))
+    start = reconciling(world, Settings(restore="1"), ServedFile(path))
     await start.start()
     assert served(world) == {"sql": BEFORE.digest}
     await asyncio.sleep(1)
@@ -225,7 +225,7 @@ async def test_a_name_given_at_start_is_not_restored(tmp_path: Path) -> None:
     world.resolver.versions["aa" * 32] = Version("aa" * 32)
     world.resolver.has["/by/hand"] = Version("bb" * 32)
     await load_in_place(world, "sql", "/by/hand")
-    await reconciling(world, Settings(restore=True), file).start()
+    await reconciling(world, Settings(restore="1"), file).start()
     assert await world.ask("sql") == f"/store/{'bb' * 32}"
 
 
@@ -236,7 +236,7 @@ async def test_a_rollback_holds_where_the_source_has_that_version(tmp_path: Path
     file.write([DesiredAdapter("sql", held_digest=old)])
     world = World()
     world.resolver.has["sql"] = Version(old)
-    await reconciling(world, Settings(restore=True), file).start()
+    await reconciling(world, Settings(restore="1"), file).start()
     sql = world.lifecycle.registry.get("sql")
     assert sql is not None
     assert sql.held_digest == old
@@ -261,7 +261,7 @@ async def test_a_version_served_by_its_digest_is_restored(
 
     again = World()
     again.resolver.versions |= {old: Version(old), new: Version(new)}
-    await reconciling(again, Settings(restore=True), file).start()
+    await reconciling(again, Settings(restore="1"), file).start()
     served = again.lifecycle.registry.get(name)
     assert served is not None
     assert (await again.ask(name), served.held_digest) == (f"/store/{old}", old)
@@ -276,7 +276,7 @@ async def test_what_a_fault_keeps_away_stays_in_the_file(tmp_path: Path, fault: 
     down = DesiredAdapter("sql", "s3://b/x", "aa" * 32, is_pinned=True)
     file.write([down, DesiredAdapter("gone"), DesiredAdapter("chat")])
     world.resolver.has["s3://b/x"] = fault("no answer")
-    await reconciling(world, Settings(restore=True), file).start()
+    await reconciling(world, Settings(restore="1"), file).start()
     await asyncio.sleep(0.1)
     assert file.read() == [DesiredAdapter("chat"), down]
     world.resolver.has["sql"] = Version("bb")
@@ -298,7 +298,7 @@ async def test_an_unavailable_source_is_retried_until_it_answers(tmp_path: Path)
     )
     for name in ("sql", "broken", "taken", "never"):
         world.resolver.has[name] = SourceUnavailable("no answer")
-    start = reconciling(world, Settings(restore=True), file)
+    start = reconciling(world, Settings(restore="1"), file)
     await start.start()
     trying = asyncio.create_task(start.follow())
     await asyncio.sleep(101)  # between two tries
@@ -322,7 +322,7 @@ async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplo
     file, digest = ServedFile(tmp_path / "served.json"), "aa" * 32
     file.write([DesiredAdapter(f"sql@{digest[:12]}", held_digest=digest), DesiredAdapter("chat")])
     world = world_with("chat")
-    await reconciling(world, Settings(restore=True), file).start()
+    await reconciling(world, Settings(restore="1"), file).start()
     assert [served.name for served in world.lifecycle.registry.all()] == ["chat"]
     assert "'sql@aaaaaaaaaaaa' is not served from the start: [L002]" in caplog.text
 
@@ -335,12 +335,12 @@ async def test_a_rolled_back_revision_is_asked_of_its_source(tmp_path: Path) -> 
     world = World()
     world.resolver.has |= {"sql@v3": Version(new), "sql@cccccccc": Version(new)}
     world.resolver.versions[old] = Version(old)
-    await reconciling(world, Settings(restore=True), file).start()
+    await reconciling(world, Settings(restore="1"), file).start()
     assert await world.ask("sql@v3") == f"/store/{old}", "from the store, though its source has another by now"
 
     again = World()  # whose store has lost it
     again.resolver.has |= {"sql@v3": Version(old), "sql@cccccccc": Version(new)}
-    await reconciling(again, Settings(restore=True), file).start()
+    await reconciling(again, Settings(restore="1"), file).start()
     assert sorted(again.resolver.asked) == ["sql@cccccccc", "sql@v3"]
     assert served(again) == {"sql@v3": old}
 
@@ -409,6 +409,16 @@ class SlowFile(ServedFile):
             assert self.let_go.wait(LONGEST_S)
         super().write(served)
         self.writing -= 1
+
+
+@runs
+async def test_a_push_waits_until_every_change_before_is_written(tmp_path: Path) -> None:
+    world, file = world_with("first", "second", "third"), ServedFile(tmp_path / "served.json")
+    await reconciling(world, Settings(), file).start()
+    for number, name in enumerate(("first", "second", "third"), start=1):  # within half a second
+        await world.lifecycle.load(name)
+        await world.lifecycle.written()
+        assert len(file.read()) == number
 
 
 def test_a_change_during_a_write_is_written_afterwards(tmp_path: Path) -> None:
@@ -666,7 +676,7 @@ async def test_a_declared_name_is_not_restored(tmp_path: Path) -> None:
     world, path, file = World(slots=3), tmp_path / "adapters.yaml", ServedFile(tmp_path / "served.json")
     world.resolver.has |= {"sql": Version("aa"), "chat": Version("cc")}
     declare(path, "{name: sql}")
-    settings = Settings(adapters_file=path, restore=True, preload=("sql",))
+    settings = Settings(adapters_file=path, restore="1", preload=("sql",))
     file.write([DesiredAdapter("sql", "s3://b/elsewhere")])
     await Reconciler(world.lifecycle, settings, file, Events()).start()
     assert served(world) == {}, "the file has it loaded in the background"
@@ -691,7 +701,7 @@ async def test_what_the_store_has_is_restored_without_its_source(tmp_path: Path)
     file.write([DesiredAdapter("sql", held_digest=digest)])
     world.resolver.versions[digest] = Version(digest)
     world.resolver.has["sql"] = SourceUnavailable("no answer")
-    await reconciling(world, Settings(restore=True), file).start()
+    await reconciling(world, Settings(restore="1"), file).start()
     assert await world.ask("sql") == f"/store/{digest}"
 
 
@@ -701,7 +711,7 @@ async def test_a_pin_of_a_name_given_at_start_is_restored(tmp_path: Path) -> Non
     file.write([DesiredAdapter("sql", "/by/hand", "aa" * 32, is_pinned=True)])
     world.resolver.has["/by/hand"] = Version("bb" * 32)
     await load_in_place(world, "sql", "/by/hand")
-    await reconciling(world, Settings(restore=True), file).start()
+    await reconciling(world, Settings(restore="1"), file).start()
     assert world.lifecycle.registry.require("sql").is_pinned
 
 
@@ -742,7 +752,7 @@ def test_many_names_leave_others_their_turns(tmp_path: Path) -> None:
                 turns += 1
                 await asyncio.sleep(0)
 
-        one = reconciling(world, Settings(restore=True), file)
+        one = reconciling(world, Settings(restore="1"), file)
         starting, turning = asyncio.create_task(one.start()), asyncio.create_task(turn())
         while len(one._serving) < count:
             await asyncio.sleep(0)
@@ -767,7 +777,7 @@ def test_restored_names_that_wait_have_no_task(tmp_path: Path) -> None:
     world.resolver.hung.add("s3://b/hangs")
 
     async def run() -> int:
-        one = reconciling(world, Settings(restore=True), file)
+        one = reconciling(world, Settings(restore="1"), file)
         starting = asyncio.create_task(one.start())
         while len(one._serving) < 2_000:
             await asyncio.sleep(0)
