@@ -33,7 +33,7 @@ def test_the_matrix_of_models_is_what_was_measured():
     assert models.PAGE.read_text() == models.page(result)
     assert "**wrong**" not in models.page(result)
     measured = {(row["architecture"], row["kind"]) for row in result["rows"]}
-    assert measured == {(one.name, kind) for one in ARCHITECTURES for kind in ("", *one.kinds())}
+    assert measured == {(one.label, kind) for one in ARCHITECTURES for kind in ("", *one.kinds())}
 
 
 def test_marks_of_deployments_name_cells_and_verdicts():

@@ -161,7 +161,9 @@ class Pushes:
             yield directory
         except FullDisk:  # the body cannot be read twice, but make room for the next push
             arrived_bytes = sum(file.stat().st_size for file in directory.iterdir())
-            await asyncio.to_thread(store.give_way, arrived_bytes, 0)
+            # Without the part that has arrived, which hides what a quota leaves; the whole is larger.
+            await asyncio.to_thread(store.remove_temporary, directory)
+            await asyncio.to_thread(store.give_way, 2 * arrived_bytes + 1, 0)
             raise
         finally:
             # Shielded: a cancelled push must not leave its files.

@@ -52,6 +52,7 @@ NOT_ASKED = {
     "test_a_pause_holds_requests_of_every_server_until_a_resume": NO_ADMIN,
     "test_a_pause_stops_what_every_server_runs": NO_ADMIN,
     "test_a_pause_waits_for_beams_whichever_engine_gets_them": NO_ADMIN,
+    "test_an_abort_ends_beams_whichever_engine_gets_them": NO_ADMIN,
     "test_a_tenant_sees_its_own_adapters_only": NO_POLICY,
     "test_only_administrators_administer_at_every_server": NO_POLICY,
     "test_a_tenant_has_one_share_of_all_servers": NO_POLICY,

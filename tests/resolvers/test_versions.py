@@ -22,9 +22,9 @@ from lora_plugins.errors import (
     kind_of,
 )
 from lora_plugins.events import AdapterConfirmed, AdapterFetched
-from lora_plugins.resolvers import places
+from lora_plugins.resolvers import fetch_places
 from lora_plugins.resolvers import versions as versions_module
-from lora_plugins.resolvers.places import FetchesBusy
+from lora_plugins.resolvers.fetch_places import FetchesBusy
 from lora_plugins.store.layout import replace_small
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
@@ -441,7 +441,7 @@ def test_fetched_files_that_vanish_are_no_missing_adapter(make, clock, monkeypat
 
 def test_a_turn_that_did_not_come_is_nobody_elses_fault(make, monkeypatch):
     """Who asks next for the same adapter may have a place at once."""
-    monkeypatch.setattr(places, "_OF_ONE", 1)
+    monkeypatch.setattr(fetch_places, "_OF_ONE", 1)
     source = FakeSource("s3", {"sql": GOOD, "held": turned()})
     resolver = make(source, fetch_timeout_s=0.2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,23 +123,32 @@ def test_a_push_that_ends_early_leaves_nothing(
     assert not names.store.layout.temporaries()
 
 
-def test_a_push_on_a_full_disk_makes_room(names: Names) -> None:
+def test_a_push_on_a_full_disk_makes_room(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sends its body twice but the trainer, and without more room each push would be 507."""
     stored = obtain(names.store, DownloadSpec(adapter_files()))
     names.store.release("", stored.directory)
+    free_bytes = 500
+    allocate = os.posix_fallocate
 
-    async def fill(_: Path) -> str:
+    def within_a_quota(descriptor: int, start: int, size_bytes: int) -> None:
+        if size_bytes > free_bytes and names.store.layout.digests():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, start, size_bytes)
+
+    async def fill(directory: Path) -> str:
+        (directory / "part").write_bytes(bytes(free_bytes))
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def run() -> None:
         pushes, trainer = Pushes(names), Trainer("1")  # type: ignore[arg-type]
         with pytest.raises(OutOfMemory):
             await pushes.push("policy", fill)
+        assert names.store.layout.digests() == []
         trainer.sends.set()
         await pushes.push("policy", trainer.receive)
 
+    monkeypatch.setattr(os, "posix_fallocate", within_a_quota)
     asyncio.run(run())
-    assert names.store.layout.digests() == []
     assert names.taken == ["1"]
 
 

@@ -181,7 +181,7 @@ def what_monitoring_reads(reader: Reader) -> None:
 
 def new_weights_are_served(reader: Reader, url: str, bucket: Bucket, adapter: Path, reference: Reference) -> None:
     """ "Publish a new version": overwrite the weights file, and have it at once."""
-    (command,) = re.findall(r"`(lora-plugins\s+refresh\s+team/sql)`", (ROOT / KUBERNETES.page).read_text())
+    (command,) = re.findall(r"(?:`|-- )(lora-plugins\s+refresh\s+team/sql)`", (ROOT / KUBERNETES.page).read_text())
     weights = adapter / "adapter_model.safetensors"
     tensors = {name: -tensor if "lora_B" in name else tensor for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, metadata={"format": "pt"})
