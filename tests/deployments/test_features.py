@@ -243,11 +243,20 @@ def test_a_pause_ends_or_keeps_what_runs(features: Features, mode: str) -> None:
                 body = {"model": name, "prompt": PROMPT, "max_tokens": tokens, **FIXED}
                 return asyncio.create_task(client.post("/v1/completions", json=body))
 
-            run = [ask(name, PAUSED_TOKENS) for name in running]
-            for name in running:
-                await seen(lambda name=name: in_state(client, name, "serving", 1))
-            waits = ask(held, MAX_TOKENS)
-            await seen(lambda: is_held(client, held))
+            async def begun() -> tuple[list[asyncio.Task[httpx.Response]], asyncio.Task[httpx.Response]]:
+                for _ in range(20):  # a slow machine may look only when they have ended
+                    run = [ask(name, PAUSED_TOKENS) for name in running]
+                    while not any(one.done() for one in run):
+                        if all([await in_state(client, name, "serving", 1) for name in running]):
+                            break
+                    waits = ask(held, MAX_TOKENS)
+                    while not any(one.done() for one in run):
+                        if await is_held(client, held) and not any(one.done() for one in run):
+                            return run, waits
+                    await asyncio.gather(*run, waits)
+                raise AssertionError("nothing was seen to run")
+
+            run, waits = await begun()
             paused = await client.post("/pause", params={"mode": mode})
             assert paused.status_code == 200, paused.text
             asks_late = ask(late, MAX_TOKENS)
