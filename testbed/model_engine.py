@@ -23,6 +23,7 @@ from lora_plugins.adapter.model_modules import ModelModules
 from testbed.architectures import Architecture
 from testbed.loads_whole import loads_whole
 from testbed.model_builder import MAX_TOKENS, PROMPT, STANDARD_DEVIATION, build, build_from_description
+from testbed.model_kinds import ask_in_this_process
 
 MAX_RANK = 16
 PLUGINS = "lora_filesystem_resolver,lora_lru_manager,lora_kernels"
@@ -93,7 +94,8 @@ class ModelEngine:
         os.environ["VLLM_LORA_RESOLVER_CACHE_DIR"] = str(self.adapters)
         os.environ["LORA_PLUGINS_STORE_DIR"] = str(self.directory / "store")
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        _know_without_a_process(self.architecture.name)
+        _without_torchvision()
+        ask_in_this_process()
         if not self.architecture.has_peft:
             _random_weights()
         from vllm.plugins import load_general_plugins
@@ -240,18 +242,6 @@ class ModelEngine:
         served = SimpleNamespace(engine_client=client, model_config=model_config, base_model_paths=[])
         begin_serving(served, this_process())
         return resolver
-
-
-def _know_without_a_process(name: str) -> None:
-    """Have vLLM import this model's class here, not in a process that says what kind of model it is."""
-    from vllm.model_executor.models import registry
-
-    name = name if name in registry.ModelRegistry.models else name.replace("ForSequenceClassification", "ForCausalLM")
-    _without_torchvision()
-    known = registry.ModelRegistry.models.get(name)
-    if isinstance(known, registry._LazyRegisteredModel):
-        kind = getattr(importlib.import_module(known.module_name), known.class_name)
-        registry.ModelRegistry.models[name] = registry._RegisteredModel.from_model_cls(kind)
 
 
 def _without_torchvision() -> None:
