@@ -2,6 +2,7 @@
 
     python -m benchmarks.suite --runs 10      # how often a test fails that should not
     python -m benchmarks.suite --load 8       # beside eight processes that compute
+    python -m benchmarks.suite --more         # adds to the runs that are kept, of other commits too
 
 Writes `tests/seconds.json`, from which tests are ordered (longest file first), and `benchmarks/results/suite.json`.
 """
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from benchmarks.record import ROOT, keep
+from benchmarks.record import RESULTS, ROOT, commit, keep
 from tests.seconds import FILE
 
 GOALS_S = {0: 600, 8: 1200}  # of one run, by load
@@ -33,8 +34,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--load", type=int, default=0, help="processes that compute beside it")
+    parser.add_argument("--more", action="store_true", help="add to the runs that are kept")
     options = parser.parse_args()
+    name = "suite" + (f"_load_{options.load}" if options.load else "")
     subprocess.run(["make", "set-up"], cwd=ROOT, check=True)
+    kept = json.loads((RESULTS / f"{name}.json").read_text())["rows"] if options.more else []
     runs = []
     for _ in range(options.runs):
         runs.append(run(options.load))
@@ -42,14 +46,15 @@ def main() -> int:
     if not options.load and not any(run["failed"] for run in runs):
         FILE.write_text(json.dumps(dict(sorted(runs[-1]["files"].items())), indent=1) + "\n")
     print("\n".join(f"{seconds:6.0f} s  {file}" for file, seconds in Counter(runs[-1]["files"]).most_common(20)))
+    runs = kept + runs
     goals = {
+        "runs": (len(runs), None),
         "longest run": (max(run["wall_s"] for run in runs), GOALS_S.get(options.load)),
         "failed": (sum(run["failed"] for run in runs), 0),
         "test lines to product lines": (lines("tests") / lines("lora_plugins"), MOST_TEST_LINES),
     }
     for name, (found, most) in goals.items():
         print(f"{name}: {found:.2f}" + (f", goal ≤ {most}" if most is not None else ""))
-    name = "suite" + (f"_load_{options.load}" if options.load else "")
     print(f"written to {keep(name, runs, load=options.load, goals=goals)}")
     return int(any(most is not None and found > most for found, most in goals.values()))
 
@@ -68,6 +73,7 @@ def run(load: int) -> dict[str, object]:
         files[file_of(case.attrib["classname"])] += float(case.attrib["time"])
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     return {
+        "commit": commit(), "load_average": round(os.getloadavg()[2], 1),
         "wall_s": round(wall_s, 1), "cpu_s": None if load else round(cpu_s, 1), **counts,
         "failed": counts["failures"] + counts["errors"],
         "files": {file: round(seconds, 1) for file, seconds in files.items()},
