@@ -36,9 +36,9 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=0, help="processes that compute beside it")
     parser.add_argument("--more", action="store_true", help="add to the runs that are kept")
     options = parser.parse_args()
-    name = "suite" + (f"_load_{options.load}" if options.load else "")
+    result = "suite" + (f"_load_{options.load}" if options.load else "")
     subprocess.run(["make", "set-up"], cwd=ROOT, check=True)
-    kept = json.loads((RESULTS / f"{name}.json").read_text())["rows"] if options.more else []
+    kept = json.loads((RESULTS / f"{result}.json").read_text())["rows"] if options.more else []
     runs = []
     for _ in range(options.runs):
         runs.append(run(options.load))
@@ -55,7 +55,7 @@ def main() -> int:
     }
     for name, (found, most) in goals.items():
         print(f"{name}: {found:.2f}" + (f", goal ≤ {most}" if most is not None else ""))
-    print(f"written to {keep(name, runs, load=options.load, goals=goals)}")
+    print(f"written to {keep(result, runs, load=options.load, goals=goals)}")
     return int(any(most is not None and found > most for found, most in goals.values()))
 
 
