@@ -13,7 +13,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.plugin_names import FILESYSTEM, KERNELS, OURS, PLUGIN_GROUPS
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.spelling import closest
+from lora_plugins.variables import closest
 
 
 class State(StrEnum):

@@ -14,7 +14,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.spelling import closest
 from lora_plugins.variables import (
     BYTES,
     COUNT,
@@ -29,6 +28,7 @@ from lora_plugins.variables import (
     VLLM_FLAG,
     Variable,
     choice,
+    closest,
     member,
     optional,
     order,

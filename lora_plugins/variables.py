@@ -1,10 +1,11 @@
-"""Environment variables: the kinds of their values, and how a dataclass field declares a variable."""
+"""Environment variables: the kinds of their values, how a dataclass field declares a variable, and misspelt names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -195,3 +196,10 @@ def optional(name: str, kind: Kind[T]) -> T | None:
     """Declare a dataclass field that is None unless its variable is set."""
     variable = Variable(name, kind, None)
     return cast(T | None, field(default=None, repr=not kind.is_secret, metadata={"variable": variable}))
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the name in `known` closest to `name`, letter case aside; None without a close name."""
+    by_folded = {one.casefold(): one for one in sorted(known, reverse=True)}
+    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.75)
+    return by_folded[found[0]] if found else None

@@ -26,7 +26,7 @@ COMPUTING = {
     *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),
     *(
         f"lora_plugins.worker.{name}"
-        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_stream")
+        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_copy")
     ),
 }
 # These need Ray, and begin in processes of their own.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lora_plugins.api.access.name_patterns import NamePattern
+from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli.exits import UsageProblem, worst
 from lora_plugins.cli.output import Result, error_fields, line
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError

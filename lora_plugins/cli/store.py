@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import typer
 
 from lora_plugins.absence import without_login
-from lora_plugins.api.access.name_patterns import NamePattern
+from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli.exits import Exit, UsageProblem
 from lora_plugins.cli.names import NamesFile, is_pattern, wanted
 from lora_plugins.cli.output import (

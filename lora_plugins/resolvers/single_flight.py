@@ -1,8 +1,9 @@
-"""Concurrent callers with the same question share one answer."""
+"""Concurrent callers of one name: callers with the same question share one answer, and a lock holds others apart."""
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -56,3 +57,22 @@ class SingleFlight(Generic[_K, _T]):
             return
         flight.is_taken = True
         self._abandoned(flight.task.result())
+
+
+class NameLocks:
+    """One lock per name for as long as a task holds or awaits the lock.
+
+    Replaces vLLM's `defaultdict(Lock)`, which keeps a lock for every name that any request has asked for.
+    """
+
+    def __init__(self) -> None:
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+
+    def __getitem__(self, name: str) -> asyncio.Lock:
+        lock = self._locks.get(name)
+        if lock is None:
+            lock = self._locks[name] = asyncio.Lock()
+        return lock
+
+    def __len__(self) -> int:
+        return len(self._locks)

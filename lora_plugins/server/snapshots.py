@@ -17,8 +17,8 @@ from typing import Any
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.resolvers.sources.uri import absolute
-from lora_plugins.server.name_locks import NameLocks
 
 REMEMBERED = 10_000
 

@@ -32,12 +32,11 @@ from lora_plugins.scheduler.messages import (
     Report,
 )
 from lora_plugins.worker.agreement import Agreement
-from lora_plugins.worker.background import BackgroundThread
-from lora_plugins.worker.load_times import LoadTimes
+from lora_plugins.worker.background import BackgroundThread, LoadTimes
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.loading import explained
 from lora_plugins.worker.materialise import MissingFilesFetcher
-from lora_plugins.worker.slot_stream import SlotStream
+from lora_plugins.worker.slot_copy import SlotStream
 
 # Seconds: several workers' results are polled in the store; a local thread wakes the loop by its event.
 _POLL_INTERVAL_S = 0.0005

@@ -35,8 +35,7 @@ from lora_plugins.worker.materialise import MissingFilesFetcher, Resolver
 from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.model_modules import describe
-from lora_plugins.worker.slot_copy import forget
-from lora_plugins.worker.slot_stream import SlotStream
+from lora_plugins.worker.slot_copy import SlotStream, forget
 
 
 class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]

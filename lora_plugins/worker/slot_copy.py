@@ -1,5 +1,7 @@
 """Writes an adapter into a slot at its own rank: the adapter's rows, and zeros only over the rest of a larger rank.
 
+A stream of its own does so, and no batch reads a slot in the middle of a write.
+
 vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements are in the layer classes, so all
 writers (vLLM's manager in the engine loop, ours in a background thread) and all watchers of writes (`kernels/`) call
 them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32.
@@ -9,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from lora_plugins.kernels.layers import sides_of_slices
 from lora_plugins.ledger import Patch
@@ -132,3 +136,41 @@ LEDGER = (
         remove="vLLM writes slots at the adapter's rank",
     ),
 )
+
+
+class SlotStream:
+    """Writes slots on their device: on CUDA in a side stream, elsewhere at once.
+
+    Source: the rules of torch's CUDA streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def idle_event(self) -> Any:
+        """Return an event after all work launched so far; None where launching means computing."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def write(self, idle_event: Any, write: Callable[[], None]) -> Any:
+        """Write once the slot is idle, and wait for the end of the copies; return the event of the end."""
+        if self._stream is None:
+            write()
+            return None
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(idle_event)
+            write()
+            event = torch.cuda.Event()
+            event.record()
+        # The copies read page-locked host memory asynchronously: the thread waits, so nobody frees the adapter too
+        # early.
+        event.synchronize()
+        return event
+
+    def wait_for(self, written_event: Any) -> None:
+        """Order all later launches of the current stream after the copies."""
+        if written_event is not None:
+            torch.cuda.current_stream().wait_event(written_event)

@@ -102,7 +102,7 @@ MUTANTS = (
     ),
     Mutant(
         "api: a pattern's last star needs a character",
-        "lora_plugins/api/access/name_patterns.py",
+        "lora_plugins/api/access/policy.py",
         'return not pattern[of:].strip("*")',
         "return not pattern[of:]",
         ("tests/api/access/test_name_patterns.py",),

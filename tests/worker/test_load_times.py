@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lora_plugins.scheduler.messages import Failed, Load, Loaded
-from lora_plugins.worker import load_times
-from lora_plugins.worker.load_times import LONGEST_WITHOUT_BATCH_S, LoadTimes
+from lora_plugins.worker import background
+from lora_plugins.worker.background import LONGEST_WITHOUT_BATCH_S, LoadTimes
 from tests.worker.small_model import Adapter, put, wrong_answers
 
 Make = Callable[..., Any]
@@ -23,7 +23,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1.0
         for name in ("perf_counter", "thread_time"):
-            monkeypatch.setattr(load_times.time, name, lambda: self.now_s)
+            monkeypatch.setattr(background.time, name, lambda: self.now_s)
 
     def pass_s(self, seconds: float) -> None:
         self.now_s += seconds

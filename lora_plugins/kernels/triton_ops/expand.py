@@ -19,9 +19,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from lora_plugins.kernels.triton_ops.chunks import Chunks
-from lora_plugins.kernels.triton_ops.packed import PackedModule, batch_arguments, columns, constants
-from lora_plugins.kernels.triton_ops.tiles import (
+from lora_plugins.kernels.triton_ops.chunks import (
+    Chunks,
     load_to_rank,
     number,
     pointer,
@@ -30,6 +29,7 @@ from lora_plugins.kernels.triton_ops.tiles import (
     rows_of_chunk,
     shrink_tile,
 )
+from lora_plugins.kernels.triton_ops.packed import PackedModule, batch_arguments, columns, constants
 from lora_plugins.kernels.tuning import ExpandTile, FusedTile
 
 

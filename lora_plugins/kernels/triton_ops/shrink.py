@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_plugins.kernels.triton_ops.chunks import Chunks
+from lora_plugins.kernels.triton_ops.chunks import Chunks, pointer, rows_of_chunk, shrink_tile
 from lora_plugins.kernels.triton_ops.packed import PackedModule, batch_arguments, columns, constants
-from lora_plugins.kernels.triton_ops.tiles import pointer, rows_of_chunk, shrink_tile
 from lora_plugins.kernels.tuning import ShrinkTile
 
 

@@ -20,7 +20,7 @@ from lora_plugins.findings import at_start
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.server.name_locks import NameLocks
+from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.settings import Settings, environment
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches import model_modules

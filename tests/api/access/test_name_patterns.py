@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_plugins.api.access.name_patterns import NamePattern
+from lora_plugins.api.access.policy import NamePattern
 
 
 @pytest.mark.parametrize(

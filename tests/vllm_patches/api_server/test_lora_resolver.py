@@ -14,8 +14,8 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.process import Process
+from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
-from lora_plugins.server.name_locks import NameLocks
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import lora_resolver, openai_serving_models
 from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver, describe_base

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections import Counter
 
-from lora_plugins.server.name_locks import NameLocks
+from lora_plugins.resolvers.single_flight import NameLocks
 
 
 def test_a_name_has_a_lock_only_while_it_is_held():
