@@ -81,7 +81,7 @@ def stall(seconds: float, after: int | None = None) -> Fault:
 
 
 def flip(at: int, *, in_object: bool = False) -> Fault:
-    """Change the byte at `at` of the body; with `in_object`, of the object: ranges that do not hold it stay whole."""
+    """Change the byte at `at` of the body; with `in_object`, of the object: only a request for this byte counts."""
     return Fault("flip", flip_at=at, flip_in_object=in_object)
 
 

@@ -65,14 +65,22 @@ class _Rule:
     skip: int
     left: float
 
-    def take(self, method: str, target: str) -> bool:
+    def take(self, method: str, target: str, asked: str | None) -> bool:
         if self.left <= 0 or (self.method and self.method != method) or not self.path.search(target):
+            return False
+        if self.fault.flip_in_object and not _holds(asked, self.fault.flip_at):
             return False
         if self.skip > 0:
             self.skip -= 1
             return False
         self.left -= 1
         return True
+
+
+def _holds(asked: str | None, at: int | None) -> bool:
+    """Whether a GET with this Range header, or none, asks for the byte at `at`."""
+    found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "bytes=0-")
+    return found is not None and at is not None and int(found[1]) <= at and (not found[2] or at <= int(found[2]))
 
 
 class FaultProxy(Listener):
@@ -158,7 +166,7 @@ class FaultProxy(Listener):
         with self._lock:
             self._requests.append(seen)
             target = f"{seen.path}?{query}" if query else seen.path
-            fault = next((rule.fault for rule in self._rules if rule.take(seen.method, target)), None)
+            fault = next((rule.fault for rule in self._rules if rule.take(seen.method, target, seen.range)), None)
         seen.fault = fault.name if fault else None
         return seen, fault
 

@@ -120,7 +120,7 @@ class AdapterView(BaseModel):
     tiers: list[str] = Field(default_factory=list, description='those that it is in: "store", "host", "slot"')
     requests_in_flight: int = Field(default=0, description="admitted to the engine's scheduler, and not finished")
     requests_held: int = Field(default=0, description="waiting for the adapter to be loaded, or for a slot")
-    last_used_at: float | None = Field(default=None, description="seconds since 1970")
+    last_used_at: float | None = Field(default=None, description="when the last request came; seconds since 1970")
     pinned: bool = Field(default=False, description="stays in host memory and slot until it is unpinned")
     pinned_digest: str | None = Field(
         default=None, description="the version that it was rolled back to, or loaded in by its path, and stays at"

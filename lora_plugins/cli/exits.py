@@ -9,7 +9,7 @@ from lora_plugins.errors import LoRAPluginsError
 
 
 class Exit(IntEnum):
-    """Exit codes; a shell reports 130 and 141 for the signals behind them."""
+    """Exit codes; 130 and 141 are those of a shell for SIGINT and SIGPIPE. WRONG: an adapter refused, or a problem."""
 
     OK = 0
     WRONG = 1

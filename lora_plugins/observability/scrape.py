@@ -1,4 +1,4 @@
-"""`/metrics` with the engines' current figures, queried only when `/metrics` is scraped.
+"""`/metrics` with the current figures of engines and store, queried only when `/metrics` is scraped.
 
 A query costs the engine loop a call between two steps. Queries are at least a second apart. A scrape waits for the
 answer for two seconds at most; after two seconds the scrape shows the last answer's figures.

@@ -50,7 +50,7 @@ class AdapterAffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray's class
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Ray Serve's: return the replicas in the order of attempts."""
+        """Ray Serve's: return groups of replicas in the order of attempts; all candidates, full ones too, come last."""
         if pending_request is None:
             return [candidate_replicas]
         request_id = pending_request.metadata.internal_request_id

@@ -244,7 +244,7 @@ def make_durable(paths: Sequence[Path]) -> None:
 
 
 def start_syncing(paths: Sequence[Path]) -> list[Future[None]]:
-    """Begin the work of `make_durable`, in threads of the store."""
+    """Begin to make files read-only and paths durable, in threads of the store; `result()` of each raises its error."""
     return [store_threads().submit(_sync, path) for path in paths]
 
 

@@ -57,7 +57,7 @@ _LANDED_BYTES = 4 << 20
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
+    """Answer requests until stdin ends, or until a request has taken much memory or time: the parent starts another."""
     # Descriptor 1 becomes stderr: a library's print must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -17,7 +17,7 @@ _VARIABLE = "LORA_PLUGINS_UNTESTED_VLLM"
 
 
 def installed_version(sources: Path) -> str:
-    """Return the version of the distribution of `sources`, or of this environment; "unknown" where neither says."""
+    """Return vLLM's version: of these sources, or else of this environment; "unknown" where neither says."""
     version = ledger_check.version(sources).removeprefix("vllm ")
     # `ledger_check.version` says "in PATH" for sources without metadata.
     if not version.startswith("in "):

@@ -46,7 +46,7 @@ class Agreement:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a result of this worker lacks another worker's result."""
+        """Whether the reporting worker has a result that another worker has not published; False in the others."""
         return bool(self._waiting)
 
     def publish(self, report: Report) -> None:

@@ -31,7 +31,7 @@ class Names:
         return self._place(pair.a.name) is not None and pair.a.name not in self.exchanged
 
     def place(self, module: str, *, is_looked_up: bool = False) -> ModulePlace | None:
-        """Return where the pair of a module lands, under the names that PEFT gives the pair."""
+        """Return where the pair of a module lands, or None; `is_looked_up`: the pair is of an embedding."""
         name = ".lora_embedding_A" if is_looked_up else ".lora_A.weight"
         return self._place(f"base_model.model.{module}{name}")
 

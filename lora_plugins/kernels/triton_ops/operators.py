@@ -120,7 +120,7 @@ class Operators:
         self._ranks.clear()
 
     def plan(self, rows: int, n_in: int, n_out: int) -> Plan:
-        """Return how a batch of these sizes is cut."""
+        """Return tiles and launches for a batch of these sizes; with `batch_invariant`, the same for all sizes."""
         return self.table.invariant() if self.batch_invariant else self.table.plan(rows, n_in, n_out)
 
     def module(

@@ -17,7 +17,7 @@ _REMEMBERED = 10_000
 
 
 class AdapterSpecs:
-    """The specs of one engine's adapters; `uris`: where adapters were loaded from, by engine id."""
+    """Makes the planner's `AdapterSpec` of a `LoRARequest`; `uris`: where adapters were loaded from, by engine id."""
 
     def __init__(self, state: PlannerState) -> None:
         self._state = state

@@ -83,7 +83,7 @@ def say(bed: Bed, etag: str, **checksum: str) -> None:
 @pytest.mark.parametrize("at", [0, 3 * MIB, len(DATA) - 1])
 def test_a_byte_changed_on_the_way_is_fetched_again(bed: Bed, at: int, checksum: str) -> None:
     put(bed, checksum)
-    bed.proxy.plan(faults.flip(at, in_object=True), path=WEIGHTS_PATH, method="GET", times=at // (256 << 10) + 1)
+    bed.proxy.plan(faults.flip(at, in_object=True), path=WEIGHTS_PATH, method="GET")
     assert read(bed.serve(bed.source()))[WEIGHTS_FILE] == DATA
     assert bed.proxy.bytes_sent(WEIGHTS_PATH) == 2 * len(DATA), "the file was fetched once more"
     assert bed.proxy.count("HEAD") == 1, "of the weights alone: the configuration has an MD5"
