@@ -49,7 +49,8 @@ def build(architecture: Architecture, base: Path, adapters: Path) -> dict[str, l
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() > 1:
+                # Ernie's bias of its choice of experts, which gradients do not change, stays 0.
+                if parameter.dim() > 1 and parameter.requires_grad:
                     parameter.normal_(0.0, STANDARD_DEVIATION)
             # Else each token's most likely next one is itself.
             if model.config.get_text_config().tie_word_embeddings and not architecture.pooled:

@@ -18,12 +18,16 @@ from tests.deployments.quiet import assert_quiet, metric
 from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S
 
+pytestmark = pytest.mark.nightly
+
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
 FEW = list(range(60, 64))  # tokens to choose from, so that some of what a draft says is right
 TOKENS = 24
 
 
-@pytest.mark.nightly
+@pytest.mark.deployment(
+    "speculative decoding", "tested", "a draft model, greedy: the base model and five adapters in two slots"
+)
 def test_tokens_beside_a_draft_are_those_of_peft(bed: Bed, tmp_path: Path) -> None:
     shutil.copytree(bed.adapters, tmp_path / "adapters")
     speculation = json.dumps({"method": "draft_model", "model": str(bed.base), "num_speculative_tokens": 2})

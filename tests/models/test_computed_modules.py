@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.adapter.model_modules import ModelModules, Unadapted
-from testbed.architectures import ARCHITECTURES, MLA, Architecture
+from testbed.architectures import ARCHITECTURES, BY_NAME, MLA, Architecture
 from testbed.forked_engines import ForkedEngines
 from testbed.matrix import same
 from testbed.recent_architectures import TURNED
@@ -75,3 +75,26 @@ def test_an_adapter_of_turned_rows_is_refused(engines: ForkedEngines, tmp_path: 
         refused, vllm, _ = engine.call("verdict", "attention")
     assert vllm == ""
     assert "4 of 4 modules that this engine turns or scales" in refused
+
+
+@pytest.mark.nightly
+def test_a_bias_of_ernies_router_has_no_effect_in_vllm(engines: ForkedEngines, tmp_path: Path) -> None:
+    """vLLM's router for CPUs leaves it out, without any adapter too: why the row's bias is 0, for PEFT to be right."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    ernie = BY_NAME["Ernie4_5_MoeForCausalLM"]
+    found = []
+    for chosen in (None, [0, 1], [2, 3]):
+        with engines.engine(ernie, tmp_path, with_plugins=False) as engine:
+            if chosen is None:
+                engine.call("build")
+            else:
+                weights = load_file(file := tmp_path / "base" / "model.safetensors")
+                biases = [name for name in weights if name.endswith("moe_statics.e_score_correction_bias")]
+                assert len(biases) == 2
+                bias = torch.zeros(1, 4).index_fill_(1, torch.tensor(chosen), 2.0)  # more than any probability
+                save_file(weights | {name: bias.clone() for name in biases}, file, {"format": "pt"})
+            engine.call("start")
+            found += engine.call("prompt_logprobs", [])
+    assert found[0] == found[1] == found[2]
