@@ -143,7 +143,7 @@ class Adapter:
 
     @property
     def is_unevictable(self) -> bool:
-        """Whether host memory stays: the adapter is pinned, or nobody could load the weights again."""
+        """Whether the adapter must stay in host memory: pinned, or not retired and without files to load again."""
         return self.is_pinned or (self.spec.given > 0 and not self.is_retired)
 
     @property

@@ -24,7 +24,7 @@ def resolve(futures: Iterable[Future[None]]) -> None:
 
 
 def all_of(futures: list[Future[None]]) -> Future[None]:
-    """Return a future that is done when all futures are; it raises the first error."""
+    """Return a future that is done when all futures are, or raises the first error at once."""
     whole: Future[None] = Future()
     left = set(futures)
 

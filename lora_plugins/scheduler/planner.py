@@ -290,7 +290,7 @@ class Planner:
         """Evict an adapter as soon as it is not used; done when the workers have evicted the adapter.
 
         With a `refusal`, held requests are refused; without a refusal they are served first. `is_last`: the id is not
-        given again, so requests that still come are answered alike.
+        given again, so later requests for the id are refused, or served, in the same way.
         """
         state = self.state
         # An id may come back with other weights: its next generation gets a key that batches have never seen.

@@ -371,8 +371,8 @@ class Lifecycle:
     ) -> VersionChange:
         """Go back to the version before, or to the version whose digest begins with `digest`, and stay there.
 
-        The name keeps its last two versions; the store may still have older versions. A beginning of a digest matches
-        only versions that this name has had.
+        The name keeps its last `KEPT_VERSIONS`; the store may still have older versions. A beginning of a digest
+        matches only versions that this name has had.
 
         Raises:
             VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.

@@ -46,7 +46,7 @@ class ServedFile:
 
     @classmethod
     def of_store(cls, root: Path, base_path: str, replica: str) -> ServedFile:
-        """The file below a store's root for the served model's path or Hub id, and any name of the replica."""
+        """A replica's file below a store's root; `base_path`: the model's path or Hub id, `replica`: any text."""
         return cls(Layout(root).folder("served") / f"{key_of(base_path)}.{key_of(replica)[:16]}.json")
 
     def touch(self) -> None:

@@ -70,7 +70,7 @@ class Snapshots:
                 return found
 
     def known(self, request: Any) -> Any:
-        """The answer of `of` where no file has to be read; else None."""
+        """The request for the engine, as `of` returns, where no file has to be read; else None."""
         if self._stays(request):
             return request
         kept = self._kept.get(request.lora_int_id)

@@ -1,8 +1,8 @@
 """Leases of adapters: one empty file for each adapter and process, void once the process is dead.
 
-A host that is silent (a frozen machine, a hung mount) keeps its leases, but where room is needed, adapters that
-only silent hosts lease go, after all adapters without a lease. A process that wakes writes its leases again before
-relying on a lease, and learns which adapters are gone.
+A host that is silent (a frozen machine, a hung mount; times in `processes.py`) keeps its leases, but where room is
+needed, adapters that only silent hosts lease go, after all adapters without a lease. A process that wakes writes its
+leases again before relying on a lease, and learns which adapters are gone.
 
 Several holders inside a process (the names of a served adapter) share the file; the last holder's end removes the file.
 """

@@ -37,12 +37,12 @@ class Group(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The compiled product for one dtype of x, y and the weights.
+    """The compiled `y += scale * B A x` for one dtype of x, y and the weights.
 
     Attributes:
         add: `add(groups, n_groups, in, parts, scale, x, x_stride, y, y_stride)`, pointers and strides in elements;
             unchecked.
-        parts: `parts(groups, n_groups, in)`, into how many parts the first product's sum is best divided; each group's
+        parts: `parts(groups, n_groups, in)`, into how many parts the sum of `A x` is best divided; each group's
             `shrunk` has as many parts.
         pack: `pack(from, stride, columns, depth, panels, first, total)` writes columns into panels; unchecked.
         panel: columns of a full panel of A or B. lanes: columns of a narrow panel; panels are filled up to a multiple.

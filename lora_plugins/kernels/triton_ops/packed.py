@@ -103,7 +103,7 @@ def batch_arguments(module: PackedModule, ranks: Any, chunks: Chunks, size: int,
 
 
 def constants(module: PackedModule, size: int) -> dict[str, Any]:
-    """Return the constants that every kernel is compiled for."""
+    """Return the compile-time arguments that all kernels share; `size`: rows of a chunk."""
     return {
         "ELEMENT": ELEMENTS[module.dtype],
         "ALIGNED": module.aligned,

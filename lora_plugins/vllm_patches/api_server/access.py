@@ -19,7 +19,7 @@ from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 
 
 def install(app: Any, process: Process) -> None:
-    """Have the API server `app` let in only those who may, by settings and options; a second call changes nothing.
+    """Have `app` let only administrators change adapters, and apply a policy; a second call changes nothing.
 
     Call before the server adds its own middleware (an endpoint plugin's `attach_router` runs before).
 

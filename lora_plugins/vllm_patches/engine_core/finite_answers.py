@@ -79,9 +79,9 @@ class FiniteAnswers:
             self._with_nan.pop(_version(adapter), None)
 
     def why_quarantined(self, adapter: Adapter) -> LoRAPluginsError | None:
-        """Return why a generation answers no requests now, or None.
+        """Return the error for requests of a version that has answered with NaN in a row, or None.
 
-        After `QUARANTINE_S` the generation answers again, until the next NaN.
+        After `QUARANTINE_S` the version answers again, until the next NaN.
         """
         in_a_row = self._with_nan.get(_version(adapter))
         if in_a_row is None or in_a_row.count < _MOST:
