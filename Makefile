@@ -94,7 +94,7 @@ bench-verify: set-up ## what verification costs, by adapter size, and what an ev
 	@$(RUN) -m benchmarks.verify_cost
 	@$(RUN) -m benchmarks.verify_loop
 
-bench-models: set-up ## adapters of every kind on 76 architectures; writes docs/reference/models.md (10 minutes)
+bench-models: set-up ## adapters of every kind on each architecture of the testbed; writes docs/reference/models.md (10 minutes)
 	@$(RUN) -m benchmarks.models
 
 bench-mutants: set-up ## adapters with a fault, and of threads on stock vLLM: refused, caught, or silent (6 minutes)

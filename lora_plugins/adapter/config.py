@@ -34,7 +34,8 @@ _LEAVE_OUT = ("exclude_modules", "layers_to_transform")
 _OLD_PEFT = re.compile(r"0\.(1[0-8]|19\.0)\b")
 _MAX_KINDS = 256  # kinds of modules, and characters of a name
 
-# PEFT features that change an adapter's computation and that vLLM lacks: vLLM refuses or ignores each.
+# PEFT features that change an adapter's computation and that vLLM lacks: vLLM refuses or ignores each. An empty
+# value is off, as PEFT reads these keys.
 _UNSUPPORTED = {
     "use_dora": "DoRA (use_dora)",
     "lora_bias": "a bias beside B (lora_bias)",

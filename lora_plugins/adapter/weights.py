@@ -27,6 +27,7 @@ _NAME = re.compile(
 )
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
+_VELORA = re.compile(r"\.lora_velora_embed\b")
 _WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
 
 
@@ -151,6 +152,12 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
         )
     if found is None and _DORA.search(name):
         raise unsupported(f"DoRA, by tensor '{name}'")
+    if found is None and _VELORA.search(name):
+        raise IncompatibleAdapter(
+            f"tensor '{name}' of VeLoRA, which PEFT uses in training alone",
+            expected="A and B alone, with which VeLoRA answers as LoRA does",
+            remedy="remove the tensors named lora_velora_embed from the file, and velora_config from its configuration",
+        )
     if (found is None or name.endswith((".lora_A", ".lora_B"))) and (foreign := foreign_key(name)):
         raise foreign
     if found is None:

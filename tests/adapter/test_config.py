@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -31,6 +32,22 @@ UNSUPPORTED = {
 }
 INITS_THAT_CHANGE_THE_BASE = ["pissa", "PiSSA", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "unheard_of"]
 PLAIN_INITS = [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica", "lora_ga"]
+READ = {
+    *("r", "lora_alpha", "target_modules", "base_model_name_or_path", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("modules_to_save", "peft_type", "peft_version", "bias", "init_lora_weights"),
+    *("exclude_modules", "layers_to_transform"),  # targets then say nothing about lost modules
+}
+# Keys of PEFT's LoraConfig that change no answer beside the tensors, and why.
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("auto_mapping", "inference_mode", "revision", "task_type"), "how PEFT loads the base model"),
+    **dict.fromkeys(("lora_dropout", "runtime_config", "megatron_config", "megatron_core"), "how PEFT trains"),
+    **dict.fromkeys(("corda_config", "eva_config", "loftq_config", "lora_ga_config"), "see init_lora_weights"),
+    **dict.fromkeys(("layers_pattern", "target_parameters"), "the names of the tensors say as much"),
+    "ensure_weight_tying": "PEFT saves the pairs of both modules",
+    "fan_in_fan_out": "the base model's weight is transposed, A and B are not",
+    "qalora_group_size": "see use_qalora",
+    "velora_config": "A is computed otherwise in training alone; its tensor is refused (test_weights.py)",
+}
 
 
 def test_what_peft_saves_is_read():
@@ -60,6 +77,14 @@ def test_a_config_as_peft_itself_writes_it_is_read(tmp_path):
     of_peft = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], base_model_name_or_path="org/tiny")
     of_peft.save_pretrained(tmp_path)
     assert parse_config((tmp_path / CONFIG_FILE).read_bytes()) == parse_config(config_bytes())
+
+
+def test_each_field_of_pefts_configuration_has_been_judged():
+    """A field that a new PEFT brings may change an adapter's computation: judge the field, then put it into a list."""
+    from peft import LoraConfig
+
+    judged = READ | {*UNSUPPORTED} | {*WITHOUT_EFFECT}
+    assert {field.name for field in dataclasses.fields(LoraConfig)} == judged
 
 
 @pytest.mark.parametrize("key", ["r", "lora_alpha", "target_modules"])

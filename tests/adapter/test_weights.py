@@ -79,6 +79,11 @@ def test_a_tensor_without_lora_in_its_name_is_refused(name):
     assert name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") in caught.value.found
 
 
+def test_a_tensor_of_velora_is_named_with_what_to_remove():
+    with pytest.raises(IncompatibleAdapter, match=r"of VeLoRA.*remove the tensors named lora_velora_embed"):
+        paired(*both(), tensor(f"base_model.model.{Q}.lora_velora_embed", 8))
+
+
 def test_the_adapters_name_in_keys_is_read():
     """A state dict that was saved without PEFT's own function."""
     weights = paired(
