@@ -190,6 +190,8 @@ def test_overlay_of_the_guide_renders_as_it_says(tmp_path):
     assert store["emptyDir"]["sizeLimit"] == "100Gi"
     limits = container["resources"]["limits"]
     assert (limits["nvidia.com/gpu"], limits["ephemeral-storage"]) == ("1", "130Gi")
+    (rank,) = re.findall(r"lora-plugins why .* (--max-lora-rank) (\d+)$", GUIDE, re.MULTILINE)
+    assert "=".join(rank) in container["args"]
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
