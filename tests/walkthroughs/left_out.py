@@ -44,21 +44,4 @@ DOCKER = Walk(
     {},
 )
 
-FIRST_REQUEST = Walk(
-    "docs/guides/first-request.md",
-    [
-        Step(
-            "location /v1/ {",
-            Do.LEAVE_OUT,
-            "needs nginx; tests/test_guides.py::test_deadlines_for_first_requests_are_those_of_the_code",
-        ),
-        Step(
-            "Adapter 'team/sql' is still being fetched from s3 after 35 s: 350.1 of 1200.0 MB are here",
-            Do.LEAVE_OUT,
-            "a line of the log; tests/test_guides.py::test_progress_of_first_requests_is_shown_as_logged",
-        ),
-    ],
-    {},
-)
-
 ROUTING = Walk("docs/guides/routing.md", [Step(SHELL, Do.LEAVE_OUT, REPLICAS)], {})

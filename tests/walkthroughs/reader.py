@@ -63,7 +63,7 @@ class Walk:
         done = "".join(
             block.commands()
             for block, step in zip(self.blocks(), self.steps, strict=False)
-            if step.do in (Do.RUN, Do.SERVE)
+            if step.do is not Do.LEAVE_OUT
         )
         return wrong + [
             f"{self.page}: nothing to substitute: {text}" for text in self.substitutions if text not in done
@@ -93,7 +93,7 @@ class Reader:
             if step.do is Do.WRITE:
                 file = self.folder / step.note
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(block.text)
+                file.write_text(self._as_read(block.text))
             elif step.do is Do.SERVE:
                 self.serve(block)
                 self.served(step.first)
@@ -131,10 +131,13 @@ class Reader:
         self.servers.append(Server(self.url, process, log_file))
         wait_until_healthy(self.servers[-1])
 
-    def _script(self, block: Block) -> str:
-        text = block.commands()
+    def _as_read(self, text: str) -> str:
         for written, (read, _) in self.walk.substitutions.items():
             text = text.replace(written, read.format_map(self.values))
+        return text
+
+    def _script(self, block: Block) -> str:
+        text = self._as_read(block.commands())
         if block.language == "python":
             text = f"python - <<'END-OF-BLOCK'\n{text}END-OF-BLOCK\n"
         variables = self.folder / ".variables"
