@@ -5,23 +5,11 @@ from __future__ import annotations
 from tests.walkthroughs.reader import Do, Step, Walk
 
 INSTALLED = "needs an index of packages; tests/installation/test_install.py installs the wheel beside a vLLM"
-RECIPE = (
-    "needs an index; tests/installation/test_recipes.py::test_recipe_upgrades_us_and_changes_nothing_else has its own"
-)
 NO_IMAGE = "no container engine here; tests/test_manifests.py runs the image's steps and reads the compose files"
 REPLICAS = "starts Ray and two servers; tests/ray/test_real_engine.py does"
 SHELL = 'pip install "lora-plugins[ray] @ git+$REPOSITORY"'
 CURL = "curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
 
-
-INSTALL = Walk(
-    "docs/get-started/install.md",
-    [
-        Step('pip install "lora-plugins @ git+$REPOSITORY"    # or: uv pip install …', Do.LEAVE_OUT, INSTALLED),
-        Step("pip list --format=freeze --exclude lora-plugins > installed.txt", Do.LEAVE_OUT, RECIPE),
-    ],
-    {},
-)
 
 IMAGE = Walk(
     "docs/get-started/image.md",
