@@ -239,6 +239,18 @@ def test_page_on_docker_names_compose_files_that_exist():
     assert "-f examples/docker/compose" not in page
 
 
+def test_compose_commands_of_the_page_fit_the_compose_file():
+    page = (ROOT / "docs" / "guides" / "docker.md").read_text()
+    text = (ROOT / "examples" / "docker" / "compose.yaml").read_text()
+    (block,) = re.findall(r"^export COMPOSE_FILE=.*?^```", page, re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"\$\{(\w+):\?", text)) <= set(re.findall(r"\b([A-Z_]+)=", block))
+    services = yaml.safe_load(text)["services"]
+    used = re.findall(r"^docker compose (?:run --rm|exec|logs) (\w+)", page, re.MULTILINE)
+    assert used
+    assert set(used) <= set(services)
+    assert services["vllm"]["ports"] == ["127.0.0.1:8000:8000"]
+
+
 def synced(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     script = KUBERNETES / "overlays" / "sync-from-hub" / "sync_from_hub.py"
     command = [sys.executable, str(script), "s3://adapters", *arguments]

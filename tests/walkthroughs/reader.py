@@ -90,6 +90,8 @@ class Reader:
         """
         assert self.walk.wrong() == []
         for step, block in zip(self.walk.steps, self.walk.blocks(), strict=True):
+            if step.before:
+                self.run(replace(block, text=f"{step.before}\n", language=""))
             if step.do is Do.WRITE:
                 file = self.folder / step.note
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,6 @@ class Reader:
                 self.serve(block)
                 self.served(step.first)
             elif step.do is Do.RUN:
-                self.run(replace(block, text=f"{step.before}\n", language=""))
                 self.printed[step.first] = self.run(block, exits=step.exits)
 
     def run(self, block: Block, *, exits: int = 0) -> str:

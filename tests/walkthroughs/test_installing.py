@@ -60,7 +60,8 @@ class Environment:
 
     folder: Path
 
-    def make(self) -> None:
+    def make(self, seen_as: Path | None = None) -> None:
+        """Make the folder, which is `seen_as` another path by its own processes if the path is given."""
         venv.create(self.folder, with_pip=True)
         linked = self.folder / "linked"
         linked.mkdir()
@@ -70,7 +71,7 @@ class Environment:
         for path in Path(found.origin).parent.parent.iterdir():
             if not path.name.startswith(NOT_LINKED) and path.suffix != ".pth":
                 (linked / path.name).symlink_to(path)
-        (self.own / "linked.pth").write_text(f"{linked}\n")
+        (self.own / "linked.pth").write_text(f"{(seen_as or self.folder) / linked.name}\n")
 
     @property
     def own(self) -> Path:
