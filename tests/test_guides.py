@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import re
+import shlex
 import subprocess
 import textwrap
 from pathlib import Path
@@ -20,6 +21,7 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
+from lora_plugins.ray import __main__ as ray_command
 from lora_plugins.resolvers.sources.retries import look_up_timeout_s
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server import declared_file
@@ -102,3 +104,12 @@ def test_progress_of_first_requests_is_shown_as_logged(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger=logger.name)
     LogEvents()(event)
     assert f"```text\n{caplog.messages[-1]}\n```" in page
+
+
+@pytest.mark.parametrize("name", ["routing", "replicas"])
+def test_commands_for_ray_are_those_of_our_parser(name):
+    page = (ROOT / "docs" / "guides" / f"{name}.md").read_text()
+    (command,) = re.findall(r"^python -m lora_plugins\.ray (.+)$", page, re.MULTILINE)
+    parsed = ray_command.parser().parse_args(shlex.split(command))
+    assert (parsed.replicas, parsed.num_gpus, parsed.host, parsed.port) == (2, 1, "127.0.0.1", 8000)
+    assert parsed.arguments[1:] == ["--enable-lora", "--max-loras", "8", "--max-cpu-loras", "64"]

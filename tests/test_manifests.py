@@ -190,6 +190,8 @@ def test_overlay_of_the_guide_renders_as_it_says(tmp_path):
     assert store["emptyDir"]["sizeLimit"] == "100Gi"
     limits = container["resources"]["limits"]
     assert (limits["nvidia.com/gpu"], limits["ephemeral-storage"]) == ("1", "130Gi")
+    (rank,) = re.findall(r"lora-plugins why .* (--max-lora-rank) (\d+)$", GUIDE, re.MULTILINE)
+    assert "=".join(rank) in container["args"]
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
@@ -235,6 +237,18 @@ def test_page_on_docker_names_compose_files_that_exist():
     named = {name for names in re.findall(r"COMPOSE_FILE=([\w./:-]+)", page) for name in names.split(":")}
     assert named == {f"examples/docker/{file.name}" for file in (ROOT / "examples" / "docker").glob("compose*.yaml")}
     assert "-f examples/docker/compose" not in page
+
+
+def test_compose_commands_of_the_page_fit_the_compose_file():
+    page = (ROOT / "docs" / "guides" / "docker.md").read_text()
+    text = (ROOT / "examples" / "docker" / "compose.yaml").read_text()
+    (block,) = re.findall(r"^export COMPOSE_FILE=.*?^```", page, re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"\$\{(\w+):\?", text)) <= set(re.findall(r"\b([A-Z_]+)=", block))
+    services = yaml.safe_load(text)["services"]
+    used = re.findall(r"^docker compose (?:run --rm|exec|logs) (\w+)", page, re.MULTILINE)
+    assert used
+    assert set(used) <= set(services)
+    assert services["vllm"]["ports"] == ["127.0.0.1:8000:8000"]
 
 
 def synced(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

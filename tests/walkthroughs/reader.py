@@ -63,7 +63,7 @@ class Walk:
         done = "".join(
             block.commands()
             for block, step in zip(self.blocks(), self.steps, strict=False)
-            if step.do in (Do.RUN, Do.SERVE)
+            if step.do is not Do.LEAVE_OUT
         )
         return wrong + [
             f"{self.page}: nothing to substitute: {text}" for text in self.substitutions if text not in done
@@ -90,15 +90,16 @@ class Reader:
         """
         assert self.walk.wrong() == []
         for step, block in zip(self.walk.steps, self.walk.blocks(), strict=True):
+            if step.before:
+                self.run(replace(block, text=f"{step.before}\n", language=""))
             if step.do is Do.WRITE:
                 file = self.folder / step.note
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(block.text)
+                file.write_text(self._as_read(block.text))
             elif step.do is Do.SERVE:
                 self.serve(block)
                 self.served(step.first)
             elif step.do is Do.RUN:
-                self.run(replace(block, text=f"{step.before}\n", language=""))
                 self.printed[step.first] = self.run(block, exits=step.exits)
 
     def run(self, block: Block, *, exits: int = 0) -> str:
@@ -131,10 +132,13 @@ class Reader:
         self.servers.append(Server(self.url, process, log_file))
         wait_until_healthy(self.servers[-1])
 
-    def _script(self, block: Block) -> str:
-        text = block.commands()
+    def _as_read(self, text: str) -> str:
         for written, (read, _) in self.walk.substitutions.items():
             text = text.replace(written, read.format_map(self.values))
+        return text
+
+    def _script(self, block: Block) -> str:
+        text = self._as_read(block.commands())
         if block.language == "python":
             text = f"python - <<'END-OF-BLOCK'\n{text}END-OF-BLOCK\n"
         variables = self.folder / ".variables"

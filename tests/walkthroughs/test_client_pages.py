@@ -8,7 +8,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from testbed.models import edit_config
 from testbed.pages import Block
 from testbed.server import Server
 from tests.e2e.servers import admin_server
+from tests.walkthroughs import debian
 from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk
 
 pytestmark = [
@@ -129,21 +130,20 @@ DEMO = Walk(
 )
 
 COUNT = "curl -s localhost:8000/metrics | grep -c '^lora_plugins_'     # not 0: the plugins run in this server"
-ALERTS = "tests/observability/test_alerts.py"
+CHECK_RULES = "promtool check rules examples/prometheus/alerts.yml"
+RUNBOOKS = (
+    "sed -i 's|runbook_url: docs/operate/monitoring.md|runbook_url: https://wiki.example.com/operate/monitoring/|' \\"
+)
 MONITORING = Walk(
     "docs/operate/monitoring.md",
     [
         Step("scrape_configs:                      # prometheus.yml", Do.WRITE, "prometheus.yml"),
         Step(COUNT),
         Step(
-            "promtool check rules examples/prometheus/alerts.yml",
-            Do.LEAVE_OUT,
-            f"needs promtool; {ALERTS}::test_prometheus_reads_the_alerts runs it where it is installed",
-        ),
-        Step(
-            "sed -i 's|runbook_url: docs/operate/monitoring.md|runbook_url: https://wiki.example.com/operate/monitoring/|' \\",  # noqa: E501 - as the page has it
+            CHECK_RULES,
             before=f"mkdir -p examples && cp -r {ROOT}/examples/prometheus {ROOT}/examples/kubernetes examples",
         ),
+        Step(RUNBOOKS),
     ],
     {"localhost:8000": ("{address}", "other servers run beside this one")},
 )
@@ -320,7 +320,11 @@ def test_an_adapter_is_loaded_swapped_and_unloaded_by_hand(home: Home, pages: Pa
 
 
 def test_metrics_are_scraped_as_the_page_says(pages: Pages, tmp_path: Path) -> None:
-    reader = pages.read(MONITORING)
+    path = f"{pages.env['PATH']}:{debian.folder_of(*debian.PROMTOOL)}"
+    reader = replace(pages, env={**pages.env, "PATH": path}).read(MONITORING)
+    assert re.search(r"SUCCESS: \d+ rules found", reader.printed[CHECK_RULES])
+    linked = reader.run(Block("", f"promtool check config prometheus.yml && {CHECK_RULES}\n", 0))
+    assert (linked.count("SUCCESS"), linked.count("rules found")) == (2, 1)
     assert int(reader.printed[COUNT]) > 0
     (scrape,) = yaml.safe_load((tmp_path / "prometheus.yml").read_text())["scrape_configs"]
     assert scrape["static_configs"][0]["targets"]

@@ -17,7 +17,6 @@ from testbed.hub import local_hub
 from testbed.models import PROMPT
 from testbed.server import reserved_port
 from tests.walkthroughs.conftest import SMALL
-from tests.walkthroughs.left_out import CURL, INSTALLED, REPLICAS
 from tests.walkthroughs.reader import Do, Reader, Step, Walk, reading
 
 pytestmark = [
@@ -26,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(None in map(shutil.which, ("curl", "jq", "openssl")), reason="the pages use them"),
 ]
 
+INSTALLED = "needs an index of packages; tests/walkthroughs/test_installing.py installs from such an address"
+CURL = "curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
 PORT = ("127.0.0.1:{port}", "other servers run beside this one")
 HUB_ADAPTER = "jeeejeee/llama32-3b-text2sql-spider"
 OF_SGLANG = "algoprog/fact-generation-llama-3.1-8b-instruct-lora"
@@ -153,23 +154,27 @@ MIGRATING = Walk(
     },
 )
 
+INSTALL_RAY = 'pip install "lora-plugins[ray] @ git+$REPOSITORY"'
+
+REPLICAS = "starts Ray and two servers; tests/ray/test_real_engine.py does"
 SERVERS = [
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --tensor-parallel-size 2",
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --data-parallel-size 2",
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --api-server-count 4",
 ]
+ASK_RAY = "curl -s -D - localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
 SEVERAL = Walk(
     "docs/guides/replicas.md",
     [
         Step("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters"),
         *(Step(first, Do.SERVE) for first in SERVERS),
-        Step('pip install "lora-plugins[ray] @ git+$REPOSITORY"', Do.LEAVE_OUT, REPLICAS),
-        Step(
-            "curl -s -D - localhost:8000/v1/completions -H 'Content-Type: application/json' \\", Do.LEAVE_OUT, REPLICAS
-        ),
+        Step(INSTALL_RAY, Do.LEAVE_OUT, REPLICAS),
+        Step(ASK_RAY, Do.LEAVE_OUT, REPLICAS),
     ],
     {**small("BASE"), **folder_of_adapters("/adapters")},
 )
+
+ROUTING = Walk("docs/guides/routing.md", [Step(INSTALL_RAY, Do.LEAVE_OUT, REPLICAS)], {})
 
 
 @contextmanager
