@@ -290,6 +290,23 @@ def test_the_tables_of_patches_are_the_ledger() -> None:
     assert named == set(entries)
 
 
+def test_the_rows_of_patches_name_each_class_that_is_wrapped() -> None:
+    rows_of = {
+        f"{FOLDERS.get(process, process.lower().replace(' ', '_') + '/')}{file}": set(SPAN.findall(objects))
+        for process, files, objects, _ in rows("process | file | object of vLLM")
+        for file in SPAN.findall(files)
+    }
+    folder = ROOT / "lora_plugins" / "vllm_patches"
+    wrapped = {
+        path.relative_to(folder).as_posix(): owners
+        for path in folder.rglob("*.py")
+        if (owners := {*re.findall(r"^ +wrap\((?:\w+\.)?([A-Z]\w+),", path.read_text(), re.MULTILINE)})
+    }
+    assert len(wrapped) > 10
+    lacking = {file: owners - rows_of[file] for file, owners in wrapped.items() if not owners <= rows_of[file]}
+    assert lacking == {}
+
+
 def _objects_are_in(objects: str, entries: list[ledger.Patch]) -> None:
     symbols = "\n".join(f"{entry.symbols}\n{entry.what}" for entry in entries)
     assert SPAN.findall(objects), objects
