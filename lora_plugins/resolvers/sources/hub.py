@@ -128,7 +128,7 @@ class HubSource:
         """Get the located files at the located commit, all files at once.
 
         Raises:
-            VersionChanged: the commit is gone.
+            VersionChanged: the commit or the repository is gone, or private by now.
             SourceUnavailable: the Hub does not answer or denies, or the deadline has passed.
             OSError: the directory cannot be written.
         """
@@ -146,7 +146,11 @@ class HubSource:
                     tasks.append(asyncio.create_task(self._fetch_file(repo_file, download, stop, state)))
                 await asyncio.gather(*tasks)
             await asyncio.to_thread(discard_scratch, download.directory)
-        except AdapterNotFound:
+        except (AdapterNotFound, RemoteFailure) as error:
+            # Without a token the Hub answers 401 for a repository that has gone since it was located: a look-up knows
+            # whether somebody may be told.
+            if isinstance(error, RemoteFailure) and error.kind is not FailureKind.HIDDEN:
+                raise
             raise VersionChanged(
                 f"no {uri.repo}@{adapter.version[:12]} any more",
                 expected="the commit that was there",

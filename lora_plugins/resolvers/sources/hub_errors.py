@@ -2,7 +2,8 @@
 
 ```
 MISSING   404 with the Hub's own error code         absent, or VersionChanged while fetching
-HIDDEN    401 for a repository: missing or private  L006 where an entry names the repository, else absent
+HIDDEN    401 for a repository: missing or private  L006 where an entry names the repository, else absent; while
+                                                    fetching, VersionChanged
 OFFLINE   HF_HUB_OFFLINE                            what the Hub's cache holds, else L006
 REFUSED   an answer that is not the Hub's           L006
 others                                              L006, after retries where they may help

@@ -297,6 +297,17 @@ def test_a_branch_that_moves_before_the_fetch_changes_nothing(bed, server):
     assert bed.serve("team/sql") == OTHER
 
 
+def test_a_repository_gone_since_it_was_located_is_absent(bed, server):
+    """Without a token the Hub answers 401 for a repository that is missing, as for one that is private."""
+    server.commit("acme/sql", FILES)
+    found = located(bed, "acme/sql")
+    server.delete("acme/sql")
+    with pytest.raises(VersionChanged):
+        bed.obtain(bed.source(), found)
+    assert bed.locate("acme/sql") is None
+    assert bed.leftovers() == []
+
+
 def test_a_commit_that_is_gone_is_located_again(bed, server):
     found = located(bed, "team/sql", token=server.user("hf_any"))
     server.delete("team/sql")
