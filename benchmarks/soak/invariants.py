@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,11 @@ class Monitor:
 
 def leased(store: Path) -> set[str]:
     """The digests that some process has leased."""
-    return {path.parent.name for path in store.glob(".leases/*/*")}
+    found = set()
+    for folder in (store / ".leases").iterdir():
+        with suppress(FileNotFoundError):  # the last lease has ended meanwhile
+            found |= {folder.name for _ in folder.iterdir()}
+    return found
 
 
 # What must be gone, by metric, once everything is unloaded.
