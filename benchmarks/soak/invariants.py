@@ -52,7 +52,7 @@ class Monitor:
 
     async def check(self) -> None:
         """Look once; a violation is written down."""
-        began = time.monotonic()
+        began, before = time.monotonic(), await asyncio.to_thread(leased, self._store)
         try:
             async with connect(self._target.url, LONGEST_CHECK_S) as client:
                 health = (await client.get("/health")).status_code
@@ -69,7 +69,8 @@ class Monitor:
             return
         views = answer.json()["loras"]
         self.check_list(views)
-        self.check_leases(views, await asyncio.to_thread(leased, self._store))
+        # Before the list and after: a name may be unloaded, or loaded, between the list and a look.
+        self.check_leases(views, before | await asyncio.to_thread(leased, self._store))
         self.check_metrics(metrics)
 
     def check_list(self, views: list[dict[str, Any]]) -> None:

@@ -110,7 +110,9 @@ class Lives:
                 await self._start()
                 world.oracle.down.close(0, time.monotonic())
                 if in_outage:
-                    await self._check_served_at_once(before, set(damaged))
+                    # Directories answer all the same, and a server unloads what they have no more.
+                    gone_names = {one.name for one in world.names if one.place == "filesystem" and one.current is None}
+                    await self._check_served_at_once(before, gone_names | set(damaged))
                     await asyncio.sleep(_OUTAGE_S)
             await self._has_asked(before)
             # A damaged copy is fetched again once the server is ready.
@@ -118,9 +120,9 @@ class Lives:
             await self._compare(before, after, world, operator)
             self.down_s += time.monotonic() - began
 
-    async def _check_served_at_once(self, before: dict[str, dict[str, Any]], damaged: set[str]) -> None:
-        """With no source there, what was served is served as it was, but for what has damaged bytes."""
-        stored = {name: view for name, view in before.items() if name not in damaged and "store" in view["tiers"]}
+    async def _check_served_at_once(self, before: dict[str, dict[str, Any]], left_out: set[str]) -> None:
+        """With no remote source there, what was served is served as it was, but for the names that are left out."""
+        stored = {name: view for name, view in before.items() if name not in left_out and "store" in view["tiers"]}
         now = await self._listed(stored)
         for name, view in stored.items():
             found = now.get(name, {}).get("digest")
