@@ -115,7 +115,7 @@ class World:
         one.replaced.pop(version, None)
         if before is not None and before != version:
             one.replaced[before] = now
-        if one.uri is None and not one.is_blocked:
+        if one.uri is None and one.is_blocked is False:
             claims.close(Claim.ABSENT, now + ABSENT_TTL_S + FLIGHT_S)
 
     async def remove(self, one: Name) -> None:
