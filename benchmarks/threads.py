@@ -112,7 +112,12 @@ THREADS = (
         "a text model's keys (`model.layers`) on its multimodal wrapper; here Idefics3",
         text_on_wrapper,
     ),
-    Thread((f"{VLLM}48974",), "`kv_b_proj` of multi-head latent attention; here DeepSeek-V2", latent_attention),
+    Thread(
+        (f"{VLLM}48974",),
+        "`kv_b_proj` of multi-head latent attention; here DeepSeek-V2",
+        latent_attention,
+        ("--attention-backend", "CPU_MLA"),  # on processors with AMX vLLM 0.32 takes a backend that has no float32
+    ),
     Thread(
         (f"{VLLM}55193",),
         "`down_proj` alone, on a server with `--lora-target-modules qkv_proj`",
