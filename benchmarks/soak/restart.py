@@ -15,6 +15,7 @@ from typing import Any, Self
 from benchmarks.soak.clients import Target, connect
 from benchmarks.soak.journal import Journal
 from benchmarks.soak.operators import Operator
+from benchmarks.soak.oracle import Claim
 from benchmarks.soak.processes import Processes
 from benchmarks.soak.server import Surroundings, kill
 from benchmarks.soak.source_faults import SourceFaults
@@ -107,6 +108,10 @@ class Lives:
                     if not one.is_blocked:  # what is blocked stays so
                         world.may_be_resolved(one)
                     one.is_held, one.is_pinned, one.is_certain = is_held, is_pinned, is_certain
+                # Served from the store at first, and unloaded once the source has said that there is no such adapter.
+                lost = [world.oracle.of(one.name) for one in world.names if one.current is None]
+                for claims in lost:
+                    claims.open(Claim.UNLOADING, time.monotonic())
                 await self._start()
                 world.oracle.down.close(0, time.monotonic())
                 if in_outage:
@@ -115,6 +120,8 @@ class Lives:
                     await self._check_served_at_once(before, gone_names | set(damaged))
                     await asyncio.sleep(_OUTAGE_S)
             await self._has_asked(before)
+            for claims in lost:
+                claims.close(Claim.UNLOADING, time.monotonic() + 1)
             # A damaged copy is fetched again once the server is ready.
             after = await self._listed([name for name in before if world.by_name[name].current is not None])
             await self._compare(before, after, world, operator)
