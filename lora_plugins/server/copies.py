@@ -23,7 +23,7 @@ from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
-from lora_plugins.server.registry import ServedAdapter, gone_from_source
+from lora_plugins.server.registry import ServedAdapter, gone_from_source, no_longer_served
 from lora_plugins.server.shares import Share, Shares
 from lora_plugins.server.swapping import VersionChange, swap, updating
 from lora_plugins.store.errors import DamagedCopy
@@ -160,8 +160,11 @@ class Copies:
         """End leases of names for adapters without running requests, so that the store may remove the copies.
 
         Pinned adapters keep their leases. A name keeps the lease of its fixed digest, and of a version that is the only
-        copy: no source may have the version any more.
+        copy: no source may have the version any more. A name `NAME@DIGEST` is unloaded: the next request loads the
+        version again, as long as the store has a copy. A trainer that samples from each of its versions would otherwise
+        fill the store.
         """
+        await self._unload_idle_versions()
         used_at = self._server.planner.used_at
         idle = [
             (version.digest, adapter.name, used_at.get(adapter.engine_id) if version is adapter.version else None)
@@ -171,6 +174,21 @@ class Copies:
             if not (adapter.is_only_copy and version is adapter.version)
         ]
         await asyncio.to_thread(self._store.end_leases, idle)
+
+    async def _unload_idle_versions(self) -> None:
+        """Unload all names `NAME@DIGEST` without requests; a name that changes at this moment stays."""
+        if not any(adapter.is_by_digest for adapter in self._registry.all()):
+            return
+        states = await self._server.planner.states()
+        unloading = []
+        for adapter in self._registry.all():
+            state, lock = states(adapter.engine_id), self._server.vllm.lock(adapter.name)
+            # The caller may hold a lock, so wait for none.
+            is_idle = not (state.held or state.running or lock.locked())
+            if adapter.is_by_digest and not adapter.is_pinned and is_idle:
+                self._registry.remove(adapter.name)
+                unloading.append(self._server.drain(adapter, no_longer_served(adapter.name)))
+        await asyncio.gather(*unloading)
 
     async def _replace(self, adapter: ServedAdapter) -> None:
         async with self._server.vllm.lock(adapter.name):

@@ -18,6 +18,7 @@ from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_path
 from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.layout import is_prefix
 
 
 class NameTable(Protocol):
@@ -62,6 +63,13 @@ class ServedAdapter:
     def digest(self) -> str | None:
         """The digest of the version that new requests get; None for an adapter loaded by its Hub id."""
         return None if self.version is None else self.version.digest
+
+    @property
+    def is_by_digest(self) -> bool:
+        """Whether the name is `NAME@DIGEST`: a request has asked for this version of another name."""
+        _, _, prefix = self.name.partition("@")
+        fixed = self.held_digest if self.uri is None else None
+        return fixed is not None and is_prefix(prefix) and fixed.startswith(prefix)
 
     @property
     def versions(self) -> list[ResolvedAdapter]:
