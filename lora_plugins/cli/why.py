@@ -30,6 +30,7 @@ from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import resolvers_not_asked
 from lora_plugins.resolvers.search import SourceAnswer
+from lora_plugins.resolvers.sources.pushed import LABEL as PUSHED
 from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks, blocked
 from lora_plugins.store.layout import Layout
@@ -155,8 +156,11 @@ def _steps_of_server(view: AdapterView, url: str) -> Iterator[Step]:
         facts = f"{size(view.size_bytes)}, in {', '.join(view.tiers) or 'no tier'}"
         yield Step("version", "ok", f"{_version(view)}, {'' if view.rank is None else f'rank {view.rank}, '}{facts}")
     if view.pinned_digest:
-        hint = f"lora-plugins refresh {view.lora_name} goes to the newest version"
-        yield Step("version", "warning", f"stays at {view.pinned_digest[:SHOWN_CHARACTERS]}", hint)
+        stays = f"stays at {view.pinned_digest[:SHOWN_CHARACTERS]}"
+        if view.source == PUSHED:
+            yield Step("version", "ok", f"{stays}, which was pushed, until the next push")
+        else:
+            yield Step("version", "warning", stays, f"lora-plugins refresh {view.lora_name} goes to the newest version")
     yield from (Step("base", "warning", text) for text in view.warnings)
     if view.last_error is not None:
         yield Step("error", "warning", f"{ago(view.last_error.at)}: {view.last_error.message}")

@@ -341,9 +341,15 @@ class Lifecycle:
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             _require_version(name, adapter, expects)
+            held_digest = adapter.held_digest
             if adapter.given_path is None:
                 adapter.held_digest = None
-            return await self._refresh(adapter, moves=moves)
+            try:
+                return await self._refresh(adapter, moves=moves)
+            except AdapterNotFound:
+                # No source has the name, as after a push: the version stays fixed, and so leased.
+                adapter.held_digest = held_digest
+                raise
 
     async def poll(self, name: str) -> None:
         """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted.
@@ -389,9 +395,9 @@ class Lifecycle:
             if version is None:
                 kept = ", ".join(version.digest[:12] for version in adapter.previous) or "none"
                 raise AdapterNotFound(
-                    "no such version in the store" if digest else "no version before this one",
+                    _no_version(digest),
                     expected=f"one of those kept: {kept}",
-                    remedy="load it from its source",
+                    remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
                 )
             change = await swap(self.server, adapter, version, moves=moves)
@@ -489,6 +495,12 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
     raise VersionMismatch(
         served, expected=expects, remedy="look at what is served now (GET /v1/loras), and decide again", adapter=name
     )
+
+
+def _no_version(digest: str | None) -> str:
+    if digest is None:
+        return "no version before this one"
+    return "no such version in the store" if is_digest(digest) else "no such version of this name since the start"
 
 
 def _has_digest(adapter: ServedAdapter, digest: str) -> bool:

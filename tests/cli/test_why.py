@@ -14,6 +14,7 @@ from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.layout import Layout
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 from tests.cli.common import Cli
+from tests.server.world import Version
 
 OLD, NEW = "0a", "1b"
 
@@ -68,6 +69,16 @@ def test_a_rolled_back_name_says_how_to_go_on(cli, server):
     done = cli("why", "team/served")
     assert f"stays at {OLD * 6}" in done.out
     assert "→ lora-plugins refresh team/served" in done.out
+
+
+def test_a_pushed_name_needs_no_refresh(cli, server):
+    """A pushed version has no source, so a refresh can only fail."""
+    server.has["team/served"] = Version("b" * 64, source="push", uri="push://team/served")
+    cli("refresh", "team/served")
+    server.world.lifecycle.registry.require("team/served").held_digest = "b" * 64  # as a push leaves the name
+    version = steps(cli, "team/served")["version"]
+    assert (version["verdict"], "was pushed, until the next push" in version["detail"]) == ("ok", True)
+    assert "refresh" not in cli("why", "team/served").out
 
 
 def test_a_paused_name_says_what_is_needed(cli, server):

@@ -353,6 +353,18 @@ async def test_a_rollback_stays_until_the_next_refresh() -> None:
 
 
 @runs
+async def test_a_refresh_without_any_source_leaves_the_version_fixed() -> None:
+    """A pushed version has no source, and only a fixed version keeps its lease where the store needs room."""
+    world = World()
+    served = await serving(world, "aa", "bb")
+    await world.lifecycle.roll_back("sql")
+    world.resolver.has["sql"] = None
+    with pytest.raises(AdapterNotFound, match="at its source any more"):
+        await world.lifecycle.refresh("sql")
+    assert (served.held_digest, await world.ask("sql")) == ("aa", "/store/aa")
+
+
+@runs
 async def test_a_rollback_to_a_version_by_its_digest() -> None:
     world = World()
     served = await serving(world, "aa11", "bb22", "cc33")
@@ -360,12 +372,12 @@ async def test_a_rollback_to_a_version_by_its_digest() -> None:
     assert served.held_digest == "aa11"
     elsewhere = "dd44" * 16
     world.resolver.versions[elsewhere] = Version(elsewhere)
-    with pytest.raises(AdapterNotFound, match="no such version in the store"):
+    with pytest.raises(AdapterNotFound, match=r"no such version of this name since the start.*give all 64 characters"):
         await world.lifecycle.roll_back("sql", elsewhere[:63])
     await world.lifecycle.roll_back("sql", elsewhere)
     assert await world.ask("sql") == f"/store/{elsewhere}"
     with pytest.raises(AdapterNotFound, match="no such version in the store"):
-        await world.lifecycle.roll_back("sql", "ee")
+        await world.lifecycle.roll_back("sql", "ee44" * 16)
 
 
 @runs
