@@ -45,7 +45,7 @@ def test_what_a_directory_has(tmp_path: Path) -> None:
 
 
 @runs
-async def test_a_source_that_fails_hides_nothing(caplog) -> None:
+async def test_a_source_that_fails_hides_nothing(logged) -> None:
     works, fails = Lists("filesystem", "sql", "chat"), Lists("s3", "cloud")
     listed = ListedNames([works, fails], 60)
     assert await listed.names("/base", everybody) == ["chat", "cloud", "sql"]
@@ -54,7 +54,7 @@ async def test_a_source_that_fails_hides_nothing(caplog) -> None:
     for _ in range(3):
         await asyncio.sleep(61)
         assert await listed.names("/base", everybody) == ["cloud", "sql"]
-    assert len([row for row in caplog.records if "s3" in row.getMessage()]) == 1
+    assert len([row for row in logged.records if "s3" in row.getMessage()]) == 1
 
 
 @runs

@@ -92,7 +92,7 @@ class Outage:
 
 
 @runs
-async def test_names_after_one_another_wait_one_deadline_together(bed: Bed, caplog) -> None:
+async def test_names_after_one_another_wait_one_deadline_together(bed: Bed, logged) -> None:
     outage = Outage(bed, deadline_s=DEADLINE_S)
     outage.put(*NAMES)
     bed.proxy.plan(HANG, times=None)
@@ -106,7 +106,7 @@ async def test_names_after_one_another_wait_one_deadline_together(bed: Bed, capl
     bed.proxy.clear()
     assert await outage.ask_until_served(NAMES[:8]) <= RECOVERS_S
     assert [type(event) for event in outage.breakers] == [BreakerOpened, BreakerClosed]
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in logged.records]
     assert len([line for line in lines if line.startswith("s3 does not answer")]) == 1
     assert len([line for line in lines if line.startswith("s3 answers again")]) == 1
 
