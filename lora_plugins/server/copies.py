@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -164,28 +164,27 @@ class Copies:
         version again, as long as the store has a copy. A trainer that samples from each of its versions would otherwise
         fill the store.
         """
-        await self._unload_idle_versions()
-        used_at = self._server.planner.used_at
+        used_at, adapters = self._server.planner.used_at, self._registry.all()
         idle = [
             (version.digest, adapter.name, used_at.get(adapter.engine_id) if version is adapter.version else None)
-            for adapter in self._registry.all()
+            for adapter in adapters
             for version in adapter.versions
             if not adapter.is_pinned and version.digest != adapter.held_digest
             if not (adapter.is_only_copy and version is adapter.version)
         ]
         await asyncio.to_thread(self._store.end_leases, idle)
+        versions = [adapter for adapter in adapters if adapter.is_by_digest]
+        if versions:
+            await self._unload_idle(versions)
 
-    async def _unload_idle_versions(self) -> None:
-        """Unload all names `NAME@DIGEST` without requests; a name that changes at this moment stays."""
-        if not any(adapter.is_by_digest for adapter in self._registry.all()):
-            return
-        states = await self._server.planner.states()
-        unloading = []
-        for adapter in self._registry.all():
-            state, lock = states(adapter.engine_id), self._server.vllm.lock(adapter.name)
+    async def _unload_idle(self, versions: Sequence[ServedAdapter]) -> None:
+        """Unload those without requests; a name that changes at this moment stays."""
+        states, unloading = await self._server.planner.states(), []
+        for adapter in versions:
+            state = states(adapter.engine_id)
             # The caller may hold a lock, so wait for none.
-            is_idle = not (state.held or state.running or lock.locked())
-            if adapter.is_by_digest and not adapter.is_pinned and is_idle:
+            is_busy = state.held or state.running or self._server.vllm.lock(adapter.name).locked()
+            if not (adapter.is_pinned or is_busy) and self._registry.get(adapter.name) is adapter:
                 self._registry.remove(adapter.name)
                 unloading.append(self._server.drain(adapter, no_longer_served(adapter.name)))
         await asyncio.gather(*unloading)

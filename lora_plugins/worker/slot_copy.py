@@ -1,6 +1,6 @@
 """Writes an adapter into a slot at its own rank: the adapter's rows, and zeros only over the rest of a larger rank.
 
-A stream of its own does so, and no batch reads a slot in the middle of a write.
+On CUDA `SlotStream` writes beside the batches, none of which reads a slot in the middle of a write.
 
 vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements are in the layer classes, so all
 writers (vLLM's manager in the engine loop, ours in a background thread) and all watchers of writes (`kernels/`) call
@@ -121,23 +121,6 @@ def patch_set_lora() -> None:
         layer.set_lora = exact_set_lora(layer.set_lora)
 
 
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.layers.base_linear:
-            BaseLinearLayerWithLoRA.set_lora(self, index, lora_a, lora_b)
-            BaseLinearLayerWithLoRA.reset_lora(self, index)
-            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, n_slices}
-        vllm.lora.layers.column_parallel_linear:
-            MergedColumnParallelLinearWithLoRA.set_lora(self, index, lora_a, lora_b)
-        """,
-        what="replaced: writes the adapter's own rank, and zeros only where a larger one has been",
-        why="vLLM zeroes the whole slot before every copy",
-        remove="vLLM writes slots at the adapter's rank",
-    ),
-)
-
-
 class SlotStream:
     """Writes slots on their device: on CUDA in a side stream, elsewhere at once.
 
@@ -174,3 +157,20 @@ class SlotStream:
         """Order all later launches of the current stream after the copies."""
         if written_event is not None:
             torch.cuda.current_stream().wait_event(written_event)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.lora.layers.base_linear:
+            BaseLinearLayerWithLoRA.set_lora(self, index, lora_a, lora_b)
+            BaseLinearLayerWithLoRA.reset_lora(self, index)
+            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, n_slices}
+        vllm.lora.layers.column_parallel_linear:
+            MergedColumnParallelLinearWithLoRA.set_lora(self, index, lora_a, lora_b)
+        """,
+        what="replaced: writes the adapter's own rank, and zeros only where a larger one has been",
+        why="vLLM zeroes the whole slot before every copy",
+        remove="vLLM writes slots at the adapter's rank",
+    ),
+)

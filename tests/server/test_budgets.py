@@ -7,6 +7,7 @@ import errno
 import random
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -223,41 +224,43 @@ async def test_another_servers_idle_leases_end_where_room_is_needed(make_bed) ->
     await ask(bed, NAMES[0])
 
 
+async def versions_by_digest(bed: Bed, count: int) -> AsyncIterator[str]:
+    """The names of versions of one name, each served by its digest as soon as the source has the version."""
+    lifecycle = bed.world.lifecycle
+    for number in range(count):
+        bed.source.answers["sql"] = adapter_files(lora_alpha=number + 1)
+        change = await (lifecycle.refresh("sql") if number else lifecycle.load("sql"))
+        name = f"sql@{change.after}"
+        assert await lifecycle.load_version(name) is not None
+        yield name
+
+
 @runs
 async def test_versions_asked_for_by_digest_make_room(make_bed) -> None:
     """As a trainer does that pushes at each step, and samples from the very version."""
     bed = bed_of(make_bed, adapters=5)
-    lifecycle, digests = bed.world.lifecycle, []
-    for number in range(10):
-        bed.source.answers["sql"] = adapter_files(lora_alpha=number + 1)
-        change = await (lifecycle.refresh("sql") if number else lifecycle.load("sql"))
-        digests.append(change.after)
-        adapter = await lifecycle.load_version(f"sql@{change.after}")
-        assert adapter is not None
-        await bed.world.ask(adapter.name, request_id=str(number))
+    lifecycle, names = bed.world.lifecycle, []
+    async for name in versions_by_digest(bed, 10):
+        names.append(name)
+        await bed.world.ask(name, request_id=name)
     served = {adapter.name for adapter in lifecycle.registry.all()}
-    assert {"sql", f"sql@{digests[-1]}"} <= served
-    assert f"sql@{digests[0]}" not in served
-    assert await lifecycle.load_version(f"sql@{digests[0]}") is None, "no copy is left"
+    assert {"sql", names[-1]} <= served
+    assert names[0] not in served
+    assert await lifecycle.load_version(names[0]) is None, "no copy is left"
 
 
 @runs
 async def test_a_version_in_use_or_pinned_makes_no_room(make_bed) -> None:
     bed = bed_of(make_bed, adapters=6)
     lifecycle, kept = bed.world.lifecycle, []
-    for number in range(8):
-        bed.source.answers["sql"] = adapter_files(lora_alpha=number + 1)
-        change = await (lifecycle.refresh("sql") if number else lifecycle.load("sql"))
-        name = f"sql@{change.after}"
-        assert await lifecycle.load_version(name) is not None
-        if number == 0:
+    async for name in versions_by_digest(bed, 8):
+        if not kept:
             await lifecycle.pin(name)
-            kept.append(name)
-        if number == 1:
+        elif len(kept) == 1:
             running = asyncio.create_task(bed.world.ask(name, 600, request_id=name))
-            kept.append(name)
             await asyncio.sleep(1)
-    assert {*kept} <= {adapter.name for adapter in lifecycle.registry.all()}
+        kept.append(name)
+    assert {*kept[:2]} <= {adapter.name for adapter in lifecycle.registry.all()}
     await running
 
 
