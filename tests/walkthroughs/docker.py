@@ -186,8 +186,9 @@ def _chrooted(image: Image, command: Sequence[str]) -> list[str]:
 
 
 def _environment(image: Image) -> dict[str, str]:
-    index = {name: text for name, text in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
-    return {**index, "PATH": PATH, "HOME": "/root" if image.user == "0" else "/home/lora", **image.env}
+    from tests.walkthroughs.reader import index_variables
+
+    return {**index_variables(), "PATH": PATH, "HOME": "/root" if image.user == "0" else "/home/lora", **image.env}
 
 
 def _in_root(image: Image, command: Sequence[str]) -> None:

@@ -26,6 +26,11 @@ class Do(Enum):
     LEAVE_OUT = "is not done here, and why"
 
 
+def index_variables() -> dict[str, str]:
+    """This machine's variables that lead pip to its index."""
+    return {name: text for name, text in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_"))}
+
+
 @dataclass(frozen=True)
 class Step:
     """One block of the page: how it begins, what is done with it, the file or the reason, commands of before, and the

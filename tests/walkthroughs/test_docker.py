@@ -23,7 +23,7 @@ from testbed.models import PROMPT
 from testbed.server import SMALL_ENGINE, reserved_port
 from tests.e2e.servers import ENVIRONMENT
 from tests.walkthroughs import docker
-from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, reading
+from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, index_variables, reading
 
 pytestmark = [
     pytest.mark.nightly,
@@ -72,8 +72,7 @@ def reads(walk: Walk, folder: Path, bed: Bed, env: dict[str, str], **of_containe
     for file in base.iterdir():
         file.chmod(0o644)  # for the image's user
     docker.install(folder / "bin", sys.executable)
-    own = {name: text for name, text in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
-    own |= {**env, "PATH": f"{folder / 'bin'}:{env['PATH']}", "ENGINE": str(folder / "engine")}
+    own = {**index_variables(), **env, "PATH": f"{folder / 'bin'}:{env['PATH']}", "ENGINE": str(folder / "engine")}
     with reserved_port() as port:
         host = {
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **ENVIRONMENT, **of_container},

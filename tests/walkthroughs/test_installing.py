@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.walkthroughs.reader import ROOT, Reader, Step, Walk
+from tests.walkthroughs.reader import ROOT, Reader, Step, Walk, index_variables
 
 pytestmark = [
     pytest.mark.nightly,
@@ -79,9 +79,8 @@ class Environment:
         return site
 
     def env(self) -> dict[str, str]:
-        index = {name: text for name, text in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_"))}
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        return {**index, "PATH": path, "PYTHONPATH": "", "HOME": str(self.folder), "PIP_NO_CACHE_DIR": "1"}
+        return {**index_variables(), "PATH": path, "PYTHONPATH": "", "HOME": str(self.folder), "PIP_NO_CACHE_DIR": "1"}
 
     def pip(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(self.folder / "bin" / "pip"), *arguments]
