@@ -19,9 +19,9 @@ demo: set-up ## unknown model names become served adapters, on a real vllm serve
 demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing, one killed under load (5 minutes)
 	@$(RUN) -m benchmarks.ray_serve
 
-# Tests of one server, or of one file, run in one process, in the order of tests/conftest.py. One more process than
-# cores: servers are waited for.
-WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
+# Tests of one server, or of one file, run in one process, in the order of tests/conftest.py. Two more processes than
+# cores: servers, time limits and other processes are waited for.
+WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 PARALLEL := -n $(WORKERS) --maxprocesses=8 --dist loadfile --no-loadscope-reorder
 
 test: set-up ## all tests, the real engine included

@@ -79,13 +79,8 @@ def test_broken_adapters_fail_in_isolation_and_others_are_answered(bed: Bed, tmp
 @pytest.mark.deployment(
     "another package's LoRA manager", "tested", "a subclass of vLLM's, or a copy as Unsloth's: it is asked to load"
 )
-@pytest.mark.parametrize(
-    "other",
-    [
-        "copy after",
-        *(pytest.param(other, marks=NIGHTLY) for other in ("copy before", "subclass before", "subclass after")),
-    ],
-)
+@NIGHTLY
+@pytest.mark.parametrize("other", ["copy after", "copy before", "subclass before", "subclass after"])
 def test_managers_that_load_otherwise_are_asked_to_load(bed: Bed, tmp_path: Path, other: str) -> None:
     asked = [*((name, str(bed.adapters / name)) for name in NAMES), ("", None)]
     said = said_by("offline_other_manager", bed, tmp_path, 0, asked, OTHER_MANAGER=other)
@@ -184,7 +179,7 @@ def test_calls_in_any_order_answer_as_the_version_they_name(bed: Bed, tmp_path: 
     assert int(said["said"]) > int(examples)
 
 
-@pytest.mark.parametrize("first", ["sql", None])
+@pytest.mark.parametrize("first", ["sql", pytest.param(None, marks=NIGHTLY)])
 def test_prompt_logprobs_beside_others_are_those_alone(bed: Bed, tmp_path: Path, first: str | None) -> None:
     """Which crashes vLLM's CPU engine (docs/operate/known-limits.md)."""
     names = [first, "chat", None, "sql"]
