@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from lora_plugins.api.models import AdapterView, DeclaredState, DeclaredView, La
 from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.desired import Target
 from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.planner_client import AdapterStates
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import Registry, ServedAdapter
 
@@ -24,7 +25,6 @@ _AT_ONCE = 100  # rows between two turns of the event loop: two milliseconds
 _LOOKED_AT = 1_000  # copies in one call of a thread
 
 _T = TypeVar("_T")
-_StateOf = Callable[[int], AdapterState]
 _ROWS: TypeAdapter[list[AdapterView]] = TypeAdapter(list[AdapterView])
 _DECLARED: TypeAdapter[list[DeclaredView]] = TypeAdapter(list[DeclaredView])
 _TEXT: TypeAdapter[str | None] = TypeAdapter(str | None)
@@ -80,7 +80,7 @@ def _page(
 
 
 async def json_of(
-    page: Page, lifecycle: Lifecycle, state_of: _StateOf, reconciler: Reconciler | None
+    page: Page, lifecycle: Lifecycle, state_of: AdapterStates, reconciler: Reconciler | None
 ) -> AsyncIterator[bytes]:
     """The body of the answer, an `AdapterList`, in parts."""
     count, begin = 0, b'{"loras":['
@@ -98,7 +98,7 @@ async def json_of(
     yield b',"count":%d,"next":%s}' % (count if page.count is None else page.count, _TEXT.dump_json(page.next))
 
 
-async def _views(page: Page, lifecycle: Lifecycle, state_of: _StateOf) -> AsyncIterator[list[AdapterView]]:
+async def _views(page: Page, lifecycle: Lifecycle, state_of: AdapterStates) -> AsyncIterator[list[AdapterView]]:
     registry = lifecycle.registry
     for names in _parts(page.served, _LOOKED_AT):
         # A name of the page may be gone from the registry by now.
@@ -129,14 +129,14 @@ def served_state(name: str, registry: Registry, *, is_blocked: bool) -> ServedSt
 
 
 async def views_of(
-    adapters: Sequence[ServedAdapter], states: Sequence[ServedState], lifecycle: Lifecycle, state_of: _StateOf
+    adapters: Sequence[ServedAdapter], states: Sequence[ServedState], lifecycle: Lifecycle, state_of: AdapterStates
 ) -> list[AdapterView]:
     """Rows of a few adapters."""
     return [view async for views in _looked_at(adapters, states, lifecycle, state_of) for view in views]
 
 
 async def _looked_at(
-    adapters: Sequence[ServedAdapter], states: Sequence[ServedState], lifecycle: Lifecycle, state_of: _StateOf
+    adapters: Sequence[ServedAdapter], states: Sequence[ServedState], lifecycle: Lifecycle, state_of: AdapterStates
 ) -> AsyncIterator[list[AdapterView]]:
     """Rows of some adapters, in parts; a thread asks the store, which may be on a slow file system."""
     store = lifecycle.server.resolver.store
@@ -146,10 +146,17 @@ async def _looked_at(
 
     # One call of a thread for 1,000 copies: a call for each would cost more than the looks.
     rows = list(zip(adapters, states, await asyncio.to_thread(look), strict=True))
+    draining = lifecycle.registry.draining  # rows of their own
+
+    def in_engines(adapter: ServedAdapter) -> AdapterState:
+        if adapter.engine_id in draining:
+            return state_of(adapter.engine_id)
+        return state_of.of_name(adapter.name, adapter.engine_id, draining)
+
     # Making rows takes the event loop, so give other requests a turn after each part.
     for part in _parts(rows):
         yield [
-            _view(adapter, state_of(adapter.engine_id), lifecycle, state, is_stored=is_stored)
+            _view(adapter, in_engines(adapter), lifecycle, state, is_stored=is_stored)
             for adapter, state, is_stored in part
         ]
         await asyncio.sleep(0)

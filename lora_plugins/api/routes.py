@@ -298,7 +298,7 @@ async def rollback(
     body: Annotated[RollbackRequest | None, Body()] = None,
     if_match: _IfMatch = None,
 ) -> VersionStatus:
-    """Go back to the version before, or to a kept version, and stay there until the next refresh."""
+    """Go back to the version before, or to a kept version, and stay there until the next refresh or push."""
     body = body or RollbackRequest()
     async with _as_http() as began:
         # The digests of the answer come with the change itself: another call may change the name meanwhile.

@@ -158,7 +158,7 @@ VERBS = (
     Verb("refresh", "Look for new versions at the sources now, and swap to them.", ("if_match",), VersionStatus),
     Verb(
         "rollback",
-        "Go back to the version before, until the next refresh.",
+        "Go back to the version before, until the next refresh or push.",
         ("to", "if_match"),
         VersionStatus,
         body=_version,

@@ -6,7 +6,8 @@ With data parallelism every engine has a planner of its own: every call goes to 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from cachetools import LRUCache
@@ -55,6 +56,27 @@ def combined(engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> A
         tuple(request_id for one in here for request_id in one.held),
         tuple(request_id for one in here for request_id in one.running),
     )
+
+
+class AdapterStates:
+    """The states of all adapters at one moment, all engines together."""
+
+    def __init__(self, engines: Sequence[Mapping[int, AdapterState]]) -> None:
+        self._engines = engines
+        self._in_use: dict[str, list[AdapterState]] = {}
+        for state in (it for engine in engines for it in engine.values() if it.held or it.running):
+            self._in_use.setdefault(state.name, []).append(state)
+
+    def __call__(self, engine_id: int) -> AdapterState:
+        """One version's state; not loaded where the engines do not know the engine id."""
+        return combined(engine_id, self._engines)
+
+    def of_name(self, name: str, engine_id: int, besides: Container[int] = ()) -> AdapterState:
+        """The served version's state, with requests for earlier versions, but for engine ids in `besides`."""
+        in_use = [it for it in self._in_use.get(name, ()) if it.engine_id not in besides]
+        held = tuple(request_id for it in in_use for request_id in it.held)
+        running = tuple(request_id for it in in_use for request_id in it.running)
+        return replace(self(engine_id), held=held, running=running)
 
 
 class PlannerClient:
@@ -151,11 +173,10 @@ class PlannerClient:
         """Have the engines go on with requests that a pause of the name holds."""
         await self._typed(type(None), "lora_plugins_resume", name)
 
-    async def states(self) -> Callable[[int], AdapterState]:
-        """The state of each adapter now, by engine id."""
+    async def states(self) -> AdapterStates:
+        """The state of each adapter now."""
         answers = await self._typed(list[AdapterState], "lora_plugins_residency")
-        engines = [{state.engine_id: state for state in states} for states in answers.values()]
-        return lambda engine_id: combined(engine_id, engines)
+        return AdapterStates([{state.engine_id: state for state in states} for states in answers.values()])
 
     async def figures(self) -> Mapping[int, PlannerFigures]:
         """Figures of each engine's planner, by the engine's number."""

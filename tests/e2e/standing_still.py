@@ -26,10 +26,10 @@ async def in_state(client: httpx.AsyncClient, name: str, state: str, in_flight: 
     return view.status_code == 200 and (view.json()["state"], view.json()["requests_in_flight"]) == (state, in_flight)
 
 
-async def is_held(client: httpx.AsyncClient, name: str) -> bool:
-    """Whether a request for this adapter waits in the engine's scheduler: for the adapter, a slot, or a pause's end."""
+async def is_held(client: httpx.AsyncClient, name: str, least: int = 1) -> bool:
+    """Whether `least` requests for this adapter wait in the engine's scheduler: for a load, a slot, or a resume."""
     view = await client.get(f"/v1/loras/{name}")
-    return view.status_code == 200 and view.json()["requests_held"] > 0
+    return view.status_code == 200 and view.json()["requests_held"] >= least
 
 
 @asynccontextmanager

@@ -125,9 +125,10 @@ def test_a_pause_outlives_a_swap(one_slot: OneSlot, long_answers: dict[str, list
             one_slot.publish(policy, "chat", 2)
             swapped = await client.post(f"/v1/loras/{policy}/refresh", json={"running": running})
             assert (swapped.status_code, swapped.json()["swapped"]) == (200, True), swapped.text
-            assert (await view_of(client, policy))["state"] == "paused"
+            view = await view_of(client, policy)
+            assert (view["state"], view["requests_held"]) == ("paused", 2), "the stream, and `early`"
             late = asyncio.create_task(tokens_of(client, policy))
-            await seen(lambda: is_held(client, policy))
+            await seen(lambda: is_held(client, policy, 3))
             had = len(stream.tokens)
             await resume(client, policy)
             answers = await early, await late
@@ -154,11 +155,7 @@ def test_an_unload_of_a_paused_name_answers_all_its_requests(one_slot: OneSlot) 
         async with one_slot.client() as client, streaming(client, "left") as (stream, reading):
             await pause(client, "left", "keep")
             held = asyncio.create_task(client.post("/v1/completions", json=body("left", 1)))
-
-            async def both_wait() -> bool:
-                return (await view_of(client, "left"))["requests_held"] == 2
-
-            await seen(both_wait)
+            await seen(lambda: is_held(client, "left", 2))
             async with asyncio.timeout(LONGEST_S):
                 unloaded = await client.delete("/v1/loras/left")
                 await reading

@@ -167,6 +167,8 @@ async def test_places_say_what_is_held_and_what_runs() -> None:
     state_of = await engines.client.states()
     assert (state_of(1).running, state_of(1).held) == (("a",), ())
     assert (state_of(2).running, state_of(2).held) == ((), ("b",))
+    assert state_of.of_name("sql", 3) == AdapterState(3, "", running=("a",)), "of a version before"
+    assert state_of.of_name("sql", 3, besides=[1]) == AdapterState(3, "")
     figures = await engines.client.figures()
     assert (figures[0].held, figures[0].slots) == (1, 1)
     await asyncio.gather(*tasks)
