@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -303,17 +304,32 @@ def test_storms_of_aborts_leave_nothing(features: Features) -> None:
         async with httpx.AsyncClient(base_url=features.server.url, timeout=LONGEST_S, limits=limits) as client:
             for _ in range(3):
                 await asyncio.gather(*(give_up(client, number) for number in range(32)))
-            aborted = [asyncio.create_task(client.post(
-                "/v1/completions", json={"model": name, "prompt": PROMPT, "max_tokens": 200, **FIXED}
-            )) for name in NAMES]  # fmt: skip
-            for name in NAMES:
-                await seen(lambda name=name: is_used(client, name))
-            assert (await client.post("/abort_requests", json={})).status_code == 200
-            ended = await asyncio.gather(*aborted)
+            async with all_in_the_midst(client) as asked:
+                assert (await client.post("/abort_requests", json={})).status_code == 200
+                ended = await asyncio.gather(*asked)
             assert {answer.json()["choices"][0]["finish_reason"] for answer in ended} == {"abort"}
             return list(await asyncio.gather(*(ids_of(client, name, PROMPT, MAX_TOKENS) for name in NAMES)))
 
     assert asyncio.run(run()) == [features.bed.answers[name] for name in NAMES]
+
+
+@asynccontextmanager
+async def all_in_the_midst(client: httpx.AsyncClient) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
+    """Inside, a request for each name runs or is held, and the engine stands still."""
+    while True:
+        asked = [asyncio.create_task(client.post(
+            "/v1/completions", json={"model": name, "prompt": PROMPT, "max_tokens": 200, **FIXED}
+        )) for name in NAMES]  # fmt: skip
+        await asyncio.sleep(0.1)  # two of them run meanwhile
+        try:
+            assert (await client.post("/pause", params={"mode": "keep"})).status_code == 200
+            while not any(one.done() for one in asked):
+                if all([await is_used(client, name) for name in NAMES]):
+                    yield asked
+                    return
+        finally:
+            assert (await client.post("/resume")).status_code == 200
+        await asyncio.gather(*asked)  # one ended before the pause
 
 
 async def is_used(client: httpx.AsyncClient, name: str) -> bool:
