@@ -65,7 +65,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_AUTH_MODE"] = "disabled"
     root = str(Path(__file__).resolve().parents[2])
-    env = {"PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", ""))), "RAY_SERVE_LOG_TO_STDERR": "0"}
+    env = {
+        "PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", ""))),
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Ray ends a proxy that is not ready after 5 s; on a busy machine no process of Ray's is.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    }
     for attempt in range(3):
         try:
             ray.init(
