@@ -328,8 +328,25 @@ async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
     assert world.written == 2
 
 
+async def unload_that_removes(self: Any, request: Any) -> Any:
+    """vllm-project/vllm#54939: vLLM's unload calls `remove_lora`, and keeps the name where that raises."""
+    async with self.lora_resolver_lock[request.lora_name]:
+        error = await self._check_unload_lora_adapter_request(request)
+        if error is not None:
+            return error
+        if not await self.engine_client.remove_lora(self.lora_requests[request.lora_name].lora_int_id):
+            raise RuntimeError("it is not in the engine")
+        del self.lora_requests[request.lora_name]
+        return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
+
+
+@pytest.mark.parametrize("removes", [False, True], ids=["as it is", "with remove_lora"])
 @runs
-async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
+async def test_an_unload_frees_what_vllm_takes_out(
+    of_this_world: Any, monkeypatch: pytest.MonkeyPatch, removes: bool
+) -> None:
+    if removes:
+        monkeypatch.setattr(Models, "unload_lora_adapter", openai_serving_models._unloading(unload_that_removes))
     world = of_this_world(World())
     models = Models(world)
     world.resolver.has["sql"] = Version("aa")
@@ -338,36 +355,10 @@ async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
     await world.settled()
     assert (await models.unload("sql")).endswith("removed successfully.")
     assert running.done(), "it has waited for what ran"
-    assert (world.in_workers, world.resolver.leased, world.lifecycle.registry.draining) == (set(), set(), {})
-    assert world.written == 2
-    assert (await models.unload("sql")).error.code == 404
-
-
-@runs
-async def test_vllms_own_removal_does_not_come_before_ours(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm-project/vllm#54939: its unload calls `remove_lora`, and keeps the name where that raises."""
-
-    async def unload_lora_adapter(self: Any, request: Any) -> Any:
-        async with self.lora_resolver_lock[request.lora_name]:
-            error = await self._check_unload_lora_adapter_request(request)
-            if error is not None:
-                return error
-            if not await self.engine_client.remove_lora(self.lora_requests[request.lora_name].lora_int_id):
-                raise RuntimeError("it is not in the engine")
-            del self.lora_requests[request.lora_name]
-            return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
-
-    monkeypatch.setattr(Models, "unload_lora_adapter", openai_serving_models._unloading(unload_lora_adapter))
-    world = of_this_world(World())
-    models = Models(world)
-    world.resolver.has["sql"] = Version("aa")
-    await models.resolve_lora("sql")
-    running = world.start("sql", 5)
-    await world.settled()
-    assert (await models.unload("sql")).endswith("removed successfully.")
-    assert running.done()
-    assert models.engine_client.removed == []
+    assert models.engine_client.removed == [], "vLLM's own removal does not come before ours"
     assert (world.in_workers, world.resolver.leased, world.table.lora_requests) == (set(), set(), {})
+    assert world.lifecycle.registry.draining == {}
+    assert world.written == 2
     assert (await models.unload("sql")).error.code == 404
 
 
