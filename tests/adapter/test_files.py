@@ -23,11 +23,6 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_regular_file_is_opened_with_its_size(tmp_path):
-    (tmp_path / "a").write_bytes(b"text")
-    assert opened(tmp_path / "a") == (b"text", 4)
-
-
 def test_a_missing_file_is_not_found(tmp_path):
     with pytest.raises(AdapterNotFound) as caught:
         opened(tmp_path / "a.json")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from lora_plugins.errors import (
     IncompatibleAdapter,
     InvalidAdapter,
     LoRAPluginsError,
-    SourceUnavailable,
 )
 from lora_plugins.settings import Settings
 from tests.adapter.verdicts import refused, verified
@@ -134,25 +131,11 @@ def test_a_value_that_is_not_finite_is_refused(adapter, value, where):
 # --- what only looks like a file
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_a_named_pipe_is_refused_without_waiting(adapter, name):
-    (adapter / name).unlink()
-    os.mkfifo(adapter / name)
-    refused(InvalidAdapter, adapter, name)
-
-
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_symlinked_file_is_read(adapter, name):
     (adapter / name).rename(adapter.parent / "shared")
     (adapter / name).symlink_to("../shared")
     assert verified(adapter).config.rank == 4
-
-
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_permission_denied_is_no_verdict_on_the_adapter(adapter, name, permissions_count):
-    (adapter / name).chmod(0)
-    refused(SourceUnavailable, adapter, name)
 
 
 # --- anything else

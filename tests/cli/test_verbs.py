@@ -120,25 +120,6 @@ def test_names_and_uris_come_from_a_file(cli, server):
     assert set(served(cli)) == {"other"}
 
 
-USAGE = {
-    "no name": ["refresh"],
-    "a file that is not there": ["load", "--file", "/no/such/file"],
-    "a uri for two names": ["load", "a", "b", "--uri", "s3://b/x"],
-    "a digest for two names": ["refresh", "a", "b", "--if-match", "0" * 12],
-    "no digest to go back to": ["rollback", "a", "--to", "yesterday"],
-    "no address": ["pin", "a", "--url", "gpu-7:8000"],
-    "a key on the command line": ["pin", "a", "--api-key", "secret"],
-}
-
-
-@pytest.mark.parametrize("kind", USAGE)
-def test_what_cannot_be_meant(cli, kind):
-    done = cli(*USAGE[kind])
-    done.assert_no_traceback()
-    assert (done.code, done.out) == (Exit.USAGE, "")
-    assert cli(*USAGE[kind], "--json").json["error"]["code"] == "usage"
-
-
 def test_a_key_is_taken_from_the_environment_and_never_shown(cli, server):
     cli.env["VLLM_API_KEY"] = "of-vllm"
     assert cli("load", "sql").code == Exit.OK, "the admin key goes first"

@@ -15,6 +15,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels.compiled import build
+from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, ReferencePunicaWrapper
 from tests.kernels.common import assert_equal, make_case
@@ -94,7 +95,7 @@ def test_set_lora_notes_the_true_rank_to_read(widths, wrapper_for):
         pairs = held[slot] = [adapter(rank, width) for width in widths]
         a, b = pairs[0] if len(widths) == 1 else ([a for a, _ in pairs], [b for _, b in pairs])
         layer.set_lora(slot, a, b)
-    assert (layer._lora_plugins_ranks[0], layer._lora_plugins_ranks[1]) == ((3,) * len(widths), (2,) * len(widths))
+    assert (watched_ranks(layer)[0], watched_ranks(layer)[1]) == ((3,) * len(widths), (2,) * len(widths))
     for part in (*layer.lora_a_stacked, *layer.lora_b_stacked):  # zeros beyond the rank become a trap
         if packer_of(layer) is None:
             part[part == 0] = torch.nan
@@ -117,7 +118,7 @@ def test_a_packed_layer_with_an_unadapted_slice_and_reset_slot(wrapper_for):
     layer.set_lora(0, [a, None, c], [b, None, d])
     layer.set_lora(1, [a, None, c], [b, None, d])
     layer.reset_lora(1)
-    assert (layer._lora_plugins_ranks[0], layer._lora_plugins_ranks[1]) == ((4, 0, 2), (0, 0, 0))
+    assert (watched_ranks(layer)[0], watched_ranks(layer)[1]) == ((4, 0, 2), (0, 0, 0))
     x, y = torch.randn(2, INN), torch.zeros(2, 21)
     wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, widths)
     assert torch.allclose(y[0], torch.cat([b @ a @ x[0], torch.zeros(5), d @ c @ x[0]]), atol=1e-5)

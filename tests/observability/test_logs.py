@@ -83,11 +83,6 @@ FETCHED = AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5)
             ("Adapter 'sql' is still being fetched from s3 after 35 s: 12.3 of 400.0 MB are here",),
         ),
         (
-            AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5),
-            logging.INFO,
-            ("'sql' swapped from abababababab to /by/hand, loaded in 0.50 s",),
-        ),
-        (
             AdapterSwapped("sql", "ab" * 32, "ab" * 32, 0.5),
             logging.INFO,
             ("'sql' repaired: abababababab fetched and loaded again, in 0.50 s",),

@@ -8,16 +8,10 @@ from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.breaker import Breaker, BreakerLimits, is_outage
 from lora_plugins.resolvers.sources.errors import Failure, FailureKind
 from lora_plugins.resolvers.sources.retries import NoAnswer
+from tests.resolvers.test_resolver import Clock
 
 BUSY = Failure(FailureKind.BUSY).as_error("an object store")
 SILENCE = NoAnswer("no complete answer within 30 s")
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

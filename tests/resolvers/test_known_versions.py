@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile
 from lora_plugins.settings import Settings
@@ -64,14 +63,6 @@ def manifest(digest: str, uri: str = "s3://b/canary") -> Manifest:
     return Manifest(digest, uri, "v0", (file,), "2026-01-01T00:00:00Z", file)
 
 
-def test_a_remote_answer_is_believed_for_its_time(known: Known) -> None:
-    version = known.served(is_remote=True)
-    assert known.believed(SQL) is version is known.last("sql")
-    known.clock.now_s += Settings().revalidate_s
-    assert known.believed(SQL) is None
-    assert known.last("sql") is version
-
-
 def test_a_local_or_disbelieved_answer_is_asked_for_again(known: Known) -> None:
     known.served()
     assert known.believed(SQL) is None
@@ -108,23 +99,6 @@ def test_a_version_has_the_uri_that_was_asked_for(known: Known) -> None:
     assert (by_uri.asked_uri, known.last("sql").asked_uri) == ("s3://b/sql", "")
     assert known.last("sql", "s3://b/sql") is by_uri
     assert known.note(("sql", "s3://b/sql"), by_uri) is by_uri
-
-
-def test_a_fault_is_raised_until_its_time_or_a_success(known: Known) -> None:
-    known.note_fault(SQL, SourceUnavailable("away"))
-    with pytest.raises(SourceUnavailable):
-        known.believed(SQL)
-    assert known.believed(("other", "")) is None
-    known.clock.now_s += SourceUnavailable.retry_after_s
-    assert known.believed(SQL) is None
-    known.note_fault(SQL, SourceUnavailable("away"))
-    known.served()
-    assert known.believed(SQL) is None
-
-
-def test_a_verdict_is_no_fault_that_is_remembered(known: Known) -> None:
-    known.note_fault(SQL, InvalidAdapter("broken"))
-    assert known.believed(SQL) is None
 
 
 def test_a_located_adapter_is_taken_once_and_soon(known: Known) -> None:
@@ -167,9 +141,3 @@ def test_a_later_answer_without_warnings_keeps_the_noted_warnings(known: Known) 
     known.note_warnings("a", ["one"])
     known.note_warnings("a", [])
     assert (known.warnings_of("a"), known.warnings_of("b")) == (("one",), ())
-
-
-def test_nothing_is_believed_where_the_settings_say_so() -> None:
-    known = Known(revalidate_s=0)
-    known.served(is_remote=True)
-    assert known.believed(SQL) is None

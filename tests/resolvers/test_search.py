@@ -45,12 +45,6 @@ def test_an_absence_beside_an_outage_is_no_absence() -> None:
         looked.version()
 
 
-def test_a_broken_adapter_at_a_source_decides() -> None:
-    broken, later = InvalidAdapter("broken"), FakeSource("s3", {"sql": adapter_files()})
-    looked = located(FakeSource("hub", {"sql": broken}), later)
-    assert (looked.answers, looked.error, later.asked) == ({"hub": broken}, broken, [])
-
-
 def test_a_flood_is_no_answer_of_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "_LIMITS", LookUpLimits(at_once=1, waiting=0))
     source = FakeSource("hub")

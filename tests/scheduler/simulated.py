@@ -436,7 +436,3 @@ class SimulatedEngine:
                 continue
             before = sum(other <= adapter.waits_since for other in since) - 1
             request.overtakers = max(request.overtakers, before)
-
-
-def zipf_weights(count: int, exponent: float = 1.0) -> list[float]:
-    return [(rank + 1) ** -exponent for rank in range(count)]

@@ -168,11 +168,6 @@ TestLru, TestLrfu = LruMachine.TestCase, LrfuMachine.TestCase
 
 
 @EVERY
-def test_with_all_else_equal_the_longest_unused_goes_first(name):
-    assert drained(filled(make_policy(name), "a", "b", "c")) == ["a", "b", "c"]
-
-
-@EVERY
 @pytest.mark.parametrize("cost", [0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("size", [0, -5, 10**15])
 def test_figures_that_cannot_be_break_nothing(name, size, cost):

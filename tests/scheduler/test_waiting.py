@@ -21,16 +21,6 @@ def order(*adapters: Adapter) -> WaitingOrder:
     return waiting
 
 
-def test_first_come_is_first_served() -> None:
-    waiting = order(waiting_adapter(1, 0.5), waiting_adapter(2, 0.0), waiting_adapter(3, 0.2))
-    assert [adapter.key for adapter in waiting] == [2, 3, 1]
-
-
-def test_a_better_priority_goes_before_an_earlier_arrival() -> None:
-    waiting = order(waiting_adapter(1, 0.0), waiting_adapter(2, 5.0, priority=-1))
-    assert [adapter.key for adapter in waiting] == [2, 1]
-
-
 def test_count_before_counts_who_would_be_served_first() -> None:
     waiting = order(waiting_adapter(1, 0.0), waiting_adapter(2, 0.5))
     assert waiting.count_before(waiting_adapter(3, 0.6)) == 2

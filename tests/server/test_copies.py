@@ -13,11 +13,8 @@ import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api import routes
-from lora_plugins.api.models import AdapterList
-from lora_plugins.cli import doctor
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import StoreDamaged
-from lora_plugins.findings import State
 from lora_plugins.server.copies import watch
 from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.store.errors import DamagedCopy
@@ -317,18 +314,6 @@ async def test_a_refresh_says_that_it_has_loaded_again(make_bed) -> None:
     assert (view.last_error, "store" in view.tiers) == (None, True)
     shutil.rmtree(adapter.version.path)
     assert "store" not in (await routes.show("sql", bed.world.lifecycle)).tiers
-
-
-@runs
-async def test_the_doctor_is_silent_about_a_repaired_adapter(make_bed) -> None:
-    bed = make_bed()
-    adapter = await bed.load()
-    bed.damage(adapter)
-    bed.verify(adapter)
-    await routes.refresh("sql", bed.world.lifecycle)
-    view = await routes.show("sql", bed.world.lifecycle)
-    found = doctor._adapters(AdapterList(loras=[view], count=1), bed.root)
-    assert [one for one in found if one.state is not State.OK] == []
 
 
 @runs

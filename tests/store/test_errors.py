@@ -38,25 +38,11 @@ def test_a_store_that_becomes_read_only_is_unavailable(store: Store, permissions
     assert obtain(store, DownloadSpec(adapter_files())).fetched
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 @pytest.mark.deployment(
     "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
 )
-def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
-    store = Store(tiny_disk / "store")
+def test_a_full_disk_is_out_of_memory_and_passes(few_bytes: Path) -> None:
+    store = Store(few_bytes / "store")
     kept = obtain(store, DownloadSpec(adapter_files(), version="kept"))
     large = DownloadSpec(adapter_files(rank=16, hidden=16_384), version="large")
     with pytest.raises(OutOfMemory, match="No space left on device"):
@@ -65,7 +51,7 @@ def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
     assert store.layout.digests() == [kept.digest]
     assert store.verify(kept.digest)
     assert obtain(store, DownloadSpec(adapter_files(seed=1), version="small")).fetched
-    subprocess.run(["mount", "-o", "remount,size=8m", str(tiny_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,size=8m", str(few_bytes)], check=True)
     assert obtain(store, large).fetched
 
 
@@ -73,11 +59,11 @@ def test_a_full_disk_is_out_of_memory_and_passes(tiny_disk: Path) -> None:
     "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
 )
 @pytest.mark.parametrize("free", [0, 1, 2, 3, 5, 8, 13])
-def test_a_disk_that_fills_leaves_no_half_adapter(tiny_disk: Path, free: int) -> None:
+def test_a_disk_that_fills_leaves_no_half_adapter(few_bytes: Path, free: int) -> None:
     # At first with no page left, then with a few: something of the store's own work fails, whatever it is.
-    store = Store(tiny_disk / "store")
+    store = Store(few_bytes / "store")
     wanted = DownloadSpec(adapter_files())
-    filler = tiny_disk / "filler"
+    filler = few_bytes / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
@@ -126,7 +112,7 @@ except OutOfMemory as error:
 @pytest.mark.deployment(
     "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
 )
-def test_a_filesystem_source_may_fill_the_disk(tiny_disk: Path, tmp_path: Path) -> None:
+def test_a_filesystem_source_may_fill_the_disk(few_bytes: Path, tmp_path: Path) -> None:
     from lora_plugins.resolvers.sources.filesystem import FilesystemSource
     from tests.make import put
     from tests.resolvers.sources.contract import located
@@ -134,7 +120,7 @@ def test_a_filesystem_source_may_fill_the_disk(tiny_disk: Path, tmp_path: Path) 
 
     put(tmp_path / "adapters" / "sql", adapter_files(rank=16, hidden=16_384))
     source = FilesystemSource(tmp_path / "adapters")
-    store = Store(tiny_disk / "store")
+    store = Store(few_bytes / "store")
     with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
         obtain_from(store, source, located(source, "sql"))
     assert leftovers(store) == []

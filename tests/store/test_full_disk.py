@@ -8,7 +8,6 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,24 +19,9 @@ from lora_plugins.store import eviction
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
+from tests.store.conftest import mounted
 
 RANK, HIDDEN = 16, 2048  # 256 KiB
-
-
-def mounted(path: Path, options: str) -> Iterator[Path]:
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-@pytest.fixture
-def few_bytes(tmp_path: Path) -> Iterator[Path]:
-    yield from mounted(tmp_path / "disk", "size=1m")
 
 
 @pytest.fixture

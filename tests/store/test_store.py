@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
-from lora_plugins.store.eviction import entries
+from lora_plugins.errors import InvalidAdapter, OutOfMemory, SourceUnavailable
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
@@ -31,20 +30,6 @@ def test_fetched_adapter_is_published_under_its_digest(store: Store) -> None:
     assert (manifest.uri, manifest.version) == (wanted.uri, wanted.version)
     assert content(stored.directory) == wanted.files
     assert leftovers(store) == []
-
-
-def test_second_time_it_is_found(store: Store) -> None:
-    wanted = DownloadSpec(adapter_files())
-    first, second = obtain(store, wanted), obtain(store, wanted)
-    assert (second.directory, second.fetched, wanted.fetches) == (first.directory, False, 1)
-
-
-def test_a_new_version_gets_a_new_path(store: Store) -> None:
-    old = obtain(store, DownloadSpec(adapter_files(seed=0), version="v1"))
-    new = obtain(store, DownloadSpec(adapter_files(seed=1), version="v2"))
-    assert old.directory != new.directory
-    assert store.verify(old.digest)
-    assert store.verify(new.digest)
 
 
 def test_same_bytes_from_two_sources_are_stored_once(store: Store) -> None:
@@ -200,15 +185,6 @@ def test_file_missing_from_an_entry_is_fetched_again(store: Store) -> None:
     assert store.verify(stored.digest)
 
 
-def test_full_disk_is_out_of_memory(store: Store) -> None:
-    def full() -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
-        obtain(store, DownloadSpec(adapter_files(), before=full))
-    assert leftovers(store) == []
-
-
 class TestBudget:
     """Adapters of one size in a store that holds three."""
 
@@ -245,36 +221,6 @@ class TestBudget:
         assert first in store.layout.digests()
         assert not store.remove(first)
 
-    def test_all_leased_is_no_free_slot_and_no_deletion(self, store: Store) -> None:
-        digests = {self.fill(store, seed, leased=True) for seed in range(1, 4)}
-        with pytest.raises(NoFreeSlot, match="engines still use"):
-            self.fill(store, 4)
-        assert set(store.layout.digests()) == digests
-
     def test_larger_than_the_budget_is_out_of_memory(self, store: Store) -> None:
         with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES"):
             obtain(store, DownloadSpec(adapter_files(hidden=4096)))
-
-    def test_budget_holds_at_every_moment(self, store: Store, size: int) -> None:
-        for seed in range(1, 8):
-            self.fill(store, seed)
-            assert sum(entry.size_bytes for entry in entries(store.layout)) <= 3 * size
-
-    def test_lease_of_a_dead_process_expires(self, store: Store) -> None:
-        code = (
-            "import asyncio, os, sys; from pathlib import Path\n"
-            "from lora_plugins.store.store import Store\n"
-            "from tests.store.common import DownloadSpec, adapter_files, obtain\n"
-            "spec = DownloadSpec(adapter_files(seed=1), version='1')\n"
-            "print(obtain(Store(Path(sys.argv[1])), spec).digest, flush=True)\n"
-            "sys.stdin.read()\n"
-        )
-        command = [sys.executable, "-c", code, str(store.layout.root)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            digest = process.stdout.readline().strip()
-            assert len(store.leases.holders(digest)) == 1
-            assert not store.remove(digest)
-            process.kill()
-            process.wait()
-        assert store.leases.holders(digest) == []
-        assert store.remove(digest)

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.settings import Settings
 from lora_plugins.verification import process
 from lora_plugins.verification.children import Children
 from lora_plugins.verification.messages import ReadAdapter
-from tests.make import adapter_files, put
+from tests.make import BASE, adapter_files, put, weights
 
+NAMED = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
 HOLD = "import time; from lora_plugins.verification import child; child.verify_adapter = lambda *_: time.sleep(600)"
 HOLD_WHERE_ASKED = """
 import os, time
@@ -46,3 +50,15 @@ def read(children: Children, directory: Path, **changes: object) -> ReadAdapter:
 def program(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     """Have every process that is started now do this before it answers."""
     monkeypatch.setattr(process, "_PROGRAM", process._PROGRAM.replace("main()", f"{first}\nmain()"))
+
+
+def written(children: Children, directory: Path, target: Path) -> list[int]:
+    """What a process reports while it writes `target`; beside that, this process writes `here`."""
+    conversion = verify_adapter(directory, BASE, Settings()).conversion
+    assert conversion is not None
+    landed: list[int] = []
+    children.write(tensors_of(conversion), directory, target, landed.append).result(120)
+    write_weights(
+        tensors_of(conversion), lambda file: directory / (file or WEIGHTS_FILE), target.with_name("here"), landed.append
+    )
+    return landed

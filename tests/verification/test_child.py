@@ -9,16 +9,12 @@ import psutil
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE, parse_config
-from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
 from lora_plugins.adapter.verify import verify_adapter
-from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
-from tests.make import BASE, adapter_files, put, sharded, weights
-from tests.verification.conftest import read
-
-NAMED = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
+from tests.make import adapter_files, put, sharded
+from tests.verification.conftest import NAMED, read, written
 
 
 def test_it_reads_what_verification_in_this_process_reads(children: Children, adapter: Path) -> None:
@@ -59,17 +55,6 @@ def test_neither_torch_nor_vllm_nor_variables_are_there(
     assert "the-secret" not in str(psutil.Process(pid).environ())
     maps = {mapped.path for mapped in psutil.Process(pid).memory_maps()}
     assert not [path for path in maps if "/torch/" in path or "/vllm/" in path]
-
-
-def written(children: Children, directory: Path, target: Path) -> list[int]:
-    conversion = verify_adapter(directory, BASE, Settings()).conversion
-    assert conversion is not None
-    landed: list[int] = []
-    children.write(tensors_of(conversion), directory, target, landed.append).result(120)
-    write_weights(
-        tensors_of(conversion), lambda file: directory / (file or WEIGHTS_FILE), target.with_name("here"), landed.append
-    )
-    return landed
 
 
 @pytest.mark.parametrize("files", [sharded(adapter_files()), NAMED], ids=["several files", "a name in keys"])

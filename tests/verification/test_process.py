@@ -12,18 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
-from lora_plugins.adapter.verify import verify_adapter
-from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.verification import limits
 from lora_plugins.verification.children import Children
 from lora_plugins.verification.limits import wall_s
-from tests.make import BASE, adapter_files, put, weights
-from tests.verification.conftest import program, read
-
-NAMED = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
+from tests.make import put
+from tests.verification.conftest import NAMED, program, read, written
 
 
 def test_a_process_that_was_killed_is_replaced(children: Children, adapter: Path) -> None:
@@ -161,17 +156,6 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path, adapter: Path) -> 
         parent.kill()
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def written(children: Children, directory: Path, target: Path) -> list[int]:
-    conversion = verify_adapter(directory, BASE, Settings()).conversion
-    assert conversion is not None
-    landed: list[int] = []
-    children.write(tensors_of(conversion), directory, target, landed.append).result(120)
-    write_weights(
-        tensors_of(conversion), lambda file: directory / (file or WEIGHTS_FILE), target.with_name("here"), landed.append
-    )
-    return landed
 
 
 def test_a_full_disk_stays_an_error_of_the_disk(children: Children, tmp_path: Path) -> None:

@@ -103,9 +103,6 @@ def test_where_slots_are_written_there_are_as_many_as_vllms(
     assert slots_for(config, 64) == Slots(3)
 
 
-# --- beside dummies ---
-
-
 # --- layers whose slots are written ---
 
 

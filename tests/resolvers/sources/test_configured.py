@@ -21,18 +21,13 @@ from lora_plugins.events import (
     AdapterRejected,
     AdapterResolved,
     AdapterUnknown,
-    Events,
-    FetchEnded,
-    FetchStarted,
 )
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
-from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources import hub as hub_module
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
-from lora_plugins.settings import Settings
-from lora_plugins.store.store import Store
 from testbed.hub import Hub, local_hub
 from tests.make import BASE, adapter_files, put
+from tests.resolvers import test_resolver
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.sources.hub_bed import isolate
 from tests.resolvers.sources.object_bed import (
@@ -49,30 +44,14 @@ GOOD = adapter_files()
 BROKEN = {**GOOD, CONFIG_FILE: b"{"}
 
 
-class RecordingResolver(AdapterResolver):
+class RecordingResolver(test_resolver.RecordingResolver):
     """A resolver without any source, that remembers its events."""
-
-    def __init__(self, store: Path, **settings: Any) -> None:
-        self.emitted: list[Any] = []  # all but what bars of progress are drawn by
-        super().__init__(Settings(**settings), Events(self.record), Store(store))
-        self.base = BASE
 
     def load(self, uri: str, name: str = "sql") -> ResolvedAdapter:
         return asyncio.run(self.resolve(name, BASE.path, uri))
 
     def newest(self, uri: str | None, name: str = "sql") -> ResolvedAdapter | None:
         return asyncio.run(self.latest(name, uri, BASE.path))
-
-    def ask(self, name: str = "sql") -> ResolvedAdapter | None:
-        return asyncio.run(self.resolve(name, BASE.path))
-
-    def record(self, event: Any) -> None:
-        if not isinstance(event, FetchStarted | FetchEnded):
-            self.emitted.append(event)
-
-    @property
-    def kinds(self) -> list[type]:
-        return [type(event) for event in self.emitted]
 
 
 class Place:

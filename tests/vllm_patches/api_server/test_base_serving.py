@@ -32,12 +32,6 @@ from lora_plugins.store.layout import Layout
 from lora_plugins.vllm_patches.api_server import base_serving
 
 OLD, NEW = "a1" * 32, "b2" * 32
-CLASSES = (
-    chat.ChatCompletionResponse,
-    chat.ChatCompletionStreamResponse,
-    completion.CompletionResponse,
-    completion.CompletionStreamResponse,
-)
 
 
 @pytest.fixture

@@ -183,21 +183,15 @@ async def test_a_blocked_name_is_not_resolved(of_this_world: Any, name: str) -> 
     assert world.resolver.asked == ["sql"]
 
 
-async def _no_base_model() -> Any:
-    return SimpleNamespace(data=[])
-
-
 @runs
 async def test_what_another_server_has_blocked_is_not_listed(of_this_world: Any) -> None:
     world = of_this_world(World())
-    models = Models(world)
+    models = listing(world)
     for name in ("sql", "chat"):
         world.resolver.has[name] = Version(name)
         await models.resolve_lora(name)
     world.resolver.store.blocks.hold("sql")
-    models.base_model_paths = [SimpleNamespace(name="base")]
-    models.registry.show_available_models = _no_base_model
-    assert [card.id for card in (await models.show_available_models()).data] == ["chat"]
+    assert await ids(models) == ["base", "chat"]
 
 
 @runs
@@ -305,7 +299,7 @@ async def test_what_a_key_may_not_use_is_not_listed_cold(process: Process, cold:
 @runs
 async def test_a_load_by_path_is_a_version(of_this_world: Any) -> None:
     world = of_this_world(World())
-    models = Models(world)
+    models = listing(world)
     for step, digest in enumerate(("aa", "aa", "bb")):
         world.resolver.has["/by/hand"] = Version(digest)
         assert "added successfully" in await models.load("mine", "/by/hand", in_place=bool(step))
@@ -313,9 +307,7 @@ async def test_a_load_by_path_is_a_version(of_this_world: Any) -> None:
         assert (served.version, served.request) == (Version(digest), world.table.lora_requests["mine"])
         assert await world.ask("mine") == f"/store/{digest}"
         assert world.written == step + 1, "it will be there after a restart"
-    models.base_model_paths = [SimpleNamespace(name="base")]
-    models.registry.show_available_models = _no_base_model
-    (card,) = (await models.show_available_models()).data
+    _, card = (await models.show_available_models()).data
     assert (card.id, card.root) == ("mine", "/by/hand"), "where the operator has it"
 
 
@@ -336,8 +328,25 @@ async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
     assert world.written == 2
 
 
+async def unload_that_removes(self: Any, request: Any) -> Any:
+    """vllm-project/vllm#54939: vLLM's unload calls `remove_lora`, and keeps the name where that raises."""
+    async with self.lora_resolver_lock[request.lora_name]:
+        error = await self._check_unload_lora_adapter_request(request)
+        if error is not None:
+            return error
+        if not await self.engine_client.remove_lora(self.lora_requests[request.lora_name].lora_int_id):
+            raise RuntimeError("it is not in the engine")
+        del self.lora_requests[request.lora_name]
+        return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
+
+
+@pytest.mark.parametrize("removes", [False, True], ids=["as it is", "with remove_lora"])
 @runs
-async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
+async def test_an_unload_frees_what_vllm_takes_out(
+    of_this_world: Any, monkeypatch: pytest.MonkeyPatch, removes: bool
+) -> None:
+    if removes:
+        monkeypatch.setattr(Models, "unload_lora_adapter", openai_serving_models._unloading(unload_that_removes))
     world = of_this_world(World())
     models = Models(world)
     world.resolver.has["sql"] = Version("aa")
@@ -346,36 +355,10 @@ async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
     await world.settled()
     assert (await models.unload("sql")).endswith("removed successfully.")
     assert running.done(), "it has waited for what ran"
-    assert (world.in_workers, world.resolver.leased, world.lifecycle.registry.draining) == (set(), set(), {})
-    assert world.written == 2
-    assert (await models.unload("sql")).error.code == 404
-
-
-@runs
-async def test_vllms_own_removal_does_not_come_before_ours(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm-project/vllm#54939: its unload calls `remove_lora`, and keeps the name where that raises."""
-
-    async def unload_lora_adapter(self: Any, request: Any) -> Any:
-        async with self.lora_resolver_lock[request.lora_name]:
-            error = await self._check_unload_lora_adapter_request(request)
-            if error is not None:
-                return error
-            if not await self.engine_client.remove_lora(self.lora_requests[request.lora_name].lora_int_id):
-                raise RuntimeError("it is not in the engine")
-            del self.lora_requests[request.lora_name]
-            return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
-
-    monkeypatch.setattr(Models, "unload_lora_adapter", openai_serving_models._unloading(unload_lora_adapter))
-    world = of_this_world(World())
-    models = Models(world)
-    world.resolver.has["sql"] = Version("aa")
-    await models.resolve_lora("sql")
-    running = world.start("sql", 5)
-    await world.settled()
-    assert (await models.unload("sql")).endswith("removed successfully.")
-    assert running.done()
-    assert models.engine_client.removed == []
+    assert models.engine_client.removed == [], "vLLM's own removal does not come before ours"
     assert (world.in_workers, world.resolver.leased, world.table.lora_requests) == (set(), set(), {})
+    assert world.lifecycle.registry.draining == {}
+    assert world.written == 2
     assert (await models.unload("sql")).error.code == 404
 
 
