@@ -190,7 +190,8 @@ def far(some: Iterable[float], others: Iterable[float]) -> float:
 
 
 def shortened(text: str) -> str:
-    """The finding, without paths and remedies."""
+    """The finding, without remedies and temporary folders."""
+    text = without_temporary_folders(text)
     found = re.search(r"(\[L\d{3}\]).*? found (.*?)(?: \(base model|; expected|, such as)", text, re.DOTALL)
     if found:
         return f"{found[1]} {found[2]}"
@@ -198,6 +199,11 @@ def shortened(text: str) -> str:
     words = " ".join((message[1] if message else text).split())
     cause = words.rpartition("<path>, ")[2]  # behind vLLM's own account of the call
     return cause[:100] + ("…" if len(cause) > 100 else "")
+
+
+def without_temporary_folders(text: str) -> str:
+    """The text with the bare name of each file that lies in a temporary folder."""
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/[^\s,;:'\"]*/", "", text)
 
 
 def section(result: Mapping[str, Any]) -> list[str]:
