@@ -209,7 +209,7 @@ async def test_a_restored_name_gone_from_its_source_is_unloaded(tmp_path: Path) 
 
 
 @runs
-async def test_of_a_name_given_at_start_only_the_pin_is_restored(tmp_path: Path) -> None:
+async def test_a_name_given_at_start_keeps_its_pin_alone(tmp_path: Path) -> None:
     """`--lora-modules` has the files that lie at its path now."""
     file, world = ServedFile(tmp_path / "served.json"), World()
     file.write([DesiredAdapter("sql", "/by/hand", "aa" * 32, is_pinned=True)])
