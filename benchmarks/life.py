@@ -37,7 +37,7 @@ from testbed.server import Server, vllm_server
 
 NAME, FIRST, SECOND = "sql", "sql", "stable"  # the adapter, and whose weights its two versions have
 OTHERS, LAST = ("chat", "team/poet"), "wide"
-SHORT, LONG = 8, 200  # tokens
+SHORT, LONG = 8, 80  # tokens
 POLL_S, WAIT_S = 0.005, 120.0
 VIEW = ("state", "digest", "tiers", "requests_in_flight", "requests_held")
 LOG_LINE = re.compile(r"^(\d+\.\d+) .*?\] (Adapter '.*)$", re.MULTILINE)

@@ -198,7 +198,8 @@ def plot(events: Sequence[dict[str, Any]]) -> Any:
         texts.axis("off")
         begin, last = story.at("stage", stage=stage), of_stage[-1][0]
         began = min(bar.begin for bar in bars if bar.lane == "requests" and bar.begin >= begin)
-        width = (last - began) * 1.12
+        after = [it["at_s"] for it in events if it["event"] == "stage" and it["at_s"] > began]
+        width = min([(last - began) * 1.12, *(at - began for at in after)])
         for bar in bars:
             x, end = (min(max(at - began, 0), width) * 1e3 for at in (bar.begin, bar.end))
             if end > x:
