@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.manager.plot import IMAGES
@@ -124,11 +124,13 @@ class Story:
                 leave(key, it["at_s"])
         for key, (_, who) in [*entered.items()]:
             leave(key, {"old": self.old_left, "new": self.unloaded}.get(who, self.end))
-        free = [0.0, 0.0]
+        rows: tuple[list[Bar], list[Bar]] = ([], [])
         for begin, end, who in sorted(spans):
-            row = min(range(2), key=lambda row: (free[row] > begin + 0.01, free[row] > begin, row))
-            free[row] = end
-            yield Bar("two slots", row, begin, end, who)
+            row = min(range(2), key=lambda row: max(rows[row][-1].end - begin, 0) if rows[row] else 0)
+            if rows[row]:  # a poll sees that an adapter has left after another's first token in its slot
+                rows[row][-1] = replace(rows[row][-1], end=min(rows[row][-1].end, begin))
+            rows[row].append(Bar("two slots", row, begin, end, who))
+        yield from itertools.chain(*rows)
 
     def marks(self) -> dict[str, list[tuple[float, str]]]:
         """By part of the story, what happened when."""

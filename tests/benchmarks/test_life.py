@@ -25,7 +25,7 @@ def test_the_kept_events_are_a_whole_life_in_order(story: life_plot.Story) -> No
 def test_no_two_bars_of_a_row_lie_on_each_other(story: life_plot.Story) -> None:
     bars = sorted((bar for bar in story.bars() if bar.lane != "S3"), key=lambda bar: (bar.lane, bar.row, bar.begin))
     for one, other in itertools.pairwise(bars):
-        assert (one.lane, one.row) != (other.lane, other.row) or one.end <= other.begin + 0.01
+        assert (one.lane, one.row) != (other.lane, other.row) or one.end <= other.begin
 
 
 def test_numbers_keep_their_distance_and_their_end() -> None:
