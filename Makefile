@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-front-ends bench-kernels-aot wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-front-ends bench-kernels-aot bench-life wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,6 +15,9 @@ set-up: ## make .venv with an engine that this machine can run
 
 demo: set-up ## unknown model names become served adapters, on a real vllm serve
 	@$(RUN) -m examples.demo
+
+recording: set-up ## record make demo as a terminal shows it; writes docs/images/demo.svg (2 minutes)
+	@.venv/bin/uv run --quiet --no-project --with pyte python -m tools.record_demo
 
 demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing, one killed under load (5 minutes)
 	@$(RUN) -m benchmarks.ray_serve
@@ -150,6 +153,9 @@ bench-front-ends: set-up ## four API servers: 1,000 swaps under 100,000 requests
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.kernels_aot
+
+bench-life: set-up ## the life of an adapter, from events of a real server; writes docs/images/life.svg (3 minutes)
+	@$(RUN) -m benchmarks.life
 
 wheel: set-up ## build dist/*.whl with CPU kernels for x86-64 and aarch64 (needs gcc-aarch64-linux-gnu)
 	@$(RUN) tools/build_wheel.py

@@ -59,7 +59,7 @@ def main() -> int:
         bed = prepare(lambda text: _say(console, text))
         _say(console, "starting an S3 server (moto) and a local Hub, and putting adapters there")
         env = _publish(bed, running.enter_context(s3_server()), running.enter_context(local_hub()))
-        _say(console, f"starting vllm serve with VLLM_PLUGINS={env['VLLM_PLUGINS']}")
+        _say(console, f"starting vllm serve with {env['VLLM_PLUGINS'].replace(',', ', ')}")
         server = running.enter_context(
             _server(bed, env, lambda seconds: status.update(f"starting vllm serve, {seconds:.0f} s (about 30)"))
         )

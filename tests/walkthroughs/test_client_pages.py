@@ -118,7 +118,6 @@ DEMO = Walk(
     "docs/get-started/demo.md",
     [
         Step("make demo", Do.LEAVE_OUT, "a check of its own"),
-        Step("16 greedy tokens each, vllm serve on this machine", Do.LEAVE_OUT, "what make demo prints"),
         Step(BY_HAND, before=f"{AT}; lora-plugins unload '*'; lora-plugins load team/sql"),
         Step(LOG_LINE, Do.LEAVE_OUT, "a line of the log, which the test of this page looks for"),
     ],
