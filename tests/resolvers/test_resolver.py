@@ -729,7 +729,7 @@ def test_an_adapter_that_was_found_damaged_is_fetched_again(make, remote):
     assert resolver.store.verify(resolved.path.name)
 
 
-def test_memory_is_bounded(tmp_path, monkeypatch):
+def test_memory_is_bounded(tmp_path, monkeypatch, clock):
     for module in (known_versions_module, search_module):
         monkeypatch.setattr(module, "_REMEMBERED_NAMES", 20)
     monkeypatch.setattr(known_versions_module, "_REMEMBERED_REJECTIONS", 10)
