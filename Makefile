@@ -148,7 +148,7 @@ TRIALS = 200
 bench-live-kills: set-up ## kill -9 of trainer, API server, engine and worker during pushes (an hour; TRIALS, SEED)
 	@$(RUN) -m benchmarks.live_kills --trials $(TRIALS) $(if $(SEED),--seed $(SEED))
 
-bench-rl: set-up ## a policy learns while it is served: pushes (finish, inflight) beside vLLM's load_inplace
+bench-rl: set-up ## a policy learns while it is served: pushes (finish, inflight) beside vLLM's load_inplace (7 minutes)
 	@$(RUN) -m benchmarks.rl
 
 bench-front-ends: set-up ## four API servers: 1,000 swaps under 100,000 requests, kills, throughput (25 minutes)

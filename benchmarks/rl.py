@@ -53,7 +53,7 @@ PROMPTS = (
     "def shrink(x, a): return x @ a.T",
 )
 VOCABULARY, GROUP, TOKENS, RANK = 512, 8, 16, 8
-LEARNING_RATE, CLIP = 2e-3, 0.2
+LEARNING_RATE, CLIP = 3e-3, 0.2
 TOLERANCE = 1e-3  # of a token's log-probability, in float32
 ON_POLICY, LATE, MIXED, UNKNOWN = "on policy", "late", "mixed", "unknown"
 ARMS = {
