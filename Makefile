@@ -22,6 +22,9 @@ recording: set-up ## record make demo as a terminal shows it; writes docs/images
 demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing, one killed under load (5 minutes)
 	@$(RUN) -m benchmarks.ray_serve
 
+# Tests start hundreds of processes, and each would compile the same modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests of one server, or of one file, run in one process, in the order of tests/conftest.py. Two more processes than
 # cores: servers, time limits and other processes are waited for.
 WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
