@@ -30,8 +30,10 @@ SERVE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \\"
 TRAINER = '"""A trainer whose policy is served while it learns: rl_loop.py BASE_MODEL ADAPTER_ROOT NAME STEPS."""'
 TRAIN = "$ export LORA_PLUGINS_ADMIN_KEY=$KEY         # where the server asks for one"
 FRAGMENT = "from lora_plugins.client import push"
-PUSH = "LORA_PLUGINS_ADMIN_KEY=$KEY lora-plugins push policy-11 policy --url http://localhost:8000 --json"
-PAUSE = 'curl -X POST "localhost:8000/v1/loras/policy/pause?mode=keep" -H "Authorization: Bearer $KEY"'
+PUSH_SERVER = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 LORA_PLUGINS_RESTORE=1 \\"
+PUSH = "export LORA_PLUGINS_URL=http://localhost:8000 LORA_PLUGINS_ADMIN_KEY=$KEY"
+PAUSED_PUSH = "from lora_plugins.client import pause, push, resume"
+PAUSE = "lora-plugins pause policy --mode keep"
 FROM_S3 = "aws s3 cp --recursive policy-12 s3://adapters/policy/12"
 ADDED = " ".join(SMALL_ENGINE)
 
@@ -41,8 +43,10 @@ RL = Walk(
         Step(SERVE, Do.SERVE),
         Step(TRAINER, Do.WRITE, "examples/rl_loop.py"),
         Step(TRAIN),
-        Step(FRAGMENT, Do.LEAVE_OUT, "three lines of a trainer, which tests/e2e/test_push.py runs"),
+        Step(PUSH_SERVER, Do.LEAVE_OUT, "the server above without its source, as tests/e2e/test_push.py starts one"),
+        Step(FRAGMENT, Do.LEAVE_OUT, "lines of a trainer, as in tests/e2e/test_push.py"),
         Step(PUSH),
+        Step(PAUSED_PUSH, Do.LEAVE_OUT, "lines of a trainer, as in tests/e2e/test_pause.py"),
         Step(PAUSE),
         Step(FROM_S3),
     ],
