@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.kernels_cpu import GOALS, SLOT_RANKS, ratio
+from benchmarks.record import IMAGES
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 CASES = {"one16": "one adapter of rank 16", "four16": "four adapters of rank 16", "four64": "four adapters of rank 64"}
 COLOURS = {"vllm": "#b8b8b8", "ours": "#2a6f97"}
 NAMES = {"vllm": "vLLM's kernels", "ours": "lora_kernels"}

@@ -19,7 +19,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from urllib.parse import unquote
 import httpx
 
 from benchmarks import life_plot
+from benchmarks.live_kills import until
 from benchmarks.record import keep
 from testbed.bed import CACHE, Bed, prepare
 from testbed.models import PROMPT
@@ -72,7 +73,10 @@ class Life:
         """The same, beside the block, which begins after the first token."""
         asked = threading.Thread(target=self.ask, args=(server, label, name, tokens))
         asked.start()
-        until(lambda: any(it["event"] == "first token" and it["request"] == label for it in self.of("client")))
+        until(
+            lambda: any(it["event"] == "first token" and it["request"] == label for it in self.of("client")),
+            f"a token of {label}",
+        )
         yield
         asked.join()
 
@@ -126,14 +130,6 @@ def in_worker(said: Any) -> dict[str, Any]:
     return {"engine_ids": sorted(map(int, said["memory"]["adapter_mb"])), "in_slots": said["adapters"]["active"]}
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(POLL_S)
-
-
 def live(life: Life, server: Server, bed: Bed, bucket: Bucket, store: Path) -> None:
     """Everything that happens to the adapter."""
     client = httpx.Client(base_url=server.url, timeout=WAIT_S)
@@ -158,7 +154,7 @@ def live(life: Life, server: Server, bed: Bed, bucket: Bucket, store: Path) -> N
     stage("back from host memory")
     for other in OTHERS:
         life.ask(server, other, other, SHORT)
-    until(lambda: tiers() == ["store", "host"])
+    until(lambda: tiers() == ["store", "host"], "the adapter is out of its slot")
     life.ask(server, "again", NAME, SHORT)
     stage("unloaded")
     with life.asking(server, "last", NAME, LONG):
@@ -167,7 +163,7 @@ def live(life: Life, server: Server, bed: Bed, bucket: Bucket, store: Path) -> N
         life.note("client", "unloaded")
     life.ask(server, LAST, LAST, SHORT)
     digests = {it["digest"] for it in life.of("client") if it.get("name") == NAME and "digest" in it}
-    until(lambda: not any((store / digest).exists() for digest in digests))
+    until(lambda: not any((store / digest).exists() for digest in digests), "both versions are gone from the store")
 
 
 def told(life: Life, server: Server, proxy: FaultProxy) -> None:

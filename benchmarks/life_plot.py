@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.manager.plot import IMAGES
+from benchmarks.record import IMAGES
 
 # Of Okabe and Ito, who chose them for every kind of colour vision.
 COLOURS = {"old": "#0072b2", "new": "#e69f00", "other": "#9a9a9a"}

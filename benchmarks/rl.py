@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from benchmarks.record import keep
+from benchmarks.record import IMAGES, keep
 from lora_plugins.client import push_async
 from testbed.models import build_base
 from testbed.server import Server, vllm_server
@@ -62,7 +62,6 @@ ARMS = {
     "stock": ("vLLM's load_inplace", "#8a8f94"),
 }
 STAMPS = {ON_POLICY: "#2f6690", LATE: "#9db4c8", MIXED: "#c98a1b", UNKNOWN: "#8a8f94"}
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 HandOver = Callable[["Policy"], Awaitable[str | None]]  # returns the digest that is served now, if the server says it
 
 

@@ -26,7 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.record import keep
+from benchmarks.record import IMAGES, keep
 from benchmarks.routing_policies import (
     BoundedConsistentHashing,
     PlainRendezvous,
@@ -55,7 +55,6 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "power of two": PowerOfTwo,
     "random": RandomChoice,
 }
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+from benchmarks.record import IMAGES
+
 ARMS = {"vllm+kernels": ("vLLM's manager", "#c98a1b"), "ours+kernels": ("lora_lru_manager", "#2a6f97")}
 
 
