@@ -18,7 +18,7 @@ from lora_plugins.client import resume as resume_everywhere
 from testbed.models import PROMPT
 from testbed.reference import Reference
 from tests.e2e.conftest import OneSlot
-from tests.e2e.standing_still import LONGEST_S, TOKENS, is_held, seen
+from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
 from tests.e2e.test_in_flight import body, tokens_of, view_of
 
 
@@ -42,19 +42,6 @@ class Stream:
                     self.finish_reason = choice["finish_reason"] or self.finish_reason
 
 
-@asynccontextmanager
-async def streaming(client: httpx.AsyncClient, name: str) -> AsyncIterator[tuple[Stream, asyncio.Task[None]]]:
-    """Inside, a long answer of this adapter has begun."""
-    stream = Stream()
-    reading = asyncio.create_task(stream.read(client, name))
-
-    async def has_begun() -> bool:
-        return len(stream.tokens) > 3 or reading.done()
-
-    await seen(has_begun)
-    yield stream, reading
-
-
 async def pause(client: httpx.AsyncClient, name: str, mode: str) -> dict[str, Any]:
     answer = await client.post(f"/v1/loras/{name}/pause", params={"mode": mode})
     assert answer.status_code == 200, answer.text
@@ -64,6 +51,41 @@ async def pause(client: httpx.AsyncClient, name: str, mode: str) -> dict[str, An
 async def resume(client: httpx.AsyncClient, name: str) -> None:
     answer = await client.post(f"/v1/loras/{name}/resume")
     assert answer.status_code == 200, answer.text
+
+
+@asynccontextmanager
+async def in_the_midst_of_a_stream(
+    client: httpx.AsyncClient, name: str
+) -> AsyncIterator[tuple[Stream, asyncio.Task[None]]]:
+    """Inside, a long answer of this adapter has begun and not ended, and the engine stands still."""
+    streams: list[Stream] = []
+
+    async def begin() -> asyncio.Task[None]:
+        stream = Stream()
+        streams.append(stream)
+        reading = asyncio.create_task(stream.read(client, name))
+
+        async def has_begun() -> bool:
+            return len(stream.tokens) > 3 or reading.done()
+
+        await seen(has_begun)
+        return reading
+
+    async with in_the_midst_of(client, name, begin) as reading:
+        yield streams[-1], reading
+
+
+async def paused_in_the_midst(
+    client: httpx.AsyncClient, name: str, mode: str = "keep"
+) -> tuple[Stream, asyncio.Task[None]]:
+    """Pause an adapter in the midst of a long answer."""
+    async with in_the_midst_of_a_stream(client, name) as begun:
+        pausing = asyncio.create_task(pause(client, name, mode))
+        if mode != "wait":  # is answered after the stream's end
+            await pausing
+        await seen(lambda: in_state(client, name, "paused", int(mode == "wait")))
+    assert (await pausing)["status"] == "success"
+    return begun
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +105,8 @@ def test_one_adapter_is_paused_and_all_others_run(
     one_slot.publish(other, "chat", 1)
 
     async def train() -> Stream:
-        async with one_slot.client() as client, streaming(client, policy) as (stream, reading):
-            begun = len(stream.tokens)
-            assert (await pause(client, policy, mode))["status"] == "success"
+        async with one_slot.client() as client:
+            stream, reading = await paused_in_the_midst(client, policy, mode)
             view = await view_of(client, policy)
             assert (view["state"], view["requests_in_flight"]) == ("paused", 0)
             assert view["requests_held"] == (mode == "keep")
@@ -98,7 +119,7 @@ def test_one_adapter_is_paused_and_all_others_run(
                 assert await tokens_of(client, other) == expected["chat"], "in the only slot"
                 assert await tokens_of(client, str(one_slot.bed.base)) == expected[None]
             assert (late.done(), len(stream.tokens)) == (False, had)
-            assert begun <= had < TOKENS or mode == "wait"
+            assert 3 < had < TOKENS or mode == "wait"
             await resume(client, policy)
             assert await late == expected["sql"]
             assert (await view_of(client, policy))["state"] == "serving"
@@ -117,8 +138,8 @@ def test_a_pause_outlives_a_swap(one_slot: OneSlot, long_answers: dict[str, list
     folder = one_slot.publish(policy, "sql", 1)
 
     async def train() -> tuple[Stream, list[int], list[int], int]:
-        async with one_slot.client() as client, streaming(client, policy) as (stream, reading):
-            await pause(client, policy, "keep")
+        async with one_slot.client() as client:
+            stream, reading = await paused_in_the_midst(client, policy)
             early = asyncio.create_task(tokens_of(client, policy))
             await seen(lambda: is_held(client, policy))
             folder.rename(folder.with_name(f"old-{policy}"))
@@ -152,8 +173,8 @@ def test_an_unload_of_a_paused_name_answers_all_its_requests(one_slot: OneSlot) 
     one_slot.publish("left", "sql", 1)
 
     async def train() -> tuple[Stream, httpx.Response, httpx.Response]:
-        async with one_slot.client() as client, streaming(client, "left") as (stream, reading):
-            await pause(client, "left", "keep")
+        async with one_slot.client() as client:
+            stream, reading = await paused_in_the_midst(client, "left")
             held = asyncio.create_task(client.post("/v1/completions", json=body("left", 1)))
             await seen(lambda: is_held(client, "left", 2))
             async with asyncio.timeout(LONGEST_S):
@@ -230,16 +251,13 @@ def test_a_pause_that_another_resume_ends_raises(one_slot: OneSlot) -> None:
     servers = [one_slot.server.url]
 
     async def train() -> None:
-        async with one_slot.client() as client, streaming(client, "ended") as (_, reading):
-            pausing = asyncio.create_task(pause_async("ended", servers=servers))
-
-            async def is_paused() -> bool:
-                return (await view_of(client, "ended"))["state"] == "paused"
-
-            await seen(is_paused)
-            await resume_async("ended", servers=servers)
-            with pytest.raises(CallFailed, match="resumed"):
-                await pausing
+        async with one_slot.client() as client:
+            async with in_the_midst_of_a_stream(client, "ended") as (_, reading):
+                pausing = asyncio.create_task(pause_async("ended", servers=servers))
+                await seen(lambda: in_state(client, "ended", "paused", 1))
+                await resume_async("ended", servers=servers)
+                with pytest.raises(CallFailed, match="resumed"):
+                    await pausing
             await reading
 
     asyncio.run(train())

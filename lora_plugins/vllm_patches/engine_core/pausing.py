@@ -16,13 +16,15 @@ from lora_plugins.scheduler.pauses import PauseMode
 def pause(scheduler: Any, name: str, mode: PauseMode) -> list[str]:
     """Hold new requests of a name from here on; return the ids of all requests of the name.
 
-    Requests that wait for a slot wait for the resume, too. The next step stops running requests that keep their place.
+    Requests that wait for a slot wait for the resume, too. Running requests that keep their place stop at once: an
+    engine that vLLM's own pause holds has no next step.
     """
     request_ids = scheduler.pauses.pause(name, mode)
     for adapter in [it for it in scheduler.planner.state.adapters.values() if it.held and it.spec.name == name]:
         clients = adapter.clients if mode is PauseMode.WAIT else set()
         for request_id in [key for key, held in adapter.held.items() if held.client not in clients]:
             _stop(scheduler, scheduler.requests[request_id])
+    stop_kept(scheduler)
     return request_ids  # type: ignore[no-any-return]
 
 
