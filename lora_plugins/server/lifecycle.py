@@ -60,7 +60,8 @@ class Lifecycle:
             LoRAPluginsError: the adapter cannot be served. In both cases nothing has changed.
         """
         self._check_name(name)
-        async with self.ending_block(name), self.server.vllm.lock(name):
+        seen = self.block_to_end(name)
+        async with self.server.vllm.lock(name), self.ending_block(name, seen):
             adapter = self.registry.get(name)
             _require_version(name, adapter, expects)
             if adapter is None:
@@ -176,7 +177,8 @@ class Lifecycle:
             VersionMismatch: another version is served than expected.
             LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
         """
-        async with self.ending_block(name), self.server.vllm.lock(name):
+        seen = self.block_to_end(name)
+        async with self.server.vllm.lock(name), self.ending_block(name, seen):
             adapter = self.registry.get(name)
             _require_version(name, adapter, expects)
             if adapter is None:
@@ -211,19 +213,27 @@ class Lifecycle:
             )
         _require_version(name, self.registry.get(name), expects)
 
-    @asynccontextmanager
-    async def ending_block(self, name: str) -> AsyncIterator[None]:
-        """Inside, an operator loads exactly this name, which ends the name's block.
+    def block_to_end(self, name: str) -> str | None:
+        """The block of exactly this name, for `ending_block`, as an operator's load is asked for; None without a block.
 
         Raises:
-            AdapterNotFound: a block of the name without its revision holds, or the name was blocked meanwhile.
-            SourceUnavailable: the block cannot be removed from the store.
+            AdapterNotFound: a block of the name without its revision holds.
         """
         self.registry.blocked.refuse(name, but_itself=True)
-        blocks = self.registry.blocked
-        seen = blocks.present(name)
-        # Lift the block only after the load has succeeded, and only the block seen before the load.
+        return self.registry.blocked.present(name)
+
+    @asynccontextmanager
+    async def ending_block(self, name: str, seen: str | None) -> AsyncIterator[None]:
+        """Inside, an operator loads exactly this name, which ends the name's block; the caller holds the name's lock.
+
+        Raises:
+            AdapterNotFound: the name was blocked meanwhile.
+            SourceUnavailable: the block cannot be removed from the store.
+        """
+        # Lift the block only after the load has succeeded, and only the block seen before the load: a block of
+        # meanwhile holds. Under the name's lock, or the poller would unload the name because of the block.
         yield
+        blocks = self.registry.blocked
         with store_errors():
             has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
         if not has_ended:
@@ -357,7 +367,7 @@ class Lifecycle:
         A version without a lease is not fetched before the next request. A name blocked by another server is unloaded.
         """
         if name in self.registry.blocked:
-            self.server.in_background(self._free(name, blocked(name)))
+            self.server.in_background(self._free_blocked(name))
             return
         async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
@@ -460,6 +470,14 @@ class Lifecycle:
             return None
         self.on_change()
         return await self.server.drain(adapter, refusal, timeout_s)
+
+    async def _free_blocked(self, name: str) -> None:
+        """Unload a name, unless a load under way ends the name's block."""
+        async with self.server.vllm.lock(name):
+            adapter = self.registry.remove(name) if name in self.registry.blocked else None
+        if adapter is not None:
+            self.on_change()
+            await self.server.drain(adapter, blocked(name))
 
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
         if adapter.version is None:

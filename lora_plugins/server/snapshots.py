@@ -118,7 +118,7 @@ class Snapshots:
                 yield taken
 
     def forget(self, engine_id: int) -> None:
-        """End the leases of an engine id's copies, and discard a load that runs; the store may remove the files."""
+        """End the leases of an engine id's copies, a running load's at its end; the store may remove the files."""
         self._trying.pop(engine_id, None)
         self._drop(self._kept.pop(engine_id, None))
 

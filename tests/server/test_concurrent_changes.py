@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,26 @@ async def test_a_name_blocked_during_its_load_stays_blocked() -> None:
         await load
     assert world.lifecycle.registry.blocked.names() == {"sql"}
     assert world.lifecycle.registry.all() == []
+
+
+@runs
+async def test_no_poll_undoes_a_load_that_ends_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The poller unloads what another server has blocked."""
+    world = World()
+    await serving(world, "aa")
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
+    lift = Blocks.lift
+
+    def late_lift(self: Blocks, name: str, seen: str | None) -> bool:
+        with suppress(StopIteration):
+            world.lifecycle.poll(name).send(None)  # as another thread's loop would, while this thread waits for a disk
+        return lift(self, name, seen)
+
+    monkeypatch.setattr(Blocks, "lift", late_lift)
+    await world.lifecycle.load("sql")
+    await world.settled()
+    assert [served.name for served in world.lifecycle.registry.all()] == ["sql"]
+    world.lifecycle.registry.blocked.refuse("sql")
 
 
 class Unload:

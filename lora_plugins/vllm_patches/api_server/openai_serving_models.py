@@ -95,9 +95,11 @@ class _LoadsByPath(_Client):
 
     Attributes:
         error: why the adapter cannot be served; vLLM keeps the text only.
+        seen_block: the name's block as the load was asked for, see `block_to_end`.
     """
 
     error: LoRAPluginsError | None = None
+    seen_block: str | None = None
 
     async def add_lora(self, request: Any) -> bool:
         """Load as vLLM does; vLLM puts the request into its table afterwards.
@@ -106,7 +108,7 @@ class _LoadsByPath(_Client):
         """
         moves, name = moves_running(), request.lora_name
         try:
-            async with self._lifecycle.ending_block(name) if is_for_request() else nullcontext():
+            async with self._lifecycle.ending_block(name, self.seen_block) if is_for_request() else nullcontext():
                 if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find the files
                     await planner_of(self._client).load(request, wants_slot=False, moves=moves)
         except LoRAPluginsError as error:
@@ -162,6 +164,11 @@ def _loading_by_path(original: Any) -> Any:
             return await original(self, request, *args, **kwargs)
         lifecycle = lifecycle_of(self)
         client = _LoadsByPath(self, lifecycle)
+        if is_for_request():
+            try:
+                client.seen_block = lifecycle.block_to_end(request.lora_name)
+            except LoRAPluginsError as error:
+                raise http_error(error) from None
         result = await original(client.in_place_of(self), request, *args, **kwargs)
         if client.error is not None:
             raise http_error(client.error, shows_paths=True)  # the caller has named the path
