@@ -311,11 +311,12 @@ def pending_bytes(layout: Layout) -> int:
 
 
 def quarantined(layout: Layout) -> list[Entry]:
-    """Damaged entries; no engine ever gets a path into the quarantine."""
+    """Damaged entries, and adapters that are being removed; no engine ever gets a path into the quarantine."""
     found = []
     for entry in os.scandir(layout.folder("quarantine")):
-        size_bytes = sum(file.stat().st_size for file in os.scandir(entry.path)) if entry.is_dir() else 0
-        found.append(Entry(entry.name, size_bytes, entry.stat().st_mtime))
+        with contextlib.suppress(FileNotFoundError):  # removed at this moment, by this process or another
+            size_bytes = sum(file.stat().st_size for file in os.scandir(entry.path)) if entry.is_dir() else 0
+            found.append(Entry(entry.name, size_bytes, entry.stat().st_mtime))
     return sorted(found, key=_by_use)
 
 

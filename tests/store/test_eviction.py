@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -82,6 +84,26 @@ def test_a_shared_lease_outlives_the_first(full) -> None:
     store.leases.release(digest, request)
     assert not store.leases.share(digest, request), "there is none to share"
     assert store.remove(digest)
+
+
+@pytest.mark.parametrize("is_listed", [False, True], ids=["before its files are listed", "before they are measured"])
+def test_a_removal_beside_a_fetch_is_no_outage(full, monkeypatch, is_listed) -> None:
+    """What another thread or process removes lies in the quarantine for a moment."""
+    store, digests = full
+    store.leases.release(digests[0], 1)
+    removed, scandir = store.layout.new_quarantine(digests[0], ".removed"), os.scandir
+    shutil.copytree(store.layout.adapter(digests[1]), removed)
+
+    def listed(path: Any) -> Any:
+        if isinstance(path, int) or Path(path) != removed:
+            return scandir(path)
+        found = list(scandir(path)) if is_listed else []
+        shutil.rmtree(removed)
+        return found or scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    fourth = fill(store, 4)
+    assert fourth in store.layout.digests()
 
 
 def test_quarantine_is_in_the_budget_and_goes_first(full) -> None:
