@@ -58,7 +58,7 @@ soak: set-up ## 200 adapters that change while they are asked for, on the real e
 	@$(RUN) -m benchmarks.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 coverage: set-up ## the tests that need no engine, and which lines they leave out
-	@$(RUN) -m pytest $(PARALLEL) -m "not e2e" --cov=lora_plugins --cov-report=term:skip-covered
+	@$(RUN) -m pytest $(PARALLEL) -m "not e2e" --cov=lora_plugins --cov-report=term-missing:skip-covered
 
 check: set-up ## lint, format, types, the direction of imports, words, generated pages, the site and its links
 	@$(RUN) -m ruff check .

@@ -7,7 +7,11 @@ OTHERS = "lora_sources"
 MANAGER = "lora_lru_manager"
 KERNELS = "lora_kernels"
 ADMIN = "lora_admin"
-OURS = (FILESYSTEM, S3, HUB, OTHERS, MANAGER, KERNELS, ADMIN)
+
+# By plugin, the source's name in settings, logs and metrics.
+SOURCES = {FILESYSTEM: "filesystem", S3: "s3", HUB: "hub"}
+RESOLVERS = (*SOURCES, OTHERS)
+OURS = (*RESOLVERS, MANAGER, KERNELS, ADMIN)
 
 # Where vLLM 0.30 to 0.33 look for plugins.
 PLUGIN_GROUPS = (

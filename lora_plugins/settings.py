@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 
+from lora_plugins import plugin_names
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.variables import (
     BYTES,
@@ -36,7 +37,7 @@ from lora_plugins.variables import (
     seconds,
 )
 
-SOURCES = ("filesystem", "s3", "hub")
+SOURCES = tuple(plugin_names.SOURCES.values())
 HOST_POLICIES = ("lru", "lrfu")
 
 

@@ -10,6 +10,9 @@ import sys
 import pytest
 
 import lora_plugins
+from lora_plugins.cli.doctor import CHECKS
+from lora_plugins.plugin_names import OURS, RESOLVERS, SOURCES
+from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 
 HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "numpy")
 # The entry points' module takes over vLLM's name when it is imported, and only where it is named. The others are
@@ -75,3 +78,11 @@ def test_public_names_exist():
 
 def test_version_is_that_of_the_distribution():
     assert lora_plugins.__version__ == importlib.metadata.version("lora-plugins")
+
+
+def test_a_plugin_is_named_wherever_plugins_are():
+    """A source whose plugin one place forgets is off, or unknown to the doctor, without a word."""
+    points = importlib.metadata.distribution("lora-plugins").entry_points
+    assert {it.name for it in points if it.group == "vllm.general_plugins"} == set(OURS)
+    assert tuple(SOURCE_PLUGINS) == RESOLVERS
+    assert set(SOURCES.values()) <= CHECKS.keys()

@@ -23,7 +23,7 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.findings import Finding, State, discovered_plugins, problem_of
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
-from lora_plugins.settings import environment
+from lora_plugins.settings import SOURCES, environment
 from lora_plugins.vllm_patches import versions
 
 _STYLES = {
@@ -68,7 +68,6 @@ CHECKS: Mapping[str, Check] = {
 _OURS = re.compile(r"^# TYPE lora_plugins_", re.MULTILINE)
 _HELD = re.compile(r"^# TYPE lora_plugins_held\b", re.MULTILINE)
 _SHOWN = 3
-_SOURCES = ("filesystem", "s3", "hub")
 _NOTHING = "nothing is served by lora-plugins"
 
 
@@ -139,7 +138,7 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
         return f"not all that is asked for is served: first mend '{first.check}'"
     # A warning may be of a source that is set and off.
     runs = {item.check for item in found if item.state in (State.ON, State.WARNING) and item.found[:4] != "off:"}
-    sources = [check for check in _SOURCES if check in runs]
+    sources = [check for check in SOURCES if check in runs]
     if not sources and "admin" not in runs:
         return f"{_NOTHING} by name: VLLM_PLUGINS names no source of adapters"
     if sources and "runtime" not in runs:

@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parent.parent
 
 _SYMBOL = re.compile(
     r"(?P<module>[\w.]+):|"
-    r"(?P<name>[\w.]+)(?:\((?P<parameters>[^)]*)\)|\{(?P<attributes>[^}]*)\})?(?:\s*# since (?P<since>\d+\.\d+))?"
+    r"(?P<name>[\w.]+)(?:\((?P<parameters>[^)]*)\)|\{(?P<attributes>[^}]*)\})?"
+    r"(?:\s*# (?P<which>since|until) (?P<release>\d+\.\d+))?"
 )
 
 
@@ -29,13 +30,14 @@ class Symbol:
         name: `module:qualified.name`.
         parameters: of a function, in order, "..." for any further ones; None for anything else.
         attributes: of a class, fields included.
-        since: the first vLLM version with the symbol in this form.
+        since: the first vLLM version with the symbol in this form. until: the last; empty where none is known.
     """
 
     name: str
     parameters: tuple[str, ...] | None = None
     attributes: tuple[str, ...] = ()
     since: str = "0.30"
+    until: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Patch:
 
     Attributes:
         symbols: `module:` followed by names in the module: `function(parameters)`, `Class{attributes}` or a name alone,
-            each perhaps with `# since 0.31`; then perhaps further modules.
+            each perhaps with `# since 0.31` or `# until 0.30`; then perhaps further modules.
         what: our use of the symbols. why: the purpose.
         remove: the change upstream after which the entry can go; most entries share a change.
         since: the first vLLM version with the symbols, where a symbol has no version of its own.
@@ -72,7 +74,8 @@ class Patch:
                 continue
             parameters = None if found["parameters"] is None else _names(found["parameters"])
             attributes = _names(found["attributes"] or "")
-            yield Symbol(f"{module}:{found['name']}", parameters, attributes, found["since"] or self.since)
+            release = {found["which"]: found["release"]} if found["which"] else {}
+            yield Symbol(f"{module}:{found['name']}", parameters, attributes, **{"since": self.since, **release})
 
 
 # By `ast`, without import: the ledger is also read where vLLM and torch are missing.

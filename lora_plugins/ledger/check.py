@@ -18,10 +18,11 @@ def check(symbol: Symbol, sources: Path) -> str:
     """Return the difference from the ledger; empty where the sources agree.
 
     A function must have exactly the noted parameters, in order, or begin with them where they end with "..."; a class
-    must have at least the noted attributes. A symbol with a later `since` than the sources' release is not looked for.
+    must have at least the noted attributes. A symbol that the release lacks by `since` or `until` is not looked for.
     """
-    # The code that uses a newer symbol tests for the symbol at run time.
-    if _is_before(_release(sources), symbol.since):
+    # The code that uses a symbol of some releases tests for the symbol at run time.
+    release = _release(sources)
+    if _is_before(release, symbol.since) or (symbol.until and _is_before(symbol.until, release)):
         return ""
     module, _, qualified = symbol.name.partition(":")
     path = sources.joinpath(*module.split("."))
@@ -61,7 +62,7 @@ def _release(sources: Path) -> str:
 
 def _is_before(release: str, since: str) -> bool:
     numbers = [[int(part) for part in re.findall(r"\d+", text)[:2]] for text in (release, since)]
-    return bool(numbers[0]) and numbers[0] < numbers[1]
+    return all(numbers) and numbers[0] < numbers[1]
 
 
 def installed() -> Path | None:

@@ -80,7 +80,7 @@ class Adapter:
         running: the time of admission and the client's request of each admitted request, by id.
         expected: clients' requests without a running part, whose next part is expected until a time.
         waits_since: since when requests or calls wait, and nothing is admitted.
-        draining_since: since when other clients' requests are not admitted, so that slot or room passes on.
+        leaving_since: since when other clients' requests are not admitted, so that slot or room passes on.
         is_pinned: keeps host memory and slot without any request.
         is_retired: evicted once unused; the eviction answers `retirements`.
         replaces: the generation before: goes once this generation is loaded, and is current again if the load fails.
@@ -104,7 +104,7 @@ class Adapter:
     expected: dict[str, float] = field(default_factory=dict)
     calls: list[LoadCall] = field(default_factory=list)
     waits_since: float | None = None
-    draining_since: float | None = None
+    leaving_since: float | None = None
     is_pinned: bool = False
     is_retired: bool = False
     replaces: Adapter | None = None
@@ -188,9 +188,9 @@ class Adapter:
 
     def joining(self, now: float) -> list[tuple[str, Held]]:
         """The held requests that may run: all; while draining, parts of running clients' requests, for a while."""
-        if self.draining_since is None:
+        if self.leaving_since is None:
             return list(self.held.items())
-        if now - self.draining_since > LONGEST_DRAIN_S:
+        if now - self.leaving_since > LONGEST_DRAIN_S:
             return []
         clients = self.clients
         return [item for item in self.held.items() if item[1].client in clients] if clients else []

@@ -55,23 +55,24 @@ def join(state: PlannerState, now: float) -> list[object]:
     return [request for adapter in joined for request in state.admit(adapter, now)]
 
 
-def start_draining(
+def have_one_leave(
     state: PlannerState,
     now: float,
     waiting: dict[SlotPool, list[Adapter]],
     without_room: list[Adapter],
     patience_s: float,
 ) -> float:
-    """Have one more adapter drain where others wait and nothing has passed on for a while; return when to look again.
+    """Have one more adapter take no further requests, where others wait and neither slot nor room became free.
 
-    `waiting`: for slots, as `begin` returns. `without_room`: for room in the host cache, in order.
+    Returns when to look again: others wait for a while first. `waiting`: for slots, as `begin` returns. `without_room`:
+    for room in the host cache, in order.
     """
     next_at = float("inf")
     for pool, adapters in waiting.items():
         if adapters:
             next_at = min(next_at, _pass_slots_on(state, pool, adapters, now, patience_s))
         else:
-            # Nobody waits: the patience counts from now, and adapters that drained for this pool take requests again.
+            # Nobody waits: the patience counts from now, and adapters that left this pool take requests again.
             pool.passed_on_at = now
             for adapter in [it for it in state.leaving if it in pool.owners and it not in state.draining]:
                 state.leave(adapter, None)
@@ -101,9 +102,9 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
         look_at = max(pool.passed_on_at, min(it.waits_since or now for it in waiting)) + share_s
         if look_at > now:
             return look_at
-        # `look_at`, not `now`: a late step drains as many adapters as steps in time would have.
+        # `look_at`, not `now`: in a late step as many adapters leave as steps in time would have made leave.
         pool.passed_on_at = look_at
-        taking = [it for it in pool.owners if it in pool.running and it.draining_since is None]
+        taking = [it for it in pool.owners if it in pool.running and it.leaving_since is None]
         state.leave(min(taking, key=lambda it: len(it.running)), now)
         leaving += 1
     if len(waiting) <= leaving:
@@ -141,4 +142,4 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
             places_over, bytes_over = places_over + 1, bytes_over + sizes_bytes[other.key]
         else:
             state.draining[other] = None
-            state.leave(other, now if other.draining_since is None else other.draining_since)
+            state.leave(other, now if other.leaving_since is None else other.leaving_since)

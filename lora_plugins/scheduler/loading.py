@@ -155,7 +155,7 @@ def why_not_pinned(state: PlannerState, spec: AdapterSpec) -> NoFreeSlot | None:
     )
 
 
-def takes_last_slot(state: PlannerState, adapter: Adapter) -> NoFreeSlot | None:
+def why_takes_last_slot(state: PlannerState, adapter: Adapter) -> NoFreeSlot | None:
     """Return why a pin has to be undone, or None; only a load shows the pool that the pin takes a slot from."""
     pool, name = state.pool_of(adapter), adapter.spec.name
     others = [it for it in state.pinned if it.spec.name != name and state.pool_of(it) is pool]

@@ -71,7 +71,7 @@ class Pauses:
 
     @property
     def has_aborted(self) -> bool:
-        """Whether parts are to end."""
+        """Whether parts of aborted requests wait to be ended."""
         return bool(self._aborted)
 
     def take_aborted(self) -> list[Any]:

@@ -39,10 +39,10 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
-from lora_plugins.scheduler.admission import begin, forget_expected, join, start_draining
+from lora_plugins.scheduler.admission import begin, forget_expected, have_one_leave, join
 from lora_plugins.scheduler.futures import all_of, failed, resolve
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded, takes_last_slot, why_not_pinned
+from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded, why_not_pinned, why_takes_last_slot
 from lora_plugins.scheduler.messages import (
     Activated,
     AdapterSpec,
@@ -346,7 +346,7 @@ class Planner:
             if not is_paused:
                 plan.admitted, waiting = begin(state, now)
                 state.settle(now)
-                look_at = start_draining(state, now, waiting, without_room, self._patience_s)
+                look_at = have_one_leave(state, now, waiting, without_room, self._patience_s)
                 self._look_at = min(self._look_at, look_at)
                 # Last: an adapter that began to drain in this step takes no other client's requests.
                 plan.admitted += join(state, now)
@@ -458,7 +458,7 @@ class Planner:
         self.state.settle(now)
 
     def _undo_pin_of_last_slot(self, adapter: Adapter, now: float) -> None:
-        if (error := takes_last_slot(self.state, adapter)) is not None:
+        if (error := why_takes_last_slot(self.state, adapter)) is not None:
             adapter.is_pinned = False
             for call in [call for call in adapter.calls if call.needs_slot]:
                 self.withdraw(call.future, error, now)

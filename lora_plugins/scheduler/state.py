@@ -27,7 +27,8 @@ class SlotPool:
 
     Attributes:
         owners: each adapter's slot, the least recently used first. running: adapters in flight that are not pinned.
-        unused: adapters that can be displaced. passed_on_at: when a slot passed on last, or no slot had to.
+        unused: adapters that can be displaced. passed_on_at: when a slot last went to an adapter that
+            waited, or no adapter waited.
     """
 
     def __init__(self, first: int, size: int) -> None:
@@ -49,7 +50,7 @@ class PlannerState:
         absent: wanted and not in host memory. ready: in host memory, with held requests, and nothing in flight.
         calling: with calls. joined: in flight with held requests. expecting: in flight, with more expected.
         staying: unevictable. moving: loaded, for requests that run with the generation before.
-        leaving: with `draining_since`.
+        leaving: in use, and taking no further requests.
         jobs: adapters that workers load, or activate in the background. loads: how many of the jobs are loads.
         reserved_for: the adapter that needs room. draining: adapters to evict for the reservation once unused.
         made_room_at: when an adapter that waited for room found room last, or none waited.
@@ -111,7 +112,7 @@ class PlannerState:
             if is_pinned:
                 # A pin that came after the reservation keeps the adapter.
                 self.draining.pop(adapter, None)
-            if adapter.draining_since is not None and not in_flight and adapter not in self.draining:
+            if adapter.leaving_since is not None and not in_flight and adapter not in self.draining:
                 self.leave(adapter, None)
             self._place(adapter, in_flight=in_flight, wanted=wanted)
             if not (in_flight or wanted or is_pinned or adapter.job is not None):
@@ -141,7 +142,7 @@ class PlannerState:
 
     def leave(self, adapter: Adapter, since: float | None) -> None:
         """Have an adapter take no requests of other clients from a time on; None: the adapter takes any again."""
-        adapter.draining_since = since
+        adapter.leaving_since = since
         _keep(self.leaving, adapter, is_in=since is not None)
 
     def _forget(self, adapter: Adapter) -> None:

@@ -92,7 +92,7 @@ class Inventory:
                 self._total_bytes += size_bytes
                 self._unwritten += 1
                 if self._ordered_at > float("-inf"):
-                    self.used(digest, self._used_at(digest))
+                    self.note_use(digest, self._used_at(digest))
             if self._unwritten > _UNWRITTEN:
                 self._write(sizes)
             return self._total_bytes
@@ -108,8 +108,8 @@ class Inventory:
             self._uses.pop(digest, None)
             self._unreadable.discard(digest)
 
-    def used(self, digest: str, used_at: float) -> None:
-        """Note the last use of an adapter, in seconds since 1970; 0 where unknown."""
+    def note_use(self, digest: str, used_at: float) -> None:
+        """Note when an adapter was used last: seconds since 1970, or 0 for unknown."""
         with self._lock:
             self._uses[digest] = used_at
             heapq.heappush(self._order, (used_at, digest))
@@ -128,7 +128,7 @@ class Inventory:
                         # Another process may have used the adapter since: put the newer time back into the heap.
                         now = self._used_at(digest)
                         if now > used_at:
-                            self.used(digest, now)
+                            self.note_use(digest, now)
                             continue
                     passed[digest] = used_at
                 if not is_kept(digest):

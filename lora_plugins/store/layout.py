@@ -116,7 +116,10 @@ class Layout:
         return sorted(name for name in os.listdir(self.root) if name.startswith(prefix) and is_digest(name))
 
     def new_temporary(self, process: str, needed_bytes: int = 0) -> Path:
-        """A new path on the store's file system, for one process."""
+        """A new path on the store's file system, for one process, which needs `needed_bytes` of room for it.
+
+        The path says both, so that other processes leave the room and know the owner (`temporaries`).
+        """
         return self.folder("tmp") / f"{process}.{os.urandom(6).hex()}.{needed_bytes}"
 
     def temporaries(self) -> list[Temporary]:
@@ -134,7 +137,7 @@ class Layout:
         return self.folder("index") / key_of(uri, version, *filter(None, [form]))
 
     def new_quarantine(self, digest: str, suffix: str = "") -> Path:
-        """A path in the quarantine for an adapter."""
+        """A new path in the quarantine for an adapter; `suffix` ends the path's name."""
         return self.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}{suffix}"
 
 

@@ -258,7 +258,7 @@ class Store:
             if used_at is not None:
                 with contextlib.suppress(OSError):  # then only the order of eviction is stale
                     os.utime(self.layout.folder("uses") / digest, (used_at, used_at))
-                    self._inventory.used(digest, used_at)
+                    self._inventory.note_use(digest, used_at)
             self.leases.release(digest, holder)
 
     def _make_room(self, directory: Path, needed_bytes: int) -> None:

@@ -369,7 +369,7 @@ class SimulatedEngine:
         free = [it for it in adapters if it.is_loaded and not it.is_used and it.replaces is None]
         assert set(state.cache.idle) == {it.key for it in free if not it.is_unevictable}
         assert state.cache.idle_bytes == sum(state.cache.sizes_bytes[key] for key in state.cache.idle)
-        assert set(state.leaving) == {it for it in adapters if it.draining_since is not None}
+        assert set(state.leaving) == {it for it in adapters if it.leaving_since is not None}
         assert set(state.joined) == {it for it in adapters if it.is_in_flight and it.held}
         assert set(state.expecting) == {it for it in adapters if it.expected}
         assert state.loads == sum(it.residency == "loading" for it in adapters)
@@ -383,7 +383,7 @@ class SimulatedEngine:
             if it.held
         ), "held, and nowhere in order"
         assert all((it.waits_since is not None) == (it.is_wanted and not it.is_in_flight) for it in adapters)
-        assert set(state.draining) <= {it for it in adapters if it.draining_since is not None}
+        assert set(state.draining) <= {it for it in adapters if it.leaving_since is not None}
         replaced = {it.replaces for it in adapters if it.replaces is not None}
         for adapter in adapters:
             is_current = state.current.get(adapter.spec.engine_id) is adapter

@@ -52,6 +52,6 @@ def test_only_parts_of_what_runs_join_an_adapter_that_leaves() -> None:
     for client in ("beams", "others", "third", ""):
         adapter.hold(f"of {client}", Held(None, 0.0, FoundIn.SLOT, client=client))
     assert len(adapter.joining(5.0)) == 4
-    adapter.draining_since = 4.0
+    adapter.leaving_since = 4.0
     assert [name for name, _ in adapter.joining(5.0)] == ["of beams", "of others"]
     assert adapter.joining(65.0) == []

@@ -134,7 +134,7 @@ def test_requests_held_across_a_move_count_by_its_name() -> None:
     engine.submit(1, tokens=1000)
     engine.run(1)
     engine.submit(2, tokens=1)
-    while not engine.planner.state.of_request["r0"].draining_since:
+    while not engine.planner.state.of_request["r0"].leaving_since:
         engine.run(1)
     engine.submit(1, tokens=1)
     load = engine.planner.load(replace(spec(1), path="/new", name="renamed"), engine.now, moves=True)

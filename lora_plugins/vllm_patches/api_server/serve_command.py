@@ -19,7 +19,7 @@ from typing import Any
 from lora_plugins.api.access.administrators import ADMIN_KEY
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.ledger import Patch
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, MANAGER, OTHERS, S3
+from lora_plugins.plugin_names import ADMIN, MANAGER, RESOLVERS
 from lora_plugins.process import Process
 from lora_plugins.server import declared_file
 from lora_plugins.settings import Settings, named_in_environment
@@ -37,7 +37,7 @@ def patch(settings: Settings) -> None:
     Raises:
         InvalidSettings: the process is such a front end, or the engine of a front end.
     """
-    asked = [name for name in (FILESYSTEM, S3, HUB, OTHERS, ADMIN) if named_in_environment(name)] + configured(settings)
+    asked = [name for name in (*RESOLVERS, ADMIN) if named_in_environment(name)] + configured(settings)
     # Only the process of the command `vllm serve` has the module.
     cli: Any = sys.modules.get(_CLI)
     if cli is not None and (asked or named_in_environment(MANAGER)):

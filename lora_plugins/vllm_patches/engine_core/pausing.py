@@ -76,6 +76,8 @@ LEDGER = (
         """
         vllm.v1.core.sched.scheduler:
             Scheduler{running, waiting, requires_kv_delivery}
+            Scheduler{skipped_waiting}  # until 0.30
+            Scheduler{kv_holding_waiting, deferred_waiting}  # since 0.31
             Scheduler._preempt_request(self, request, timestamp, drop_stale_output)
         vllm.v1.core.sched.request_queue:
             RequestQueue.remove_request(self, request)
