@@ -312,7 +312,7 @@ class Lifecycle:
         blocks, refusal = self.registry.blocked, blocked(name)
         # Before the first await: a request that comes now must not resolve the name again.
         blocks.hold(name)
-        served = [adapter for adapter in self.registry.all() if adapter.name in blocks]
+        served = [adapter for adapter in self.registry.all() if name in (adapter.name, adapter.name.partition("@")[0])]
         for adapter in served:
             self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
         # The name itself too: a load under way may put it into the table while the lock is awaited.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,20 +119,29 @@ async def test_a_name_blocked_during_its_load_stays_blocked() -> None:
 
 
 @runs
-async def test_no_poll_undoes_a_load_that_ends_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The poller unloads what another server has blocked."""
+@pytest.mark.parametrize("comes", ["a poll", "a block of another name"])
+async def test_nothing_undoes_a_load_that_ends_a_block(comes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the load and the end of its block, the name is served and blocked."""
     world = World()
     await serving(world, "aa")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
-    lift = Blocks.lift
+    to_thread, disk = asyncio.to_thread, asyncio.Event()
 
-    def late_lift(self: Blocks, name: str, seen: str | None) -> bool:
-        with suppress(StopIteration):
-            world.lifecycle.poll(name).send(None)  # as another thread's loop would, while this thread waits for a disk
-        return lift(self, name, seen)
+    async def late(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function == world.lifecycle.registry.blocked.lift:
+            await disk.wait()
+        return await to_thread(function, *arguments)
 
-    monkeypatch.setattr(Blocks, "lift", late_lift)
-    await world.lifecycle.load("sql")
+    monkeypatch.setattr(asyncio, "to_thread", late)
+    load = asyncio.create_task(world.lifecycle.load("sql"))
+    while world.lifecycle.registry.get("sql") is None:
+        await asyncio.sleep(0.001)
+    if comes == "a poll":
+        await world.lifecycle.poll("sql")
+    else:
+        await world.lifecycle.unload("other", block=True, timeout_s=1)
+    disk.set()
+    await load
     await world.settled()
     assert [served.name for served in world.lifecycle.registry.all()] == ["sql"]
     world.lifecycle.registry.blocked.refuse("sql")
