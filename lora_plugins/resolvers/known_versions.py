@@ -11,6 +11,7 @@ from pathlib import Path
 from cachetools import LRUCache, TLRUCache
 
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, is_remembered
+from lora_plugins.resolvers.sources.pushed import LABEL as PUSHED
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
@@ -24,7 +25,7 @@ _LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have 
 # and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
 _SEEN_S = 1.0
 # Labels by scheme, for versions that only the store remembers; every other scheme is an object store's.
-_LABELS = {"file": "filesystem", "hf": "hub", "push": "push"}
+_LABELS = {"file": "filesystem", "hf": "hub", PUSHED: PUSHED}
 
 # An adapter's name, and the requested URI, or "" for a request by name.
 Key = tuple[str, str]
@@ -129,9 +130,16 @@ class KnownVersions:
         believed_until = self._timer() + self._revalidate_s if is_remote else float("-inf")
         self._last[key] = _Last(version, believed_until)
         self._places.setdefault(name, {})[version.uri] = version.source
-        self._had[name, version.digest] = version.uri, version.version
+        self.note_had(name, version)
         self._unserved.pop(key, None)  # a success ends the remembered fault of the same question
         return version
+
+    def note_had(self, name: str, version: ResolvedAdapter) -> None:
+        """Remember that a name has had a version, perhaps from a place that is not the name's; a push's place is."""
+        places = self._places.setdefault(name, {})
+        if version.uri == f"{PUSHED}://{name}":
+            places[version.uri] = version.source
+        self._had[name, version.digest] = version.uri, version.version
 
     def disbelieve(self, key: Key) -> None:
         """Have the sources asked at the next request."""

@@ -187,8 +187,9 @@ class AdapterResolver:
         """A version that the store still has, verified and leased for `name`; no source is asked.
 
         Only versions from places where this process has found `name` count, so that a name cannot reach other names'
-        versions; with `of_any_name`, for a caller that knows all 64 characters of the digest, all versions count. None
-        where no version or more than one matches, or the prefix is shorter than 8 characters.
+        versions; with `of_any_name`, for a caller that knows all 64 characters of the digest, all versions count, and
+        the version found is the name's from then on. None where no version or more than one matches, or the prefix is
+        shorter than 8 characters.
 
         Raises:
             LoRAPluginsError: the version does not fit the served model.

@@ -169,7 +169,10 @@ class VersionStore:
         except DamagedCopy:
             return None
         self._store.leases.hand_over(stored.digest, asker.holder, name)
-        return _resolved(name, stored, verified, origin)
+        resolved = _resolved(name, stored, verified, origin)
+        if of_any_name and "@" not in name:  # `NAME@DIGEST` has no versions of its own
+            self._known.note_had(name, resolved)
+        return resolved
 
     async def _ready(self, stored: _Stored, uri: str, version: str, asker: _For) -> tuple[_Stored, VerifiedAdapter]:
         """A leased version in the engine's form: itself, or its conversion, which then has the lease."""

@@ -25,6 +25,7 @@ from lora_plugins.events import AdapterConfirmed, AdapterFetched
 from lora_plugins.resolvers import fetch_places
 from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.resolvers.fetch_places import FetchesBusy
+from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.store.layout import replace_small
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
@@ -45,6 +46,13 @@ def newest(resolver: RecordingResolver, name: str = "sql"):
 
 def of_digest(resolver: RecordingResolver, name: str, prefix: str, **more: bool):
     return asyncio.run(resolver.of_digest(name, prefix, **more))
+
+
+def push(resolver: RecordingResolver, directory: Path, files: dict[str, bytes]):
+    directory.mkdir()
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+    return asyncio.run(resolver.pushed(PushedAdapter.of("policy", directory, directory.name), BASE.path))
 
 
 # --- the newest version
@@ -216,6 +224,21 @@ def test_bytes_that_another_name_brought_are_found_by_digest_too(make):
     found = of_digest(resolver, "sql", sql.digest[:8])
     assert (found.name, found.path, found.uri, found.version) == ("sql", sql.path, sql.uri, sql.version)
     assert of_digest(resolver, "other", sql.digest) is None, "no version of this name"
+
+
+def test_a_version_known_by_its_whole_digest_is_of_the_name_from_then_on(make, tmp_path):
+    """A rollback, a declared digest, and what a restart restores."""
+    resolver = make(FakeSource("s3", {"sql": GOOD, "theirs": turned()}))
+    pushed, newer = (push(resolver, tmp_path / str(it), files) for it, files in enumerate((GOOD, turned())))
+    theirs = resolver.ask("theirs")
+    restarted = make()
+    assert of_digest(restarted, "policy", pushed.digest) is None
+    assert of_digest(restarted, "policy", pushed.digest, of_any_name=True).path == pushed.path
+    assert of_digest(restarted, "policy", pushed.digest[:8]).path == pushed.path
+    assert of_digest(restarted, "policy", newer.digest[:8]).path == newer.path, "of earlier pushes too"
+    assert of_digest(restarted, "sql", theirs.digest, of_any_name=True).path == theirs.path
+    assert of_digest(restarted, "sql", theirs.digest[:8]).path == theirs.path
+    assert of_digest(restarted, "sql", pushed.digest) is None, "their other versions stay theirs"
 
 
 def test_a_short_unknown_or_empty_prefix_finds_nothing(make):
