@@ -21,6 +21,8 @@ from lora_plugins.errors import AdapterNotFound
 
 MAX_CHARACTERS = 256
 MAX_SEGMENT_BYTES = 255
+MIN_PREFIX = 8  # least characters of a digest that may stand for the digest
+_HEXADECIMAL = frozenset("0123456789abcdef")
 
 # Letters and marks by category that are drawn as nothing at all.
 _INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)})
@@ -74,12 +76,24 @@ def why_absent(text: str) -> AdapterNotFound | None:
         return error
     if name.revision is None:
         return None
+    if is_prefix(name.revision):
+        return AdapterNotFound(
+            f"no revision or version '{name.revision}' of an adapter '{name.path}'",
+            expected="a revision that a source has, or the digest of a version that the name has had and the store has",
+            remedy=f"push or load the version again, or ask for '{name.path}'",
+            adapter=text,
+        )
     return AdapterNotFound(
         f"no revision '{name.revision}' of an adapter '{name.path}'",
         expected="a revision after '@', which no adapter's own name can hold",
         remedy="correct the revision, or rename the adapter where '@' belongs to its name",
         adapter=text,
     )
+
+
+def is_prefix(text: str) -> bool:
+    """Return whether `text` may be the beginning of a version's digest: 8 to 64 hexadecimal characters."""
+    return MIN_PREFIX <= len(text) <= 64 and _HEXADECIMAL.issuperset(text)
 
 
 def adapter_id(name: str) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lora_plugins.store.layout import MIN_PREFIX
+from lora_plugins.adapter.names import MIN_PREFIX
 
 
 class ServedState(StrEnum):

@@ -23,6 +23,7 @@ from lora_plugins.adapter.config import (
 )
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.fit import BaseModel, warnings_of
+from lora_plugins.adapter.names import is_prefix
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter, choose_weights, verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
@@ -45,7 +46,6 @@ from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import choose_files
 from lora_plugins.settings import Settings
-from lora_plugins.store.layout import is_prefix
 from lora_plugins.store.manifest import Manifest
 
 

@@ -16,12 +16,13 @@ import typer
 from pydantic import BaseModel
 
 from lora_plugins import errors
+from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
 from lora_plugins.settings import VARIABLES, environment
-from lora_plugins.store.layout import is_digest, is_prefix
+from lora_plugins.store.layout import is_digest
 
 ServerUrl = Annotated[str, typer.Option("--url", envvar="LORA_PLUGINS_URL", help="The server's address.")]
 DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import typer
 
 from lora_plugins.absence import without_login
+from lora_plugins.adapter.names import MIN_PREFIX, is_prefix
 from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli.exits import Exit, UsageProblem
 from lora_plugins.cli.names import NamesFile, is_pattern, wanted
@@ -32,7 +33,7 @@ from lora_plugins.resolvers.sources.templates import Template
 from lora_plugins.server.served_file import lately_served
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import Entry, discard_quarantined, entries, evict, quarantined
-from lora_plugins.store.layout import MIN_PREFIX, Layout, is_prefix
+from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.opening import open_store
 from lora_plugins.store.processes import Processes

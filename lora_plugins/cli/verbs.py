@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 import typer
 from pydantic import BaseModel, ValidationError
 
+from lora_plugins.adapter.names import MIN_PREFIX
 from lora_plugins.api.models import AdapterSource, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, wanted
@@ -21,7 +22,6 @@ from lora_plugins.cli.progress import counted
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.pauses import PauseMode
-from lora_plugins.store.layout import MIN_PREFIX
 
 _AT_ONCE = 4
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.names import AdapterName, is_prefix
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.single_flight import SingleFlight
@@ -21,7 +21,7 @@ from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_se
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange, swap, updating
 from lora_plugins.store.blocks import blocked
 from lora_plugins.store.errors import store_errors
-from lora_plugins.store.layout import is_digest, is_prefix
+from lora_plugins.store.layout import is_digest
 
 ANY_VERSION = "*"
 _FREED_S = 0.02  # idle adapters are free by then; without `timeout_s`, a block waits no longer

@@ -135,7 +135,13 @@ class Pushes:
     async def _wait(self, name: str, turns: _Turns) -> None:
         if turns.next is not None and not turns.next.done():
             # Only the newest push may wait, so refuse the push that waited so far.
-            turns.next.set_exception(PushSuperseded("a later push of this name", adapter=name, remedy="push again"))
+            turns.next.set_exception(
+                PushSuperseded(
+                    "a later push of this name",
+                    adapter=name,
+                    remedy="nothing, if the later push is yours; otherwise see what is served, and push with If-Match",
+                )
+            )
         mine = turns.next = asyncio.get_running_loop().create_future()
         try:
             await mine

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lora_plugins.adapter.names import adapter_id
+from lora_plugins.adapter.names import adapter_id, is_prefix
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_path
 from lora_plugins.store.blocks import Blocks
-from lora_plugins.store.layout import is_prefix
 
 
 class NameTable(Protocol):

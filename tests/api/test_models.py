@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from lora_plugins.adapter.names import MIN_PREFIX
 from lora_plugins.api.models import RollbackRequest
-from lora_plugins.store.layout import MIN_PREFIX
 
 
 def test_a_digest_that_is_too_short_is_refused() -> None:

@@ -226,7 +226,7 @@ def test_bytes_that_another_name_brought_are_found_by_digest_too(make):
     assert of_digest(resolver, "other", sql.digest) is None, "no version of this name"
 
 
-def test_a_version_known_by_its_whole_digest_is_of_the_name_from_then_on(make, tmp_path):
+def test_a_version_by_its_whole_digest_is_the_names(make, tmp_path):
     """A rollback, a declared digest, and what a restart restores."""
     resolver = make(FakeSource("s3", {"sql": GOOD, "theirs": turned()}))
     pushed, newer = (push(resolver, tmp_path / str(it), files) for it, files in enumerate((GOOD, turned())))
@@ -266,7 +266,7 @@ def test_two_versions_of_one_prefix_are_none(make, monkeypatch):
     resolver.ask()
     source.answers["sql"] = turned()
     newest(resolver)
-    monkeypatch.setattr("lora_plugins.store.layout.MIN_PREFIX", 0)
+    monkeypatch.setattr("lora_plugins.adapter.names.MIN_PREFIX", 0)
     assert of_digest(resolver, "sql", "") is None
 
 

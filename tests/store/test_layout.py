@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.adapter.names import is_prefix
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.store import store as store_module
 from lora_plugins.store.eviction import entries, pending_bytes
-from lora_plugins.store.layout import Layout, Published, is_digest, is_prefix, key_of, write_small
+from lora_plugins.store.layout import Layout, Published, is_digest, key_of, write_small
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain

@@ -32,6 +32,7 @@ TRAIN = "$ export LORA_PLUGINS_ADMIN_KEY=$KEY         # where the server asks fo
 FRAGMENT = "from lora_plugins.client import push"
 PUSH_SERVER = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 LORA_PLUGINS_RESTORE=1 \\"
 PUSH = "export LORA_PLUGINS_URL=http://localhost:8000 LORA_PLUGINS_ADMIN_KEY=$KEY"
+FORM = 'curl -fsS -X PUT $LORA_PLUGINS_URL/v1/loras/policy -H "Authorization: Bearer $KEY" \\'
 PAUSED_PUSH = "from lora_plugins.client import pause, push, resume"
 PAUSE = "lora-plugins pause policy --mode keep"
 FROM_S3 = "aws s3 cp --recursive policy-12 s3://adapters/policy/12"
@@ -46,6 +47,7 @@ RL = Walk(
         Step(PUSH_SERVER, Do.LEAVE_OUT, "the server above without its source, as tests/e2e/test_push.py starts one"),
         Step(FRAGMENT, Do.LEAVE_OUT, "lines of a trainer, as in tests/e2e/test_push.py"),
         Step(PUSH),
+        Step(FORM),
         Step(PAUSED_PUSH, Do.LEAVE_OUT, "lines of a trainer, as in tests/e2e/test_pause.py"),
         Step(PAUSE),
         Step(FROM_S3),
@@ -118,6 +120,7 @@ def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: 
             assert len({digest for _, digest, _ in said}) == len(said) == 3
             pushed, swap = json.loads(reader.printed[PUSH]), json.loads(reader.printed[FROM_S3])
             assert (pushed["swapped"], pushed["previous_digest"][:12]) == (True, said[-1][1])
+            assert json.loads(reader.printed[FORM])["digest"] == pushed["digest"], "the same files as a form"
             assert (swap["swapped"], swap["previous_digest"]) == (True, pushed["digest"])
             client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=240)
             asked = complete(client, "policy", PROMPT, MAX_TOKENS)

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import Any
 
-from lora_plugins.adapter.names import why_absent
+from lora_plugins.adapter.names import is_prefix, why_absent
 from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
@@ -23,7 +23,6 @@ from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import ServedAdapter, no_longer_served
 from lora_plugins.server.response import is_for_request
-from lora_plugins.store.layout import is_prefix
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of

@@ -124,6 +124,7 @@ def test_startup_warns_where_no_adapter_can_be_served(start_serving, logged):
         (".hidden/sql", "'.hidden', led by '.'"),
         ("team/-sql", "'-sql', led by '-'"),
         ("user@corp.com/sql", "no revision 'corp.com/sql' of an adapter 'user'"),
+        ("sql@2070c155", "no revision or version '2070c155' of an adapter 'sql'"),
     ],
 )
 def test_a_404_says_why_a_name_is_none(start_serving, resolver, name, says):
