@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,14 @@ _HASHED_S = 60.0
 
 
 class Copies:
-    """The copies of one API server."""
+    """The copies of one API server.
+
+    Attributes:
+        on_unload: called after names were unloaded to make room.
+    """
 
     def __init__(self, server: ApiServer) -> None:
+        self.on_unload: Callable[[], None] = lambda: None
         self._server = server
         self._registry, self._resolver, self._store = server.registry, server.resolver, server.resolver.store
         budgets_bytes = (self._store.max_bytes, self._resolver.settings.host_max_bytes)
@@ -187,6 +192,8 @@ class Copies:
             if not (adapter.is_pinned or is_busy) and self._registry.get(adapter.name) is adapter:
                 self._registry.remove(adapter.name)
                 unloading.append(self._server.drain(adapter, no_longer_served(adapter.name)))
+        if unloading:
+            self.on_unload()
         await asyncio.gather(*unloading)
 
     async def _replace(self, adapter: ServedAdapter) -> None:

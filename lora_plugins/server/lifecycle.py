@@ -45,6 +45,7 @@ class Lifecycle:
         self.registry, self.planner = server.registry, server.planner
         self.copies = copies or Copies(server)
         self.on_change: Callable[[], None] = lambda: None
+        self.copies.on_unload = lambda: self.on_change()  # noqa: PLW0108 - another function by then
         self.written: Callable[[], Awaitable[None]] = _nothing
         self.resolving: SingleFlight[str, Any] = SingleFlight()
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
