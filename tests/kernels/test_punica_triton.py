@@ -136,7 +136,7 @@ def test_linear_layers(which: str, dtype: torch.dtype) -> None:
 def test_batches_follow_each_other_and_slots_are_written_again() -> None:
     """vLLM announces a batch only when it changes; an adapter that is loaded in place changes none."""
     wrapper = make_wrapper()
-    layer, widths = layer_of("qkv", wrapper)
+    layer, widths = layer_of("column", wrapper)
     x = torch.randn(len(MIXED), IN)
     before = base_output(layer, x)
     map_rows(wrapper, MIXED)
@@ -255,7 +255,7 @@ def test_a_token_classification_head_with_a_whole_head() -> None:
 def test_several_wrappers_leave_each_other_as_they_were() -> None:
     """A second engine's, which goes with its weights, and those of a tower and a connector, made before any layer."""
     wrappers = [make_wrapper() for _ in ("language model", "tower", "connector", "second engine")]
-    layers = [layer_of("qkv", wrapper) for wrapper in wrappers]
+    layers = [layer_of("column", wrapper) for wrapper in wrappers]
     gone = weakref.ref(wrappers.pop())
     layers.pop()
     gc.collect()
