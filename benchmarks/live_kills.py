@@ -44,6 +44,7 @@ from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import Server, end, vllm_server
 
 NAME, KEPT, LONGEST_S = "policy", 16, 240.0
+HANGS_S = 30.0  # a server that answers nothing for so long after a kill is ended, as its operator would end it
 VICTIMS = {"trainer": "", **{it: rf"\({it}\w* pid=(\d+)\)" for it in ("APIServer", "EngineCore", "Worker")}}  # in logs
 RIGHT = "right"
 
@@ -153,8 +154,8 @@ def ask(url: str, versions: Versions, journal: Path, expected: Callable[[int], l
     return judged(number, answer.json()["choices"][0]["token_ids"], (answered, bounds(journal)[1]), expected)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    ends_at = time.monotonic() + LONGEST_S
+def until(condition: Callable[[], bool], what: str, longest_s: float = LONGEST_S) -> None:
+    ends_at = time.monotonic() + longest_s
     while not condition():
         if time.monotonic() > ends_at:
             raise TimeoutError(what)
@@ -190,9 +191,14 @@ def trial(server: Server, bed: Bed, home: Path, victim: str, chance: random.Rand
         is_killed.set()
         os.kill(int(chance.choice(pids)), signal.SIGKILL)
         trainer.join(5 if victim != "trainer" else LONGEST_S)  # a push that hangs is no trainer's fault
-        if victim != "APIServer":  # its engine keeps the port, and nobody answers
-            after = found.counts.total() + 3
-            until(lambda: found.counts.total() >= after, "answers, or errors, after the kill")
+        after, hangs = found.counts.total() + 3, False
+        if victim == "trainer":
+            until(lambda: found.counts.total() >= after, "answers after the kill")
+        elif victim != "APIServer":  # an API server's engine keeps the port, and nobody answers
+            try:
+                until(lambda: found.counts.total() >= after, "answers, or errors, after the kill", HANGS_S)
+            except TimeoutError:
+                hangs = True
     finally:
         ended.set()
         if victim != "trainer":
@@ -203,7 +209,7 @@ def trial(server: Server, bed: Bed, home: Path, victim: str, chance: random.Rand
             asking.join()
     answered, begun = bounds(journal)
     row = {"victim": victim, "pushes": answered - before, "drawn_s": round(drawn_s, 3), "is_in_push": begun > answered}
-    return row, found
+    return row | ({"hangs": True} if hangs else {}), found
 
 
 def expected_of(bed: Bed) -> Callable[[int], list[int]]:
