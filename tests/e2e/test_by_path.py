@@ -30,7 +30,7 @@ PROMPTS = [f"{PREFIX}{end}" for end in ("The quick brown fox", "A request names 
 VERSIONS = ("sql", "chat", "stable")
 LOADS = times(2000, short=20)
 STREAMS = 4
-LONG_TOKENS = 600  # a second or two, in which a version is loaded
+LONG_TOKENS = 900  # two seconds or three, in which a version is loaded
 ARGUMENTS = ("--max-loras", "1", "--max-cpu-loras", "3", "--block-size", "32", "--num-gpu-blocks-override", "96")
 
 
