@@ -190,8 +190,9 @@ class Operator:
             for label in (*range(VERSIONS), Claim.UNLOADING, Claim.UNREGISTERED):
                 claims.close(label, time.monotonic())
         else:
-            # The answer is lost, or the disk is full, and the block may hold all the same.
+            # The answer is lost, or the disk is full, and the block may hold all the same: the name is unloaded then.
             one.is_certain, one.is_blocked = False, one.is_blocked or None
+            one.is_held = one.is_pinned = False
             claims.close(Claim.UNLOADING, time.monotonic())
 
     # --- what was answered ---
