@@ -135,10 +135,8 @@ class KnownVersions:
         return version
 
     def note_had(self, name: str, version: ResolvedAdapter) -> None:
-        """Remember that a name has had a version, perhaps from a place that is not the name's; a push's place is."""
-        places = self._places.setdefault(name, {})
-        if version.uri == f"{PUSHED}://{name}":
-            places[version.uri] = version.source
+        """Remember that a name has had a version, perhaps from a place that is not the name's."""
+        self._places.setdefault(name, {})
         self._had[name, version.digest] = version.uri, version.version
 
     def disbelieve(self, key: Key) -> None:
@@ -171,7 +169,8 @@ class KnownVersions:
         places = self._places.get(name)
         if places is None:
             return None
-        return lambda manifest: manifest.uri in places or (name, manifest.digest) in self._had
+        own = {*places, f"{PUSHED}://{name}"}
+        return lambda manifest: manifest.uri in own or (name, manifest.digest) in self._had
 
     def origin(self, name: str, manifest: Manifest) -> tuple[str, str, str]:
         """Source label, URI and version of a stored version: as the name had these bytes, or else as the first had."""

@@ -596,7 +596,7 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
     front_end.done("POST", "/v1/loras", {"lora_name": "kept", "source": {"uri": kept.as_uri()}})
     front_end.done("POST", "/v1/loras/kept/pin")
     old = put(front_end, "rolled", "sql").raise_for_status().json()["digest"]
-    newer = put(front_end, "rolled", "chat").raise_for_status().json()["digest"]
+    newer = put(front_end, "rolled", "wide").raise_for_status().json()["digest"]
     front_end.done("DELETE", "/v1/loras/chat", block=True)
     time.sleep(1)  # a change of a crowd is written half a second later
     front_end.done("POST", "/v1/loras/rolled/rollback")
@@ -635,7 +635,7 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
         assert again.view("kept")["pinned"]
         again.is_everywhere("rolled", "sql", old)
         again.is_everywhere(f"rolled@{old}", "sql", old)
-        again.is_everywhere(f"rolled@{newer[:12]}", "chat", newer)
+        again.is_everywhere(f"rolled@{newer[:12]}", "wide", newer)
         assert again.view("rolled")["state"] == "serving"
         again.is_nowhere("chat", says="blocked")
 
