@@ -50,15 +50,16 @@ class ServedFile:
         return cls(Layout(root).folder("served") / f"{key_of(base_path)}.{key_of(replica)[:16]}.json")
 
     def touch(self) -> None:
-        """Touch the file, so that other replicas see that this replica lives.
+        """Touch the file, so that other replicas see that this replica lives, and end the mark of another's copy.
 
         Raises:
             OSError: the store cannot be written, or there is no file yet.
         """
         os.utime(self.path)
+        self.path.with_suffix(_COPIED).unlink(missing_ok=True)
 
     def clean(self) -> None:
-        """Remove files of replicas that ended long ago, and the mark of a replica that took this replica for ended.
+        """Remove files of replicas that ended long ago, and the mark of a replica that copied this replica's file.
 
         Raises:
             OSError: the store cannot be written.
@@ -84,7 +85,8 @@ class ServedFile:
 
         A replica that ended within the hour goes before a living replica: a new pod often replaces an ended pod. A
         replica that ended earlier, or with `prefers_living` any that ended, counts only where none lives. A mark keeps
-        others from a second copy; the file stays for its own replica's return.
+        others from a second copy; the file stays for its own replica's return. A replica that ended a moment ago seems
+        to live: its file has a mark too, which a replica that does live removes.
 
         Raises:
             OSError: there is no other file, or the store cannot be written.
@@ -101,6 +103,8 @@ class ServedFile:
                     path.with_suffix(_COPIED).touch(exist_ok=False)
                     replace_small(self.path, path.read_text())
                     return
+        if living:
+            living[0].with_suffix(_COPIED).touch()
         of_earlier_release = self.path.with_name(f"{base}.json")
         replace_small(self.path, (living[0] if living else of_earlier_release).read_text())
 

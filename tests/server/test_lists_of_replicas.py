@@ -52,6 +52,23 @@ def test_new_names_copy_each_the_list_of_one_that_ended(tmp_path: Path) -> None:
     assert restored(tmp_path, "pod-alive") == ["alive"], "which goes on with its own"
 
 
+def test_a_pod_that_starts_at_once_has_the_last_list(tmp_path: Path) -> None:
+    """A pod that was killed seconds ago still seems to live; the pods before it are known to have ended."""
+    wrote(tmp_path, "pod-1", "old")
+    assert restored(tmp_path, "pod-2") == ["old"]
+    wrote(tmp_path, "pod-1", "old", ended_s=60)
+    wrote(tmp_path, "pod-2", "old", "pushed")
+    assert restored(tmp_path, "pod-3") == ["old", "pushed"]
+
+
+def test_a_list_that_was_copied_in_life_counts_after_it(tmp_path: Path) -> None:
+    wrote(tmp_path, "pod-alive", "alive")
+    assert restored(tmp_path, "pod-new") == ["alive"]
+    of(tmp_path, "pod-alive").touch()
+    wrote(tmp_path, "pod-alive", "alive", "more", ended_s=60)
+    assert restored(tmp_path, "pod-newer") == ["alive", "more"]
+
+
 def test_a_replica_comes_back_to_its_list(tmp_path: Path) -> None:
     wrote(tmp_path, "lora-1", "chat", ended_s=60)
     assert restored(tmp_path, "lora-3") == ["chat"]
