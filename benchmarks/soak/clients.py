@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from benchmarks.soak.journal import Journal
 from benchmarks.soak.oracle import Answer, Asked
 from benchmarks.soak.routes import ROUTES, Route, ask, left_early, tokenize
 from benchmarks.soak.world import World
+from testbed.client import PLAIN_HTTP
 
 # No request may take longer: a look-up on the Hub has 30 s, a fetch 20 s and its retries, and the queue for a slot.
 LONGEST_REQUEST_S = 120.0
@@ -23,13 +23,10 @@ LONGEST_REQUEST_S = 120.0
 LONGEST_WITHOUT_FAULT_S = 60.0
 
 
-_TLS = ssl.create_default_context()  # made once: it takes longer than a request, and nothing here is encrypted
-
-
 def connect(url: str, timeout_s: float = LONGEST_REQUEST_S) -> httpx.AsyncClient:
     """A client of the server at `url`."""
     limits = httpx.Limits(max_keepalive_connections=2, keepalive_expiry=5)
-    return httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=limits, verify=_TLS)
+    return httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=limits, verify=PLAIN_HTTP)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import Answer, complete
+from testbed.client import PLAIN_HTTP, Answer, complete
 from testbed.models import PROMPT, edit_config
 from testbed.server import Server
 from tests.e2e.servers import admin_server
@@ -34,7 +34,13 @@ class Admin:
 
     def call(self, method: str, path: str, body: Any = None, **params: Any) -> httpx.Response:
         return httpx.request(
-            method, f"{self.server.url}{path}", json=body, params=params or None, headers=HEADERS, timeout=LONGEST_S
+            method,
+            f"{self.server.url}{path}",
+            json=body,
+            params=params or None,
+            headers=HEADERS,
+            timeout=LONGEST_S,
+            verify=PLAIN_HTTP,
         )
 
     def done(self, method: str, path: str, body: Any = None, **params: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import httpx
 
 from lora_plugins.server.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import connect
+from testbed.client import PLAIN_HTTP, connect
 from testbed.models import PROMPT
 from testbed.which_server import HEADER as WHICH
 from tests.e2e.admin import HEADERS, KEY, Admin
@@ -83,8 +83,11 @@ class FrontEnd(Admin):
         """One greedy completion."""
         body: dict[str, Any] = {"model": name or str(self.bed.base), "prompt": PROMPT, **GREEDY, **more}
         headers = {"Authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S, headers=headers) as client:
+        async with self.connected(headers) as client:
             return await client.post(path, json={**body, "max_tokens": max_tokens})
+
+    def connected(self, headers: dict[str, str]) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S, headers=headers, verify=PLAIN_HTTP)
 
     def everywhere(self, name: str | None, *, count: int = 12, **more: Any) -> list[httpx.Response]:
         """Answers for a name from every API server: rounds of several requests at once, until all have answered."""
@@ -162,4 +165,4 @@ def put(front_end: FrontEnd, name: str, original: str, **headers: str) -> httpx.
     names = ("adapter_config.json", "adapter_model.safetensors")
     files = {file: (file, (directory / file).read_bytes()) for file in names}
     url = f"{front_end.server.url}/v1/loras/{name}"
-    return httpx.put(url, files=files, timeout=LONGEST_S, headers={**HEADERS, **headers})
+    return httpx.put(url, files=files, timeout=LONGEST_S, headers={**HEADERS, **headers}, verify=PLAIN_HTTP)

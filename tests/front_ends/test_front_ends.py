@@ -666,7 +666,7 @@ async def streamed(
     headers |= {} if engine is None else {"X-data-parallel-rank": str(engine)}
     try:
         async with (
-            httpx.AsyncClient(base_url=front_end.server.url, timeout=LONGEST_S, headers=headers) as client,
+            front_end.connected(headers) as client,
             client.stream("POST", "/v1/completions", json=body) as answer,
         ):
             began_at = time.monotonic()
