@@ -22,7 +22,7 @@ from lora_plugins.errors import AdapterNotFound
 MAX_CHARACTERS = 256
 MAX_SEGMENT_BYTES = 255
 MIN_PREFIX = 8  # least characters of a digest that may stand for the digest
-_HEXADECIMAL = frozenset("0123456789abcdef")
+HEXADECIMAL = frozenset("0123456789abcdef")
 
 # Letters and marks by category that are drawn as nothing at all.
 _INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)})
@@ -93,7 +93,7 @@ def why_absent(text: str) -> AdapterNotFound | None:
 
 def is_prefix(text: str) -> bool:
     """Return whether `text` may be the beginning of a version's digest: 8 to 64 hexadecimal characters."""
-    return MIN_PREFIX <= len(text) <= 64 and _HEXADECIMAL.issuperset(text)
+    return MIN_PREFIX <= len(text) <= 64 and HEXADECIMAL.issuperset(text)
 
 
 def adapter_id(name: str) -> int:

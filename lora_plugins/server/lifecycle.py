@@ -368,7 +368,7 @@ class Lifecycle:
         A version without a lease is not fetched before the next request. A name blocked by another server is unloaded.
         """
         if name in self.registry.blocked:
-            self.server.in_background(self._free_blocked(name))
+            self.server.in_background(self._free(name, blocked(name), if_blocked=True))
             return
         async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
@@ -461,24 +461,27 @@ class Lifecycle:
         return adapter
 
     async def _free(
-        self, name: str, refusal: LoRAPluginsError, timeout_s: float | None = None, expects: str | None = None
+        self,
+        name: str,
+        refusal: LoRAPluginsError,
+        timeout_s: float | None = None,
+        expects: str | None = None,
+        *,
+        if_blocked: bool = False,
     ) -> bool | None:
-        """Unload exactly this name, as `unload` does; None where the name is not served."""
+        """Unload exactly this name, as `unload` does; None where the name is not served.
+
+        With `if_blocked`, the name stays where a load under way has ended the name's block.
+        """
         async with self.server.vllm.lock(name):
+            if if_blocked and name not in self.registry.blocked:
+                return None
             _require_version(name, self.registry.get(name), expects)
             adapter = self.registry.remove(name)
         if adapter is None:
             return None
         self.on_change()
         return await self.server.drain(adapter, refusal, timeout_s)
-
-    async def _free_blocked(self, name: str) -> None:
-        """Unload a name, unless a load under way ends the name's block."""
-        async with self.server.vllm.lock(name):
-            adapter = self.registry.remove(name) if name in self.registry.blocked else None
-        if adapter is not None:
-            self.on_change()
-            await self.server.drain(adapter, blocked(name))
 
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
         if adapter.version is None:

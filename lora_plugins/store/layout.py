@@ -34,13 +34,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.adapter.names import is_prefix
+from lora_plugins.adapter.names import HEXADECIMAL, is_prefix
 from lora_plugins.store.file_system import check_owners, close_to_others
 
 MANIFEST_FILE = "manifest.json"
 PRESSURE_FILE = ".pressure"
 SIZES_FILE = ".sizes"
-_HEXADECIMAL = frozenset("0123456789abcdef")
 _AFTER_ALL_DIGITS = "g"
 _SETTLED_NS = 2_000_000_000  # clock ticks of file systems reach 2 s (FAT): two changes may have one time
 _THREADS = 8
@@ -176,7 +175,7 @@ def respelt(path: str) -> str:
 
 def is_digest(name: str) -> bool:
     """Whether a directory's name is that of a published adapter."""
-    return len(name) == 64 and _HEXADECIMAL.issuperset(name)
+    return len(name) == 64 and HEXADECIMAL.issuperset(name)
 
 
 def key_of(*parts: str) -> str:
