@@ -358,10 +358,12 @@ class Store:
         loop, another thread removes the lease file, because the disk may hang: the future is done after the removal.
         """
         digest, ending = Path(path).name, object()
+        if self.leases.leave(digest, holder):
+            return None
         try:
             loop = asyncio.get_running_loop()
             self.leases.hand_over(digest, holder, ending)
-        except (RuntimeError, KeyError):  # no event loop, or no lease
+        except (RuntimeError, KeyError):  # no event loop, or another thread has ended the lease
             self.leases.release(digest, holder)
             return None
         ended = loop.create_future()

@@ -117,6 +117,18 @@ def test_an_event_loop_removes_no_lease_itself(store: Store, monkeypatch: pytest
     assert threading.main_thread() not in removed_by
 
 
+def test_a_release_beside_other_holders_takes_no_thread(store: Store) -> None:
+    stored = obtain(store, DownloadSpec(adapter_files()))  # its holder stays, as the name of a served adapter does
+    assert store.share(str(stored.directory), "request")
+
+    async def release() -> asyncio.Future[None] | None:
+        return store.release("request", stored.directory)
+
+    assert asyncio.run(release()) is None, "there is no file to remove"
+    assert not store.is_leased("request", stored.directory)
+    assert store.leases.holders(stored.digest) == [store.processes.me()]
+
+
 def test_many_coroutines_fetch_once(store: Store) -> None:
     wanted = DownloadSpec(adapter_files())
 
