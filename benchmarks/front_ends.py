@@ -9,7 +9,8 @@ all API servers get some.
   for the digest in its header, and none that was begun after a swap was answered may be of an earlier version.
 - kills: every `--kill-every-s` seconds one of four API servers is killed, just after an administrator's call was
   answered. What fails, and whether the server that is started again has forgotten anything. vLLM alone beside.
-- throughput: answers per second of the base model and of hot adapters, of one API server and of four, in turn.
+- throughput: answers per second of the base model, of hot adapters, and of the same adapters in vLLM without plugins
+  (`--lora-modules`), of one API server and of four, in turn.
 
 Keeps benchmarks/results/front_ends.json; returns 1 where a count that must be 0 is not.
 """
@@ -17,6 +18,7 @@ Keeps benchmarks/results/front_ends.json; returns 1 where a count that must be 0
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -42,6 +44,7 @@ from testbed.server import Server
 
 ENGINES, NAME = 2, "policy"
 CASES = ("swaps", "kills", "throughput")
+KINDS = ("base", "hot", "vLLM alone hot")  # of what throughput asks for
 
 
 def originals_of(bed: Bed) -> list[str]:
@@ -196,31 +199,36 @@ def killed_alone(bed: Bed, home: Path) -> dict[str, Any]:
 
 
 def throughput(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Answers per second, in turn: each round asks both servers for the base model and for hot adapters."""
+    """Answers per second, in turn: each round asks all servers for what they serve."""
     hot, rounds = originals_of(bed)[:4], list[dict[str, Any]]()
-    # Forked ones sleep between two looks for a message, which vLLM's engines do not.
-    with (
-        serving(bed, home / "one", count=1, is_forking=options.forked) as one,
-        serving(bed, home / "several", is_forking=options.forked) as several,
-    ):
-        for server in (one, several):
+    alone = ("--lora-modules", *(f"{name}={bed.adapters / name}" for name in hot))
+    arms: list[tuple[str, Server, list[str]]] = []
+    with contextlib.ExitStack() as stack:
+        for count in (1, COUNT):
+            # Forked ones sleep between two looks for a message, which vLLM's engines do not.
+            server, stock = (
+                stack.enter_context(
+                    serving(bed, home / f"{kind}-{count}", *more, count=count, is_forking=options.forked, **env)
+                )
+                for kind, more, env in (("ours", (), {}), ("alone", alone, {"VLLM_PLUGINS": ""}))
+            )
             for name in hot:
                 push(name, bed.adapters / name, servers=[server.url])
-        arms = [(count, kind, server, names) for count, server in ((1, one), (COUNT, several))
-                for kind, names in (("base", ["base"]), ("hot", hot))]  # fmt: skip
+            arms += [(f"base, {count}", server, ["base"]), (f"hot, {count}", server, hot)]
+            arms.append((f"vLLM alone hot, {count}", stock, hot))
         for at in range(options.rounds + 1):
             row: dict[str, Any] = {}
-            for count, kind, server, names in arms if at % 2 else reversed(arms):
+            for arm, server, names in arms if at % 2 else reversed(arms):
                 with Caller(server.url, names, 2, options.at_once) as caller:
                     time.sleep(options.seconds)
                 assert all(it.status == 200 for it in caller.answers), Counter(it.status for it in caller.answers)
-                row[f"{kind}, {count}"] = round(caller.per_s, 1)
-                row[f"client_core {kind}, {count}"] = caller.core
-            for kind in ("base", "hot"):
+                row[arm] = round(caller.per_s, 1)
+                row[f"client_core {arm}"] = caller.core
+            for kind in KINDS:
                 row[f"{kind} ratio"] = round(row[f"{kind}, {COUNT}"] / row[f"{kind}, 1"], 3)
             print(json.dumps(row), flush=True)
             rounds += [row] * (at > 0)  # the first warms up
-    ratios = {kind: median(row[f"{kind} ratio"] for row in rounds) for kind in ("base", "hot")}
+    ratios = {kind: median(row[f"{kind} ratio"] for row in rounds) for kind in KINDS}
     core = max(value for row in rounds for what, value in row.items() if what.startswith("client_core"))
     return {"rounds": rounds, "ratios": ratios, "largest_client_core": core, "is_client_bound": core > 0.9}
 
@@ -243,8 +251,9 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
         goals.append(("kills: servers that ended with one of their API servers", "0", ended, ended == 0))
     if asked := found.get("throughput"):
         ratios = asked["ratios"]
-        goals.append(("hot adapters, 4 API servers against 1", f"{ratios['base']} (base model)", ratios["hot"],
-                      ratios["hot"] >= ratios["base"]))  # fmt: skip
+        for kind in ("base", "vLLM alone hot"):
+            goals.append(("hot adapters, 4 API servers against 1", f"{ratios[kind]} ({kind})", ratios["hot"],
+                          ratios["hot"] >= ratios[kind]))  # fmt: skip
     return [dict(zip(("what", "goal", "value", "met"), goal, strict=True)) for goal in goals]
 
 

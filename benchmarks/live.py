@@ -6,7 +6,9 @@
 Three measures on real servers, each beside its reference in the same run:
 
 1. An adapter of 40 MB is pushed to an idle server, until the first new token. Beside: the same bytes are written,
-   hashed and read as tensors, and the first token of an adapter that is loaded already.
+   hashed and read as tensors, and the first token of an adapter that is loaded already. And what a trainer does without
+   us: files are saved and hashed, vLLM without plugins loads them (`/v1/load_lora_adapter`, `load_inplace`), until the
+   first new token.
 2. The same while eight clients stream; the largest gap between two tokens of theirs, with pushes and without.
 3. Small adapters are pushed as one name while clients ask for the name, all with one prompt, so that prefixes are
    shared. Each answer must be PEFT's for the digest that its header names. Memory and series of /metrics are counted.
@@ -45,19 +47,21 @@ from testbed.models import ATTENTION, DEMO_ADAPTERS, MLP, PROMPT, AdapterSpec, b
 from testbed.server import Server, vllm_server
 
 STREAMS, CLIENTS, LARGE_PUSHES, SECONDS_WITHOUT = 8, 4, 12, 15
+QUIET_S = 1.0  # the threads of an engine that has just computed spin for a while, and would slow the other engine
 NAME = "policy"
 LARGE = AdapterSpec("large", 64, ATTENTION + MLP)
 GOALS = {
     "push and first token / (write + hash + read, and a hot adapter's first token)": 1.3,
+    "push and first token / (save + hash + vLLM's load, and first token)": 1.3,
     "push and first token beside streams, longest s": 1.0,
     "largest gap, with / without": 1.1,
 }
 
 
 @contextmanager
-def server_of(base: Path, home: Path) -> Iterator[Server]:
+def server_of(base: Path, home: Path, plugins: str = "lora_lru_manager,lora_kernels,lora_admin") -> Iterator[Server]:
     home.mkdir()
-    env = {"VLLM_PLUGINS": "lora_lru_manager,lora_kernels,lora_admin", "LORA_PLUGINS_STORE_DIR": str(home / "store")}
+    env = {"VLLM_PLUGINS": plugins, "LORA_PLUGINS_STORE_DIR": str(home / "store")}
     arguments = ("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "8")
     log = home / "server.log"
     with vllm_server(base, log, arguments=arguments, env={**env, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as server:
@@ -84,6 +88,19 @@ def written_hashed_read_s(tensors: dict[str, Any], path: Path) -> float:
     path.write_bytes(data)
     hashlib.sha256(data).hexdigest()
     load_file(path)
+    return time.perf_counter() - began
+
+
+async def loaded_by_hand_s(client: httpx.AsyncClient, tensors: dict[str, Any], config: str, directory: Path) -> float:
+    """What a push takes the place of: files of a shared disk, hashed, and loaded by vLLM in the place of the last."""
+    began = time.perf_counter()
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text(config)
+    data = save(tensors)
+    hashlib.sha256(data).hexdigest()
+    (directory / "adapter_model.safetensors").write_bytes(data)
+    body = {"lora_name": NAME, "lora_path": str(directory), "load_inplace": True}
+    (await client.post("/v1/load_lora_adapter", json=body)).raise_for_status()
     return time.perf_counter() - began
 
 
@@ -119,11 +136,11 @@ def stream_all(url: str, model: str, connection: Connection) -> None:
 
 
 @contextmanager
-def streaming(server: Server, model: str) -> Iterator[Callable[[], float]]:
-    """Inside, clients stream; the largest gap between two tokens since the last call."""
+def streaming(url: str) -> Iterator[Callable[[], float]]:
+    """Inside, clients stream from the base model; the largest gap between two tokens since the last call."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=stream_all, args=(server.url, model, there), daemon=True)
+    process = context.Process(target=stream_all, args=(url, base_of(url), there), daemon=True)
     process.start()
 
     def largest_gap_s() -> float:
@@ -137,40 +154,59 @@ def streaming(server: Server, model: str) -> Iterator[Callable[[], float]]:
         process.join(60)
 
 
-async def large_pushes(server: Server, adapter: Path, home: Path) -> dict[str, Any]:
-    """Rows of pushes without streams and beside them; the largest gaps of the streams, with pushes and without."""
-    config = json.loads((adapter / "adapter_config.json").read_text())
+async def large_pushes(server: Server, stock: Server, adapter: Path, home: Path) -> dict[str, Any]:
+    """Rows of pushes and of loads by hand, in turn: without streams and beside them; the streams' largest gaps."""
+    text = (adapter / "adapter_config.json").read_text()
     bodies = versions(load_file(adapter / "adapter_model.safetensors"))
 
-    async def push_one(client: httpx.AsyncClient) -> dict[str, float]:
+    async def push_one(ours: httpx.AsyncClient) -> dict[str, float]:
         tensors = next(bodies)
         reference_s = written_hashed_read_s(tensors, home / "reference.safetensors")
-        hot_s = await first_token_s(client, NAME)
+        hot_s = await first_token_s(ours, NAME)
         began = time.perf_counter()
-        pushed = await push_async(NAME, tensors, config, servers=[server.url])
+        pushed = await push_async(NAME, tensors, json.loads(text), servers=[server.url])
         pushed_s = time.perf_counter() - began
-        token_s = await first_token_s(client, NAME)
+        token_s = await first_token_s(ours, NAME)
         row = {"reference_s": reference_s, "pushed_s": pushed_s, "token_s": token_s, "hot_s": hot_s}
-        row |= pushed.timings[server.url]
-        print(json.dumps(row), flush=True)
-        return row
+        return row | pushed.timings[server.url]
 
-    async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
-        await push_async(NAME, next(bodies), config, servers=[server.url])
-        idle = [await push_one(client) for _ in range(LARGE_PUSHES)]
-        with streaming(server, base_of(server)) as largest_gap_s:
-            await asyncio.sleep(5)  # it imports httpx, and the first answers compile nothing
-            largest_gap_s()
-            await asyncio.sleep(SECONDS_WITHOUT)
-            without_s = largest_gap_s()
-            busy = [await push_one(client) for _ in range(LARGE_PUSHES)]
-            gaps_s = {"without": without_s, "with": largest_gap_s()}
+    async def load_one(by_hand: httpx.AsyncClient) -> dict[str, float]:
+        loaded_s = await loaded_by_hand_s(by_hand, next(bodies), text, home / "by-hand")
+        return {"loaded_s": loaded_s, "loaded_token_s": await first_token_s(by_hand, NAME)}
+
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=600) as ours,
+        httpx.AsyncClient(base_url=stock.url, timeout=600) as by_hand,
+    ):
+        await push_async(NAME, next(bodies), json.loads(text), servers=[server.url])
+        idle = []
+        for _ in range(LARGE_PUSHES):
+            pushed = await push_one(ours)
+            await asyncio.sleep(QUIET_S)
+            idle.append(pushed | await load_one(by_hand))
+            await asyncio.sleep(QUIET_S)
+            print(json.dumps(idle[-1]), flush=True)
+        busy, gaps_s = dict[str, Any](), dict[str, Any]()
+        for kind, url, change in (
+            ("pushed", server.url, lambda: push_one(ours)), ("by hand", stock.url, lambda: load_one(by_hand)),
+        ):  # fmt: skip
+            with streaming(url) as largest_gap_s:
+                await asyncio.sleep(5)  # it imports httpx, and the first answers compile nothing
+                largest_gap_s()
+                gaps_s[kind] = []
+                busy[kind] = []
+                for _ in range(LARGE_PUSHES):
+                    await asyncio.sleep(SECONDS_WITHOUT / LARGE_PUSHES)
+                    without_s = largest_gap_s()
+                    busy[kind].append(await change())
+                    gaps_s[kind].append({"without": without_s, "with": largest_gap_s()})
+                    print(json.dumps({**busy[kind][-1], **gaps_s[kind][-1]}), flush=True)
     size_bytes = (adapter / "adapter_model.safetensors").stat().st_size
     return {"size_bytes": size_bytes, "idle": idle, "beside_streams": busy, "gaps_s": gaps_s}
 
 
-def base_of(server: Server) -> str:
-    return str(httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"][0]["id"])
+def base_of(url: str) -> str:
+    return str(httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"])
 
 
 async def pushes_under_load(server: Server, bed: Any, count: int) -> dict[str, Any]:
@@ -240,20 +276,36 @@ def main() -> int:
         home = Path(folder)
         base = build_base(home / "base", hidden=1024, layers=7, intermediate=4096)
         adapter = build_adapter(base, home / "adapters", LARGE)
-        with server_of(base, home / "large") as server:
-            large = asyncio.run(large_pushes(server, adapter, home))
+        with server_of(base, home / "large") as server, server_of(base, home / "stock", plugins="") as stock:
+            large = asyncio.run(large_pushes(server, stock, adapter, home))
         bed = prepare()
         with server_of(bed.base, home / "small") as server:
             small = asyncio.run(pushes_under_load(server, bed, options.pushes))
     idle = large["idle"][2:]  # the first find no pages in memory
-    busy = [row["pushed_s"] + row["token_s"] for row in large["beside_streams"]]
+    busy, gaps_s = large["beside_streams"], large["gaps_s"]
+
+    def largest(kind: str, which: str) -> float:
+        return max(row[which] for row in gaps_s[kind])
+
+    def typical(kind: str) -> float:
+        return statistics.median(row["with"] / row["without"] for row in gaps_s[kind])
+
     measured = {
         "push and first token / (write + hash + read, and a hot adapter's first token)": statistics.median(
             (row["pushed_s"] + row["token_s"]) / (row["reference_s"] + row["hot_s"]) for row in idle
         ),
+        "push and first token / (save + hash + vLLM's load, and first token)": statistics.median(
+            (row["pushed_s"] + row["token_s"]) / (row["loaded_s"] + row["loaded_token_s"]) for row in idle
+        ),
         "push / (write + hash + read)": statistics.median(row["pushed_s"] / row["reference_s"] for row in idle),
-        "push and first token beside streams, longest s": max(busy),
-        "largest gap, with / without": large["gaps_s"]["with"] / large["gaps_s"]["without"],
+        "push and first token beside streams, longest s": max(
+            row["pushed_s"] + row["token_s"] for row in busy["pushed"]
+        ),
+        "the same by hand, longest s": max(row["loaded_s"] + row["loaded_token_s"] for row in busy["by hand"]),
+        "largest gap, with / without": largest("pushed", "with") / largest("pushed", "without"),
+        "largest gap by hand, with / without": largest("by hand", "with") / largest("by hand", "without"),
+        "median gap of a push, with / without": typical("pushed"),
+        "median gap of a load by hand, with / without": typical("by hand"),
     }
     for what, value in measured.items():
         print(f"{what}: {value:.2f}" + (f" (goal ≤ {GOALS[what]})" if what in GOALS else ""))
