@@ -12,7 +12,8 @@ all API servers get some.
 - throughput: answers per second of the base model, of hot adapters, and of the same adapters in vLLM without plugins
   (`--lora-modules`), of one API server and of four, in turn.
 
-Keeps benchmarks/results/front_ends.json; returns 1 where a count that must be 0 is not.
+Keeps benchmarks/results/front_ends.json, or front_ends_swaps.json and the like of some cases; returns 1 where a count
+that must be 0 is not.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from testbed.server import Server
 
 ENGINES, NAME = 2, "policy"
 CASES = ("swaps", "kills", "throughput")
+ALONE = {"VLLM_PLUGINS": "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}  # which vLLM refuses for several API servers
+QUIET_S = 2.0  # the threads of an engine that has just computed spin for a while, and would slow the next
 KINDS = ("base", "hot", "vLLM alone hot")  # of what throughput asks for
 
 
@@ -188,7 +191,7 @@ def missing(server: Server, bed: Bed, expected: dict[str, tuple[str, str, bool]]
 
 def killed_alone(bed: Bed, home: Path) -> dict[str, Any]:
     """What becomes of vLLM without plugins where one of its API servers is killed."""
-    with serving(bed, home, VLLM_PLUGINS="", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0") as server:
+    with serving(bed, home, **ALONE) as server:
         began = time.monotonic()
         os.kill(api_servers(server)[1], signal.SIGKILL)
         server.process.wait(END_S)
@@ -210,7 +213,7 @@ def throughput(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, A
                 stack.enter_context(
                     serving(bed, home / f"{kind}-{count}", *more, count=count, is_forking=options.forked, **env)
                 )
-                for kind, more, env in (("ours", (), {}), ("alone", alone, {"VLLM_PLUGINS": ""}))
+                for kind, more, env in (("ours", (), {}), ("alone", alone, ALONE))
             )
             for name in hot:
                 push(name, bed.adapters / name, servers=[server.url])
@@ -219,6 +222,7 @@ def throughput(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, A
         for at in range(options.rounds + 1):
             row: dict[str, Any] = {}
             for arm, server, names in arms if at % 2 else reversed(arms):
+                time.sleep(QUIET_S)
                 with Caller(server.url, names, 2, options.at_once) as caller:
                     time.sleep(options.seconds)
                 assert all(it.status == 200 for it in caller.answers), Counter(it.status for it in caller.answers)
@@ -280,7 +284,8 @@ def main() -> int:
     goals = goals_of(found)
     for goal in goals:
         print(f"{goal['what']}: {goal['value']}, goal {goal['goal']}{'' if goal['met'] else ': missed'}")
-    print(keep("front_ends", found, goals=goals, options=vars(options), load_before=load_before))
+    name = "_".join(["front_ends", *(options.case or [])])
+    print(keep(name, found, goals=goals, options=vars(options), load_before=load_before))
     return int(not all(goal["met"] for goal in goals if goal["what"].startswith(("swaps", "kills: forgotten"))))
 
 

@@ -1,7 +1,8 @@
 """Live policies: what a push costs, what streams notice of pushes, and whether each answer is of the version it names.
 
-    make bench-live                                  # 1,000 pushes under load, about 10 minutes
-    python -m benchmarks.live --pushes 10000         # before a release
+    make bench-live                                                        # 1,000 pushes under load, about 10 minutes
+    python -m benchmarks.live --case TP1 --pushes 10000                    # before a release: 40 minutes
+    python -m benchmarks.live --case TP2 --case DP2                        # two workers, two engines: 10 minutes
 
 Three measures on real servers, each beside its reference in the same run:
 
@@ -13,7 +14,8 @@ Three measures on real servers, each beside its reference in the same run:
 3. Small adapters are pushed as one name while clients ask for the name, all with one prompt, so that prefixes are
    shared. Each answer must be PEFT's for the digest that its header names. Memory and series of /metrics are counted.
 
-Writes `benchmarks/results/live.json`; 1 where an answer was wrong, or a request failed.
+Writes `benchmarks/results/live.json`, and of the third measure `live_pushes_tp1.json` or the like; 1 where an answer
+was wrong, or a request failed.
 """
 
 from __future__ import annotations
@@ -58,11 +60,21 @@ GOALS = {
 }
 
 
+# The third measure's servers: one engine, an engine of two workers, two engines with an API server each.
+CASES = {"TP1": (), "TP2": ("--tensor-parallel-size", "2"), "DP2": ("--data-parallel-size", "2")}
+
+
 @contextmanager
-def server_of(base: Path, home: Path, plugins: str = "lora_lru_manager,lora_kernels,lora_admin") -> Iterator[Server]:
+def server_of(
+    base: Path, home: Path, *more: str, plugins: str = "lora_lru_manager,lora_kernels,lora_admin"
+) -> Iterator[Server]:
     home.mkdir()
     env = {"VLLM_PLUGINS": plugins, "LORA_PLUGINS_STORE_DIR": str(home / "store")}
-    arguments = ("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "8")
+    if more:
+        (home / "metrics").mkdir()  # vLLM makes one before it spawns its API servers, but these are forked
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        env["PROMETHEUS_MULTIPROC_DIR"] = str(home / "metrics")
+    arguments = ("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "8", *more)
     log = home / "server.log"
     with vllm_server(base, log, arguments=arguments, env={**env, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as server:
         yield server
@@ -267,20 +279,8 @@ async def memory_and_series(server: Server, client: httpx.AsyncClient) -> dict[s
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pushes", type=int, default=1000)
-    options = parser.parse_args()
-    load_before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
-        base = build_base(home / "base", hidden=1024, layers=7, intermediate=4096)
-        adapter = build_adapter(base, home / "adapters", LARGE)
-        with server_of(base, home / "large") as server, server_of(base, home / "stock", plugins="") as stock:
-            large = asyncio.run(large_pushes(server, stock, adapter, home))
-        bed = prepare()
-        with server_of(bed.base, home / "small") as server:
-            small = asyncio.run(pushes_under_load(server, bed, options.pushes))
+def measured_of(large: dict[str, Any]) -> dict[str, float]:
+    """The ratios of the first two measures."""
     idle = large["idle"][2:]  # the first find no pages in memory
     busy, gaps_s = large["beside_streams"], large["gaps_s"]
 
@@ -290,7 +290,7 @@ def main() -> int:
     def typical(kind: str) -> float:
         return statistics.median(row["with"] / row["without"] for row in gaps_s[kind])
 
-    measured = {
+    return {
         "push and first token / (write + hash + read, and a hot adapter's first token)": statistics.median(
             (row["pushed_s"] + row["token_s"]) / (row["reference_s"] + row["hot_s"]) for row in idle
         ),
@@ -307,11 +307,33 @@ def main() -> int:
         "median gap of a push, with / without": typical("pushed"),
         "median gap of a load by hand, with / without": typical("by hand"),
     }
-    for what, value in measured.items():
-        print(f"{what}: {value:.2f}" + (f" (goal ≤ {GOALS[what]})" if what in GOALS else ""))
-    print(f"{small['pushes']} pushes under load: {small['answers']}")
-    print(f"written to {keep('live', [large, small], measured=measured, load_before=load_before)}")
-    return int(set(small["answers"]) != {"right"})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pushes", type=int, default=1000)
+    parser.add_argument("--case", choices=CASES, action="append", help="the third measure alone, on such a server")
+    options = parser.parse_args()
+    load_before, is_right = os.getloadavg()[0], True
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        if not options.case:
+            base = build_base(home / "base", hidden=1024, layers=7, intermediate=4096)
+            adapter = build_adapter(base, home / "adapters", LARGE)
+            with server_of(base, home / "large") as server, server_of(base, home / "stock", plugins="") as stock:
+                large = asyncio.run(large_pushes(server, stock, adapter, home))
+            measured = measured_of(large)
+            for what, value in measured.items():
+                print(f"{what}: {value:.2f}" + (f" (goal ≤ {GOALS[what]})" if what in GOALS else ""))
+            print(f"written to {keep('live', [large], measured=measured, load_before=load_before)}")
+        bed = prepare()
+        for case in options.case or ["TP1"]:
+            with server_of(bed.base, home / case, *CASES[case]) as server:
+                found = asyncio.run(pushes_under_load(server, bed, options.pushes))
+            print(f"{case}: {found['pushes']} pushes under load: {found['answers']}")
+            print(f"written to {keep(f'live_pushes_{case.lower()}', [found], load_before=load_before)}")
+            is_right &= set(found["answers"]) == {"right"}
+    return int(not is_right)
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ RL = Walk(
         Step(SERVE, Do.SERVE),
         Step(TRAINER, Do.WRITE, "examples/rl_loop.py"),
         Step(TRAIN),
-        Step(PUSH_SERVER, Do.LEAVE_OUT, "the server above without its source, as tests/e2e/test_push.py starts one"),
-        Step(FRAGMENT, Do.LEAVE_OUT, "lines of a trainer, as in tests/e2e/test_push.py"),
+        Step(PUSH_SERVER, Do.SERVE),
+        Step(FRAGMENT),
         Step(PUSH),
         Step(FORM),
-        Step(PAUSED_PUSH, Do.LEAVE_OUT, "lines of a trainer, as in tests/e2e/test_pause.py"),
+        Step(PAUSED_PUSH),
         Step(PAUSE),
         Step(FROM_S3),
     ],
@@ -61,8 +61,18 @@ RL = Walk(
         "=/adapters": ("={adapters}", "a folder of this test"),
         " /adapters ": (" {adapters} ", "a folder of this test"),
         "localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
+        FRAGMENT: (f"from trainer import *\n{FRAGMENT}", "lines of the trainer, whose names the page has above"),
+        PAUSED_PUSH: (f"from trainer import *\n{PAUSED_PUSH}", "lines of the trainer, as above"),
+        "pushed.digest\n": ("pushed.digest\nprint(pushed.digest)\n", "what this test compares"),
     },
 )
+# What the page's lines for pushes find in the trainer: the example's own names, and the names of the lines before.
+NAMES = """
+prompt = PROMPTS[0]
+from peft import get_peft_model_state_dict
+to = {"servers": [URL], "key": KEY}
+weights, config = get_peft_model_state_dict(model), model.peft_config["default"].to_dict()
+"""
 # The page's command of AWS: its client is not among what this project installs.
 AWS = """#!{python}
 import sys
@@ -111,6 +121,11 @@ def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: 
             "LORA_PLUGINS_ALLOWED_URIS": "s3://adapters",  # as the page says of S3
         }
         values = {"base": str(bed.base), "adapters": str(root), "port": str(port)}
+        (trainer,) = [block.text for block in RL.blocks() if block.first == TRAINER]
+        (tmp_path / "trainer.py").write_text(
+            f"import sys\nsys.argv[1:] = {[str(bed.base), str(root), 'policy', '1']}\n"
+            f"{trainer.partition('optimizer =')[0]}{NAMES}"
+        )
         with reading(RL, tmp_path, env=env, values=values, url=url) as reader:
             shown = next(block.shown() for block in RL.blocks() if block.first == TRAIN)
             said = steps(reader.printed[TRAIN])
@@ -119,20 +134,22 @@ def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: 
             ]
             assert len({digest for _, digest, _ in said}) == len(said) == 3
             pushed, swap = json.loads(reader.printed[PUSH]), json.loads(reader.printed[FROM_S3])
-            assert (pushed["swapped"], pushed["previous_digest"][:12]) == (True, said[-1][1])
+            assert (pushed["swapped"], pushed["previous_digest"]) == (True, reader.printed[FRAGMENT].strip())
             assert json.loads(reader.printed[FORM])["digest"] == pushed["digest"], "the same files as a form"
             assert (swap["swapped"], swap["previous_digest"]) == (True, pushed["digest"])
             client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=240)
             asked = complete(client, "policy", PROMPT, MAX_TOKENS)
             assert (asked.error, list(asked.token_ids)) == ("", bed.answers["sql"])
-            # The trainer's last version, which is still the one below the root, is kept.
-            rolled = client.post("/loras/policy/rollback", cast_to=object, body={"digest": said[-1][1]})
-            assert str(rolled["digest"]).startswith(said[-1][1])
+            # The trainer's last version, which is still the one below the root, is in the store.
+            (digest,) = [path.name for path in (tmp_path / "store").glob(f"{said[-1][1]}*")]
+            rolled = client.post("/loras/policy/rollback", cast_to=object, body={"digest": digest})
+            assert rolled["digest"] == digest
             reference = Reference(bed.base)
             expected = reference.generate(root / "policy", reference.prompt_ids(PROMPT), MAX_TOKENS)
             asked = complete(client, "policy", PROMPT, MAX_TOKENS)
             assert (asked.error, list(asked.token_ids)) == ("", expected)
-            # Another name, run twice: the page's own name follows S3 by now.
+            # Another name, run twice: the page's own name follows S3 by now. The first server has the trainer's root.
+            reader.serve(next(block for block in RL.blocks() if block.first == SERVE))
             (train,) = [block for block in RL.blocks() if block.first == TRAIN]
             train = replace(train, text=train.text.replace(" policy ", " again "))
             reader.run(train)
