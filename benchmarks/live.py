@@ -14,8 +14,8 @@ Three measures on real servers, each beside its reference in the same run:
 3. Small adapters are pushed as one name while clients ask for the name, all with one prompt, so that prefixes are
    shared. Each answer must be PEFT's for the digest that its header names. Memory and series of /metrics are counted.
 
-Writes `benchmarks/results/live.json`, and of the third measure `live_pushes_tp1.json` or the like; 1 where an answer
-was wrong, or a request failed.
+Writes `benchmarks/results/live.json`, and of the third measure `benchmarks/results/live_pushes_dp2.json` or the like; 1
+where an answer was wrong, or a request failed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ after a server's the next start (`LORA_PLUGINS_RESTORE=1`, the same store) must 
 a push that was cut off may stay in the store. A server that answers nothing for 30 s after its engine's or worker's
 death hangs. `--alone 12` counts instead how often an answer of vLLM without plugins hangs after a worker's death.
 
-Writes `benchmarks/results/live_kills.json` (or `live_kills_alone.json`); 1 where anything else was seen.
+Writes `benchmarks/results/live_kills.json`, or `benchmarks/results/live_kills_alone.json`; 1 where anything else was
+seen.
 """
 
 from __future__ import annotations
