@@ -130,7 +130,7 @@ class Reader:
         log_file = self.folder / f"server-{len(self.servers)}.log"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
-                ["bash", "-c", self._script(block)],
+                ["bash", "-c", self._script(block, keeps=False)],
                 cwd=self.folder, env=self._env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
@@ -142,14 +142,15 @@ class Reader:
             text = text.replace(written, read.format_map(self.values))
         return text
 
-    def _script(self, block: Block) -> str:
+    def _script(self, block: Block, *, keeps: bool = True) -> str:
+        # A server that ends must not bring back the variables of the time when it began: hence `keeps`.
         text = self._as_read(block.commands())
         if block.language == "python":
             text = f"python - <<'END-OF-BLOCK'\n{text}END-OF-BLOCK\n"
         variables = self.folder / ".variables"
         variables.touch()
         kept = r"declare -p | grep -Ev '^declare -\w*r|^declare -\S+ (BASH|FUNCNAME|GROUPS|DIRSTACK|SHELLOPTS|_=)'"
-        return f"set -eo pipefail\n. {variables}\n{text}\n{kept} > {variables}\n"
+        return f"set -eo pipefail\n. {variables}\n{text}\n" + (f"{kept} > {variables}\n" if keeps else "")
 
     def _env(self) -> dict[str, str]:
         inherited = ("PATH", "PYTHONPATH", "LANG", "HOME")

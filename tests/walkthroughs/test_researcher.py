@@ -66,13 +66,6 @@ RL = Walk(
         "pushed.digest\n": ("pushed.digest\nprint(pushed.digest)\n", "what this test compares"),
     },
 )
-# What the page's lines for pushes find in the trainer: the example's own names, and the names of the lines before.
-NAMES = """
-prompt = PROMPTS[0]
-from peft import get_peft_model_state_dict
-to = {"servers": [URL], "key": KEY}
-weights, config = get_peft_model_state_dict(model), model.peft_config["default"].to_dict()
-"""
 # The page's command of AWS: its client is not among what this project installs.
 AWS = """#!{python}
 import sys
@@ -121,10 +114,11 @@ def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: 
             "LORA_PLUGINS_ALLOWED_URIS": "s3://adapters",  # as the page says of S3
         }
         values = {"base": str(bed.base), "adapters": str(root), "port": str(port)}
-        (trainer,) = [block.text for block in RL.blocks() if block.first == TRAINER]
+        # What the page's lines for pushes find in the trainer: names of the example, and of the lines before.
+        text = {block.first: block.text for block in RL.blocks()}
         (tmp_path / "trainer.py").write_text(
             f"import sys\nsys.argv[1:] = {[str(bed.base), str(root), 'policy', '1']}\n"
-            f"{trainer.partition('optimizer =')[0]}{NAMES}"
+            f"{text[TRAINER].partition('optimizer =')[0]}prompt = PROMPTS[0]\n{text[FRAGMENT].partition('pushed =')[0]}"
         )
         with reading(RL, tmp_path, env=env, values=values, url=url) as reader:
             shown = next(block.shown() for block in RL.blocks() if block.first == TRAIN)
