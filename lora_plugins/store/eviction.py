@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
-from lora_plugins.store.errors import FULL
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
@@ -19,8 +18,6 @@ from lora_plugins.store.manifest import Manifest
 
 _SHARE = 0.8
 _KEPT_FREE_SHARE, _KEPT_FREE_BYTES = 0.05, 1 << 30
-_OWN_FILES = 6  # inodes of an adapter: directory, manifest, index, time of use, lease, directory of leases
-_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +102,12 @@ def make_room(
     max_bytes: int | None,
     on_evict: Callable[[str, int], None] | None = None,
     kept_free_bytes: int = 0,
+    own: Path | None = None,
 ) -> None:
     """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
 
     Entries of the quarantine go first. Where the disk would have less than `kept_free_bytes` left, more entries go.
+    The temporary directory `own` is the caller's, and does not count as a download of another.
 
     Raises:
         OutOfMemory: the adapter does not fit even into an empty store.
@@ -123,7 +122,7 @@ def make_room(
             remedy="raise LORA_PLUGINS_STORE_MAX_BYTES",
         )
     # Count downloads first: an adapter published between the two counts is then counted twice, not never.
-    pending = pending_bytes(layout)
+    pending = pending_bytes(layout, besides=own)
     stored_bytes = inventory.look()
     damaged = quarantined(layout)
     damaged_bytes = sum(entry.size_bytes for entry in damaged)
@@ -139,7 +138,7 @@ def make_room(
             remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
         )
     room_bytes = budget_bytes - needed_bytes - pending
-    chosen = _to_go(inventory, leases, stored_bytes - room_bytes)
+    chosen = to_go(inventory, leases, stored_bytes - room_bytes)
     if chosen is None:  # keep all adapters where removing them would not free enough
         raise _all_used(max_bytes, needed_bytes)
     for entry in damaged:
@@ -153,81 +152,10 @@ def make_room(
         digest = next(in_order, None)
         if digest is None:  # another process has leased the rest meanwhile
             raise _all_used(max_bytes, needed_bytes)
-        over_bytes -= _evicted_bytes(layout, leases, inventory, digest, on_evict)
+        over_bytes -= evicted_bytes(layout, leases, inventory, digest, on_evict)
 
 
-def give_way(
-    layout: Layout,
-    leases: Leases,
-    inventory: Inventory,
-    *,
-    needed_bytes: int,
-    needed_files: int,
-    on_evict: Callable[[str, int], None] | None = None,
-    kept: str = "",
-) -> bool | None:
-    """Remove adapters from a full disk, but not `kept`, until so many bytes and files have room.
-
-    Entries of the quarantine go first. Adapters go only where that gives the room, and only while each removal raises
-    what is free. Only a write can tell the limit of a quota: then adapters go one by one, and none where not even a
-    page can be written, because nothing shows that a removal would help.
-
-    Returns whether any entry has made room; None where leases are in the way.
-    """
-    damaged = quarantined(layout)
-    for entry in damaged:
-        discard_quarantined(layout, entry.digest)
-    stored_bytes = inventory.look()
-    disk = os.statvfs(layout.root)
-    # Each file takes whole pages; `f_files` is 0 where the file system makes inodes on demand.
-    wanted_bytes = needed_bytes + needed_files * _PAGE_BYTES - disk.f_bavail * disk.f_frsize
-    wanted_files = needed_files + _OWN_FILES - disk.f_favail if disk.f_files else 0
-    is_quota = wanted_bytes <= 0 and wanted_files <= 0
-    if is_quota:
-        # No use of a removal where there is room by now, or where a write does not find one page.
-        if damaged or _can_hold(layout, needed_bytes) or not _can_hold(layout, 1):
-            return bool(damaged)
-        wanted_bytes = needed_bytes
-    # Each adapter frees `_OWN_FILES` inodes and at least two files of the source; the division rounds up.
-    least = max(1, -(-wanted_files // (_OWN_FILES + 2)))
-    chosen = _to_go(inventory, leases, wanted_bytes, least=least, kept=kept)
-    if chosen is None:
-        # A quota may be full of what is not ours, so leases do not end for it.
-        is_enough = not is_quota and stored_bytes >= wanted_bytes and len(layout.digests()) >= least
-        return None if is_enough and not damaged else bool(damaged)
-    has_gone = False
-    for digest in chosen:
-        freed_bytes, before = 0, os.statvfs(layout.root)
-        with contextlib.suppress(OSError):  # the guard's file may need an inode itself
-            freed_bytes = _evicted_bytes(layout, leases, inventory, digest, on_evict)
-        has_gone = has_gone or freed_bytes > 0
-        disk = os.statvfs(layout.root)
-        lacks_bytes = wanted_bytes > 0 and disk.f_bfree <= before.f_bfree
-        lacks_files = wanted_files > 0 and disk.f_ffree <= before.f_ffree
-        is_in_vain = freed_bytes > 0 and (lacks_bytes or lacks_files)  # others take at once what is freed
-        # Some file systems free later, but do so for a write that needs the room.
-        if (is_quota or is_in_vain) and _can_hold(layout, needed_bytes):
-            return True
-        if is_in_vain:
-            return False
-    return has_gone and not is_quota
-
-
-def _can_hold(layout: Layout, size_bytes: int) -> bool:
-    """Whether a file of this size finds room."""
-    path = layout.new_temporary("room")
-    try:
-        with path.open("xb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, size_bytes))
-    except OSError as error:
-        return error.errno not in FULL
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return True
-
-
-def _evicted_bytes(
+def evicted_bytes(
     layout: Layout, leases: Leases, inventory: Inventory, digest: str, on_evict: Callable[[str, int], None] | None
 ) -> int:
     """Remove one adapter without a lease; returns the bytes freed."""
@@ -240,7 +168,7 @@ def _evicted_bytes(
     return size_bytes
 
 
-def _to_go(
+def to_go(
     inventory: Inventory, leases: Leases, wanted_bytes: int, *, least: int = 0, kept: str = ""
 ) -> list[str] | None:
     """The least recently used adapters without a lease, but not `kept`: at least `wanted_bytes` and `least` adapters.
@@ -305,9 +233,24 @@ def _index_of(layout: Layout, digest: str) -> Path | None:
     return None
 
 
-def pending_bytes(layout: Layout) -> int:
-    """Bytes that running downloads will need."""
-    return sum(temporary.needed_bytes for temporary in layout.temporaries() if temporary.path.is_dir())
+def pending_bytes(layout: Layout, *, besides: Path | None = None, is_rest: bool = False) -> int:
+    """Bytes that running downloads take in the end, but not that of the directory `besides`.
+
+    With `is_rest`, without the bytes that have arrived.
+    """
+    pending = 0
+    for temporary in layout.temporaries():
+        if temporary.needed_bytes and temporary.path != besides and temporary.path.is_dir():
+            arrived_bytes = _size_bytes(temporary.path) if is_rest else 0
+            pending += max(0, temporary.needed_bytes - arrived_bytes)
+    return pending
+
+
+def _size_bytes(directory: Path) -> int:
+    """The bytes of a directory's files; 0 where others remove them meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in os.scandir(directory))
+    return 0
 
 
 def quarantined(layout: Layout) -> list[Entry]:

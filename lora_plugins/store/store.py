@@ -18,8 +18,9 @@ from typing import Any, Generic, TypeVar
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import FullDisk, is_damage, store_errors
-from lora_plugins.store.eviction import give_way, make_room, remove, share_of_disk
+from lora_plugins.store.eviction import make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
+from lora_plugins.store.full_disk import Room, give_way
 from lora_plugins.store.hashing import HashedEntries, identity_of, sha256_of
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import (
@@ -43,6 +44,7 @@ _T = TypeVar("_T", bound=CheckedAdapter)
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
 _BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever the size
 _TRIES_OF_FULL_DISK = 3  # other fetches may take the room that a try has made
+_ROOMY = frozenset({Room.FOUND, Room.MADE})
 
 
 def fetch_timeout_s(size_bytes: int, least_s: float) -> float:
@@ -100,7 +102,6 @@ class Store:
         self.relieve: Callable[[], Awaitable[None]] | None = None
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
-        self._gave_way = 0  # how often adapters have made room on a full disk
         self._hashed = HashedEntries()
         self._unremoved: set[Path] = set()  # temporary directories whose removal failed, say for want of a descriptor
         self._fetch_timeout_s = fetch_timeout_s
@@ -137,16 +138,24 @@ class Store:
             Anything that `fetch` or `check` raises.
         """
         size_bytes, files = sum(size for _, size, _ in wanted.promised), len(wanted.promised)
-        for _ in range(_TRIES_OF_FULL_DISK):
-            before = self._gave_way
-            try:
-                return await self._obtain(wanted, fetch, check, holder, converted)
-            except FullDisk:
-                if await self._give_way_or_press(size_bytes, files):
-                    self._gave_way += 1
-                elif self._gave_way == before:  # no other fetch has made room meanwhile
-                    raise
-        return await self._obtain(wanted, fetch, check, holder, converted)
+        directory = self.layout.new_temporary(self.processes.me(), size_bytes)
+        giving: asyncio.Task[Room] | None = None
+        rooms: list[Room] = []
+        try:
+            for _ in range(_TRIES_OF_FULL_DISK):
+                try:
+                    return await self._obtain(wanted, fetch, check, holder, converted, directory=directory)
+                except FullDisk:
+                    giving = asyncio.create_task(self._give_way_or_press(size_bytes, files, directory))
+                    rooms.append(await asyncio.shield(giving))
+                    # Where a write fails beside room twice, another fetch is not the cause.
+                    if rooms[-1] not in _ROOMY or rooms.count(Room.FOUND) > 1:
+                        raise
+            return await self._obtain(wanted, fetch, check, holder, converted, directory=directory)
+        finally:
+            if giving is not None:
+                await asyncio.wait([giving])  # a cancelled fetch must not leave what its thread makes afterwards
+                await asyncio.to_thread(self.remove_temporary, directory)
 
     async def _obtain(
         self,
@@ -155,6 +164,8 @@ class Store:
         check: Callable[[Path], _T],
         holder: Hashable,
         converted: Converted | None,
+        *,
+        directory: Path,
     ) -> StoredAdapter[_T]:
         form = converted.form if converted else ""
         lock = self.layout.folder("locks") / f"{self.layout.index(wanted.uri, wanted.version, form).name}.fetch"
@@ -171,7 +182,7 @@ class Store:
                 found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
                 if found is not None:
                     return found
-                return await self._fetch(wanted, fetch, check, holder, converted)
+                return await self._fetch(wanted, fetch, check, holder, converted, directory=directory)
 
     async def _fetch(
         self,
@@ -180,9 +191,10 @@ class Store:
         check: Callable[[Path], _T],
         holder: Hashable,
         converted: Converted | None,
+        *,
+        directory: Path,
     ) -> StoredAdapter[_T]:
         sizes_bytes = {name: size for name, size, _ in wanted.promised}
-        directory = self.layout.new_temporary(self.processes.me(), sum(sizes_bytes.values()))
         download = PartialDownload(directory, list(sizes_bytes))
         making = asyncio.create_task(self._have_room(directory, sum(sizes_bytes.values())))
         try:
@@ -202,10 +214,14 @@ class Store:
         else:
             self._unremoved.discard(directory)
 
-    def give_way(self, needed_bytes: int, needed_files: int, kept: str = "") -> bool | None:
-        """Call `give_way` of `eviction.py`; False where the store cannot be read."""
-        with contextlib.suppress(OSError):
-            return give_way(
+    def give_way(self, needed_bytes: int, needed_files: int, kept: str = "", directory: Path | None = None) -> Room:
+        """Call `give_way` of `full_disk.py`; `Room.NONE` where the store cannot be read.
+
+        Where there is room, make `directory`, whose name announces the bytes, under the same lock: the next fetch that
+        looks for room counts both.
+        """
+        with contextlib.suppress(OSError), self.leases.guard("room"):
+            room = give_way(
                 self.layout,
                 self.leases,
                 self._inventory,
@@ -214,7 +230,11 @@ class Store:
                 on_evict=self.on_evict,
                 kept=kept,
             )
-        return False
+            if room in _ROOMY and directory is not None:
+                with contextlib.suppress(OSError):
+                    directory.mkdir()
+            return room
+        return Room.NONE
 
     async def _have_room(self, directory: Path, needed_bytes: int) -> None:
         """Do as `_make_room`; where leases are in the way, first end unused leases of this process, then of others.
@@ -232,18 +252,18 @@ class Store:
                 await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
                 raise
 
-    async def _give_way_or_press(self, needed_bytes: int, needed_files: int) -> bool:
+    async def _give_way_or_press(self, needed_bytes: int, needed_files: int, directory: Path) -> Room:
         """Do as `give_way`; where leases are in the way, end unused leases as `_have_room` does."""
         for relieve in (self.relieve, None):
-            has_room = await asyncio.to_thread(self.give_way, needed_bytes, needed_files)
-            if has_room is not None:
-                return has_room
+            room = await asyncio.to_thread(self.give_way, needed_bytes, needed_files, "", directory)
+            if room is not Room.LEASED:
+                return room
             if relieve is None:
                 break
             await relieve()
         with contextlib.suppress(OSError):
             await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
-        return False
+        return Room.LEASED
 
     def pressed_at(self) -> int:
         """When a process last found no room for leases of others, in the file system's ns; 0 where none ever has."""
@@ -274,8 +294,9 @@ class Store:
                 max_bytes=self.max_bytes,
                 on_evict=self.on_evict,
                 kept_free_bytes=self._kept_free_bytes,
+                own=directory,
             )
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
 
     def _publish(
         self,
@@ -502,7 +523,7 @@ class Store:
             with store_errors():
                 is_leased = self.leases.acquire(digest, holder)
         except FullDisk:  # the file of a lease needs an inode
-            if not self.give_way(0, 0, kept=digest):
+            if self.give_way(0, 0, kept=digest) not in _ROOMY:
                 raise
             is_leased = self.leases.acquire(digest, holder)
         if not is_leased:

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
-from lora_plugins.store import eviction
+from lora_plugins.store import full_disk
+from lora_plugins.store.full_disk import Room
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
@@ -116,22 +117,72 @@ def test_a_write_that_fails_beside_free_bytes_removes_nothing(store: Store, numb
     def fail() -> None:
         raise OSError(number, os.strerror(number))
 
+    wanted = DownloadSpec(adapter_files(), before=fail)
     for _ in range(3):
         with pytest.raises(OutOfMemory, match=os.strerror(number)):
-            obtain(store, DownloadSpec(adapter_files(), before=fail))
+            obtain(store, wanted)
+    assert wanted.fetches == (3 if number == errno.EFBIG else 6), "once more, in case that another fetch was the cause"
     assert (evicted, asked, store.pressed_at()) == ([], [], 0)
     assert store.layout.digests() == [stored.digest]
 
 
-def test_fetches_at_once_each_have_their_room(few_bytes: Path) -> None:
+def hide_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a quota does: the file system reports room, and only a write meets the limit."""
+    look = os.statvfs
+
+    def look_beyond(path: Path) -> SimpleNamespace:
+        disk = look(path)
+        return SimpleNamespace(
+            f_frsize=disk.f_frsize, f_bavail=disk.f_bavail + (1 << 30), f_bfree=disk.f_bfree + (1 << 30),
+            f_files=disk.f_files, f_favail=disk.f_favail, f_ffree=disk.f_ffree,
+        )  # fmt: skip
+
+    monkeypatch.setattr(full_disk.os, "statvfs", look_beyond)
+
+
+@pytest.mark.parametrize(("count", "is_quota"), [(2, False), (3, False), (2, True)])
+def test_fetches_at_once_each_have_their_room(few_bytes: Path, monkeypatch, count: int, is_quota: bool) -> None:
     store = Store(few_bytes / "store")
     fill(store, is_leased=False)
+    if is_quota:
+        hide_lack(monkeypatch)
 
     async def obtain_all() -> list[str]:
-        wanted = [adapter(1000 + number) for number in range(2)]
+        wanted = [adapter(1000 + number) for number in range(count)]
         return [it.digest for it in await asyncio.gather(*(store.obtain(it, it.fetch, check) for it in wanted))]
 
     assert set(asyncio.run(obtain_all())) <= set(store.layout.digests())
+    assert leftovers(store) == []
+
+
+def test_a_fetch_takes_room_that_another_leaves(store: Store) -> None:
+    """The other fetch met the full disk at the same time, and has removed its part by now."""
+    evicted, _ = watched(store)
+    wanted = adapter(0)
+
+    def fail_once() -> None:
+        if wanted.fetches == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    wanted.before = fail_once
+    assert store.verify(obtain(store, wanted).digest)
+    assert (wanted.fetches, evicted, leftovers(store)) == (2, [], [])
+
+
+@pytest.mark.parametrize(("has_arrived", "expected"), [(False, 2), (True, 1)])
+def test_room_is_made_beside_what_downloads_still_need(few_bytes: Path, has_arrived: bool, expected: int) -> None:
+    store = Store(few_bytes / "store")
+    digests = fill(store, is_leased=False)
+    size_bytes = sum(size for _, size, _ in adapter(0).promised)
+    other, own = (store.layout.new_temporary(store.processes.me(), size_bytes) for _ in range(2))
+    other.mkdir()
+    store.remove(digests[-1])
+    (other / "adapter_model.safetensors").write_bytes(bytes(size_bytes if has_arrived else 0))
+    fill_rest(few_bytes)
+    evicted, _ = watched(store)
+    assert store.give_way(size_bytes - (1 << 15), 2, directory=own) is Room.MADE
+    assert len(evicted) == expected
+    assert own.is_dir(), "the next fetch that looks for room counts this download, too"
 
 
 def test_nothing_more_goes_where_others_take_what_is_freed(few_bytes: Path) -> None:
@@ -162,19 +213,9 @@ def test_leases_stay_where_their_copies_would_not_be_enough(few_bytes: Path) -> 
 
 @pytest.mark.parametrize("is_leased", [False, True])
 def test_a_quota_gives_what_a_fetch_needs(few_bytes: Path, monkeypatch, is_leased: bool) -> None:
-    """The file system knows of no lack: only a write meets the quota."""
     store = Store(few_bytes / "store")
     digests = fill(store, is_leased=is_leased)
-    look = os.statvfs
-
-    def look_beyond(path: Path) -> SimpleNamespace:
-        disk = look(path)
-        return SimpleNamespace(
-            f_frsize=disk.f_frsize, f_bavail=disk.f_bavail + (1 << 30), f_bfree=disk.f_bfree + (1 << 30),
-            f_files=disk.f_files, f_favail=disk.f_favail, f_ffree=disk.f_ffree,
-        )  # fmt: skip
-
-    monkeypatch.setattr(eviction.os, "statvfs", look_beyond)
+    hide_lack(monkeypatch)
     evicted, asked = watched(store)
     if is_leased:
         with pytest.raises(OutOfMemory, match="full disk"):
