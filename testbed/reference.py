@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_ROUNDING = 1e-4  # of logits in float32; a server adds up in another order than PEFT
+
 
 class Reference:
     """Greedy token ids of the base model and of adapters on it, computed by PEFT and remembered."""
@@ -64,6 +66,19 @@ class Reference:
                 cache, given = out.past_key_values, [int(out.logits[0, -1].argmax())]
                 made += given
         return made
+
+    def misses(self, adapter: Path | None, prompt_ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """The places of `tokens` that greedy PEFT would not have; of two logits that rounding decides either is right.
+
+        For answers whose course is left to chance, so that one in a hundred meets such a pair.
+        """
+        import torch
+
+        with torch.no_grad():
+            logits = self.load(adapter)(input_ids=torch.tensor([[*prompt_ids, *tokens]])).logits[0]
+        of_tokens = logits[len(prompt_ids) - 1 : -1]
+        behind = of_tokens.max(dim=-1).values - of_tokens.gather(1, torch.tensor([list(tokens)]).T)[:, 0]
+        return [int(place) for place in (behind > _ROUNDING).nonzero()]
 
     def load(self, adapter: Path | None) -> Any:
         """The base model, with `adapter` on it if one is given, in evaluation mode."""
