@@ -254,10 +254,8 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
         ]
         goals.append(("kills: servers that ended with one of their API servers", "0", ended, ended == 0))
     if asked := found.get("throughput"):
-        ratios = asked["ratios"]
-        for kind in ("base", "vLLM alone hot"):
-            goals.append(("hot adapters, 4 API servers against 1", f"{ratios[kind]} ({kind})", ratios["hot"],
-                          ratios["hot"] >= ratios[kind]))  # fmt: skip
+        hot, base = (asked["ratios"][kind] for kind in ("hot", "base"))
+        goals.append(("hot adapters, 4 API servers against 1", f"{base} (base)", hot, hot >= base))
     return [dict(zip(("what", "goal", "value", "met"), goal, strict=True)) for goal in goals]
 
 
