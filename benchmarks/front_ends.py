@@ -145,8 +145,16 @@ def kills(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
             with Caller(server.url, served, MAX_TOKENS, options.at_once) as caller:
                 time.sleep(options.kill_every_s)
                 # One change that is answered just before.
-                name, original = served[1 + len(lives) % (len(served) - 1)], chance.choice(served)
-                expected[name] = (pushed(server, name, original), original, False)
+                if (change := chance.choice(("push", "rollback", "pin"))) == "pin":
+                    digest, original, is_pinned = expected[name := served[0]]
+                    done(server, "POST", f"/v1/loras/{name}/{'unpin' if is_pinned else 'pin'}")
+                    expected[name] = (digest, original, not is_pinned)
+                else:
+                    name = served[1 + len(lives) % (len(served) - 1)]
+                    digest = pushed(server, name, chance.choice([it for it in served if it != expected[name][1]]))
+                    if change == "rollback":
+                        digest = done(server, "POST", f"/v1/loras/{name}/rollback")["digest"]
+                    expected[name] = (digest, digests[digest], False)
                 servers = api_servers(server)
                 killed, killed_at = chance.choice(servers), time.monotonic()
                 os.kill(killed, signal.SIGKILL)
@@ -158,8 +166,10 @@ def kills(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
                     found["killed" if answer.server == str(killed) else "others"][str(answer.status)] += 1
             answered = [it for it in caller.answers if it.status == 200]
             wrong = sum(it.ids != bed.answers.get(digests.get(it.digest, "")) for it in answered)
-            lives.append({"forgotten": forgotten, "is_first": killed == servers[0], "ended_s": round(ended_s, 2),
-                          "exit_code": server.process.returncode, "answers": len(answered), "wrong": wrong,
+            lives.append({"forgotten": forgotten, "change": change, "is_first": killed == servers[0],
+                          "ended_s": round(ended_s, 2),
+                          "exit_code": server.process.returncode,
+                          "answers": len(answered), "wrong": wrong,
                           "after_the_kill": {kind: dict(of) for kind, of in found.items()}})  # fmt: skip
             print(json.dumps(lives[-1]), flush=True)
     with serving(bed, home, LORA_PLUGINS_RESTORE="1") as server:

@@ -108,11 +108,19 @@ async def _as_http() -> AsyncIterator[float]:
         raise http_error(error, shows_paths=True) from None
 
 
+@asynccontextmanager
+async def _changing(lifecycle: Lifecycle) -> AsyncIterator[float]:
+    """Do as `_as_http`, and end only once what is served is written down: a kill forgets no answered change."""
+    async with _as_http() as began:
+        yield began
+        await lifecycle.written()
+
+
 @router.post("")
 async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
     """Serve an adapter under a name, from a URI or from any source of the server that has the name. Idempotent."""
     uri = None if body.source is None else body.source.uri
-    async with _as_http() as began:
+    async with _changing(lifecycle) as began:
         change = await lifecycle.load(body.lora_name, uri, expects=_expected(if_match))
     done = "loaded" if change.reason is ChangeReason.LOADED else "is served"
     return _version_status(lifecycle, body.lora_name, done, change, began)
@@ -221,7 +229,7 @@ async def unload(
     `block` covers all revisions of the name, on every server of the store; without `timeout_s`, the answer comes at
     once.
     """
-    async with _as_http():
+    async with _as_http() if block else _changing(lifecycle):  # a block is on disk by itself
         is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s, expects=_expected(if_match))
     done = "unloaded and blocked" if block else "unloaded"
     if is_free:
@@ -232,7 +240,7 @@ async def unload(
 @router.post("/{lora_name:path}/prefetch")
 async def prefetch(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
     """Bring an adapter into the workers' host memory before any request."""
-    async with _as_http():
+    async with _changing(lifecycle):
         await lifecycle.prefetch(lora_name, expects=_expected(if_match))
     return _status(lifecycle, lora_name, "is in host memory")
 
@@ -240,7 +248,7 @@ async def prefetch(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = N
 @router.post("/{lora_name:path}/pin")
 async def pin(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
     """Keep an adapter in host memory and in a slot."""
-    async with _as_http():
+    async with _changing(lifecycle):
         await lifecycle.pin(lora_name, expects=_expected(if_match))
     return _status(lifecycle, lora_name, "pinned")
 
@@ -248,7 +256,7 @@ async def pin(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) 
 @router.post("/{lora_name:path}/unpin")
 async def unpin(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
     """Let a pinned adapter be evicted like any other."""
-    async with _as_http():
+    async with _changing(lifecycle):
         await lifecycle.unpin(lora_name)
     return _status(lifecycle, lora_name, "unpinned")
 
@@ -286,7 +294,7 @@ async def refresh(
 ) -> VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
     body = body or SwapRequest()
-    async with _as_http() as began:
+    async with _changing(lifecycle) as began:
         change = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=body.moves)
     return _version_status(lifecycle, lora_name, _REFRESHED[change.reason], change, began)
 
@@ -300,7 +308,7 @@ async def rollback(
 ) -> VersionStatus:
     """Go back to the version before, or to a kept version, and stay there until the next refresh or push."""
     body = body or RollbackRequest()
-    async with _as_http() as began:
+    async with _changing(lifecycle) as began:
         # The digests of the answer come with the change itself: another call may change the name meanwhile.
         change = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
     return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)

@@ -78,6 +78,24 @@ def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, fl
         return answer.status, answer.read().decode(), time.perf_counter() - began
 
 
+@pytest.mark.parametrize("change", ["pin", "unpin", "prefetch", "refresh", "rollback", "load", "unload"])
+def test_an_answered_change_is_written_down(server, name, monkeypatch, change):
+    assert post(server, f"/{name}/refresh")[0] == 200
+    written: list[int] = []
+
+    async def write() -> None:
+        await asyncio.sleep(0.1)
+        written.append(server.world.written)
+
+    monkeypatch.setattr(server.world.lifecycle, "written", write)
+    if change == "unload":
+        assert delete(server, f"/{name}")[0] == 200
+    else:
+        path, body = ("", f'{{"lora_name": "{name}"}}') if change == "load" else (f"/{name}/{change}", "")
+        assert post(server, path, body=body)[0] == 200
+    assert written == [server.world.written]
+
+
 def test_a_block_is_on_disk_before_it_is_answered(server, name):
     status, said, _ = delete(server, f"/{name}?block=true")
     assert (status, "unloaded and blocked" in said) == (200, True)

@@ -598,9 +598,7 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
     old = put(front_end, "rolled", "sql").raise_for_status().json()["digest"]
     newer = put(front_end, "rolled", "wide").raise_for_status().json()["digest"]
     front_end.done("DELETE", "/v1/loras/chat", block=True)
-    time.sleep(1)  # a change of a crowd is written half a second later
     front_end.done("POST", "/v1/loras/rolled/rollback")
-    time.sleep(0.2)
     front_end.done("POST", "/v1/loras/rolled/pause")  # ends with the engine: the restart serves it
     is_first = len(front_end.every) == 3
     killed = (

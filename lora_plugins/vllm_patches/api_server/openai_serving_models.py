@@ -174,6 +174,7 @@ def _loading_by_path(original: Any) -> Any:
         # vLLM's own checks return an ErrorResponse.
         if not hasattr(result, "error"):
             lifecycle.on_change()
+            await lifecycle.written()
         return result
 
     return load_lora_adapter
@@ -262,6 +263,7 @@ def _unloading(original: Any) -> Any:
         adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
         if adapter is not None:
             lifecycle.on_change()
+            await lifecycle.written()
             if not await lifecycle.server.drain(adapter, no_longer_served(name)):
                 return f"{result} Requests that still run keep its memory until they end."
         return result
