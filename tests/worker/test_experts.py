@@ -23,7 +23,7 @@ from tests.worker.real_models import (
     tensors_for,
     write_adapter,
 )
-from tests.worker.small_model import bring, serve, slots_of, use_compiled_kernels
+from tests.worker.small_model import bring, evict, put, serve, slots_of, use_compiled_kernels
 
 RANK = 6  # the second of two workers has less than half of it, where slots of rank 8 are divided
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -65,6 +65,39 @@ def test_slots_hold_what_vllm_writes(
     assert found.keys() == wanted.keys()
     assert [place for place in wanted if not torch.equal(found[place], wanted[place])] == []
     assert all(wanted[place].any() for place in wanted), "the adapter fills every module"
+
+
+@pytest.mark.parametrize(
+    ("name", "of_format", "options"),
+    [
+        ("mixtral", ExpertFormat.PER_EXPERT, {}),
+        ("qwen3-moe", ExpertFormat.STACKED, MIXED),
+        ("qwen3-moe", ExpertFormat.SHARED, SHARED),
+    ],
+)
+def test_an_eviction_multiplies_no_scaling_twice(
+    make_real_manager: Any, tmp_path: Path, name: str, of_format: ExpertFormat, options: dict[str, Any]
+) -> None:
+    """vLLM multiplies the scalings of experts in place, into what is kept in host memory and mapped from the store."""
+    manager, is_3d = make_real_manager(name, **options), of_format is ExpertFormat.STACKED
+    tensors = tensors_for(described(manager), of_format, RANK)
+    first, other = (write_adapter(tmp_path / f"{it}", it, tensors, RANK, is_3d=is_3d) for it in (7, 8))
+    file = (first.path / "adapter_model.safetensors").read_bytes()
+    serve(manager, first, 1)
+    wanted = {place: tensor.clone() for place, tensor in held_in(manager, 1).items()}
+
+    def wrong() -> list[str]:
+        assert slots_of(manager) == [None, 7]
+        return [place for place, tensor in held_in(manager, 1).items() if not torch.equal(tensor, wanted[place])]
+
+    serve(manager, other, 1)
+    put(manager, first, 1)
+    assert wrong() == [], "from host memory"
+    evict(manager, first)
+    put(manager, other, 1)
+    serve(manager, first, 1)
+    assert wrong() == [], "from the file"
+    assert (first.path / "adapter_model.safetensors").read_bytes() == file
 
 
 def changed(tensors: dict[str, torch.Tensor], change: str, which: str) -> dict[str, torch.Tensor]:
