@@ -1,10 +1,12 @@
 """A client of the admin API for trainers: push an adapter to one or several servers, all or none; no vLLM, no torch.
 
     from lora_plugins.client import pause, push, resume
+    from peft import get_peft_model_state_dict
 
+    weights, config = get_peft_model_state_dict(model), model.peft_config["default"].to_dict()
     servers = ["http://localhost:8000"]
     pause("policy", "keep", servers=servers)
-    push("policy", model.state_dict(), model.peft_config["default"].to_dict(), servers=servers, mode="inflight")
+    push("policy", weights, config, servers=servers, mode="inflight")
     resume("policy", servers=servers)
 
 Only `httpx` is needed; `push` takes tensors where torch is installed, arrays of numpy anywhere.
@@ -13,22 +15,16 @@ Only `httpx` is needed; `push` takes tensors where torch is installed, arrays of
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import io
-import json
-import os
-import tarfile
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 
-CONFIG_FILE = "adapter_config.json"
+from lora_plugins.client_body import body_of
+
 _T = TypeVar("_T")
 
 
@@ -124,7 +120,7 @@ async def push_async(
     Raises:
         PushFailed: a server did not take the version; the others were rolled back to their earlier versions.
     """
-    body, content_headers = _body_of(adapter, config)
+    body, content_headers = body_of(adapter, config)
     query = {"mode": mode, **({} if keep is None else {"keep": str(keep)})}
     headers = content_headers if if_match is None else {**content_headers, "If-Match": if_match}
     async with _client(servers, key, timeout_s) as client:
@@ -219,43 +215,6 @@ async def _roll_back(client: httpx.AsyncClient, name: str, taken: Mapping[str, h
         if undone.status_code not in (200, 412):
             failed.append(server)
     return failed
-
-
-def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
-    """Return the body of a push of a PEFT directory, and the headers that describe the body."""
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for path in sorted(directory.glob("adapter_*")):
-            tar.add(path, path.name)
-    return archive.getvalue(), _headers(archive.getvalue(), "application/x-tar")
-
-
-def _body_of(adapter: Any, config: Mapping[str, Any] | None) -> tuple[bytes, dict[str, str]]:
-    if isinstance(adapter, str | os.PathLike):
-        return archive_of(Path(adapter))
-    if config is None:
-        raise TypeError("tensors need `config`, the content of adapter_config.json")
-    metadata = {CONFIG_FILE: json.dumps(dict(config), default=_plain)}
-    if all(type(tensor).__module__.startswith("numpy") for tensor in adapter.values()):
-        import safetensors.numpy
-
-        body = safetensors.numpy.save(dict(adapter), metadata=metadata)
-    else:
-        import safetensors.torch
-
-        tensors = {tensor_name: tensor.detach().contiguous().cpu() for tensor_name, tensor in adapter.items()}
-        body = safetensors.torch.save(tensors, metadata=metadata)
-    return body, _headers(body, "application/octet-stream")
-
-
-def _headers(body: bytes, content_type: str) -> dict[str, str]:
-    digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
-    return {"Content-Type": content_type, "Content-Digest": f"sha-256=:{digest}:"}
-
-
-def _plain(value: Any) -> Any:
-    # PEFT's configurations hold sets and enumerations, which JSON lacks.
-    return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
 
 
 def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.AsyncClient:

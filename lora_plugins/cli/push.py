@@ -14,6 +14,7 @@ from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.cli.output import Result, table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.cli.verbs import row_of
+from lora_plugins.client_body import archive_of
 
 
 def push(
@@ -34,8 +35,6 @@ def push(
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for the answer.")] = 600.0,
 ) -> Result:
     """Send an adapter to a server, as the next version of a name."""
-    from lora_plugins.client import archive_of  # httpx takes a tenth of a second, and no other command needs it
-
     if not (directory / CONFIG_FILE).is_file():
         raise UsageProblem(f"{directory}: no directory with {CONFIG_FILE}")
     client = AdminClient(url, timeout_s)
