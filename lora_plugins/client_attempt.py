@@ -34,20 +34,24 @@ class Attempt:
         self._url = url
         self._query = query
         self._before: set[str | None] | None = None
-        self._is_lost = False
+        self._is_lost = False  # the server may take the push yet
+        self._is_open = False  # the server may have taken the push
 
     async def send(self, body: bytes, headers: Mapping[str, str], *, looks_first: bool) -> None:
         """Push; with `looks_first`, ask before which version is served, so that a lost answer can be settled."""
         try:
             if looks_first:
                 self._before = served_digests(await self._client.get(self._url))
-            self._is_lost = True
+            self._is_lost = self._is_open = True
             heard: Heard = await self._client.put(self._url, content=body, headers=headers, params=self._query)
         except Exception as error:  # noqa: BLE001 - every server must be heard before a rollback
             heard = error
         self.answers = answers_of(heard)
         is_refused = isinstance(heard, _UNSENT) or all(it.is_refusal for it in self.answers)
-        self._is_lost = self._is_lost and self.error is not None and not is_refused
+        self._is_open = self._is_open and self.error is not None
+        self._is_lost = self._is_open and not is_refused
+        # A server pins after the push: its refusal to pin leaves the pushed version.
+        self._is_open = self._is_lost or (self._is_open and "pin" in self._query)
 
     @property
     def error(self) -> str | None:
@@ -87,8 +91,7 @@ class Attempt:
 
     async def _found(self, pushed: Collection[str]) -> dict[str, set[str | None]] | None:
         """Return the same where no answer came, from what is served now; None if that does not settle the question."""
-        # A server pins after the push: its refusal to pin leaves the pushed version.
-        if not self._is_lost and not ("pin" in self._query and self.answers and self._before is not None):
+        if not self._is_open:
             return {}
         if self._before is None:
             return None
@@ -97,19 +100,19 @@ class Attempt:
             return None
         new = {it for it in now - self._before if it is not None and (not pushed or it in pushed)}
         if self._is_lost and not new:
-            return None  # the server may take the push yet
+            return None
         return dict.fromkeys(new, self._before)
 
     async def _go_back(self, digest: str, before: set[str | None]) -> bool:
-        named = before - {None}
+        named = [it for it in before if it is not None]
         if len(named) > 1 or "" in named:
             return False
         # One call reaches all replicas; `If-Match` keeps those out that another push has changed, or that refused.
         headers = {"If-Match": digest}
         if named:
-            body: dict[str, Any] = {"digest": named.pop(), "running": self._query["mode"]}
+            body: dict[str, Any] = {"digest": named[0], "running": self._query["mode"]}
             heard = await self._client.post(f"{self._url}/rollback", json=body, headers=headers)
         else:
             heard = await self._client.delete(self._url, headers=headers)
         statuses = {it.status for it in answers_of(heard)}
-        return statuses <= ({200, 412} if before - {None} else {200, 404, 412})
+        return statuses <= ({200, 412} if named else {200, 404, 412})
