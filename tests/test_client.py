@@ -41,7 +41,7 @@ class Server:
         if request.headers["If-Match"] != digest:
             return httpx.Response(412)
         body = json.loads(request.content or "{}")
-        self.served, self.running = body.get("digest"), body.get("running", "")
+        self.served, self.running = body.get("digest"), body.get("running", "finish" if body else "")
         return httpx.Response(200, json={"status": "success"})
 
     async def push(self, before: str | None) -> httpx.Response:
