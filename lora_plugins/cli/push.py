@@ -34,7 +34,7 @@ def push(
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for the answer.")] = 600.0,
 ) -> Result:
     """Send an adapter to a server, as the next version of a name."""
-    from lora_plugins.client import archive_of  # httpx takes a tenth of a second, and no other command needs it
+    from lora_plugins.client.body import archive_of  # httpx takes a tenth of a second, and no other command needs it
 
     if not (directory / CONFIG_FILE).is_file():
         raise UsageProblem(f"{directory}: no directory with {CONFIG_FILE}")

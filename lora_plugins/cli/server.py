@@ -99,7 +99,8 @@ class AdminClient:
             content = body
         answer = self._send(method, _PATH + path, content, headers)
         try:
-            return kind.model_validate_json(answer)
+            # Lists of replicas may differ, and none stands for all of them.
+            return kind.model_validate_json(answer if kind is AdapterList else _of_replicas(answer))
         except ValueError:
             what = "list of adapters" if kind is AdapterList else kind.__name__
             raise SourceUnavailable(
@@ -181,12 +182,34 @@ class AdminClient:
         )
 
 
+def _of_replicas(answer: bytes) -> bytes:
+    """Return the first of the answers of replicas on Ray Serve, if all have one digest; any other answer as it is."""
+    content = json.loads(answer)
+    rows = content.get("replicas") if isinstance(content, dict) else None
+    if not rows or len({row["body"].get("digest") for row in rows}) > 1:
+        return answer
+    return json.dumps(rows[0]["body"]).encode()
+
+
 def _message(error: urllib.error.HTTPError) -> str:
-    """Return the text of an error: vLLM's `error.message`, or FastAPI's `detail`."""
+    """Return the text of an error, or of the errors of replicas on Ray Serve."""
     try:
         content = json.loads(error.read(_MAX_BYTES))
     except (OSError, http.client.HTTPException, ValueError):
         return ""
+    rows = content.get("replicas") if isinstance(content, dict) else None
+    if not rows:
+        return _text_of(content)
+    texts = {_text_of(row["body"]) for row in rows}
+    if len(texts) == 1:
+        return texts.pop()
+    # Only the beginning is shown, so the failures come first.
+    rows = sorted(rows, key=lambda row: int(row["status"]), reverse=True)
+    return "; ".join(f"replica {row['replica']}: {row['status']} {_text_of(row['body'])}".rstrip() for row in rows)
+
+
+def _text_of(content: object) -> str:
+    """Return the text of an error's body: vLLM's `error.message`, or FastAPI's `detail`."""
     if not isinstance(content, dict):
         return ""
     inner = content.get("error")

@@ -1,10 +1,12 @@
 """A client of the admin API for trainers: push an adapter to one or several servers, all or none; no vLLM, no torch.
 
     from lora_plugins.client import pause, push, resume
+    from peft import get_peft_model_state_dict
 
+    weights, config = get_peft_model_state_dict(model), model.peft_config["default"].to_dict()
     servers = ["http://localhost:8000"]
     pause("policy", "keep", servers=servers)
-    push("policy", model.state_dict(), model.peft_config["default"].to_dict(), servers=servers, mode="inflight")
+    push("policy", weights, config, servers=servers, mode="inflight")
     resume("policy", servers=servers)
 
 Only `httpx` is needed; `push` takes tensors where torch is installed, arrays of numpy anywhere.
@@ -13,22 +15,18 @@ Only `httpx` is needed; `push` takes tensors where torch is installed, arrays of
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import io
-import json
-import os
-import tarfile
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 
-CONFIG_FILE = "adapter_config.json"
+from lora_plugins.client.answers import Heard, answers_of, error_of, served_digests
+from lora_plugins.client.attempt import Attempt
+from lora_plugins.client.body import body_of
+
 _T = TypeVar("_T")
 
 
@@ -49,7 +47,8 @@ class PushFailed(CallFailed):
 
     Attributes:
         errors: the answers of the servers that did not take the version.
-        not_rolled_back: servers that serve the pushed version nevertheless, as their rollback failed.
+        not_rolled_back: servers that serve the pushed version nevertheless, or may serve it: their rollback failed,
+            or their answer was lost, and they did not show what they serve.
     """
 
     def __init__(self, errors: Mapping[str, str], not_rolled_back: Sequence[str] = ()) -> None:
@@ -82,6 +81,7 @@ def wait_served(name: str, digest: str, servers: Sequence[str], *, timeout_s: fl
 
     Raises:
         TimeoutError: a server does not within `timeout_s`.
+        CallFailed: a server denies access.
     """
     _run(wait_served_async(name, digest, servers, timeout_s=timeout_s, **options))
 
@@ -106,42 +106,46 @@ async def push_async(
     if_match: str | None = None,
     mode: str = "finish",
     keep: int | None = None,
+    pin: bool = False,
     timeout_s: float = 300.0,
 ) -> Pushed:
     """Have every server serve `adapter` as the next version of `name`.
+
+    A cancellation undoes a push to several servers, as a failure does.
 
     Args:
         name: the model name of requests.
         adapter: a PEFT directory, or a mapping from tensor names to tensors, which needs `config`.
         config: the content of adapter_config.json.
-        servers: base URLs.
+        servers: base URLs, or one; of servers, or of applications on Ray Serve.
         key: of an administrator.
         if_match: the digest that each server must serve now, `*` for any.
         mode: `finish`, or `inflight`: running requests go on with the new version.
         keep: how many earlier versions stay for `name@digest`.
+        pin: keep the adapter in host memory and in a slot; a rollback keeps the pin.
         timeout_s: of each call.
 
     Raises:
         PushFailed: a server did not take the version; the others were rolled back to their earlier versions.
     """
-    body, content_headers = _body_of(adapter, config)
-    query = {"mode": mode, **({} if keep is None else {"keep": str(keep)})}
-    headers = content_headers if if_match is None else {**content_headers, "If-Match": if_match}
-    async with _client(servers, key, timeout_s) as client:
-        calls = [client.put(_url(it, name), content=body, headers=headers, params=query) for it in servers]
-        # Exceptions are answers too: every server must be heard before a rollback, or a late server keeps the version.
-        answers = dict(zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
-        errors = {server: text for server, answer in answers.items() if (text := _error(answer)) is not None}
-        if errors:
-            taken = {server: answer for server, answer in answers.items() if isinstance(answer, httpx.Response)}
-            raise PushFailed(
-                errors, await _roll_back(client, name, {it: taken[it] for it in taken if it not in errors})
-            )
-    done = {server: answer.json() for server, answer in answers.items() if isinstance(answer, httpx.Response)}
-    # All servers got the same bytes, and a digest is of bytes: exactly one digest comes back.
-    (digest,) = {one["digest"] for one in done.values()}
-    previous = {server: one["previous_digest"] for server, one in done.items()}
-    return Pushed(digest, previous, {server: one["timings"] for server, one in done.items()})
+    body, headers = body_of(adapter, config)
+    query = {"mode": mode, **({} if keep is None else {"keep": str(keep)}), **({"pin": "true"} if pin else {})}
+    headers |= {} if if_match is None else {"If-Match": if_match}
+    addresses = _addresses(servers)
+    async with _client(addresses, key, timeout_s) as client:
+        attempts = {it: Attempt(client, _url(it, name), query) for it in addresses}
+        looks_first = pin or len(attempts) > 1
+        try:
+            await asyncio.gather(*(it.send(body, headers, looks_first=looks_first) for it in attempts.values()))
+        except asyncio.CancelledError as cancelled:
+            if len(attempts) > 1 and (left := await _undo(attempts)):
+                cancelled.add_note(f"the push is not rolled back: {', '.join(left)}")
+            raise
+        if errors := _push_errors(attempts):
+            raise PushFailed(errors, await _undo(attempts))
+    done = {server: it.answers[0].body for server, it in attempts.items()}
+    previous = {server: one.get("previous_digest") for server, one in done.items()}
+    return Pushed(_pushed(attempts).pop(), previous, {server: one.get("timings", {}) for server, one in done.items()})
 
 
 async def wait_served_async(
@@ -154,12 +158,14 @@ async def wait_served_async(
     interval_s: float = 0.2,
 ) -> None:
     """Wait as `wait_served` does, in an event loop."""
-    deadline, missing = time.monotonic() + timeout_s, list(servers)
-    async with _client(servers, key, timeout_s) as client:
+    deadline, missing = time.monotonic() + timeout_s, _addresses(servers)
+    async with _client(missing, key, timeout_s) as client:
         while missing:
-            calls = [client.get(_url(server, name)) for server in missing]
-            answers = zip(missing, await asyncio.gather(*calls, return_exceptions=True), strict=True)
-            missing = [server for server, answer in answers if _digest(answer) != digest]
+            heard = await _heard(missing, [client.get(_url(server, name)) for server in missing])
+            denied = {it: text for it in heard if (text := _denial(heard[it])) is not None}
+            if denied:
+                raise CallFailed(denied)
+            missing = [server for server, answer in heard.items() if served_digests(answer) != {digest}]
             if missing and time.monotonic() >= deadline:
                 raise TimeoutError(f"{', '.join(missing)}: no '{name}' with digest {digest} within {timeout_s} s")
             if missing:
@@ -194,68 +200,46 @@ async def resume_async(name: str, *, servers: Sequence[str], key: str | None = N
 
 
 async def _post_all(name: str, verb: str, servers: Sequence[str], key: str | None, timeout_s: float) -> None:
-    async with _client(servers, key, timeout_s) as client:
-        calls = [client.post(f"{_url(it, name)}/{verb}") for it in servers]
-        answers = zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True)
-    errors = {server: text for server, answer in answers if (text := _error(answer)) is not None}
+    addresses = _addresses(servers)
+    async with _client(addresses, key, timeout_s) as client:
+        heard = await _heard(addresses, [client.post(f"{_url(it, name)}/{verb}") for it in addresses])
+    errors = {it: text for it in heard if (text := error_of(answers_of(heard[it]), "status")) is not None}
     if errors:
         raise CallFailed(errors)
 
 
-async def _roll_back(client: httpx.AsyncClient, name: str, taken: Mapping[str, httpx.Response]) -> list[str]:
-    """Undo a push where a server took it, unless another push came since; return servers whose rollback failed."""
-    failed = []
-    for server, answer in taken.items():
-        done = answer.json()
-        headers = {"If-Match": done["digest"]}
-        if not done["swapped"] and done["previous_digest"] is not None:
-            continue  # the server had served these bytes before
-        if done["previous_digest"] is None:
-            undone = await client.delete(_url(server, name), headers=headers)
-        else:
-            body = {"digest": done["previous_digest"]}
-            undone = await client.post(f"{_url(server, name)}/rollback", json=body, headers=headers)
-        # 412: another push came since, and `If-Match` kept this rollback from undoing it.
-        if undone.status_code not in (200, 412):
-            failed.append(server)
-    return failed
+async def _heard(addresses: Sequence[str], calls: Sequence[Coroutine[Any, Any, httpx.Response]]) -> dict[str, Heard]:
+    return dict(zip(addresses, await asyncio.gather(*calls, return_exceptions=True), strict=True))
 
 
-def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
-    """Return the body of a push of a PEFT directory, and the headers that describe the body."""
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for path in sorted(directory.glob("adapter_*")):
-            tar.add(path, path.name)
-    return archive.getvalue(), _headers(archive.getvalue(), "application/x-tar")
+def _push_errors(attempts: Mapping[str, Attempt]) -> dict[str, str]:
+    errors = {server: it.error for server, it in attempts.items() if it.error is not None}
+    if errors or len(_pushed(attempts)) == 1:
+        return errors
+    # All servers got the same bytes, and a digest is of bytes.
+    return {server: f"serves {', '.join(sorted(it.digests))}, others not" for server, it in attempts.items()}
 
 
-def _body_of(adapter: Any, config: Mapping[str, Any] | None) -> tuple[bytes, dict[str, str]]:
-    if isinstance(adapter, str | os.PathLike):
-        return archive_of(Path(adapter))
-    if config is None:
-        raise TypeError("tensors need `config`, the content of adapter_config.json")
-    metadata = {CONFIG_FILE: json.dumps(dict(config), default=_plain)}
-    if all(type(tensor).__module__.startswith("numpy") for tensor in adapter.values()):
-        import safetensors.numpy
-
-        body = safetensors.numpy.save(dict(adapter), metadata=metadata)
-    else:
-        import safetensors.torch
-
-        tensors = {tensor_name: tensor.detach().contiguous().cpu() for tensor_name, tensor in adapter.items()}
-        body = safetensors.torch.save(tensors, metadata=metadata)
-    return body, _headers(body, "application/octet-stream")
+def _pushed(attempts: Mapping[str, Attempt]) -> set[str]:
+    return set().union(*(it.digests for it in attempts.values()))
 
 
-def _headers(body: bytes, content_type: str) -> dict[str, str]:
-    digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
-    return {"Content-Type": content_type, "Content-Digest": f"sha-256=:{digest}:"}
+async def _undo(attempts: Mapping[str, Attempt]) -> list[str]:
+    """Undo a push where a server took it, unless another push came since; return servers where that is not sure."""
+    undoing = asyncio.gather(*(it.undo(_pushed(attempts)) for it in attempts.values()))
+    try:
+        are_undone = await asyncio.shield(undoing)
+    except asyncio.CancelledError:
+        await undoing
+        raise
+    return [server for server, is_undone in zip(attempts, are_undone, strict=True) if not is_undone]
 
 
-def _plain(value: Any) -> Any:
-    # PEFT's configurations hold sets and enumerations, which JSON lacks.
-    return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
+def _addresses(servers: Sequence[str]) -> list[str]:
+    addresses = [servers] if isinstance(servers, str) else list(dict.fromkeys(servers))
+    if not addresses:
+        raise ValueError("servers: empty; name the base URL of one server or more")
+    return addresses
 
 
 def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.AsyncClient:
@@ -266,22 +250,11 @@ def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.
 
 
 def _url(server: str, name: str) -> str:
-    return f"{server.rstrip('/')}/v1/loras/{quote(name)}"
+    return f"{server.rstrip('/').removesuffix('/v1')}/v1/loras/{quote(name)}"
 
 
-def _error(answer: httpx.Response | BaseException) -> str | None:
-    if isinstance(answer, BaseException):
-        return f"{type(answer).__name__}: {answer}"
-    # A pause that another client's resume has ended is answered with 200, and did not last.
-    is_done = answer.status_code == 200 and answer.json().get("status") != "resumed"
-    return None if is_done else f"{answer.status_code} {answer.text}"
-
-
-def _digest(answer: httpx.Response | BaseException) -> str | None:
-    if isinstance(answer, BaseException) or answer.status_code != 200:
-        return None
-    found: str | None = answer.json().get("digest")
-    return found
+def _denial(heard: Heard) -> str | None:
+    return next((it.text for it in answers_of(heard) if it.status in (401, 403)), None)
 
 
 def _run(work: Coroutine[Any, Any, _T]) -> _T:

@@ -1,0 +1,118 @@
+"""One address's part in a push, and its undoing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import httpx
+
+from lora_plugins.client.answers import Answer, Heard, answers_of, error_of, served_digests
+
+_LOOK_S = 10.0
+# With these errors the server has not got the whole body, and so cannot take the push.
+_UNSENT = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.PoolTimeout,
+    httpx.UnsupportedProtocol,
+    httpx.WriteError,
+    httpx.WriteTimeout,
+)
+
+
+class Attempt:
+    """A push to one address: of a server, or of all replicas on Ray Serve.
+
+    Attributes:
+        answers: of the server or the replicas; none until they have come.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, url: str, query: Mapping[str, str]) -> None:
+        self.answers: list[Answer] = []
+        self._client = client
+        self._url = url
+        self._query = query
+        self._before: set[str | None] | None = None
+        self._is_lost = False  # the server may take the push yet
+        self._is_open = False  # the server may have taken the push
+
+    async def send(self, body: bytes, headers: Mapping[str, str], *, looks_first: bool) -> None:
+        """Push; with `looks_first`, ask before which version is served, so that a lost answer can be settled."""
+        try:
+            if looks_first:
+                self._before = served_digests(await self._client.get(self._url))
+            self._is_lost = self._is_open = True
+            heard: Heard = await self._client.put(self._url, content=body, headers=headers, params=self._query)
+        except Exception as error:  # noqa: BLE001 - every server must be heard before a rollback
+            heard = error
+        self.answers = answers_of(heard)
+        is_refused = isinstance(heard, _UNSENT) or all(it.is_refusal for it in self.answers)
+        self._is_open = self._is_open and self.error is not None
+        self._is_lost = self._is_open and not is_refused
+        # A server pins after the push: its refusal to pin leaves the pushed version.
+        self._is_open = self._is_lost or (self._is_open and "pin" in self._query)
+
+    @property
+    def error(self) -> str | None:
+        """The text of a failed push."""
+        return error_of(self.answers, "digest")
+
+    @property
+    def digests(self) -> set[str]:
+        """Digests of the pushed version, as the server or the replicas that took the push have answered."""
+        return {it.body["digest"] for it in self.answers if it.is_done("digest")}
+
+    async def undo(self, pushed: Collection[str]) -> bool:
+        """Go back to the version before, unless another push came since.
+
+        Args:
+            pushed: digests of the pushed version on all servers that answered.
+
+        Returns:
+            Whether the pushed version is surely not served, or was served before too.
+        """
+        try:
+            changes = self._taken() if self.digests else await self._found(pushed)
+            return changes is not None and all([await self._go_back(*it) for it in changes.items()])
+        except httpx.HTTPError:
+            return False
+
+    def _taken(self) -> dict[str, set[str | None]]:
+        """Return the versions before, by pushed version; an empty digest is a version without a digest."""
+        changes: dict[str, set[str | None]] = {}
+        for body in (it.body for it in self.answers if it.is_done("digest")):
+            before = body.get("previous_digest")
+            if before is None and body.get("swapped"):
+                before = ""
+            if before != body["digest"]:
+                changes.setdefault(body["digest"], set()).add(before)
+        return changes
+
+    async def _found(self, pushed: Collection[str]) -> dict[str, set[str | None]] | None:
+        """Return the same where no answer came, from what is served now; None if that does not settle the question."""
+        if not self._is_open:
+            return {}
+        if self._before is None:
+            return None
+        now = served_digests(await self._client.get(self._url, timeout=_LOOK_S))
+        if now is None:
+            return None
+        new = {it for it in now - self._before if it is not None and (not pushed or it in pushed)}
+        if self._is_lost and not new:
+            return None
+        return dict.fromkeys(new, self._before)
+
+    async def _go_back(self, digest: str, before: set[str | None]) -> bool:
+        named = [it for it in before if it is not None]
+        if len(named) > 1 or "" in named:
+            return False
+        # One call reaches all replicas; `If-Match` keeps those out that another push has changed, or that refused.
+        headers = {"If-Match": digest}
+        if named:
+            body: dict[str, Any] = {"digest": named[0], "running": self._query["mode"]}
+            heard = await self._client.post(f"{self._url}/rollback", json=body, headers=headers)
+        else:
+            heard = await self._client.delete(self._url, headers=headers)
+        statuses = {it.status for it in answers_of(heard)}
+        return statuses <= ({200, 412} if named else {200, 404, 412})

@@ -1,0 +1,40 @@
+"""Bodies of pushes arrive as the trainer's tensors and files are."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load
+
+from lora_plugins.client.body import archive_of, body_of
+
+_W = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+_TENSOR = torch.from_numpy(_W.copy())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a": _W, "b": _W.T, "c": _W[:, ::2], "d": np.asfortranarray(_W), "e": _W.astype(">f4"), "f": _W[0, 0] * _W},
+        {"a": _TENSOR, "b": _TENSOR, "c": _TENSOR.T, "d": _TENSOR[1:]},
+        {"a": _W.T, "b": _TENSOR},
+    ],
+    ids=["numpy", "torch", "both"],
+)
+def test_tensors_arrive_whatever_their_memory_and_kind(tensors: dict[str, np.ndarray | torch.Tensor]) -> None:
+    arrived = load(body_of(tensors, {"r": 1})[0])
+    assert arrived.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(arrived[name], np.asarray(tensor))
+
+
+def test_linked_files_are_sent_as_files(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text("{}")
+    (tmp_path / "adapter_config.json").symlink_to("blob")
+    with tarfile.open(fileobj=io.BytesIO(archive_of(tmp_path)[0])) as tar:
+        assert [(it.name, it.isfile()) for it in tar] == [("adapter_config.json", True)]
