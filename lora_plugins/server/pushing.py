@@ -87,6 +87,7 @@ class Pushes:
         *,
         expects: str | None = None,
         moves: bool = False,
+        pins: bool = False,
         kept_versions: int = KEPT_VERSIONS,
     ) -> ServedPush:
         """Serve the files that `receive` writes as the next version of `name`.
@@ -96,6 +97,7 @@ class Pushes:
             receive: writes the files.
             expects: the digest that must be served now, or `ANY_VERSION`; checked before and after receiving the bytes.
             moves: running requests go on with the new version, from one step on.
+            pins: the version is pinned, too.
             kept_versions: number of earlier versions that stay in the store for `name@digest` and a rollback.
 
         Raises:
@@ -115,7 +117,7 @@ class Pushes:
                     pushed = await asyncio.to_thread(PushedAdapter.of, name, directory, body_sha256)
                 received = time.perf_counter()
                 change = await self._lifecycle.take(
-                    name, pushed, expects=expects, moves=moves, kept_versions=kept_versions
+                    name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions
                 )
         served = time.perf_counter()
         return ServedPush(change, waited - began, received - waited, served - received)
