@@ -373,8 +373,10 @@ def _read_header(path: Path, size_bytes: int) -> None:
 
 def _take_config(directory: Path) -> None:
     """Write adapter_config.json from the metadata of the weights."""
-    with (directory / WEIGHTS_FILE).open("rb") as file, describing(file=WEIGHTS_FILE):
-        text = read_metadata(file).get(CONFIG_FILE)
+    text = None
+    if (directory / WEIGHTS_FILE).exists():  # shards have no such metadata
+        with (directory / WEIGHTS_FILE).open("rb") as file, describing(file=WEIGHTS_FILE):
+            text = read_metadata(file).get(CONFIG_FILE)
     if text is None:
         raise _broken(
             f"no {CONFIG_FILE}",

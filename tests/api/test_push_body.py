@@ -22,6 +22,7 @@ from tests.make import adapter_files
 
 FILES = adapter_files()
 ONE_FILE = save(load(FILES[WEIGHTS_FILE]), metadata={CONFIG_FILE: FILES[CONFIG_FILE].decode()})
+SHARD = "adapter_model-00001-of-00001.safetensors"
 BOUNDARY = "b0undary"
 
 
@@ -101,6 +102,8 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "half a length": ("", b"\x10\0\0", "3 bytes"),
     "bytes are missing": ("", ONE_FILE[:-1], "bytes in the file"),
     "no configuration": ("", FILES[WEIGHTS_FILE], f"no {CONFIG_FILE}"),
+    "parts without configuration": (FORMS["parts"][0], parts({SHARD: ONE_FILE}), f"no {CONFIG_FILE}"),
+    "an archive without configuration": ("application/x-tar", archive({SHARD: ONE_FILE}), f"no {CONFIG_FILE}"),
     "no weights": (FORMS["parts"][0], parts({CONFIG_FILE: b"{}"}), "no weights"),
     "a file of no adapter": (FORMS["parts"][0], parts({"../evil": b"x", **FILES}), "the file '../evil'"),
     "a file twice": (FORMS["parts"][0], parts(FILES, end="")[: -len(BOUNDARY) - 4] + parts(FILES), "twice"),
