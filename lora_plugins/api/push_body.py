@@ -267,6 +267,10 @@ class _Archive:
         # Of the present file: content bytes left, then zeros up to the next block.
         self._left_bytes = self._padding_bytes = 0
         self._has_end = False
+        # While the present file is a record, a long name or a pax header, of the next file; and what records have said.
+        self._record: bytearray | None = None
+        self._reads_record = _pax_fields
+        self._fields: dict[bytes, bytes] = {}
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         view = memoryview(piece)
@@ -274,7 +278,9 @@ class _Archive:
             if self._left_bytes:
                 part, view = view[: self._left_bytes], view[self._left_bytes :]
                 self._left_bytes -= len(part)
-                if self._name:
+                if self._record is not None:
+                    self._record += part
+                elif self._name:
                     yield self._name, bytes(part)
             elif self._padding_bytes:
                 skipped = min(self._padding_bytes, len(view))
@@ -301,21 +307,60 @@ class _Archive:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
             raise _broken(f"no tar archive ({error})", "an uncompressed tar archive") from None
+        if self._record is not None:
+            self._fields |= self._reads_record(bytes(self._record))
+            self._record = None
+        if header.type in _RECORDS:
+            self._begin_record(header)
+            return
+        fields, self._fields = self._fields, {}
+        path = fields.get(b"path", header.name.encode("utf-8", "surrogateescape")).decode(errors="replace")
         # Only the last part of the name: a path in an archive must never leave the directory.
-        name = header.name.rpartition("/")[2]
+        name = path.rpartition("/")[2]
         is_taken = header.isreg() and _is_of_adapter(name)
-        if not (is_taken or header.isreg() or header.isdir() or header.type in _EXTENDED):
-            raise _broken(f"'{header.name[:80]}', which is no file", "files and folders only")
+        if not (is_taken or header.isreg() or header.isdir() or header.type in _SKIPPED):
+            raise _broken(f"'{path[:80]}', which is no file", "files and folders only")
         self._name = name if is_taken else ""
         # POSIX lets a directory have a size, which is a hint and not followed by content.
-        self._left_bytes = 0 if header.isdir() else header.size
-        self._padding_bytes = -self._left_bytes % _BLOCK_BYTES
+        self._expect(0 if header.isdir() else int(fields.get(b"size", header.size)))
         if is_taken:
             yield name, b""
 
+    def _begin_record(self, header: tarfile.TarInfo) -> None:
+        if header.size > _MAX_RECORD_BYTES:
+            raise _broken(f"a name or a pax header of {header.size} bytes", f"at most {_MAX_RECORD_BYTES} bytes")
+        self._record, self._reads_record = bytearray(), _RECORDS[header.type]
+        self._expect(header.size)
 
-# Pax headers: fractions of seconds, and other fields that no adapter's name needs.
-_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE)
+    def _expect(self, size_bytes: int) -> None:
+        if size_bytes < 0:
+            raise _broken(f"a file of {size_bytes} bytes", "a tar archive")
+        self._left_bytes, self._padding_bytes = size_bytes, -size_bytes % _BLOCK_BYTES
+
+
+def _long_name(record: bytes) -> dict[bytes, bytes]:
+    return {b"path": record.rstrip(b"\0")}
+
+
+def _pax_fields(record: bytes) -> dict[bytes, bytes]:
+    """The fields of a pax header: lines `LENGTH KEY=VALUE`, with the length of the whole line."""
+    fields, at = {}, 0
+    while at < len(record):
+        match = _PAX_FIELD.match(record, at)
+        end = at + int(match[1]) if match else 0
+        if match is None or not match.end() < end <= len(record):
+            raise _broken("a pax header without length, key and value", "a tar archive")
+        fields[match[2]] = record[match.end() : end - 1]
+        at = end
+    if not re.fullmatch(rb"\d{1,18}", fields.get(b"size", b"0")):
+        raise _broken("a pax header whose size is no number", "a tar archive")
+    return fields
+
+
+_PAX_FIELD = re.compile(rb"(\d{1,9}) ([^=]+)=")
+_MAX_RECORD_BYTES = 1 << 16
+_RECORDS = {tarfile.GNUTYPE_LONGNAME: _long_name, tarfile.XHDTYPE: _pax_fields}
+_SKIPPED = (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK)  # fields of all files; the target of a link, which is refused
 _EXPECTED_FILES = f"{CONFIG_FILE} and {WEIGHTS_FILE}, or its shards with {INDEX_FILE}, each once"
 
 

@@ -23,6 +23,7 @@ from tests.make import adapter_files
 FILES = adapter_files()
 ONE_FILE = save(load(FILES[WEIGHTS_FILE]), metadata={CONFIG_FILE: FILES[CONFIG_FILE].decode()})
 SHARD = "adapter_model-00001-of-00001.safetensors"
+LONG = "/".join(["dir" * 20] * 10)  # more than a tar header takes
 BOUNDARY = "b0undary"
 
 
@@ -34,14 +35,28 @@ def parts(files: dict[str, bytes], *, end: str = "--") -> bytes:
     return body + f"--{BOUNDARY}{end}\r\n".encode()
 
 
-def archive(files: dict[str, bytes], *, mtime: float = 0.5, kind: bytes = tarfile.REGTYPE) -> bytes:
+def archive(
+    files: dict[str, bytes],
+    *,
+    mtime: float = 0.5,
+    kind: bytes = tarfile.REGTYPE,
+    folder: str = "adapter",
+    form: int = tarfile.PAX_FORMAT,
+) -> bytes:
     made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
+    with tarfile.open(fileobj=made, mode="w", format=form) as tar:
         for name, data in files.items():
-            info = tarfile.TarInfo(f"adapter/{name}")
+            info = tarfile.TarInfo(f"{folder}/{name}")
             info.size, info.mtime, info.type = len(data) if kind == tarfile.REGTYPE else 0, mtime, kind
             tar.addfile(info, io.BytesIO(data))
     return made.getvalue()
+
+
+def header(content: bytes, kind: bytes = tarfile.REGTYPE, size: int | None = None) -> bytes:
+    """A file of an archive whose header may say another size."""
+    info = tarfile.TarInfo("adapter")
+    info.type, info.size = kind, len(content) if size is None else size
+    return info.tobuf(tarfile.GNU_FORMAT) + content.ljust(-(-len(content) // 512) * 512, b"\0")
 
 
 FORMS: dict[str, tuple[str, bytes]] = {
@@ -49,6 +64,8 @@ FORMS: dict[str, tuple[str, bytes]] = {
     "no type": ("", ONE_FILE),
     "parts": (f"multipart/form-data; boundary={BOUNDARY}", parts(FILES)),
     "archive": ("application/x-tar", archive({"README.md": b"x" * 700, **FILES, "trainer_state.json": b"{}"})),
+    "archive of long names": ("application/x-tar", archive({"README.md": b"", **FILES}, folder=LONG)),
+    "GNU archive of long names": ("application/x-tar", archive(FILES, mtime=1, folder=LONG, form=tarfile.GNU_FORMAT)),
     "archive of whole seconds": ("application/x-tar", archive(FILES, mtime=1)),
 }
 
@@ -111,6 +128,10 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "no parts": (FORMS["parts"][0], ONE_FILE, "no multipart body"),
     "no archive": ("application/x-tar", ONE_FILE, "no tar archive"),
     "half an archive": ("application/x-tar", archive(FILES)[:-9000], "without its end"),
+    "a name too long": ("application/x-tar", archive(FILES, folder="x" * 70_000), "header of 70"),
+    "a negative size": ("application/x-tar", header(b"", size=-600), "a file of -600 bytes"),
+    "a pax header without fields": ("application/x-tar", header(b"no fields", b"x") + archive(FILES), "a pax header"),
+    "a size in words": ("application/x-tar", header(b"12 size=two\n", b"x") + archive(FILES), "a pax header whose"),
     "an archive of links": ("application/x-tar", archive(FILES, kind=tarfile.SYMTYPE), "which is no file"),
     "a pickle": ("application/x-tar", archive({CONFIG_FILE: b"{}", "adapter_model.bin": b"x"}), "no weights"),
 }
