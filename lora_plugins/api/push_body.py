@@ -35,7 +35,9 @@ OCTETS, PARTS, TAR = "application/octet-stream", "multipart/form-data", "applica
 _BLOCK_BYTES = 512  # of a tar archive
 _AT_ONCE_BYTES = 1 << 20  # of the body
 _READ_AT_ONCE_BYTES = 1 << 20  # of a header checked here; a longer header waits for the process that verifies
-_DIGEST = re.compile(r"\s*([a-z0-9-]+)\s*=\s*:([A-Za-z0-9+/]+=*):\s*")
+# A member of a dictionary (RFC 8941), whose texts may have commas, and the value of a digest, perhaps with parameters.
+_MEMBER = re.compile(r"""[ \t]*([a-z*][a-z0-9_.*-]*)((?:[^,"]|"(?:[^"\\]|\\.)*")*)(?:,|$)""")
+_BYTES = re.compile(r"[ \t]*=[ \t]*:([A-Za-z0-9+/]+=*):[ \t]*(?:;.*)?")
 _ALGORITHMS = {"sha-256": "sha256", "sha-512": "sha512"}
 
 
@@ -384,17 +386,21 @@ def _form_of(content_type: str) -> _Form:
 
 
 def _promised(content_digest: str) -> dict[str, bytes]:
-    """The digests of a Content-Digest header with a known algorithm."""
-    found = {}
-    for item in filter(None, content_digest.split(",")):
-        match = _DIGEST.fullmatch(item)
-        if match is None:
+    """The digests of a Content-Digest header with a known algorithm; other members may have any value."""
+    found, at, text = {}, 0, content_digest.strip(" \t,")
+    while at < len(text):
+        member = _MEMBER.match(text, at)
+        if member is None:
             raise _broken(f"Content-Digest: {content_digest[:80]}", "sha-256=:BASE64: (RFC 9530)", "correct the header")
-        if match[1] in _ALGORITHMS:
+        at = member.end()
+        if member[1] in _ALGORITHMS:
+            value = _BYTES.fullmatch(member[2])
             try:
-                found[match[1]] = base64.b64decode(match[2], validate=True)
+                found[member[1]] = base64.b64decode(value[1] if value else "?", validate=True)
             except ValueError:
-                raise _broken(f"Content-Digest: {content_digest[:80]}", "base64", "correct the header") from None
+                raise _broken(
+                    f"Content-Digest: {content_digest[:80]}", f"{member[1]}=:BASE64: (RFC 9530)", "correct the header"
+                ) from None
     return found
 
 

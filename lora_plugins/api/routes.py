@@ -173,7 +173,7 @@ async def push(
             # A chunked body has no length; `receive` counts the bytes in both cases.
             content_bytes=int(length) if length.isdecimal() else None,
             max_bytes=lifecycle.server.resolver.settings.max_adapter_bytes,
-            content_digest=headers.get("content-digest", ""),
+            content_digest=", ".join(headers.getlist("content-digest")),
         )
 
     principal = principal_of_request.get()

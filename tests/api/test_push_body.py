@@ -7,6 +7,7 @@ import base64
 import hashlib
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -82,7 +83,8 @@ def take(tmp_path: Path) -> Callable[..., str]:
             yield b""  # Starlette's end
 
         directory = tmp_path / "arrived"
-        directory.mkdir(exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
         given = {"content_bytes": len(body) if announced else None, "max_bytes": 1 << 20, **more}
         return asyncio.run(receive(pieces(), directory, content_type=content_type, **given))  # type: ignore[arg-type]
 
@@ -171,8 +173,13 @@ def digest_header(body: bytes, *algorithms: str) -> str:
     return ", ".join(f"{name}=:{base64.b64encode(digest).decode()}:" for name, digest in hashes)
 
 
-def test_content_digest_is_compared(take) -> None:
-    take(ONE_FILE, "", content_digest=digest_header(ONE_FILE, "sha-256"))
+@pytest.mark.parametrize(
+    "header", ["{}", "{};a=1", 'a="x, sha-512=:,\\"", {}', "crc32c=5, x.y=:AA==:, flag, {},", "{} ;a;b=(1 2), md5=::"]
+)
+def test_content_digest_is_compared(take, header: str) -> None:
+    take(ONE_FILE, "", content_digest=header.format(digest_header(ONE_FILE, "sha-256")))
+    with pytest.raises(InvalidAdapter, match="another sha-256"):
+        take(ONE_FILE, "", content_digest=header.format(digest_header(b"", "sha-256")))
 
 
 @pytest.mark.parametrize("algorithms", [("sha-256",), ("sha-512",), ("sha-512", "sha-256")])
@@ -181,7 +188,7 @@ def test_another_content_digest_is_refused(take, algorithms: tuple[str, ...]) ->
         take(ONE_FILE, "", content_digest=digest_header(ONE_FILE + b"x", *algorithms))
 
 
-@pytest.mark.parametrize("header", ["sha-256", "sha-256=abc", "sha-256=:a:"])
+@pytest.mark.parametrize("header", ["sha-256", "sha-256=abc", "sha-256=:a:", "sha-256=:AA==:x"])
 def test_a_malformed_content_digest_is_refused(take, header: str) -> None:
     with pytest.raises(InvalidAdapter, match="Content-Digest: sha-256"):
         take(ONE_FILE, "", content_digest=header)

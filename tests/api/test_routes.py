@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ import pytest
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.pushing import Receive, ServedPush
 from lora_plugins.store.blocks import Blocks
-from tests.api.test_push_body import ONE_FILE
+from tests.api.test_push_body import ONE_FILE, digest_header
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 
 OLD, NEW = "aa" * 32, "bb" * 32
@@ -84,7 +85,8 @@ class _Pushes:
         self.lifecycle, self.directory = lifecycle, directory
 
     async def push(self, name: str, receive: Receive, **options: Any) -> ServedPush:
-        await receive(self.directory)
+        with TemporaryDirectory(dir=self.directory) as directory:
+            await receive(Path(directory))
         change = await self.lifecycle.take(name, SimpleNamespace(name=name), **options)  # type: ignore[arg-type]
         return ServedPush(change, 0, 0, 0)
 
@@ -106,6 +108,13 @@ def put(server: AdminServer, name: str, tmp_path: Path) -> Callable[..., tuple[i
 def test_a_push_pins_when_asked(server, put, name, query, pins):
     status, said = put(query)
     assert (status, NEW in said, server.world.lifecycle.registry.require(name).is_pinned) == (200, True, pins)
+
+
+def test_all_lines_of_content_digest_are_compared(put):
+    right, wrong = digest_header(ONE_FILE, "sha-256"), digest_header(b"", "sha-512")
+    assert put("", right, digest_header(ONE_FILE, "sha-512"))[0] == 200
+    status, said = put("", right, wrong)
+    assert (status, "another sha-512" in said) == (400, True)
 
 
 def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, float]:
