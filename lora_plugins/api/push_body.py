@@ -7,9 +7,9 @@ Content-Type selects the form:
 - `multipart/form-data`: a part for each file of a PEFT directory, by file name;
 - `application/x-tar`: a PEFT directory. Files that no adapter has (a README, the trainer's state) are skipped.
 
-A body is refused at the first byte that breaks a rule: the length of a safetensors header, a header for another number
-of bytes than Content-Length, a file too many, a byte over the limit. The processes that verify adapters judge the
-weights later.
+A body is refused at the first byte that breaks a rule: the length of a safetensors header, a broken header, a header
+for another size than Content-Length or the tar archive says, a file too many, a byte over the limit. The processes that
+verify adapters judge the weights later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from lora_plugins.errors import InvalidAdapter, describing
 OCTETS, PARTS, TAR = "application/octet-stream", "multipart/form-data", "application/x-tar"
 _BLOCK_BYTES = 512  # of a tar archive
 _AT_ONCE_BYTES = 1 << 20  # of the body
-_READ_AT_ONCE_BYTES = 1 << 20  # of a header checked here; a longer header waits for the process that verifies
+# Of a header checked here, 100,000 tensors; a longer header waits for the process that verifies.
+_READ_AT_ONCE_BYTES = 1 << 24
 # A member of a dictionary (RFC 8941), whose texts may have commas, and the value of a digest, perhaps with parameters.
 _MEMBER = re.compile(r"""[ \t]*([a-z*][a-z0-9_.*-]*)((?:[^,"]|"(?:[^"\\]|\\.)*")*)(?:,|$)""")
 _BYTES = re.compile(r"[ \t]*=[ \t]*:([A-Za-z0-9+/]+=*):[ \t]*(?:;.*)?")
@@ -43,6 +44,11 @@ _ALGORITHMS = {"sha-256": "sha256", "sha-512": "sha512"}
 
 class _Form(Protocol):
     """One of the three forms: turns pieces of a body into pieces of files."""
+
+    @property
+    def file_bytes(self) -> int | None:
+        """The size of the file whose piece `feed` has yielded; None where the form does not say."""
+        ...
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         """The file names and bytes in the next piece; raises InvalidAdapter where the form is broken."""
@@ -79,16 +85,16 @@ async def receive(
     # Always compute SHA-256: the digest of the body is the version of the push.
     promised = _promised(content_digest)
     hashes = {name: hashlib.new(_ALGORITHMS[name]) for name in ("sha-256", *promised)}
-    form = _form_of(content_type)
+    form = _form_of(content_type, content_bytes)
     # At most `max_bytes` may reach the disk: check the announced size first, then every piece.
     _check_size(content_bytes or 0, max_bytes)
     async with AsyncExitStack() as stack:
-        files = _Files(directory, stack, content_bytes if isinstance(form, _OneFile) else None)
+        files = _Files(directory, stack)
         async for piece in _larger(body, max_bytes):
             for digest in hashes.values():
                 digest.update(piece)
             for name, part in form.feed(piece):
-                await files.write(name, part)
+                await files.write(name, part, form.file_bytes)
         # A body may end cleanly for HTTP and still lack its form's end mark.
         form.end()
         await files.complete()
@@ -124,16 +130,15 @@ async def _larger(body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[b
 class _Files:
     """The files of one directory, each checked while it grows."""
 
-    def __init__(self, directory: Path, stack: AsyncExitStack, weights_bytes: int | None) -> None:
+    def __init__(self, directory: Path, stack: AsyncExitStack) -> None:
         self._directory = directory
         self._stack = stack
-        self._weights_bytes = weights_bytes
         self._open: dict[str, Any] = {}
         self._sizes_bytes: dict[str, int] = {}
         self._headers: dict[str, bytearray] = {}
 
-    async def write(self, name: str, piece: bytes) -> None:
-        """Append to a file; an empty piece begins the file.
+    async def write(self, name: str, piece: bytes, file_bytes: int | None) -> None:
+        """Append to a file of `file_bytes` bytes, if known; an empty piece begins the file.
 
         Raises:
             InvalidAdapter: the file is none of an adapter's, or its beginning is no safetensors header.
@@ -154,7 +159,7 @@ class _Files:
             raise _broken(f"more than {limit_bytes} bytes", "a file of that size at most", file=name)
         await self._open[name].write(piece)
         if name.endswith(".safetensors"):
-            await self._check_header(name, piece)
+            await self._check_header(name, piece, file_bytes)
 
     async def complete(self) -> None:
         """Close all files.
@@ -170,24 +175,27 @@ class _Files:
             if len(seen) < LENGTH_BYTES:
                 raise _broken(f"{len(seen)} bytes", "a safetensors file", file=name)
 
-    async def _check_header(self, name: str, piece: bytes) -> None:
+    async def _check_header(self, name: str, piece: bytes, file_bytes: int | None) -> None:
         """Judge a weights file by its first bytes, and by its header once the header has arrived."""
         seen = self._headers.setdefault(name, bytearray())
         if len(seen) < LENGTH_BYTES:
             seen += piece[: LENGTH_BYTES - len(seen)]
-            if len(seen) == LENGTH_BYTES and not 2 <= _header_bytes(seen) <= MAX_HEADER_BYTES:
+            most_bytes = MAX_HEADER_BYTES if file_bytes is None else min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES)
+            if len(seen) == LENGTH_BYTES and not 2 <= _header_bytes(seen) <= most_bytes:
                 raise _broken(f"a header of {_header_bytes(seen)} bytes", "a safetensors file", file=name)
         # The header's end may lie in any piece: check once, at the piece that brings the last byte of the header.
         end = LENGTH_BYTES + _header_bytes(seen)
         has_all = len(seen) == LENGTH_BYTES and self._sizes_bytes[name] - len(piece) < end <= self._sizes_bytes[name]
-        # Only the one-file form knows the file's whole length, with which the header must agree.
-        if has_all and end <= _READ_AT_ONCE_BYTES and self._weights_bytes is not None:
+        if has_all and end <= _READ_AT_ONCE_BYTES:
             await self._open[name].flush()
-            await asyncio.to_thread(_read_header, self._directory / name, self._weights_bytes)
+            await asyncio.to_thread(_read_header, self._directory / name, file_bytes)
 
 
 class _OneFile:
     """A body that is one safetensors file."""
+
+    def __init__(self, file_bytes: int | None) -> None:
+        self.file_bytes = file_bytes
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         yield WEIGHTS_FILE, piece
@@ -198,6 +206,8 @@ class _OneFile:
 
 class _Parts:
     """The parts of a multipart body, by their file names."""
+
+    file_bytes = None
 
     def __init__(self, boundary: bytes) -> None:
         from python_multipart.multipart import MultipartParser
@@ -265,7 +275,7 @@ class _Archive:
 
     def __init__(self) -> None:
         self._block = bytearray()
-        self._name = ""
+        self._name, self.file_bytes = "", 0
         # Of the present file: content bytes left, then zeros up to the next block.
         self._left_bytes = self._padding_bytes = 0
         self._has_end = False
@@ -337,7 +347,8 @@ class _Archive:
     def _expect(self, size_bytes: int) -> None:
         if size_bytes < 0:
             raise _broken(f"a file of {size_bytes} bytes", "a tar archive")
-        self._left_bytes, self._padding_bytes = size_bytes, -size_bytes % _BLOCK_BYTES
+        self.file_bytes = self._left_bytes = size_bytes
+        self._padding_bytes = -size_bytes % _BLOCK_BYTES
 
 
 def _long_name(record: bytes) -> dict[bytes, bytes]:
@@ -370,12 +381,12 @@ def _is_of_adapter(name: str) -> bool:
     return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE} or is_shard(name)
 
 
-def _form_of(content_type: str) -> _Form:
+def _form_of(content_type: str, content_bytes: int | None) -> _Form:
     from python_multipart.multipart import parse_options_header
 
     kind, options = parse_options_header(content_type or OCTETS)
     if kind == OCTETS.encode():
-        return _OneFile()
+        return _OneFile(content_bytes)
     if kind == PARTS.encode() and options.get(b"boundary"):
         return _Parts(options[b"boundary"])
     if kind == TAR.encode():
@@ -417,7 +428,7 @@ def _header_bytes(seen: bytearray) -> int:
     return int.from_bytes(seen, "little")
 
 
-def _read_header(path: Path, size_bytes: int) -> None:
+def _read_header(path: Path, size_bytes: int | None) -> None:
     with path.open("rb") as file, describing(file=path.name):
         read_header(file, size_bytes)
 
