@@ -477,6 +477,21 @@ async def push(world: World, digest: str, **options: Any) -> VersionChange:
 
 
 @pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("kept_versions", [0, 1, 3])
+@runs
+async def test_a_push_keeps_so_many_earlier_versions(kept_versions: int, moves: bool) -> None:
+    world, digests = World(), [f"{number}" * 64 for number in range(6)]
+    for digest in digests:
+        await push(world, digest, moves=moves, kept_versions=kept_versions)
+    kept = digests[-1 - kept_versions : -1]
+    assert [it.digest for it in world.lifecycle.registry.require("sql").previous] == kept[::-1]
+    assert world.resolver.leased == {*kept, digests[-1]}, "the store may remove older ones"
+    for digest in kept:
+        assert await world.lifecycle.load_version(f"sql@{digest}")
+        assert await world.ask(f"sql@{digest}") == f"/store/{digest}"
+
+
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("before", [None, "aa", "bb"])
 @runs
 async def test_a_push_that_cannot_be_pinned_serves_nothing(before: str | None, moves: bool) -> None:
