@@ -7,6 +7,7 @@ trainer's earlier step is not worth loading.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -73,11 +74,13 @@ class Pushes:
         while times and times[0] <= now - _MINUTE_S:
             times.popleft()
         if len(times) >= per_minute:
-            raise NoFreeSlot(
+            refusal = NoFreeSlot(
                 f"{len(times)} pushes of {label} within a minute",
                 expected=f"{per_minute} at most",
                 remedy="push again later, or have the operator set pushes_per_minute in the policy",
             )
+            refusal.retry_after_s = math.ceil(times[0] + _MINUTE_S - now)
+            raise refusal
         times.append(now)
 
     async def push(
