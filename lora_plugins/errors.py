@@ -36,7 +36,7 @@ class LoRAPluginsError(Exception):
 
     code: ClassVar[str] = "L000"
     http_status: ClassVar[int] = 500
-    retry_after_s: ClassVar[int | None] = None
+    retry_after_s: int | None = None
     is_of_one_request: ClassVar[bool] = False  # another request for the same adapter may be answered otherwise at once
 
     def __init__(

@@ -48,18 +48,20 @@ class TensorInfo:
     file: str = ""
 
 
-def read_header(file: BinaryIO, file_bytes: int) -> tuple[TensorInfo, ...]:
+def read_header(file: BinaryIO, file_bytes: int | None) -> tuple[TensorInfo, ...]:
     """Read the header at the start of `file`, of `file_bytes` bytes; return tensors in the order of their bytes.
+
+    None stands for a size that is not known yet: the last tensor may end anywhere then.
 
     Raises:
         InvalidAdapter: anything that is not exactly a safetensors file of floating-point tensors.
     """
-    if file_bytes < LENGTH_BYTES:
+    if file_bytes is not None and file_bytes < LENGTH_BYTES:
         raise _broken(f"a file of {file_bytes} bytes", "a safetensors file")
     length = file.read(LENGTH_BYTES)
     header_bytes = int.from_bytes(length, "little")
     # Before the read, which allocates as many bytes as it is asked for: the length may be any number of 64 bits.
-    if header_bytes > min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES):
+    if header_bytes > MAX_HEADER_BYTES or (file_bytes is not None and header_bytes > file_bytes - LENGTH_BYTES):
         raise foreign_bytes(length) or _broken(
             f"a header of {header_bytes} bytes in a file of {file_bytes}",
             f"a header that fits in the file and in {MAX_HEADER_BYTES} bytes",
@@ -239,7 +241,7 @@ def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
 
 
-def _check_layout(tensors: list[TensorInfo], start: int, file_bytes: int) -> None:
+def _check_layout(tensors: list[TensorInfo], start: int, file_bytes: int | None) -> None:
     expected = start
     for tensor in paced(tensors):
         # Bytes without an owner, or with two, could hide content from the checks.
@@ -247,7 +249,7 @@ def _check_layout(tensors: list[TensorInfo], start: int, file_bytes: int) -> Non
             raise _broken(f"tensor '{tensor.name}' at byte {tensor.begin}", f"byte {expected}, without hole or overlap")
         expected = tensor.end
     # Trailing bytes belong to no tensor, and safetensors refuses such a file too.
-    if expected != file_bytes:
+    if file_bytes not in (None, expected):
         raise _broken(f"{file_bytes} bytes in the file", f"{expected}, where the last tensor ends")
 
 

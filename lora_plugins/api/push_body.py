@@ -7,9 +7,9 @@ Content-Type selects the form:
 - `multipart/form-data`: a part for each file of a PEFT directory, by file name;
 - `application/x-tar`: a PEFT directory. Files that no adapter has (a README, the trainer's state) are skipped.
 
-A body is refused at the first byte that breaks a rule: the length of a safetensors header, a header for another number
-of bytes than Content-Length, a file too many, a byte over the limit. The processes that verify adapters judge the
-weights later.
+A body is refused at the first byte that breaks a rule: the length of a safetensors header, a broken header, a header
+for another size than Content-Length or the tar archive says, a file too many, a byte over the limit. The processes that
+verify adapters judge the weights later.
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ from lora_plugins.errors import InvalidAdapter, describing
 OCTETS, PARTS, TAR = "application/octet-stream", "multipart/form-data", "application/x-tar"
 _BLOCK_BYTES = 512  # of a tar archive
 _AT_ONCE_BYTES = 1 << 20  # of the body
-_READ_AT_ONCE_BYTES = 1 << 20  # of a header checked here; a longer header waits for the process that verifies
-_DIGEST = re.compile(r"\s*([a-z0-9-]+)\s*=\s*:([A-Za-z0-9+/]+=*):\s*")
+# Of a header checked here, 100,000 tensors; a longer header waits for the process that verifies.
+_READ_AT_ONCE_BYTES = 1 << 24
+# A member of a dictionary (RFC 8941), whose texts may have commas, and the value of a digest, perhaps with parameters.
+_MEMBER = re.compile(r"""[ \t]*([a-z*][a-z0-9_.*-]*)((?:[^,"]|"(?:[^"\\]|\\.)*")*)(?:,|$)""")
+_BYTES = re.compile(r"[ \t]*=[ \t]*:([A-Za-z0-9+/]+=*):[ \t]*(?:;.*)?")
 _ALGORITHMS = {"sha-256": "sha256", "sha-512": "sha512"}
 
 
 class _Form(Protocol):
     """One of the three forms: turns pieces of a body into pieces of files."""
+
+    @property
+    def file_bytes(self) -> int | None:
+        """The size of the file whose piece `feed` has yielded; None where the form does not say."""
+        ...
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         """The file names and bytes in the next piece; raises InvalidAdapter where the form is broken."""
@@ -77,16 +85,16 @@ async def receive(
     # Always compute SHA-256: the digest of the body is the version of the push.
     promised = _promised(content_digest)
     hashes = {name: hashlib.new(_ALGORITHMS[name]) for name in ("sha-256", *promised)}
-    form = _form_of(content_type)
+    form = _form_of(content_type, content_bytes)
     # At most `max_bytes` may reach the disk: check the announced size first, then every piece.
     _check_size(content_bytes or 0, max_bytes)
     async with AsyncExitStack() as stack:
-        files = _Files(directory, stack, content_bytes if isinstance(form, _OneFile) else None)
+        files = _Files(directory, stack)
         async for piece in _larger(body, max_bytes):
             for digest in hashes.values():
                 digest.update(piece)
             for name, part in form.feed(piece):
-                await files.write(name, part)
+                await files.write(name, part, form.file_bytes)
         # A body may end cleanly for HTTP and still lack its form's end mark.
         form.end()
         await files.complete()
@@ -122,16 +130,15 @@ async def _larger(body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[b
 class _Files:
     """The files of one directory, each checked while it grows."""
 
-    def __init__(self, directory: Path, stack: AsyncExitStack, weights_bytes: int | None) -> None:
+    def __init__(self, directory: Path, stack: AsyncExitStack) -> None:
         self._directory = directory
         self._stack = stack
-        self._weights_bytes = weights_bytes
         self._open: dict[str, Any] = {}
         self._sizes_bytes: dict[str, int] = {}
         self._headers: dict[str, bytearray] = {}
 
-    async def write(self, name: str, piece: bytes) -> None:
-        """Append to a file; an empty piece begins the file.
+    async def write(self, name: str, piece: bytes, file_bytes: int | None) -> None:
+        """Append to a file of `file_bytes` bytes, if known; an empty piece begins the file.
 
         Raises:
             InvalidAdapter: the file is none of an adapter's, or its beginning is no safetensors header.
@@ -152,7 +159,7 @@ class _Files:
             raise _broken(f"more than {limit_bytes} bytes", "a file of that size at most", file=name)
         await self._open[name].write(piece)
         if name.endswith(".safetensors"):
-            await self._check_header(name, piece)
+            await self._check_header(name, piece, file_bytes)
 
     async def complete(self) -> None:
         """Close all files.
@@ -168,24 +175,27 @@ class _Files:
             if len(seen) < LENGTH_BYTES:
                 raise _broken(f"{len(seen)} bytes", "a safetensors file", file=name)
 
-    async def _check_header(self, name: str, piece: bytes) -> None:
+    async def _check_header(self, name: str, piece: bytes, file_bytes: int | None) -> None:
         """Judge a weights file by its first bytes, and by its header once the header has arrived."""
         seen = self._headers.setdefault(name, bytearray())
         if len(seen) < LENGTH_BYTES:
             seen += piece[: LENGTH_BYTES - len(seen)]
-            if len(seen) == LENGTH_BYTES and not 2 <= _header_bytes(seen) <= MAX_HEADER_BYTES:
+            most_bytes = MAX_HEADER_BYTES if file_bytes is None else min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES)
+            if len(seen) == LENGTH_BYTES and not 2 <= _header_bytes(seen) <= most_bytes:
                 raise _broken(f"a header of {_header_bytes(seen)} bytes", "a safetensors file", file=name)
         # The header's end may lie in any piece: check once, at the piece that brings the last byte of the header.
         end = LENGTH_BYTES + _header_bytes(seen)
         has_all = len(seen) == LENGTH_BYTES and self._sizes_bytes[name] - len(piece) < end <= self._sizes_bytes[name]
-        # Only the one-file form knows the file's whole length, with which the header must agree.
-        if has_all and end <= _READ_AT_ONCE_BYTES and self._weights_bytes is not None:
+        if has_all and end <= _READ_AT_ONCE_BYTES:
             await self._open[name].flush()
-            await asyncio.to_thread(_read_header, self._directory / name, self._weights_bytes)
+            await asyncio.to_thread(_read_header, self._directory / name, file_bytes)
 
 
 class _OneFile:
     """A body that is one safetensors file."""
+
+    def __init__(self, file_bytes: int | None) -> None:
+        self.file_bytes = file_bytes
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         yield WEIGHTS_FILE, piece
@@ -196,6 +206,8 @@ class _OneFile:
 
 class _Parts:
     """The parts of a multipart body, by their file names."""
+
+    file_bytes = None
 
     def __init__(self, boundary: bytes) -> None:
         from python_multipart.multipart import MultipartParser
@@ -263,10 +275,14 @@ class _Archive:
 
     def __init__(self) -> None:
         self._block = bytearray()
-        self._name = ""
+        self._name, self.file_bytes = "", 0
         # Of the present file: content bytes left, then zeros up to the next block.
         self._left_bytes = self._padding_bytes = 0
         self._has_end = False
+        # While the present file is a record, a long name or a pax header, of the next file; and what records have said.
+        self._record: bytearray | None = None
+        self._reads_record = _pax_fields
+        self._fields: dict[bytes, bytes] = {}
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         view = memoryview(piece)
@@ -274,7 +290,9 @@ class _Archive:
             if self._left_bytes:
                 part, view = view[: self._left_bytes], view[self._left_bytes :]
                 self._left_bytes -= len(part)
-                if self._name:
+                if self._record is not None:
+                    self._record += part
+                elif self._name:
                     yield self._name, bytes(part)
             elif self._padding_bytes:
                 skipped = min(self._padding_bytes, len(view))
@@ -301,21 +319,61 @@ class _Archive:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
             raise _broken(f"no tar archive ({error})", "an uncompressed tar archive") from None
+        if self._record is not None:
+            self._fields |= self._reads_record(bytes(self._record))
+            self._record = None
+        if header.type in _RECORDS:
+            self._begin_record(header)
+            return
+        fields, self._fields = self._fields, {}
+        path = fields.get(b"path", header.name.encode("utf-8", "surrogateescape")).decode(errors="replace")
         # Only the last part of the name: a path in an archive must never leave the directory.
-        name = header.name.rpartition("/")[2]
+        name = path.rpartition("/")[2]
         is_taken = header.isreg() and _is_of_adapter(name)
-        if not (is_taken or header.isreg() or header.isdir() or header.type in _EXTENDED):
-            raise _broken(f"'{header.name[:80]}', which is no file", "files and folders only")
+        if not (is_taken or header.isreg() or header.isdir() or header.type in _SKIPPED):
+            raise _broken(f"'{path[:80]}', which is no file", "files and folders only")
         self._name = name if is_taken else ""
         # POSIX lets a directory have a size, which is a hint and not followed by content.
-        self._left_bytes = 0 if header.isdir() else header.size
-        self._padding_bytes = -self._left_bytes % _BLOCK_BYTES
+        self._expect(0 if header.isdir() else int(fields.get(b"size", header.size)))
         if is_taken:
             yield name, b""
 
+    def _begin_record(self, header: tarfile.TarInfo) -> None:
+        if header.size > _MAX_RECORD_BYTES:
+            raise _broken(f"a name or a pax header of {header.size} bytes", f"at most {_MAX_RECORD_BYTES} bytes")
+        self._record, self._reads_record = bytearray(), _RECORDS[header.type]
+        self._expect(header.size)
 
-# Pax headers: fractions of seconds, and other fields that no adapter's name needs.
-_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE)
+    def _expect(self, size_bytes: int) -> None:
+        if size_bytes < 0:
+            raise _broken(f"a file of {size_bytes} bytes", "a tar archive")
+        self.file_bytes = self._left_bytes = size_bytes
+        self._padding_bytes = -size_bytes % _BLOCK_BYTES
+
+
+def _long_name(record: bytes) -> dict[bytes, bytes]:
+    return {b"path": record.rstrip(b"\0")}
+
+
+def _pax_fields(record: bytes) -> dict[bytes, bytes]:
+    """The fields of a pax header: lines `LENGTH KEY=VALUE`, with the length of the whole line."""
+    fields, at = {}, 0
+    while at < len(record):
+        match = _PAX_FIELD.match(record, at)
+        end = at + int(match[1]) if match else 0
+        if match is None or not match.end() < end <= len(record):
+            raise _broken("a pax header without length, key and value", "a tar archive")
+        fields[match[2]] = record[match.end() : end - 1]
+        at = end
+    if not re.fullmatch(rb"\d{1,18}", fields.get(b"size", b"0")):
+        raise _broken("a pax header whose size is no number", "a tar archive")
+    return fields
+
+
+_PAX_FIELD = re.compile(rb"(\d{1,9}) ([^=]+)=")
+_MAX_RECORD_BYTES = 1 << 16
+_RECORDS = {tarfile.GNUTYPE_LONGNAME: _long_name, tarfile.XHDTYPE: _pax_fields}
+_SKIPPED = (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK)  # fields of all files; the target of a link, which is refused
 _EXPECTED_FILES = f"{CONFIG_FILE} and {WEIGHTS_FILE}, or its shards with {INDEX_FILE}, each once"
 
 
@@ -323,12 +381,12 @@ def _is_of_adapter(name: str) -> bool:
     return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE} or is_shard(name)
 
 
-def _form_of(content_type: str) -> _Form:
+def _form_of(content_type: str, content_bytes: int | None) -> _Form:
     from python_multipart.multipart import parse_options_header
 
     kind, options = parse_options_header(content_type or OCTETS)
     if kind == OCTETS.encode():
-        return _OneFile()
+        return _OneFile(content_bytes)
     if kind == PARTS.encode() and options.get(b"boundary"):
         return _Parts(options[b"boundary"])
     if kind == TAR.encode():
@@ -339,17 +397,21 @@ def _form_of(content_type: str) -> _Form:
 
 
 def _promised(content_digest: str) -> dict[str, bytes]:
-    """The digests of a Content-Digest header with a known algorithm."""
-    found = {}
-    for item in filter(None, content_digest.split(",")):
-        match = _DIGEST.fullmatch(item)
-        if match is None:
+    """The digests of a Content-Digest header with a known algorithm; other members may have any value."""
+    found, at, text = {}, 0, content_digest.strip(" \t,")
+    while at < len(text):
+        member = _MEMBER.match(text, at)
+        if member is None:
             raise _broken(f"Content-Digest: {content_digest[:80]}", "sha-256=:BASE64: (RFC 9530)", "correct the header")
-        if match[1] in _ALGORITHMS:
+        at = member.end()
+        if member[1] in _ALGORITHMS:
+            value = _BYTES.fullmatch(member[2])
             try:
-                found[match[1]] = base64.b64decode(match[2], validate=True)
+                found[member[1]] = base64.b64decode(value[1] if value else "?", validate=True)
             except ValueError:
-                raise _broken(f"Content-Digest: {content_digest[:80]}", "base64", "correct the header") from None
+                raise _broken(
+                    f"Content-Digest: {content_digest[:80]}", f"{member[1]}=:BASE64: (RFC 9530)", "correct the header"
+                ) from None
     return found
 
 
@@ -366,15 +428,17 @@ def _header_bytes(seen: bytearray) -> int:
     return int.from_bytes(seen, "little")
 
 
-def _read_header(path: Path, size_bytes: int) -> None:
+def _read_header(path: Path, size_bytes: int | None) -> None:
     with path.open("rb") as file, describing(file=path.name):
         read_header(file, size_bytes)
 
 
 def _take_config(directory: Path) -> None:
     """Write adapter_config.json from the metadata of the weights."""
-    with (directory / WEIGHTS_FILE).open("rb") as file, describing(file=WEIGHTS_FILE):
-        text = read_metadata(file).get(CONFIG_FILE)
+    text = None
+    if (directory / WEIGHTS_FILE).exists():  # shards have no such metadata
+        with (directory / WEIGHTS_FILE).open("rb") as file, describing(file=WEIGHTS_FILE):
+            text = read_metadata(file).get(CONFIG_FILE)
     if text is None:
         raise _broken(
             f"no {CONFIG_FILE}",

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from fastapi.responses import StreamingResponse
+from pydantic import BeforeValidator
 
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import http_error
@@ -154,7 +155,11 @@ async def push(
         Literal["finish", "inflight"],
         Query(description="whether running requests finish on the weights that they began with, or go on with the new"),
     ] = "finish",
-    pin: Annotated[bool, Query(description="keep the adapter in host memory and in a slot")] = False,
+    pin: Annotated[
+        bool,
+        BeforeValidator(lambda text: text == "" or text),
+        Query(description="keep the adapter in host memory and in a slot; where that cannot be, nothing is served"),
+    ] = False,
     keep: Annotated[
         int, Query(ge=0, le=100, description="how many earlier versions stay in the store, as NAME@DIGEST")
     ] = KEPT_VERSIONS,
@@ -176,7 +181,7 @@ async def push(
             # A chunked body has no length; `receive` counts the bytes in both cases.
             content_bytes=int(length) if length.isdecimal() else None,
             max_bytes=lifecycle.server.resolver.settings.max_adapter_bytes,
-            content_digest=headers.get("content-digest", ""),
+            content_digest=", ".join(headers.getlist("content-digest")),
         )
 
     principal = principal_of_request.get()
@@ -184,10 +189,13 @@ async def push(
         if principal is not None and principal.pushes_per_minute is not None:
             pushes.count(principal.label, principal.pushes_per_minute)
         pushed = await pushes.push(
-            lora_name, receive_body, expects=_expected(if_match), moves=mode == "inflight", kept_versions=keep
+            lora_name,
+            receive_body,
+            expects=_expected(if_match),
+            moves=mode == "inflight",
+            pins=pin,
+            kept_versions=keep,
         )
-        if pin:
-            await lifecycle.pin(lora_name)
     timings = PushTimings(
         waited_ms=_ms(pushed.waited_s), received_ms=_ms(pushed.received_s), served_ms=_ms(pushed.served_s)
     )

@@ -134,7 +134,7 @@ async def push_async(
     addresses = _addresses(servers)
     async with _client(addresses, key, timeout_s) as client:
         attempts = {it: Attempt(client, _url(it, name), query) for it in addresses}
-        looks_first = pin or len(attempts) > 1
+        looks_first = len(attempts) > 1
         try:
             await asyncio.gather(*(it.send(body, headers, looks_first=looks_first) for it in attempts.values()))
         except asyncio.CancelledError as cancelled:

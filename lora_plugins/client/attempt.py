@@ -34,24 +34,20 @@ class Attempt:
         self._url = url
         self._query = query
         self._before: set[str | None] | None = None
-        self._is_lost = False  # the server may take the push yet
-        self._is_open = False  # the server may have taken the push
+        self._is_lost = False  # the server may have taken the push, or take the push yet
 
     async def send(self, body: bytes, headers: Mapping[str, str], *, looks_first: bool) -> None:
         """Push; with `looks_first`, ask before which version is served, so that a lost answer can be settled."""
         try:
             if looks_first:
                 self._before = served_digests(await self._client.get(self._url))
-            self._is_lost = self._is_open = True
+            self._is_lost = True
             heard: Heard = await self._client.put(self._url, content=body, headers=headers, params=self._query)
         except Exception as error:  # noqa: BLE001 - every server must be heard before a rollback
             heard = error
         self.answers = answers_of(heard)
         is_refused = isinstance(heard, _UNSENT) or all(it.is_refusal for it in self.answers)
-        self._is_open = self._is_open and self.error is not None
-        self._is_lost = self._is_open and not is_refused
-        # A server pins after the push: its refusal to pin leaves the pushed version.
-        self._is_open = self._is_lost or (self._is_open and "pin" in self._query)
+        self._is_lost = self._is_lost and self.error is not None and not is_refused
 
     @property
     def error(self) -> str | None:
@@ -91,7 +87,7 @@ class Attempt:
 
     async def _found(self, pushed: Collection[str]) -> dict[str, set[str | None]] | None:
         """Return the same where no answer came, from what is served now; None if that does not settle the question."""
-        if not self._is_open:
+        if not self._is_lost:
             return {}
         if self._before is None:
             return None
@@ -99,9 +95,7 @@ class Attempt:
         if now is None:
             return None
         new = {it for it in now - self._before if it is not None and (not pushed or it in pushed)}
-        if self._is_lost and not new:
-            return None
-        return dict.fromkeys(new, self._before)
+        return dict.fromkeys(new, self._before) or None
 
     async def _go_back(self, digest: str, before: set[str | None]) -> bool:
         named = [it for it in before if it is not None]

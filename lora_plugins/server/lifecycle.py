@@ -170,13 +170,17 @@ class Lifecycle:
         *,
         expects: str | None = None,
         moves: bool = False,
+        pins: bool = False,
         kept_versions: int = KEPT_VERSIONS,
     ) -> VersionChange:
         """Serve a pushed adapter as the next version of a name, until a refresh, a rollback or the next push.
 
+        `pins`: the version is also pinned, before any request gets it.
+
         Raises:
             VersionMismatch: another version is served than expected.
-            LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
+            LoRAPluginsError: the adapter cannot be served, or not be pinned; the name goes on serving the present
+                version.
         """
         seen = self.block_to_end(name)
         async with self.server.vllm.lock(name), self.ending_block(name, seen):
@@ -184,14 +188,24 @@ class Lifecycle:
             _require_version(name, adapter, expects)
             if adapter is None:
                 version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                adapter = await self._load(name, None, version)
+                adapter = await self._load(name, None, version, pins=pins)
                 change = VersionChange(None, version.digest, ChangeReason.LOADED)
             else:
                 with updating(self.server, adapter):
-                    version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                    change = await swap(
-                        self.server, adapter, version, moves=moves, kept_versions=kept_versions, is_noted=True
-                    )
+                    # Requests that move do not go back, so the pin of their engine id comes first.
+                    async with self._pinning(adapter, pins=pins and moves):
+                        version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
+                        change = await swap(
+                            self.server,
+                            adapter,
+                            version,
+                            moves=moves,
+                            pins=pins,
+                            kept_versions=kept_versions,
+                            is_noted=True,
+                        )
+                    if pins:  # the same bytes were served before, perhaps without a pin
+                        await self._pin(adapter)
             adapter.uri, adapter.held_digest = None, version.digest
         self.on_change()
         await self.written()  # no source has the version, and a trainer may not push it again
@@ -426,10 +440,7 @@ class Lifecycle:
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             _require_version(name, adapter, expects)
-            if not adapter.is_pinned:
-                async with self.copies.keeping(adapter) as request:
-                    await self.planner.pin(request, uri=adapter.uri)
-                adapter.is_pinned = True
+            await self._pin(adapter)
         self.on_change()
         return adapter
 
@@ -446,17 +457,39 @@ class Lifecycle:
         self.on_change()
         return adapter
 
+    async def _pin(self, adapter: ServedAdapter) -> None:
+        if not adapter.is_pinned:
+            async with self.copies.keeping(adapter) as request:
+                await self.planner.pin(request, uri=adapter.uri)
+            adapter.is_pinned = True
+
+    @asynccontextmanager
+    async def _pinning(self, adapter: ServedAdapter, *, pins: bool) -> AsyncIterator[None]:
+        """Inside, the adapter is pinned; a failure inside undoes the pin. Without `pins`, nothing happens."""
+        if not pins or adapter.is_pinned:
+            yield
+            return
+        await self._pin(adapter)
+        try:
+            yield
+        except BaseException:
+            adapter.is_pinned = False
+            await self.planner.unpin(adapter.engine_id)
+            raise
+
     async def _load(
-        self, name: str, uri: str | None, version: ResolvedAdapter, *, is_noted: bool = False
+        self, name: str, uri: str | None, version: ResolvedAdapter, *, pins: bool = False, is_noted: bool = False
     ) -> ServedAdapter:
         request = self.server.vllm.new_request(name, str(version.path), is_3d=version.is_3d)
         try:
             await self.planner.load(request, uri=uri, is_noted=is_noted)
+            if pins:
+                await self.planner.pin(request, uri=uri)
         except BaseException:
             self.server.retire(request.lora_int_id)  # no later request will have this id
             self.server.release(name, version)
             raise
-        adapter = ServedAdapter(name, request, version, uri)
+        adapter = ServedAdapter(name, request, version, uri, is_pinned=pins)
         self.registry.put(adapter)
         return adapter
 

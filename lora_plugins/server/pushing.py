@@ -7,6 +7,7 @@ trainer's earlier step is not worth loading.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -73,11 +74,13 @@ class Pushes:
         while times and times[0] <= now - _MINUTE_S:
             times.popleft()
         if len(times) >= per_minute:
-            raise NoFreeSlot(
+            refusal = NoFreeSlot(
                 f"{len(times)} pushes of {label} within a minute",
                 expected=f"{per_minute} at most",
                 remedy="push again later, or have the operator set pushes_per_minute in the policy",
             )
+            refusal.retry_after_s = math.ceil(times[0] + _MINUTE_S - now)
+            raise refusal
         times.append(now)
 
     async def push(
@@ -87,6 +90,7 @@ class Pushes:
         *,
         expects: str | None = None,
         moves: bool = False,
+        pins: bool = False,
         kept_versions: int = KEPT_VERSIONS,
     ) -> ServedPush:
         """Serve the files that `receive` writes as the next version of `name`.
@@ -96,6 +100,7 @@ class Pushes:
             receive: writes the files.
             expects: the digest that must be served now, or `ANY_VERSION`; checked before and after receiving the bytes.
             moves: running requests go on with the new version, from one step on.
+            pins: the version is pinned, too.
             kept_versions: number of earlier versions that stay in the store for `name@digest` and a rollback.
 
         Raises:
@@ -115,7 +120,7 @@ class Pushes:
                     pushed = await asyncio.to_thread(PushedAdapter.of, name, directory, body_sha256)
                 received = time.perf_counter()
                 change = await self._lifecycle.take(
-                    name, pushed, expects=expects, moves=moves, kept_versions=kept_versions
+                    name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions
                 )
         served = time.perf_counter()
         return ServedPush(change, waited - began, received - waited, served - received)

@@ -62,6 +62,7 @@ async def swap(
     given: Any = None,
     *,
     moves: bool = False,
+    pins: bool = False,
     again: bool = False,
     kept_versions: int = KEPT_VERSIONS,
     is_noted: bool = False,
@@ -69,9 +70,9 @@ async def swap(
     """Have new requests for a name enter the engine with `version`, leased for the name; with the name's lock.
 
     Without a version, with the files that workers find at the path of `given`, one of vLLM's requests. With `moves`,
-    running requests go on with the new version too, from one step on. The version served already is loaded only with
-    `again`, after damage to its copy. `kept_versions` of the earlier versions stay. `is_noted`: as in
-    `PlannerClient.load`.
+    running requests go on with the new version too, from one step on. `pins`: another version than the served one is
+    pinned. The version served already is loaded only with `again`, after damage to its copy. `kept_versions` of the
+    earlier versions stay. `is_noted`: as in `PlannerClient.load`.
 
     Raises:
         LoRAPluginsError: the version cannot be loaded; the old version goes on, and the lease has ended.
@@ -97,7 +98,8 @@ async def swap(
     else:
         request = server.vllm.new_request(adapter.name, path, is_3d=is_3d)
     try:
-        await _load_beside(server, adapter, request, uri or adapter.uri, is_noted=is_noted)
+        pins = pins or adapter.is_pinned
+        await _load_beside(server, adapter, request, uri or adapter.uri, pins=pins, is_noted=is_noted)
     except BaseException:
         server.release(adapter.name, *leased)
         raise
@@ -106,6 +108,7 @@ async def swap(
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.version, adapter.last_error = request, version, None
     adapter.previous, adapter.is_only_copy, adapter.is_damaged = previous[:kept_versions], False, False
+    adapter.is_pinned = pins
     # No await between here and the assignments above: no request sees half a swap.
     server.registry.put(adapter)
     # The new version inherits the time of use: a swap must not make an unused adapter look recently used, or unused.
@@ -131,13 +134,16 @@ def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
 
 
 async def _load_beside(
-    server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None, *, is_noted: bool
+    server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None, *, pins: bool, is_noted: bool
 ) -> None:
-    """Load the successor of `adapter`, pinned if `adapter` is; a failure leaves nothing in the workers."""
+    """Load the successor of `adapter`; a failure leaves nothing in the workers.
+
+    With `moves`, the planner pins the successor if `adapter` is pinned.
+    """
     moves = request.lora_int_id == adapter.engine_id  # after a failure the planner goes on with the old weights
     try:
         await server.planner.load(request, uri=uri, wants_slot=False, moves=moves, is_noted=is_noted)
-        if adapter.is_pinned and not moves:
+        if pins and not moves:
             await server.planner.pin(request, uri=uri)
     except BaseException:
         if not moves:

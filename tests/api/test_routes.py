@@ -6,12 +6,20 @@ import asyncio
 import http.client
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
+from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.pushing import Receive, ServedPush
 from lora_plugins.store.blocks import Blocks
+from tests.api.test_push_body import ONE_FILE, digest_header
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 
 OLD, NEW = "aa" * 32, "bb" * 32
@@ -68,6 +76,45 @@ def test_what_is_no_digest_is_refused(server, name, texts, change):
     status, said = post(server, path, *texts, body=body)
     assert (status, "found If-Match:" in said) == (400, True)
     assert post(server, f"/{name}/refresh", OLD)[0] == 200, "nothing has changed"
+
+
+class _Pushes:
+    """Receives a body as `Pushes` does, with a directory outside the store."""
+
+    def __init__(self, lifecycle: Lifecycle, directory: Path) -> None:
+        self.lifecycle, self.directory = lifecycle, directory
+
+    async def push(self, name: str, receive: Receive, **options: Any) -> ServedPush:
+        with TemporaryDirectory(dir=self.directory) as directory:
+            await receive(Path(directory))
+        change = await self.lifecycle.take(name, SimpleNamespace(name=name), **options)  # type: ignore[arg-type]
+        return ServedPush(change, 0, 0, 0)
+
+
+@pytest.fixture
+def put(server: AdminServer, name: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Push an adapter as NEW."""
+    server.app.state.lora_plugins_pushes = _Pushes(server.world.lifecycle, tmp_path)
+
+    def put(query: str = "", *content_digests: str) -> tuple[int, str]:
+        headers = [("Authorization", f"Bearer {KEY}"), *(("Content-Digest", text) for text in content_digests)]
+        answer = httpx.put(f"{server.url}/v1/loras/{name}{query}", headers=headers, content=ONE_FILE)
+        return answer.status_code, answer.text
+
+    return put
+
+
+@pytest.mark.parametrize(("query", "pins"), [("", False), ("?pin=false", False), ("?pin=true", True), ("?pin", True)])
+def test_a_push_pins_when_asked(server, put, name, query, pins):
+    status, said = put(query)
+    assert (status, NEW in said, server.world.lifecycle.registry.require(name).is_pinned) == (200, True, pins)
+
+
+def test_all_lines_of_content_digest_are_compared(put):
+    right, wrong = digest_header(ONE_FILE, "sha-256"), digest_header(b"", "sha-512")
+    assert put("", right, digest_header(ONE_FILE, "sha-512"))[0] == 200
+    status, said = put("", right, wrong)
+    assert (status, "another sha-512" in said) == (400, True)
 
 
 def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, float]:

@@ -55,8 +55,6 @@ class Server:
             raise httpx.ReadTimeout("")
         if self.fault == "html":
             return httpx.Response(200, text="<html>")
-        if self.fault == "pin":
-            return httpx.Response(503, text="[L001] no slot for a pin")
         body = {"digest": self.served, "previous_digest": before, "swapped": before != self.served, "timings": {}}
         return httpx.Response(200, json=body | ({"swapped": False} if before is None and self.fault != "hub" else {}))
 
@@ -99,16 +97,14 @@ def pushed(servers: Any, **options: Any) -> Any:
         ([Server("lost")], [NEW], ("http://s0",)),
         ([Server("hub", HUB), Server("refused")], [NEW, OLD], ("http://s0",)),
         ([Server(), Server("other")], [OLD, OLD], ()),
-        ([Server(), Server("pin")], [OLD, OLD], ()),
         ([[Server(), Server("refused")]], [OLD, OLD], ()),
         ([[Server(), Server()], Server("refused")], [OLD, OLD, OLD], ()),
     ],
-    ids=["new name", "stuck", "lost", "late", "html", "alone", "hub", "digests", "pin", "replica", "replicas"],
+    ids=["new name", "stuck", "lost", "late", "html", "alone", "hub", "digests", "replica", "replicas"],
 )
 def test_a_failed_push_is_undone_or_named(use: Use, servers: list[Any], serve: list[Any], left: tuple[str]) -> None:
-    names_pin = any(isinstance(it, Server) and it.fault == "pin" for it in servers)
     with pytest.raises(PushFailed) as failed:
-        pushed(use(*servers), mode="inflight", pin=names_pin)
+        pushed(use(*servers), mode="inflight")
     each = [it for one in servers for it in (one if isinstance(one, list) else [one])]
     assert [it.served for it in each] == serve
     assert failed.value.not_rolled_back == left

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -467,6 +469,58 @@ async def test_pins_leave_one_slot_for_all_others() -> None:
     for change in (world.lifecycle.pin, world.lifecycle.unpin):
         with pytest.raises(AdapterNotFound):
             await change("nobody")
+
+
+async def push(world: World, digest: str, **options: Any) -> VersionChange:
+    world.resolver.has["sql"] = Version(digest)
+    return await world.lifecycle.take("sql", SimpleNamespace(name="sql"), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("kept_versions", [0, 1, 3])
+@runs
+async def test_a_push_keeps_so_many_earlier_versions(kept_versions: int, moves: bool) -> None:
+    world, digests = World(), [f"{number}" * 64 for number in range(6)]
+    for digest in digests:
+        await push(world, digest, moves=moves, kept_versions=kept_versions)
+    kept = digests[-1 - kept_versions : -1]
+    assert [it.digest for it in world.lifecycle.registry.require("sql").previous] == kept[::-1]
+    assert world.resolver.leased == {*kept, digests[-1]}, "the store may remove older ones"
+    for digest in kept:
+        assert await world.lifecycle.load_version(f"sql@{digest}")
+        assert await world.ask(f"sql@{digest}") == f"/store/{digest}"
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("before", [None, "aa", "bb"])
+@runs
+async def test_a_push_that_cannot_be_pinned_serves_nothing(before: str | None, moves: bool) -> None:
+    world = World(slots=2)
+    world.resolver.has["chat"] = Version("cc")
+    await world.load("chat")
+    await world.lifecycle.pin("chat")
+    if before is not None:
+        await push(world, before)
+    with pytest.raises(NoFreeSlot, match="2 slots, of which 1 are pinned"):
+        await push(world, "bb", moves=moves, pins=True)
+    await world.settled()
+    served = world.lifecycle.registry.get("sql")
+    assert (served and (served.digest, served.is_pinned)) == (before and (before, False))
+    assert world.in_workers == world.resolver.leased == {"cc", before} - {None}
+    await world.lifecycle.unpin("chat")
+    await push(world, "bb", moves=moves, pins=True)
+    served = world.lifecycle.registry.require("sql")
+    assert (served.digest, served.is_pinned, world.engine.pinned) == ("bb", True, {served.engine_id})
+
+
+@runs
+async def test_a_move_that_fails_leaves_no_pin() -> None:
+    world = World()
+    await push(world, "aa")
+    world.resolver.has["sql"] = world.worker.broken = IncompatibleAdapter("shape")
+    with pytest.raises(IncompatibleAdapter):
+        await world.lifecycle.take("sql", SimpleNamespace(name="sql"), moves=True, pins=True)  # type: ignore[arg-type]
+    assert (world.lifecycle.registry.require("sql").is_pinned, world.engine.pinned) == (False, set())
 
 
 @runs

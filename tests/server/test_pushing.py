@@ -159,8 +159,9 @@ def test_a_principal_pushes_so_often_within_a_minute(names: Names, monkeypatch: 
     pushes.count("a", 2)
     now[0] += 30
     pushes.count("a", 2)
-    with pytest.raises(NoFreeSlot, match="2 pushes of a within a minute"):
+    with pytest.raises(NoFreeSlot, match="2 pushes of a within a minute") as refused:
         pushes.count("a", 2)
+    assert refused.value.retry_after_s == 30
     pushes.count("b", 2)
     now[0] += 30
     pushes.count("a", 2)

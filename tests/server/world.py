@@ -43,7 +43,7 @@ class Version:
         return Path("/store") / self.digest
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     lora_name: str
     lora_int_id: int
@@ -135,6 +135,9 @@ class FakeResolver:
             self.versions[found.digest] = found
             self.had.setdefault(name, set()).add(found.digest)
         return found
+
+    async def pushed(self, adapter: Any, base_path: str) -> Version | None:
+        return await self.latest(adapter.name, None, base_path)
 
     async def snapshot(self, name: str, path: str, base_path: str) -> Version | None:
         return await self.latest(name, path, base_path)

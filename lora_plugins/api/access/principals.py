@@ -100,8 +100,8 @@ def _admin_paths(scope: Scope) -> list[str]:
 
 def _may_call(principal: Principal, scope: Scope, path: str) -> bool:
     name = path.removeprefix(f"{_LORAS}/")
-    # A pin takes a slot from all others for good.
-    if name == path or scope["type"] != "http" or b"pin" in parse_qs(scope.get("query_string", b"")):
+    # A pin takes a slot from all others for good; `?pin` alone is a pin too.
+    if name == path or scope["type"] != "http" or b"pin" in parse_qs(scope.get("query_string", b""), True):
         return False
     ends = [end for end in _PUSHERS.get(scope["method"], ()) if name.endswith(end)]
     return any(principal.may_push(name.removesuffix(end)) for end in ends)

@@ -179,6 +179,7 @@ def test_a_key_pushes_below_its_own_prefix(method: str, path: str) -> None:
         ("PUT", "/v1/loras/a/policy", b""),
         ("PUT", "/v1/loras/t", b""),
         ("PUT", "/v1/loras/t/policy", b"mode=finish&p%69n=true"),
+        ("PUT", "/v1/loras/t/policy", b"pin"),
         ("GET", "/v1/loras", b""),
         ("POST", "/v1/loras", b""),
         ("POST", "/v1/loras/t/policy/pin", b""),
