@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import pytest
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.server import leader as leading
 from lora_plugins.server.carrying import CarryToLeader, answer_carried
-from lora_plugins.server.follower import Follower
+from lora_plugins.server.follower import FollowedTable, Follower
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.shares import Share, Shares
@@ -41,6 +43,7 @@ class Servers:
         self.changed: list[tuple[str, Any]] = []
         self.aborted: list[str] = []
         self.relieved = 0
+        self.lost = 0
         self.shares = Shares(4, None)
         self._app = app
 
@@ -63,6 +66,11 @@ class Servers:
     async def _relieve(self) -> None:
         await asyncio.sleep(0.05)
         self.relieved += 1
+        if self.relieved == 1:
+            raise OSError("a disk that answers no more")
+
+    def _lose(self) -> None:
+        self.lost += 1
 
     async def join(self) -> Follower:
         follower = Follower(
@@ -70,6 +78,7 @@ class Servers:
             lambda name, before: self.changed.append((name, before)),
             self.aborted.extend,
             self._relieve,
+            on_loss=self._lose,
         )
         await follower.connect(self.folder)
         return follower
@@ -220,6 +229,9 @@ def test_room_is_looked_for_when_every_follower_has_ended_leases(tmp_path: Path)
         followers = [await some.join() for _ in range(2)]
         await some.leader.relieve()
         assert some.relieved == len(followers)
+        some.leader.table["sql"] = Request("sql", 1)
+        await some.leader.all_have()
+        assert all(list(follower.table) == ["sql"] for follower in followers), "the one that failed follows on"
 
     run(tmp_path, steps)
 
@@ -235,8 +247,37 @@ def test_a_follower_without_a_leader_serves_nothing(tmp_path: Path) -> None:
             await follower.call("resolve", name="chat")
         with pytest.raises(SourceUnavailable):
             follower.used(1)
+        with pytest.raises(SourceUnavailable):
+            await follower.ready()
+        assert some.lost == 1
 
     run(tmp_path, steps)
+
+
+def test_a_follower_does_not_start_where_the_connection_breaks(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        (tmp_path / "breaks").mkdir()
+        some.folder = tmp_path / "breaks"
+        await asyncio.start_unix_server(lambda _, writer: writer.close(), some.folder / leading.SOCKET)
+        with pytest.raises(SourceUnavailable):
+            await some.join()
+
+    run(tmp_path, steps)
+
+
+ENDING = """
+import asyncio, sys
+from lora_plugins.server import follower
+follower._OWN_END_S = 0.1
+asyncio.run(follower.end_without_leader(lambda: sys.argv[1] == "ending"))
+"""
+
+
+@pytest.mark.parametrize(("state", "code", "says"), [("serving", 1, "has lost the first one"), ("ending", 0, "")])
+def test_a_process_without_a_leader_ends_as_failed(state: str, code: int, says: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDING, state], capture_output=True, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False)
+    assert says in ended.stderr
 
 
 def test_a_call_ends_with_the_leader(tmp_path: Path) -> None:
@@ -267,7 +308,7 @@ def test_a_follower_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
         follower.close()
         some.leader.table["sql"] = Request("sql", 1)
         await some.leader.all_have()
-        assert other.table == {"sql": Request("sql", 1)}
+        assert (other.table, some.lost) == ({"sql": Request("sql", 1)}, 0)
 
     run(tmp_path, steps)
 
@@ -295,8 +336,10 @@ def test_only_the_leader_changes_what_is_served(tmp_path: Path) -> None:
         follower = await some.join()
         with pytest.raises(LoRAPluginsError):
             follower.table["chat"] = Request("chat", 1)
-        with pytest.raises(LoRAPluginsError):
-            del follower.table["sql"]
+        for change in (FollowedTable.clear, FollowedTable.popitem, lambda table: table.update(chat=1),
+                       lambda table: table.pop("sql"), lambda table: table.setdefault("chat")):  # fmt: skip
+            with pytest.raises(LoRAPluginsError):
+                change(follower.table)
         with pytest.raises(InvalidAdapter, match="only this process"):
             some.leader.table["weights"] = object()
         assert list(some.leader.table) == list(follower.table) == ["sql"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -19,7 +20,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
 from lora_plugins.process import Process, this_process
 from lora_plugins.server.carrying import answer_carried
-from lora_plugins.server.follower import Follower
+from lora_plugins.server.follower import Follower, end_without_leader
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.shared_copies import FollowedCopies
@@ -29,7 +30,7 @@ from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
 from lora_plugins.worker.lora_request import is_vllms
 
-_aborting: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+_tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
 
 
 def folder_of(app: Any) -> Path | None:
@@ -130,14 +131,26 @@ def _follower(models: Any, process: Process) -> Follower:
             copies.changed(name, before)
 
     def abort(request_ids: list[str]) -> None:
-        task = asyncio.create_task(models.engine_client.abort(request_ids, internal=True))
-        _aborting.add(task)
-        task.add_done_callback(_aborting.discard)
+        _in_background(models.engine_client.abort(request_ids, internal=True))
 
     async def relieve() -> None:
         await lifecycle_of(models).copies.relieve()
 
-    return Follower(request_of, changed, abort, relieve)
+    def lost() -> None:
+        _in_background(end_without_leader(lambda: _is_ending(process.app)))
+
+    return Follower(request_of, changed, abort, relieve, on_loss=lost)
+
+
+def _is_ending(app: Any) -> bool:
+    """Return whether vLLM has begun to shut this API server down; `app.state.server` is uvicorn's server."""
+    return bool(getattr(getattr(app.state, "server", None), "should_exit", False))
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
 
 
 def _request_of(name: str, adapter: Frame) -> Any:
