@@ -24,6 +24,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -123,7 +124,7 @@ def swaps(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def kills(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Kill one API server after the other, and start again what vLLM ended with it."""
+    """Kill one API server of each life of a server; vLLM ends with the first, and must serve on without another."""
     chance, lives, expected = random.Random(options.seed), list[dict[str, Any]](), dict[str, tuple[str, str, bool]]()
     originals, ends_at = originals_of(bed), time.monotonic() + options.kill_for_s
     served, digests = originals[:-1], dict[str, str]()  # one is blocked; originals by digest
@@ -150,15 +151,17 @@ def kills(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
                 servers = api_servers(server)
                 killed, killed_at = chance.choice(servers), time.monotonic()
                 os.kill(killed, signal.SIGKILL)
-                server.process.wait(END_S)
-                ended_s = time.monotonic() - killed_at
+                is_first, ended = killed == servers[0], dict[str, float]()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.process.wait(END_S if is_first else options.kill_every_s)
+                    ended = {"ended_s": round(time.monotonic() - killed_at, 2)}
             found = {"killed": Counter[str](), "others": Counter[str]()}
             for answer in caller.answers:
                 if answer.began_at + answer.took_s > killed_at and answer.status:
                     found["killed" if answer.server == str(killed) else "others"][str(answer.status)] += 1
             answered = [it for it in caller.answers if it.status == 200]
             wrong = sum(it.ids != bed.answers.get(digests.get(it.digest, "")) for it in answered)
-            lives.append({"forgotten": forgotten, "is_first": killed == servers[0], "ended_s": round(ended_s, 2),
+            lives.append({"forgotten": forgotten, "is_first": is_first, **ended,
                           "exit_code": server.process.returncode, "answers": len(answered), "wrong": wrong,
                           "after_the_kill": {kind: dict(of) for kind, of in found.items()}})  # fmt: skip
             print(json.dumps(lives[-1]), flush=True)
@@ -247,12 +250,12 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     if killed := found.get("kills"):
         forgotten = sum(len(life["forgotten"]) for life in killed["lives"])
         wrong = sum(life.get("wrong", 0) for life in killed["lives"])
-        ended = sum("ended_s" in life for life in killed["lives"])
+        ended = sum("ended_s" in life and not life["is_first"] for life in killed["lives"])
         goals += [
             ("kills: forgotten", "0", forgotten, forgotten == 0),
             ("kills: wrong answers", "0", wrong, wrong == 0),
         ]
-        goals.append(("kills: servers that ended with one of their API servers", "0", ended, ended == 0))
+        goals.append(("kills: servers that ended with an API server other than the first", "0", ended, ended == 0))
     if asked := found.get("throughput"):
         hot, base = (asked["ratios"][kind] for kind in ("hot", "base"))
         goals.append(("hot adapters, 4 API servers against 1", f"{base} (base)", hot, hot >= base))

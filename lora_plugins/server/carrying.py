@@ -40,8 +40,12 @@ class CarryToLeader:
         self._app, self._role, self._answer = app, role, answer
 
     async def __call__(self, scope: Message, receive_: Receive, send_: Send) -> None:
-        """Handle one connection."""
-        role = self._role() if scope["type"] == "http" and _is_carried(scope) else None
+        """Handle one connection, or the application's life, which begins when all is there to serve."""
+        role = self._role()
+        if scope["type"] == "lifespan" and isinstance(role, Follower):
+            role.note_start()
+        if scope["type"] != "http" or not _is_carried(scope):
+            role = None
         try:
             if isinstance(role, Follower):
                 await _carry(role, scope, receive_, send_)

@@ -88,8 +88,10 @@ class Follower:
         # Time of the last report of use, by engine id, of time.monotonic().
         self._told_used: LRUCache[int, float] = LRUCache(_REMEMBERED)
 
-    async def connect(self, folder: Path) -> None:
+    async def connect(self, folder: Path, number: int) -> None:
         """Follow the leader of this folder, once the leader listens; returns with the whole table.
+
+        `number`: vLLM's number of this API server.
 
         Raises:
             SourceUnavailable: the connection is lost.
@@ -97,7 +99,7 @@ class Follower:
         self._folder = folder
         reader, self._writer = await self._connection()
         # This frame marks the connection as a follower's; carried requests begin with their scope.
-        send(self._writer, {"follows": True})
+        send(self._writer, {"follows": number})
         self._reading = asyncio.create_task(self._read(reader))
         await self._reached(self._has_all)
 
@@ -106,6 +108,10 @@ class Follower:
         self._is_closed = True
         if self._writer is not None:
             self._writer.close()
+
+    def note_start(self) -> None:
+        """Note in the folder that this process begins to serve: from now on, its death ends no other process."""
+        _note_of(self._folder, os.getpid()).touch()
 
     async def ready(self) -> None:
         """Wait until the leader has served, or tried, all adapters of the start.
@@ -238,6 +244,15 @@ class Follower:
         before = self.table.get(name)
         self.table.follow(name, None if adapter is None else self._request_of(name, adapter))
         self._on_change(name, before)
+
+
+def has_started(folder: Path, pid: int) -> bool:
+    """Return whether this process has begun to serve, as a follower of this folder's leader."""
+    return _note_of(folder, pid).exists()
+
+
+def _note_of(folder: Path, pid: int) -> Path:
+    return folder / f"serves-{pid}"
 
 
 async def end_without_leader(is_ending: Callable[[], bool]) -> None:

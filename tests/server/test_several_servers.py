@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.server import leader as leading
 from lora_plugins.server.carrying import CarryToLeader, answer_carried
-from lora_plugins.server.follower import FollowedTable, Follower
+from lora_plugins.server.follower import FollowedTable, Follower, has_started
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.shares import Share, Shares
@@ -38,7 +39,10 @@ class Servers:
 
     def __init__(self, folder: Path, app: Any = None) -> None:
         self.folder = folder
-        self.leader = Leader(lambda request: {"number": request.number} if isinstance(request, Request) else None)
+        self.gone: list[int] = []
+        self.leader = Leader(
+            lambda request: {"number": request.number} if isinstance(request, Request) else None, self.gone.append
+        )
         self.calls: list[Frame] = []
         self.changed: list[tuple[str, Any]] = []
         self.aborted: list[str] = []
@@ -72,7 +76,7 @@ class Servers:
     def _lose(self) -> None:
         self.lost += 1
 
-    async def join(self) -> Follower:
+    async def join(self, number: int = 1) -> Follower:
         follower = Follower(
             lambda name, adapter: Request(name, adapter["number"]),
             lambda name, before: self.changed.append((name, before)),
@@ -80,7 +84,7 @@ class Servers:
             self._relieve,
             on_loss=self._lose,
         )
-        await follower.connect(self.folder)
+        await follower.connect(self.folder, number)
         return follower
 
 
@@ -304,11 +308,14 @@ def test_a_call_ends_with_the_leader(tmp_path: Path) -> None:
 
 def test_a_follower_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     async def steps(some: Servers) -> None:
-        follower, other = await some.join(), await some.join()
+        follower, other = await some.join(2), await some.join()
         follower.close()
         some.leader.table["sql"] = Request("sql", 1)
         await some.leader.all_have()
-        assert (other.table, some.lost) == ({"sql": Request("sql", 1)}, 0)
+        assert (dict(other.table), some.lost) == ({"sql": Request("sql", 1)}, 0)
+        while not some.gone:
+            await asyncio.sleep(0.01)
+        assert some.gone == [2]
 
     run(tmp_path, steps)
 
@@ -410,6 +417,9 @@ async def _answer(_: Any, error: LoRAPluginsError) -> Any:
     return respond
 
 
+async def allowing(*_: Any) -> None: ...
+
+
 async def not_asked(*_: Any) -> None:
     raise AssertionError("the follower's own application is not asked")
 
@@ -444,6 +454,9 @@ def test_what_serves_is_not_carried(tmp_path: Path) -> None:
         for path in ("/v1/completions", "/v1/loras-of-another", "/health"):
             sent = await asked(CarryToLeader(app, lambda: follower, _answer), "POST", path, [b""])
             assert sent[0]["status"] == 201
+        assert not has_started(tmp_path, os.getpid())
+        await CarryToLeader(allowing, lambda: follower, _answer)({"type": "lifespan"}, None, None)
+        assert has_started(tmp_path, os.getpid())
         sent = await asked(CarryToLeader(app, lambda: None, _answer), "POST", "/v1/loras", [b""])
         assert sent[0]["status"] == 201, "the only API server answers all"
 

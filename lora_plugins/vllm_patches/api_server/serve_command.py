@@ -23,6 +23,7 @@ from lora_plugins.plugin_names import ADMIN, MANAGER, RESOLVERS
 from lora_plugins.process import Process
 from lora_plugins.server import declared_file
 from lora_plugins.settings import Settings, named_in_environment
+from lora_plugins.vllm_patches.api_server.supervisor import going_on
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _CLI = "vllm.entrypoints.cli.serve"
@@ -126,7 +127,10 @@ def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
 
 
 def _sharing(original: Any, settings: Settings) -> Any:
-    """Give several API servers a folder to find each other, and have vLLM start them with runtime updating."""
+    """Give several API servers a folder to find each other, and have vLLM start them with runtime updating.
+
+    The others outlive one that is killed (`supervisor.py`).
+    """
 
     def run_multi_api_server(args: Any) -> Any:
         count, changes = args.api_server_count or 1, _that_changes(settings)
@@ -138,15 +142,16 @@ def _sharing(original: Any, settings: Settings) -> Any:
         if count < 2 or is_of_hosts or not named_in_environment(MANAGER):
             return original(args)
         cli: Any = sys.modules[_CLI]
-        envs = cli.envs
+        envs, wait = cli.envs, cli.wait_for_completion_or_failure
         with tempfile.TemporaryDirectory(prefix="lora-plugins-") as folder:
             setattr(args, FOLDER, folder)
             # The module's global, not the variable: the API servers that start here must read the true value.
             cli.envs = _WithoutUpdating(envs)
+            cli.wait_for_completion_or_failure = going_on(wait, Path(folder))
             try:
                 return original(args)
             finally:
-                cli.envs = envs
+                cli.envs, cli.wait_for_completion_or_failure = envs, wait
 
     return run_multi_api_server
 
