@@ -20,6 +20,7 @@ from lora_plugins.server.response import Asgi, Message, Receive, Send
 
 # Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
 _PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
+_REQUEST_ID = b"x-request-id"
 _OF_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
 
 
@@ -130,7 +131,8 @@ async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: S
         while (message := await receive(reader)) is not None:
             has_begun = True
             if "headers" in message:
-                message["headers"] = _pairs(message["headers"])
+                # The follower's own stack adds its request id: `--enable-request-id-headers`.
+                message["headers"] = [it for it in _pairs(message["headers"]) if it[0].lower() != _REQUEST_ID]
             await send_(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 return

@@ -381,7 +381,8 @@ class Application:
         if self.leader is not None and scope["method"] != "GET":
             self.leader.table["sql"] = Request("sql", size)
         said = f"{scope['method']} {scope['path']}?{scope['query_string'].decode()} {size} {scope['client'][0]}"
-        await send({"type": "http.response.start", "status": 201, "headers": scope["headers"]})
+        headers = [*scope["headers"], (b"X-Request-Id", b"of the leader")]
+        await send({"type": "http.response.start", "status": 201, "headers": headers})
         for part in (said.encode(), b"!"):
             await send({"type": "http.response.body", "body": part, "more_body": part != b"!"})
 

@@ -29,6 +29,8 @@ from lora_plugins.vllm_patches.wrapping import wrap
 _CLI = "vllm.entrypoints.cli.serve"
 _GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server: imported before plugins are loaded
 _RUST = "vllm-rs"
+# A socket's path has at most 107 bytes; after the directory come the folder's name and the socket's, 40 bytes.
+_LONGEST_BYTES = 60
 FOLDER = "lora_plugins_folder"  # an attribute of the arguments: where the API servers of one command find each other
 
 
@@ -143,7 +145,7 @@ def _sharing(original: Any, settings: Settings) -> Any:
             return original(args)
         cli: Any = sys.modules[_CLI]
         envs, wait = cli.envs, cli.wait_for_completion_or_failure
-        with tempfile.TemporaryDirectory(prefix="lora-plugins-") as folder:
+        with tempfile.TemporaryDirectory(prefix="lora-plugins-", dir=_above()) as folder:
             setattr(args, FOLDER, folder)
             # The module's global, not the variable: the API servers that start here must read the true value.
             cli.envs = _WithoutUpdating(envs)
@@ -154,6 +156,11 @@ def _sharing(original: Any, settings: Settings) -> Any:
                 cli.envs, cli.wait_for_completion_or_failure = envs, wait
 
     return run_multi_api_server
+
+
+def _above() -> str | None:
+    """Return the directory for the folder of the API servers; None for the system's, where a socket's path fits."""
+    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_BYTES else None  # noqa: S108 - a folder of ours
 
 
 def _that_changes(settings: Settings) -> str | None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.server.leader import SOCKET
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import serve_command
 
@@ -150,14 +152,22 @@ def servers(count: int, **more: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("plugins", [f"{MANAGER},{RESOLVER}", f"{MANAGER},{RESOLVER},{ADMIN}"])
 def test_several_servers_get_a_folder_and_may_update(
-    serve: Serve, started: list[tuple[int, bool | None, bool]], plugins: str
+    serve: Serve,
+    started: list[tuple[int, bool | None, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    plugins: str,
 ) -> None:
     serve(plugins, **UPDATING)
+    (deep := tmp_path / ("d" * 90)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     several = servers(2)
     cli.run_multi_api_server(servers(1))
     cli.run_multi_api_server(several)
     assert started == [(1, None, True), (2, True, False)], "vLLM's command refuses updating with several"
-    assert not Path(getattr(several, serve_command.FOLDER)).exists(), "it is removed at the end"
+    folder = Path(getattr(several, serve_command.FOLDER))
+    assert not folder.exists(), "it is removed at the end"
+    assert len(str(folder / SOCKET)) < 107, "the path of a socket"
     assert cli.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
 
 
