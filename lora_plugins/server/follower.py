@@ -13,7 +13,7 @@ import sys
 import time
 from collections import UserDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,8 @@ class Follower:
 
     def note_start(self) -> None:
         """Note in the folder that this process begins to serve: from now on, its death ends no other process."""
-        _note_of(self._folder, os.getpid()).touch()
+        with suppress(OSError):  # without the note its death ends all, as in vLLM
+            _note_of(self._folder, os.getpid()).touch()
 
     async def ready(self) -> None:
         """Wait until the leader has served, or tried, all adapters of the start.
