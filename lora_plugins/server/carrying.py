@@ -74,7 +74,11 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
         # A follower that is gone is a client that has gone away.
         return await receive(reader) or {"type": "http.disconnect"}
 
+    is_whole = False
+
     async def send_(message: Message) -> None:
+        nonlocal is_whole
+        is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
         send(writer, dict(message))
         with suppress(ConnectionError):
             await writer.drain()
@@ -82,6 +86,9 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
     await app(scope, receive_, send_)
     with suppress(ConnectionError):
         await writer.drain()
+    # The follower closes: it may still write the request, and a write to a closed connection would lose the answer.
+    while is_whole and await receive(reader) is not None:
+        pass
 
 
 def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:

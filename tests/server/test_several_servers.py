@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.server import frames
 from lora_plugins.server import leader as leading
 from lora_plugins.server.carrying import CarryToLeader, answer_carried
 from lora_plugins.server.follower import FollowedTable, Follower, has_started
@@ -325,10 +326,8 @@ def test_one_that_does_not_take_a_change_up_is_named(tmp_path: Path, monkeypatch
 
     async def steps(some: Servers) -> None:
         reader, writer = await asyncio.open_unix_connection(tmp_path / leading.SOCKET)
-        from lora_plugins.server.frames import receive, send
-
-        send(writer, {"follows": True})
-        await receive(reader)  # all, and says nothing
+        frames.send(writer, {"follows": 1})
+        await frames.receive(reader)  # all, and says nothing
         some.leader.table["sql"] = Request("sql", 1)
         with pytest.raises(SourceUnavailable, match="has not taken up a change"):
             await some.leader.all_have()
@@ -445,6 +444,21 @@ def test_a_carried_request_is_answered_when_all_have_its_change(tmp_path: Path) 
         await CarryToLeader(app, lambda: app.leader, _answer)(*connection)
 
     run(tmp_path, steps, leading_app)
+
+
+def test_an_answer_waits_for_a_follower_that_still_writes(tmp_path: Path) -> None:
+    async def at_once(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.body", "body": b""})
+
+    async def steps(some: Servers) -> None:
+        reader, writer = await asyncio.open_unix_connection(some.folder / leading.SOCKET)
+        frames.send(writer, {"scope": {"headers": [], "client": None, "server": None}})
+        assert (await frames.receive(reader) or {})["type"] == "http.response.body"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(frames.receive(reader), 0.1)
+        writer.close()
+
+    run(tmp_path, steps, at_once)
 
 
 def test_what_serves_is_not_carried(tmp_path: Path) -> None:
