@@ -20,6 +20,7 @@ from lora_plugins.server.response import Asgi, Message, Receive, Send
 
 # Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
 _PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
+_REQUEST_ID = b"x-request-id"
 _OF_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
 
 
@@ -40,8 +41,12 @@ class CarryToLeader:
         self._app, self._role, self._answer = app, role, answer
 
     async def __call__(self, scope: Message, receive_: Receive, send_: Send) -> None:
-        """Handle one connection."""
-        role = self._role() if scope["type"] == "http" and _is_carried(scope) else None
+        """Handle one connection, or the application's life, which begins when all is there to serve."""
+        role = self._role()
+        if scope["type"] == "lifespan" and isinstance(role, Follower):
+            role.note_start()
+        if scope["type"] != "http" or not _is_carried(scope):
+            role = None
         try:
             if isinstance(role, Follower):
                 await _carry(role, scope, receive_, send_)
@@ -69,7 +74,11 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
         # A follower that is gone is a client that has gone away.
         return await receive(reader) or {"type": "http.disconnect"}
 
+    is_whole = False
+
     async def send_(message: Message) -> None:
+        nonlocal is_whole
+        is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
         send(writer, dict(message))
         with suppress(ConnectionError):
             await writer.drain()
@@ -77,6 +86,9 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
     await app(scope, receive_, send_)
     with suppress(ConnectionError):
         await writer.drain()
+    # The follower closes: it may still write the request, and a write to a closed connection would lose the answer.
+    while is_whole and await receive(reader) is not None:
+        pass
 
 
 def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
@@ -126,7 +138,8 @@ async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: S
         while (message := await receive(reader)) is not None:
             has_begun = True
             if "headers" in message:
-                message["headers"] = _pairs(message["headers"])
+                # The follower's own stack adds its request id: `--enable-request-id-headers`.
+                message["headers"] = [it for it in _pairs(message["headers"]) if it[0].lower() != _REQUEST_ID]
             await send_(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 return

@@ -1,13 +1,19 @@
-"""An API server beside the leader (`leader.py`): serves the leader's table, and asks the leader for all else."""
+"""An API server beside the leader (`leader.py`): serves the leader's table, and asks the leader for all else.
+
+A follower that loses its connection knows no name any more, and ends its process (`end_without_leader`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import math
+import os
+import sys
 import time
+from collections import UserDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +26,14 @@ from lora_plugins.server.leader import SOCKET
 
 _RETRY_S = 0.05
 _USED_AGAIN_S = 1.0
+_OWN_END_S = 5.0  # vllm serve ends its API servers at once, but the leader may be the first to have ended
 _REMEMBERED = 10_000
 
 
-class FollowedTable(dict[str, Any]):
+class FollowedTable(UserDict[str, Any]):
     """vLLM's table of names in a follower, which only the leader changes."""
 
+    # `pop`, `update`, `setdefault` and `clear` of a UserDict end in these two.
     def __setitem__(self, name: str, request: Any) -> None:
         raise not_here(name)
 
@@ -35,9 +43,13 @@ class FollowedTable(dict[str, Any]):
     def follow(self, name: str, request: Any) -> None:
         """Map a name to a request, or remove the name where `request` is None."""
         if request is None:
-            self.pop(name, None)
+            self.data.pop(name, None)
         else:
-            super().__setitem__(name, request)
+            self.data[name] = request
+
+    def forget(self) -> None:
+        """Remove all names."""
+        self.data.clear()
 
 
 class Follower:
@@ -48,9 +60,10 @@ class Follower:
         on_change: called after each change with a name, and the request that the table had for the name before.
         abort: ends the requests of this process among the given ids.
         relieve: ends the leases of adapters without running requests.
+        on_loss: called once the connection is lost, unless `close` has closed the connection.
 
     Attributes:
-        table: the served names; a copy of the leader's table. Empty once the leader is gone.
+        table: the served names; a copy of the leader's table. Empty once the connection is lost.
     """
 
     def __init__(
@@ -59,35 +72,55 @@ class Follower:
         on_change: Callable[[str, Any], None],
         abort: Callable[[list[str]], None],
         relieve: Callable[[], Awaitable[None]],
+        *,
+        on_loss: Callable[[], None],
     ) -> None:
         self.table = FollowedTable()
         self._request_of, self._on_change, self._abort, self._relieve = request_of, on_change, abort, relieve
+        self._on_loss = on_loss
         self._folder = Path()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._has_all, self._is_ready = asyncio.Event(), asyncio.Event()
+        self._has_all, self._is_ready, self._is_lost = asyncio.Event(), asyncio.Event(), False
+        self._is_closed = False
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Frame]] = {}
         # Time of the last report of use, by engine id, of time.monotonic().
         self._told_used: LRUCache[int, float] = LRUCache(_REMEMBERED)
 
-    async def connect(self, folder: Path) -> None:
-        """Follow the leader of this folder, once the leader listens; returns with the whole table."""
+    async def connect(self, folder: Path, number: int) -> None:
+        """Follow the leader of this folder, once the leader listens; returns with the whole table.
+
+        `number`: vLLM's number of this API server.
+
+        Raises:
+            SourceUnavailable: the connection is lost.
+        """
         self._folder = folder
         reader, self._writer = await self._connection()
         # This frame marks the connection as a follower's; carried requests begin with their scope.
-        send(self._writer, {"follows": True})
+        send(self._writer, {"follows": number})
         self._reading = asyncio.create_task(self._read(reader))
-        await self._has_all.wait()
+        await self._reached(self._has_all)
 
     def close(self) -> None:
         """Follow no more; the table empties."""
+        self._is_closed = True
         if self._writer is not None:
             self._writer.close()
 
+    def note_start(self) -> None:
+        """Note in the folder that this process begins to serve: from now on, its death ends no other process."""
+        with suppress(OSError):  # without the note its death ends all, as in vLLM
+            _note_of(self._folder, os.getpid()).touch()
+
     async def ready(self) -> None:
-        """Wait until the leader has served, or tried, all adapters of the start."""
-        await self._is_ready.wait()
+        """Wait until the leader has served, or tried, all adapters of the start.
+
+        Raises:
+            SourceUnavailable: the connection is lost.
+        """
+        await self._reached(self._is_ready)
 
     async def call(self, name: str, /, **arguments: Any) -> Frame:
         """Have the leader do something; the leader's changes are in the table on return. Raises as `lasting`."""
@@ -140,6 +173,11 @@ class Follower:
         except OSError:
             raise gone() from None
 
+    async def _reached(self, event: asyncio.Event) -> None:
+        await event.wait()
+        if self._is_lost:
+            raise gone()
+
     def _send(self, frame: Frame) -> None:
         if self._writer is None or self._writer.is_closing():
             raise gone()
@@ -159,38 +197,77 @@ class Follower:
         except Exception:  # noqa: BLE001 - logged; this process then serves no adapters
             logger.exception("What the first API server says cannot be followed")
         finally:
-            if self._writer is not None:
-                self._writer.close()
-            self.table.clear()  # names may have changed: serving no version is better than a wrong version
-            for answer in self._answers.values():
-                if not answer.done():
-                    answer.set_exception(gone())
-            logger.info("The first API server is gone: this one serves no adapters any more")
+            self._lose()
+        # Not reached by a cancellation, with which the process ends anyway.
+        if not self._is_closed:
+            self._on_loss()
+
+    def _lose(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self.table.forget()  # names may have changed: serving no version is better than a wrong version
+        self._is_lost = True
+        self._has_all.set()
+        self._is_ready.set()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(gone())
+        logger.info("The connection to the first API server is lost: this one serves no adapters any more")
 
     async def _take(self, frame: Frame) -> None:
         if "change" in frame:
             # Until the whole table has come, the leader waits for nothing: `all` acknowledges the changes together.
             self._change(frame["name"], frame["adapter"])
             if self._has_all.is_set():
-                self._send({"has": frame["change"]})
+                self._confirm(frame["change"])
         elif "relieve" in frame:  # await here, in order: `has` confirms this frame and all frames before
-            await self._relieve()
-            self._send({"has": frame["relieve"]})
+            try:
+                await self._relieve()
+            except Exception:  # noqa: BLE001 - the leases end later, and every other change is followed
+                logger.exception("Leases of adapters without requests could not be ended")
+            self._confirm(frame["relieve"])
         elif "id" in frame:
             if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
                 answer.set_result(frame)
         elif "abort" in frame:
             self._abort(frame["abort"])
         elif "all" in frame:
-            self._send({"has": frame["all"]})
+            self._confirm(frame["all"])
             self._has_all.set()
         elif "ready" in frame:
             self._is_ready.set()
+
+    def _confirm(self, number: int) -> None:
+        if self._writer is not None:
+            send(self._writer, {"has": number})
 
     def _change(self, name: str, adapter: Frame | None) -> None:
         before = self.table.get(name)
         self.table.follow(name, None if adapter is None else self._request_of(name, adapter))
         self._on_change(name, before)
+
+
+def has_started(folder: Path, pid: int) -> bool:
+    """Return whether this process has begun to serve, as a follower of this folder's leader."""
+    return _note_of(folder, pid).exists()
+
+
+def _note_of(folder: Path, pid: int) -> Path:
+    return folder / f"serves-{pid}"
+
+
+async def end_without_leader(is_ending: Callable[[], bool]) -> None:
+    """End this process as failed, unless its own shutdown begins within seconds: `is_ending` says so.
+
+    vLLM's supervisor sees the exit code. An exception would end no more than a task of the event loop.
+    """
+    await asyncio.sleep(_OWN_END_S)
+    if is_ending():
+        return
+    logger.error("This API server has lost the first one, which knows what is served, and ends")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def not_here(name: str) -> LoRAPluginsError:

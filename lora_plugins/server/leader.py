@@ -5,8 +5,8 @@ lifecycle: the leader gives engine ids, leases versions for names, and runs ever
 a copy of the leader's table of names. A change is one message with a number. Followers apply changes in the order of
 their numbers, and confirm the numbers; an administrator gets an answer when each follower has all earlier changes.
 
-A follower that connects first gets the whole table. The leader does not wait for a closed connection: vLLM ends all API
-servers where one ends.
+A follower that connects first gets the whole table. The leader does not wait for a closed connection: its process has
+died, or ends itself.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ class Leader:
 
     Args:
         plain_of: the message for one of vLLM's requests; None where another process cannot have the adapter.
+        on_gone: called with the number of an API server that follows no more.
 
     Attributes:
         table: the served names.
         number: the number of the last change.
     """
 
-    def __init__(self, plain_of: Callable[[Any], Frame | None]) -> None:
+    def __init__(self, plain_of: Callable[[Any], Frame | None], on_gone: Callable[[int], None]) -> None:
         self.table = ToldTable(self._tell)
         self.number = 0
-        self.plain_of = plain_of
+        self.plain_of, self._on_gone = plain_of, on_gone
         self._followers: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         self._server: asyncio.Server | None = None
@@ -84,6 +85,7 @@ class Leader:
                     await carried(first, reader, writer)
                 elif first is not None:
                     await self._follow(reader, writer, call)
+                    self._on_gone(first["follows"])
             finally:
                 writer.close()
 

@@ -173,6 +173,10 @@ class PlannerClient:
         """Have the engines go on with requests that a pause of the name holds."""
         await self._typed(type(None), "lora_plugins_resume", name)
 
+    async def end_api_server(self, number: int) -> None:
+        """Have the engines end the requests of an API server that has died: nobody reads their answers."""
+        await self._typed(type(None), "lora_plugins_end_api_server", number)
+
     async def states(self) -> AdapterStates:
         """The state of each adapter now."""
         answers = await self._typed(list[AdapterState], "lora_plugins_residency")

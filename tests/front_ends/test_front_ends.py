@@ -588,10 +588,33 @@ def test_all_that_ran_has_broken_nothing(front_end: FrontEnd) -> None:
         assert sign not in front_end.server.log()
 
 
+def test_a_killed_follower_leaves_the_others_serving(front_end: FrontEnd) -> None:
+    if len(front_end.every) < 2:
+        pytest.skip("the only API server")
+    killed = max(front_end.every - {front_end.leader()})
+
+    async def run() -> tuple[list[Any], list[httpx.Response]]:
+        running = await begun(front_end, "sql")
+        os.kill(int(killed), signal.SIGKILL)
+        ends = await asyncio.gather(*running, return_exceptions=True)
+        answers = [await asyncio.gather(*(front_end.asked("sql") for _ in range(10))) for _ in range(20)]
+        return ends, [answer for of_ten in answers for answer in of_ten]
+
+    ends, answers = asyncio.run(run())
+    front_end.every.discard(killed)
+    assert {end.server for end in ends if isinstance(end, Stream)} == front_end.every
+    assert any(isinstance(end, httpx.HTTPError) for end in ends)
+    assert {answer.headers[WHICH] for answer in answers} == front_end.every
+    assert all(tokens(answer) == front_end.bed.answers["sql"] for answer in answers)
+    digest = put(front_end, "after", "chat").raise_for_status().json()["digest"]
+    front_end.is_everywhere("after", "chat", digest)
+    assert f"(PID: {killed}) died with exit code -9: its requests fail" in front_end.server.log()
+
+
 def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
     front_end: FrontEnd, kind: Kind, home: Path, bed: Bed
 ) -> None:
-    """The last of a front end. vLLM starts no API server again, so none serves what it has forgotten."""
+    """The last of a front end. Without the first API server none serves, however the first has ended."""
     kept = front_end.publish("kept", "sql", below=front_end.allowed)
     front_end.done("POST", "/v1/loras", {"lora_name": "kept", "source": {"uri": kept.as_uri()}})
     front_end.done("POST", "/v1/loras/kept/pin")
@@ -600,14 +623,7 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
     front_end.done("DELETE", "/v1/loras/chat", block=True)
     front_end.done("POST", "/v1/loras/rolled/rollback")
     front_end.done("POST", "/v1/loras/rolled/pause")  # ends with the engine: the restart serves it
-    is_first = len(front_end.every) == 3
-    killed = (
-        max(front_end.every)
-        if len(front_end.every) < 2
-        else front_end.leader()
-        if is_first
-        else max(front_end.every - {front_end.leader()})
-    )
+    killed = front_end.leader() if kind.count > 1 else max(front_end.every)
 
     async def run() -> list[Any]:
         running = await begun(front_end, "kept")
@@ -622,11 +638,8 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
     ends = asyncio.run(run())
     assert all(isinstance(end, Stream | httpx.HTTPError) for end in ends), ends
     assert all(end.ids[:MAX_TOKENS] == bed.answers["sql"] for end in ends if isinstance(end, Stream))
-    ends_at = time.monotonic() + LONGEST_S
-    while front_end.server.process.poll() is None:
-        assert time.monotonic() < ends_at, front_end.server.log()[-2000:]
-        time.sleep(0.2)
-    if len(front_end.every) > 1:
+    ended(front_end)
+    if kind.count > 1:
         assert f"(PID: {killed}) died with exit code" in front_end.server.log()
     with opened(kind, bed, home, LORA_PLUGINS_RESTORE="1") as again:
         again.is_everywhere("kept", "sql", of_files(kept))
@@ -636,6 +649,17 @@ def test_after_a_kill_all_end_and_the_restart_forgets_nothing(
         again.is_everywhere(f"rolled@{newer[:12]}", "wide", newer)
         assert again.view("rolled")["state"] == "serving"
         again.is_nowhere("chat", says="blocked")
+        if kind.count > 1:
+            os.kill(int(again.leader()), signal.SIGTERM)  # ends with exit code 0
+            ended(again)
+
+
+def ended(front_end: FrontEnd) -> None:
+    """Wait until vllm serve has ended."""
+    ends_at = time.monotonic() + LONGEST_S
+    while front_end.server.process.poll() is None:
+        assert time.monotonic() < ends_at, front_end.server.log()[-2000:]
+        time.sleep(0.2)
 
 
 @dataclass(frozen=True)

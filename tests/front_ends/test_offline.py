@@ -57,6 +57,7 @@ NOT_ASKED = {
     "test_only_administrators_administer_at_every_server": NO_POLICY,
     "test_a_tenant_has_one_share_of_all_servers": NO_POLICY,
     "test_all_that_ran_has_broken_nothing": "each case is followed by another on the same engine",
+    "test_a_killed_follower_leaves_the_others_serving": "no API server",
     "test_after_a_kill_all_end_and_the_restart_forgets_nothing": NO_STATE,
 }
 OF = f"{len(ASKED)} of the {len(ASKED) + len(NOT_ASKED)} tests of front ends"

@@ -50,6 +50,7 @@ NOT_ASKED = {
     "test_a_tenant_sees_its_own_adapters_only": ONE,
     "test_only_administrators_administer_at_every_server": ONE,
     "test_a_tenant_has_one_share_of_all_servers": BY_REPLICA,
+    "test_a_killed_follower_leaves_the_others_serving": ONE,
     "test_all_that_ran_has_broken_nothing": "each case is followed by another at the same replicas",
 }
 

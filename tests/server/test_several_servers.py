@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,9 +16,10 @@ from typing import Any
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.server import frames
 from lora_plugins.server import leader as leading
 from lora_plugins.server.carrying import CarryToLeader, answer_carried
-from lora_plugins.server.follower import Follower
+from lora_plugins.server.follower import FollowedTable, Follower, has_started
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.shares import Share, Shares
@@ -36,11 +40,15 @@ class Servers:
 
     def __init__(self, folder: Path, app: Any = None) -> None:
         self.folder = folder
-        self.leader = Leader(lambda request: {"number": request.number} if isinstance(request, Request) else None)
+        self.gone: list[int] = []
+        self.leader = Leader(
+            lambda request: {"number": request.number} if isinstance(request, Request) else None, self.gone.append
+        )
         self.calls: list[Frame] = []
         self.changed: list[tuple[str, Any]] = []
         self.aborted: list[str] = []
         self.relieved = 0
+        self.lost = 0
         self.shares = Shares(4, None)
         self._app = app
 
@@ -63,15 +71,21 @@ class Servers:
     async def _relieve(self) -> None:
         await asyncio.sleep(0.05)
         self.relieved += 1
+        if self.relieved == 1:
+            raise OSError("a disk that answers no more")
 
-    async def join(self) -> Follower:
+    def _lose(self) -> None:
+        self.lost += 1
+
+    async def join(self, number: int = 1) -> Follower:
         follower = Follower(
             lambda name, adapter: Request(name, adapter["number"]),
             lambda name, before: self.changed.append((name, before)),
             self.aborted.extend,
             self._relieve,
+            on_loss=self._lose,
         )
-        await follower.connect(self.folder)
+        await follower.connect(self.folder, number)
         return follower
 
 
@@ -220,6 +234,9 @@ def test_room_is_looked_for_when_every_follower_has_ended_leases(tmp_path: Path)
         followers = [await some.join() for _ in range(2)]
         await some.leader.relieve()
         assert some.relieved == len(followers)
+        some.leader.table["sql"] = Request("sql", 1)
+        await some.leader.all_have()
+        assert all(list(follower.table) == ["sql"] for follower in followers), "the one that failed follows on"
 
     run(tmp_path, steps)
 
@@ -235,8 +252,37 @@ def test_a_follower_without_a_leader_serves_nothing(tmp_path: Path) -> None:
             await follower.call("resolve", name="chat")
         with pytest.raises(SourceUnavailable):
             follower.used(1)
+        with pytest.raises(SourceUnavailable):
+            await follower.ready()
+        assert some.lost == 1
 
     run(tmp_path, steps)
+
+
+def test_a_follower_does_not_start_where_the_connection_breaks(tmp_path: Path) -> None:
+    async def steps(some: Servers) -> None:
+        (tmp_path / "breaks").mkdir()
+        some.folder = tmp_path / "breaks"
+        await asyncio.start_unix_server(lambda _, writer: writer.close(), some.folder / leading.SOCKET)
+        with pytest.raises(SourceUnavailable):
+            await some.join()
+
+    run(tmp_path, steps)
+
+
+ENDING = """
+import asyncio, sys
+from lora_plugins.server import follower
+follower._OWN_END_S = 0.1
+asyncio.run(follower.end_without_leader(lambda: sys.argv[1] == "ending"))
+"""
+
+
+@pytest.mark.parametrize(("state", "code", "says"), [("serving", 1, "has lost the first one"), ("ending", 0, "")])
+def test_a_process_without_a_leader_ends_as_failed(state: str, code: int, says: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDING, state], capture_output=True, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False)
+    assert says in ended.stderr
 
 
 def test_a_call_ends_with_the_leader(tmp_path: Path) -> None:
@@ -263,11 +309,14 @@ def test_a_call_ends_with_the_leader(tmp_path: Path) -> None:
 
 def test_a_follower_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     async def steps(some: Servers) -> None:
-        follower, other = await some.join(), await some.join()
+        follower, other = await some.join(2), await some.join()
         follower.close()
         some.leader.table["sql"] = Request("sql", 1)
         await some.leader.all_have()
-        assert other.table == {"sql": Request("sql", 1)}
+        assert (dict(other.table), some.lost) == ({"sql": Request("sql", 1)}, 0)
+        while not some.gone:
+            await asyncio.sleep(0.01)
+        assert some.gone == [2]
 
     run(tmp_path, steps)
 
@@ -277,10 +326,8 @@ def test_one_that_does_not_take_a_change_up_is_named(tmp_path: Path, monkeypatch
 
     async def steps(some: Servers) -> None:
         reader, writer = await asyncio.open_unix_connection(tmp_path / leading.SOCKET)
-        from lora_plugins.server.frames import receive, send
-
-        send(writer, {"follows": True})
-        await receive(reader)  # all, and says nothing
+        frames.send(writer, {"follows": 1})
+        await frames.receive(reader)  # all, and says nothing
         some.leader.table["sql"] = Request("sql", 1)
         with pytest.raises(SourceUnavailable, match="has not taken up a change"):
             await some.leader.all_have()
@@ -295,8 +342,10 @@ def test_only_the_leader_changes_what_is_served(tmp_path: Path) -> None:
         follower = await some.join()
         with pytest.raises(LoRAPluginsError):
             follower.table["chat"] = Request("chat", 1)
-        with pytest.raises(LoRAPluginsError):
-            del follower.table["sql"]
+        for change in (FollowedTable.clear, FollowedTable.popitem, lambda table: table.update(chat=1),
+                       lambda table: table.pop("sql"), lambda table: table.setdefault("chat")):  # fmt: skip
+            with pytest.raises(LoRAPluginsError):
+                change(follower.table)
         with pytest.raises(InvalidAdapter, match="only this process"):
             some.leader.table["weights"] = object()
         assert list(some.leader.table) == list(follower.table) == ["sql"]
@@ -331,7 +380,8 @@ class Application:
         if self.leader is not None and scope["method"] != "GET":
             self.leader.table["sql"] = Request("sql", size)
         said = f"{scope['method']} {scope['path']}?{scope['query_string'].decode()} {size} {scope['client'][0]}"
-        await send({"type": "http.response.start", "status": 201, "headers": scope["headers"]})
+        headers = [*scope["headers"], (b"X-Request-Id", b"of the leader")]
+        await send({"type": "http.response.start", "status": 201, "headers": headers})
         for part in (said.encode(), b"!"):
             await send({"type": "http.response.body", "body": part, "more_body": part != b"!"})
 
@@ -367,6 +417,9 @@ async def _answer(_: Any, error: LoRAPluginsError) -> Any:
     return respond
 
 
+async def allowing(*_: Any) -> None: ...
+
+
 async def not_asked(*_: Any) -> None:
     raise AssertionError("the follower's own application is not asked")
 
@@ -393,6 +446,21 @@ def test_a_carried_request_is_answered_when_all_have_its_change(tmp_path: Path) 
     run(tmp_path, steps, leading_app)
 
 
+def test_an_answer_waits_for_a_follower_that_still_writes(tmp_path: Path) -> None:
+    async def at_once(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.body", "body": b""})
+
+    async def steps(some: Servers) -> None:
+        reader, writer = await asyncio.open_unix_connection(some.folder / leading.SOCKET)
+        frames.send(writer, {"scope": {"headers": [], "client": None, "server": None}})
+        assert (await frames.receive(reader) or {})["type"] == "http.response.body"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(frames.receive(reader), 0.1)
+        writer.close()
+
+    run(tmp_path, steps, at_once)
+
+
 def test_what_serves_is_not_carried(tmp_path: Path) -> None:
     app = Application()
 
@@ -401,6 +469,9 @@ def test_what_serves_is_not_carried(tmp_path: Path) -> None:
         for path in ("/v1/completions", "/v1/loras-of-another", "/health"):
             sent = await asked(CarryToLeader(app, lambda: follower, _answer), "POST", path, [b""])
             assert sent[0]["status"] == 201
+        assert not has_started(tmp_path, os.getpid())
+        await CarryToLeader(allowing, lambda: follower, _answer)({"type": "lifespan"}, None, None)
+        assert has_started(tmp_path, os.getpid())
         sent = await asked(CarryToLeader(app, lambda: None, _answer), "POST", "/v1/loras", [b""])
         assert sent[0]["status"] == 201, "the only API server answers all"
 

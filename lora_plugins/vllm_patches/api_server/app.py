@@ -40,7 +40,8 @@ def _attaching(original: Any) -> Any:
         process.app = app
         serve_metrics(app, process)
         if process.is_resolver_registered or process.is_manager_patched:
-            # The middleware added last is the outermost: a follower's requests go to the leader before all else.
+            # The middleware added last is outside what was added before: a follower's requests go to the leader before
+            # our other parts. vLLM adds CORS, authentication, request ids and --middleware later, so outside of ours.
             app.add_middleware(AnswerForAdapters, answer=_answer)
             if folder_of(app) is not None:
                 app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer_ours)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -19,7 +20,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.ledger import Patch
 from lora_plugins.process import Process, this_process
 from lora_plugins.server.carrying import answer_carried
-from lora_plugins.server.follower import Follower
+from lora_plugins.server.follower import Follower, end_without_leader
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.shared_copies import FollowedCopies
@@ -29,7 +30,10 @@ from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
 from lora_plugins.worker.lora_request import is_vllms
 
-_aborting: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
+# vLLM's load of an API server that accepts no connection (`_NOT_ACCEPTING` in entrypoints/launchers/launcher.py, 0.32).
+_NOT_ACCEPTING = 2**31 - 1
+
+_tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
 
 
 def folder_of(app: Any) -> Path | None:
@@ -64,7 +68,7 @@ async def take_role(models: Any) -> Leader | Follower | None:
     process.role = follower = _follower(models, process)
     # Before the connection: the leader's first message fills the table.
     models.lora_requests = follower.table
-    await follower.connect(folder)
+    await follower.connect(folder, core.client_index)
     return follower
 
 
@@ -111,7 +115,12 @@ def _leader(models: Any, process: Process) -> Leader:
             "warnings": [] if digest is None else process.resolver.known.warnings_of(digest),
         }
 
-    leader = Leader(plain_of)
+    def gone(number: int) -> None:
+        _count_no_more(models.engine_client, process.app, number)
+        server = lifecycle_of(models).server
+        server.in_background(server.planner.end_api_server(number))
+
+    leader = Leader(plain_of, gone)
     leader.table.update(models.lora_requests)
     models.lora_requests = leader.table
     return leader
@@ -130,14 +139,36 @@ def _follower(models: Any, process: Process) -> Follower:
             copies.changed(name, before)
 
     def abort(request_ids: list[str]) -> None:
-        task = asyncio.create_task(models.engine_client.abort(request_ids, internal=True))
-        _aborting.add(task)
-        task.add_done_callback(_aborting.discard)
+        _in_background(models.engine_client.abort(request_ids, internal=True))
 
     async def relieve() -> None:
         await lifecycle_of(models).copies.relieve()
 
-    return Follower(request_of, changed, abort, relieve)
+    def lost() -> None:
+        _in_background(end_without_leader(lambda: _is_ending(process.app)))
+
+    return Follower(request_of, changed, abort, relieve, on_loss=lost)
+
+
+def _count_no_more(client: Any, app: Any, number: int) -> None:
+    """Have living API servers count nothing of a dead one, whose numbers would stay in vLLM's shared memory."""
+    loads = getattr(getattr(app.state, "server", None), "peer_loads", None)
+    if loads is not None:
+        loads[0][number] = _NOT_ACCEPTING
+    stats = getattr(client, "admission_stats", None)
+    if stats is not None:
+        stats._counters[number * stats.COUNTERS_PER_SLOT] = 0  # noqa: SLF001
+
+
+def _is_ending(app: Any) -> bool:
+    """Return whether vLLM has begun to shut this API server down; `app.state.server` is uvicorn's server."""
+    return bool(getattr(getattr(app.state, "server", None), "should_exit", False))
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
 
 
 def _request_of(name: str, adapter: Frame) -> Any:
@@ -199,6 +230,21 @@ async def _used(models: Any, _: Leader, frame: Frame) -> Frame:
 _CALLS = {"resolve": _resolve, "have": _have, "used": _used}
 
 LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.launchers.launcher:
+            NoSignalServer{peer_loads}  # since 0.32
+        vllm.v1.engine.async_llm:
+            AsyncLLM{admission_stats}  # since 0.32
+        vllm.v1.engine.admission_control:
+            SharedAdmissionStats{_counters, COUNTERS_PER_SLOT}  # since 0.32
+        """,
+        what="written, where an API server has died: its load is that of one that accepts nothing, and it has no "
+        "requests. Only read with `getattr`, so a version without them changes nothing; `app.state.server.should_exit` "
+        "is read to know that the own shutdown has begun",
+        why="the least loaded API server accepts, and --max-num-queued-reqs counts the requests of all",
+        remove="vLLM goes on without a dead API server, or starts another in its place",
+    ),
     Patch(
         """
         vllm.v1.engine.core_client:

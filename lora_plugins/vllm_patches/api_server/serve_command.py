@@ -23,11 +23,14 @@ from lora_plugins.plugin_names import ADMIN, MANAGER, RESOLVERS
 from lora_plugins.process import Process
 from lora_plugins.server import declared_file
 from lora_plugins.settings import Settings, named_in_environment
+from lora_plugins.vllm_patches.api_server.supervisor import going_on
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _CLI = "vllm.entrypoints.cli.serve"
 _GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server: imported before plugins are loaded
 _RUST = "vllm-rs"
+# A socket's path has at most 107 bytes; after the directory come the folder's name and the socket's, 40 bytes.
+_LONGEST_BYTES = 60
 FOLDER = "lora_plugins_folder"  # an attribute of the arguments: where the API servers of one command find each other
 
 
@@ -126,7 +129,10 @@ def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
 
 
 def _sharing(original: Any, settings: Settings) -> Any:
-    """Give several API servers a folder to find each other, and have vLLM start them with runtime updating."""
+    """Give several API servers a folder to find each other, and have vLLM start them with runtime updating.
+
+    The others outlive one that is killed (`supervisor.py`).
+    """
 
     def run_multi_api_server(args: Any) -> Any:
         count, changes = args.api_server_count or 1, _that_changes(settings)
@@ -138,17 +144,23 @@ def _sharing(original: Any, settings: Settings) -> Any:
         if count < 2 or is_of_hosts or not named_in_environment(MANAGER):
             return original(args)
         cli: Any = sys.modules[_CLI]
-        envs = cli.envs
-        with tempfile.TemporaryDirectory(prefix="lora-plugins-") as folder:
+        envs, wait = cli.envs, cli.wait_for_completion_or_failure
+        with tempfile.TemporaryDirectory(prefix="lora-plugins-", dir=_above()) as folder:
             setattr(args, FOLDER, folder)
             # The module's global, not the variable: the API servers that start here must read the true value.
             cli.envs = _WithoutUpdating(envs)
+            cli.wait_for_completion_or_failure = going_on(wait, Path(folder))
             try:
                 return original(args)
             finally:
-                cli.envs = envs
+                cli.envs, cli.wait_for_completion_or_failure = envs, wait
 
     return run_multi_api_server
+
+
+def _above() -> str | None:
+    """Return the directory for the folder of the API servers; None for the system's, where a socket's path fits."""
+    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_BYTES else None  # noqa: S108 - a folder of ours
 
 
 def _that_changes(settings: Settings) -> str | None:

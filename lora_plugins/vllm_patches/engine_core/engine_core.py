@@ -30,7 +30,7 @@ def patch() -> None:
     """Give every engine core of this process these utilities."""
     from vllm.v1.engine.core import EngineCore
 
-    for added in (_load, _pin, _unpin, _retire, _pause, _paused, _resume, _residency, _figures):
+    for added in _UTILITIES:
         # A client sends the name of a utility as text, and the engine core looks the name up on itself
         # (`_handle_client_request` in vllm/v1/engine/core.py, 0.32).
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
@@ -105,6 +105,13 @@ def _resume(self: Any, name: str) -> None:
     """Have the requests that the pause of a name holds go on."""
     _planner(self)
     self.scheduler.resume(name)
+
+
+@utility
+def _end_api_server(self: Any, number: int) -> None:
+    """End the requests of an API server that has died."""
+    of_dead = [name for name, request in self.scheduler.requests.items() if request.client_index == number]
+    self.abort_requests(of_dead)
 
 
 @utility
@@ -280,6 +287,7 @@ def _planner(core: Any) -> Planner:
     return planner
 
 
+_UTILITIES = (_load, _pin, _unpin, _retire, _pause, _paused, _resume, _end_api_server, _residency, _figures)
 _METHODS = (_add_lora, _remove_lora, _pin_lora, _list_loras, _collective_rpc, _sleep, _wake_up)
 
 LEDGER = (
@@ -289,6 +297,7 @@ LEDGER = (
             EngineCore{scheduler, model_executor}
             EngineCore.add_lora(self, lora_request)
             EngineCore.remove_lora(self, lora_id)
+            EngineCore.abort_requests(self, request_ids)
             EngineCore.pin_lora(self, lora_id)
             EngineCore.list_loras(self)
             EngineCore.collective_rpc(self, method, timeout, args, kwargs)

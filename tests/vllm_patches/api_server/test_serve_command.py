@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,11 +17,13 @@ from typing import Any
 
 import pytest
 import vllm.plugins
+import vllm.v1.utils
 from vllm.entrypoints.cli import serve as cli
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.server.leader import SOCKET
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import serve_command
 
@@ -98,6 +104,47 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool | None, boo
     return seen
 
 
+@pytest.mark.parametrize(
+    ("dying", "code", "is_started", "ends"),
+    [
+        (0, 0, True, "ApiServer_0 .* died with exit code 1"),
+        (1, 9, True, "ApiServer_0 .* died with exit code -15"),
+        (1, 9, False, "ApiServer_1 .* died with exit code 9"),
+    ],
+)
+def test_a_follower_that_serves_dies_alone(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, dying: int, code: int, is_started: bool, ends: str
+) -> None:
+    fork = multiprocessing.get_context("fork")
+
+    def start(args: Any) -> None:
+        processes: list[Any] = [
+            fork.Process(target=os._exit, args=(code,), name=f"ApiServer_{number}")
+            if number == dying
+            else fork.Process(target=time.sleep, args=(60,), name=f"ApiServer_{number}")
+            for number in range(3)
+        ]
+        for process in processes:
+            process.start()
+        if is_started:
+            (Path(getattr(args, serve_command.FOLDER)) / f"serves-{processes[dying].pid}").touch()
+        leaves = threading.Timer(1, processes[0].terminate)
+        leaves.start()
+        try:
+            cli.wait_for_completion_or_failure(api_server_manager=SimpleNamespace(processes=processes))
+        finally:
+            leaves.join()
+            for process in processes:
+                process.kill()
+                process.join()
+
+    monkeypatch.setattr(cli, "run_multi_api_server", start)
+    serve(MANAGER)
+    with pytest.raises(RuntimeError, match=ends):
+        cli.run_multi_api_server(servers(3))
+    assert cli.wait_for_completion_or_failure is vllm.v1.utils.wait_for_completion_or_failure
+
+
 def servers(count: int, **more: Any) -> SimpleNamespace:
     of_hosts = {"data_parallel_hybrid_lb": False, "data_parallel_start_rank": None}
     return SimpleNamespace(api_server_count=count, **{**of_hosts, **more})
@@ -105,14 +152,22 @@ def servers(count: int, **more: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("plugins", [f"{MANAGER},{RESOLVER}", f"{MANAGER},{RESOLVER},{ADMIN}"])
 def test_several_servers_get_a_folder_and_may_update(
-    serve: Serve, started: list[tuple[int, bool | None, bool]], plugins: str
+    serve: Serve,
+    started: list[tuple[int, bool | None, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    plugins: str,
 ) -> None:
     serve(plugins, **UPDATING)
+    (deep := tmp_path / ("d" * 90)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     several = servers(2)
     cli.run_multi_api_server(servers(1))
     cli.run_multi_api_server(several)
     assert started == [(1, None, True), (2, True, False)], "vLLM's command refuses updating with several"
-    assert not Path(getattr(several, serve_command.FOLDER)).exists(), "it is removed at the end"
+    folder = Path(getattr(several, serve_command.FOLDER))
+    assert not folder.exists(), "it is removed at the end"
+    assert len(str(folder / SOCKET)) < 107, "the path of a socket"
     assert cli.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
 
 

@@ -287,6 +287,21 @@ def test_an_abort_names_clients_whose_parts_wait_or_are_expected(make_engine: Ma
     assert found == RequestsOfName((), ("c",)), "its next part is expected"
 
 
+def test_what_a_dead_api_server_has_asked_for_ends(make_engine: Make) -> None:
+    engine = make_engine()
+    core: Any = EngineCore.__new__(EngineCore)
+    core.scheduler = engine.scheduler
+    pause(engine.scheduler, "adapter-2", PauseMode.WAIT)
+    for name, adapter, number in (("runs", 1, 3), ("held", 2, 3), ("other", 1, 0)):
+        engine.scheduler.add_request(of_dead := request(name, adapter, tokens=9))
+        of_dead.client_index = number
+    engine.step()
+    engine_core._end_api_server(core, 3)
+    assert list(engine.scheduler.requests) == ["other"]
+    engine.run()
+    assert len(engine.tokens_of("other")) == 9
+
+
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])
 def test_no_part_joins_in_another_mode(make_engine: Make, mode: PauseMode) -> None:
     engine = make_engine()

@@ -1,0 +1,103 @@
+"""The process `vllm serve` above several API servers: a follower's death ends no other process, the leader's end all.
+
+vLLM's `wait_for_completion_or_failure` ends all API servers and engines where one process has ended with another exit
+code than 0, and goes on without a process after exit code 0. The function gets the API servers with exit codes that say
+what the others can do without the dead process.
+
+A dead API server leaves no listening socket behind: all accept connections of the one socket that `vllm serve` has
+opened. In the engine, the leader ends the dead server's requests (`roles.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
+from lora_plugins.server.follower import has_started
+
+_END_S = 5.0
+
+
+def going_on(original: Callable[..., None], folder: Path) -> Callable[..., None]:
+    """Return vLLM's `wait_for_completion_or_failure` for API servers that find each other in this folder."""
+
+    def wait_for_completion_or_failure(api_server_manager: Any, *args: Any, **kwargs: Any) -> None:
+        original(_Servers(api_server_manager, folder), *args, **kwargs)
+
+    return wait_for_completion_or_failure
+
+
+class _Servers:
+    """A view of vLLM's manager of API servers."""
+
+    def __init__(self, manager: Any, folder: Path) -> None:
+        self._manager = manager
+        first, *others = manager.processes  # vLLM numbers API servers in this order, and number 0 leads
+        self.processes = [_Leader(first), *(_Follower(process, folder) for process in others)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+class _Ended:
+    """A view of an API server's process. vLLM reads the exit code once the process's end of `sentinel` is closed."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def _code(self) -> int | None:
+        # The system closes a dying process's files a moment before the exit code is there.
+        self._process.join(_END_S)
+        code: int | None = self._process.exitcode
+        return code
+
+
+class _Leader(_Ended):
+    """The first API server: no other may serve without the first, whatever its exit code."""
+
+    @property
+    def exitcode(self) -> int | None:
+        code = self._code()
+        return 1 if code == 0 else code
+
+
+class _Follower(_Ended):
+    """Another API server: the others serve on after its death, once it has begun to serve."""
+
+    def __init__(self, process: Any, folder: Path) -> None:
+        super().__init__(process)
+        self._folder = folder
+
+    @property
+    def exitcode(self) -> int | None:
+        code, name, pid = self._code(), self._process.name, self._process.pid
+        if not code or not has_started(self._folder, pid):
+            return code
+        logger.error("%s (PID: %d) died with exit code %d: its requests fail, the others serve on", name, pid, code)
+        return 0
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.entrypoints.cli.serve:
+            wait_for_completion_or_failure
+        vllm.v1.utils:
+            wait_for_completion_or_failure(api_server_manager, engine_manager, coordinator)
+            APIServerProcessManager{processes}
+        """,
+        what="wrapped, with several API servers of ours: after its start, an API server other than the first counts as "
+        "ended with exit code 0, and the first as ended with 1. Relied on in 0.30 to 0.33, read and run in 0.32: only "
+        "`processes` of the manager is read, in the order of the API servers' numbers, and of each process only "
+        "`sentinel`, `name`, `pid` and, after its end, `exitcode`; all accept from one socket",
+        why="vLLM goes on without a process after exit code 0 only: a killed API server ended all, and a first API "
+        "server that ended with 0 left the others without names",
+        remove="vLLM goes on without a dead API server, or starts another in its place",
+    ),
+)
