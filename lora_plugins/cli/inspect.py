@@ -84,12 +84,19 @@ def inspect(
         try:
             with describing(adapter=shown if "://" in text else ""):
                 places = _find(output, settings, text)
-                answers += [_result(path, uri, _look(path, settings, base), base) for path, uri in places]
+            is_list = is_list or len(places) > 1
+            for path, uri in places:
+                looked = _look(path, settings, base)
+                if is_list and looked.error is not None:
+                    looked.error.adapter = looked.error.adapter or (shown if len(places) == 1 else uri or str(path))
+                answers.append(_result(path, uri, looked, base))
         except LoRAPluginsError as error:
             if not is_list:
                 raise
+            if not os.path.isabs(error.file):  # a whole path says enough
+                error.adapter = error.adapter or shown
             answers.append(_nothing(shown, error))
-    return together(answers, is_list=is_list or len(answers) > 1, blank_between=True)
+    return together(answers, is_list=is_list, blank_between=True)
 
 
 def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str | None]]:
