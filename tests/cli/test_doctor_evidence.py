@@ -45,7 +45,9 @@ def test_base_rows_with_an_adapter_are_a_warning(tmp_path, code, version, plugin
     assert all("lora_kernels" in item.remedy for item in said)
 
 
-@pytest.mark.parametrize(("name", "code"), [("lora_filesytem_resolver", Exit.WRONG), ("acme_plugin", Exit.OK)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("lora_filesytem_resolver", Exit.WRONG), ("lora_s3", Exit.WRONG), ("acme_plugin", Exit.OK)]
+)
 def test_a_misspelt_plugin_of_ours_is_a_problem(cli, name, code):
     assert examined_with(cli, {"VLLM_PLUGINS": name})[0] == code
 
