@@ -38,7 +38,8 @@ ok, on, off = partial(Finding, State.OK), partial(Finding, State.ON), partial(Fi
 warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBLEM)
 
 # A server's variables, but for the names of plugins: another check shows them.
-_KEPT = {*VARIABLES, "XDG_CACHE_HOME"} - {"VLLM_PLUGINS"}
+_KEPT = {*VARIABLES, "XDG_CACHE_HOME", "VLLM_API_KEY", "HUGGING_FACE_HUB_TOKEN"} - {"VLLM_PLUGINS"}
+_OF_LIBRARIES = ("AWS_", "HF_")
 _LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
@@ -156,7 +157,8 @@ def settings(context: Context) -> Iterator[Finding]:
         found = problem_of(error)
         yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else found
     if not context.wrong:
-        yield ok(", ".join(sorted(_KEPT & set(context.env))) or "none is set: all at their defaults")
+        kept = sorted(name for name in context.env if name in _KEPT or name.startswith(_OF_LIBRARIES))
+        yield ok(", ".join(kept) or "none is set: all at their defaults")
 
 
 def plugins(context: Context) -> Iterator[Finding]:

@@ -196,6 +196,12 @@ def test_an_empty_environment_is_no_problem(cli):
     }
 
 
+def test_variables_of_libraries_are_named_without_values(cli):
+    names = ["AWS_ENDPOINT_URL", "AWS_REGION", "HF_HUB_OFFLINE", "HF_TOKEN", "VLLM_API_KEY"]
+    cli.env = dict.fromkeys(names, "hunter2")
+    assert examined(cli)[1]["settings"][0]["found"] == ", ".join(names)
+
+
 @pytest.mark.usefixtures("permissions_count")
 def test_what_may_not_be_read_or_written(cli):
     policy = cli.root / "policy.toml"
