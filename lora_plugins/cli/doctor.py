@@ -136,14 +136,21 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
     if problems:
         first = next((item for item in problems if item.check in ("settings", "plugins")), problems[0])
         return f"not all that is asked for is served: first mend '{first.check}'"
-    # A warning may be of a source that is set and off.
+    # A warning may be of a plugin that is set and off.
     runs = {item.check for item in found if item.state in (State.ON, State.WARNING) and item.found[:4] != "off:"}
-    sources = [check for check in SOURCES if check in runs]
-    if not sources and "admin" not in runs:
+    is_on = {item.check for item in found if item.state is State.ON}
+    asked = [check for check in SOURCES if check in runs]
+    sources = [check for check in asked if check in is_on]
+    if not asked and "admin" not in runs:
         return f"{_NOTHING} by name: VLLM_PLUGINS names no source of adapters"
-    if sources and "runtime" not in runs:
+    if asked and "runtime" not in runs:
         return f"{_NOTHING} by name: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-    where = f"adapters are served by name from {', '.join(sources)}" if sources else "adapters are served by URI alone"
+    where = "adapters are served by URI alone"
+    if asked:
+        # A source without adapters has a warning, and nothing that is on.
+        where = f"no adapter was found in {', '.join(asked)}"
+    if sources:
+        where = f"adapters are served by name from {', '.join(sources)}"
     return f"{where}; {'with' if 'admin' in runs else 'without'} the admin API"
 
 

@@ -18,7 +18,7 @@ from lora_plugins.cli.output import number
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import Finding, State, problem_of
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
-from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source
 
 if TYPE_CHECKING:
     from lora_plugins.resolvers.sources.object_store import ObjectSource
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _PROBE = "lora-plugins-doctor"
 _MAX_ENTRIES = 20  # of the Hub's list
 _MAX_FOLDERS = 10_000
+_SHOWN = 3
+_OF_EXT4 = "lost+found"  # root's own, at the top of a volume
 
 
 def filesystem(context: Context) -> Iterator[Finding]:
@@ -35,34 +37,50 @@ def filesystem(context: Context) -> Iterator[Finding]:
     if root is None:
         return  # its variable cannot be right, and another check reports the variable
     try:
-        count = _adapters_below(root)
+        count, denied = _adapters_below(root)
     except OSError as error:
         yield problem(f"{root} cannot be read: {error.strerror}", "let the server's user read it")
         return
     is_adapter = context.at_start("filesystem")
     yield from (replace(finding, state=State.WARNING) if count else finding for finding in is_adapter)
+    if denied:
+        shown = ", ".join(denied[:_SHOWN]) + (f" and {len(denied) - _SHOWN} more" if len(denied) > _SHOWN else "")
+        yield problem(f"this user may not read {shown}", "let the server's user read it, and run doctor as that user")
     if count:
         yield on(f"{root}: {number(count, 'adapter')} in it and its folders")
-    elif not is_adapter:
+    elif not is_adapter and not denied:
         remedy = "put adapters there as <name>/ or <team>/<name>/"
         yield warning(f"{root}: no {CONFIG_FILE} in its folders or theirs", remedy)
 
 
-def _adapters_below(root: Path) -> int:
-    """Count adapters that a name can reach, two folders deep; of a huge tree, only the beginning is read."""
-    count = looked = 0
-    for folder in [entry for entry in os.scandir(root) if entry.is_dir()]:
+def _adapters_below(root: Path) -> tuple[int, list[str]]:
+    """Count adapters that a name can reach, two folders deep, and name what denies this user; may stop at a limit."""
+    count, looked = 0, 0
+    denied: list[str] = []
+    for folder in [entry for entry in os.scandir(root) if entry.is_dir() and entry.name != _OF_EXT4]:
         below = [folder.path]
-        try:
+        with suppress(PermissionError):  # `_denied_in` names it
             below += [entry.path for entry in os.scandir(folder) if entry.is_dir()]
-        except PermissionError:
-            continue
-        has = [path for path in below if os.path.lexists(os.path.join(path, CONFIG_FILE))]
-        count += sum(_is_a_name(os.path.relpath(path, root)) for path in has)
+        for path in (path for path in below if _is_a_name(os.path.relpath(path, root))):
+            not_read = _denied_in(path)
+            denied += not_read
+            count += not not_read and os.path.lexists(os.path.join(path, CONFIG_FILE))
         looked += len(below)
         if looked > _MAX_FOLDERS:
             break
-    return count
+    return count, denied
+
+
+def _denied_in(folder: str) -> list[str]:
+    """Return the folder, or the adapter's files in the folder, if this user may not read them."""
+    if not _may(folder, os.R_OK | os.X_OK):
+        return [folder]
+    files = [os.path.join(folder, name) for name in ADAPTER_FILES]
+    return [file for file in files if os.path.exists(file) and not _may(file, os.R_OK)]
+
+
+def _may(path: str, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _is_a_name(text: str) -> bool:

@@ -230,6 +230,20 @@ def test_what_may_not_be_read_or_written(cli):
     assert "Permission denied" in finding["found"]
 
 
+@pytest.mark.usefixtures("permissions_count")
+def test_folders_and_weights_that_may_not_be_read(cli):
+    denied = (cli.adapters / "team", cli.adapters / "sql" / "adapter_model.safetensors")
+    put(cli.adapters / "lost+found", adapter_files()).chmod(0)
+    for path in denied:
+        path.chmod(0)
+    code, found = examined(cli)
+    denied[0].chmod(0o755)
+    states = [(item["state"], item["found"]) for item in found["filesystem"]]
+    assert (code, states[1:]) == (Exit.WRONG, [("on", f"{cli.adapters}: 1 adapter in it and its folders")])
+    assert [str(path) in states[0][1] for path in denied] == [True, True]
+    assert "lost+found" not in states[0][1]
+
+
 def test_a_policy_that_can_be_read_and_by_whom(cli):
     policy = cli.root / "policy.toml"
     policy.write_text('[tenants.a]\nkeys = ["one", "two"]\nadapters = ["a/*"]\n')
