@@ -19,7 +19,7 @@ from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, SOURCES
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, RESOLVERS
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
@@ -208,7 +208,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
 def runtime(context: Context) -> Iterator[Finding]:
     """Report whether vLLM asks resolvers at all; nobody minds where no source is named."""
     not_asked = context.at_start("runtime")
-    if not_asked and all(context.why_off(plugin) for plugin in SOURCES):
+    if not_asked and all(context.why_off(plugin) for plugin in RESOLVERS):
         yield off(not_asked[0].found, not_asked[0].remedy)
     else:
         yield from not_asked or [on("vLLM asks resolvers for unknown names")]

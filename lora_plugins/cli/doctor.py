@@ -22,7 +22,7 @@ from lora_plugins.cli.server import AdminClient
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.findings import Finding, State, discovered_plugins, problem_of
 from lora_plugins.ledger import check as ledger_check
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
 from lora_plugins.settings import SOURCES, environment
 from lora_plugins.vllm_patches import versions
 
@@ -53,6 +53,7 @@ CHECKS: Mapping[str, Check] = {
     "filesystem": of_plugin(FILESYSTEM, (_ROOT,), source_checks.filesystem, needs=_ROOT),
     "s3": of_plugin(S3, (_TEMPLATE,), source_checks.s3, needs=_TEMPLATE),
     "hub": of_plugin(HUB, (_REPOS,), source_checks.hub, needs=_REPOS),
+    "sources": source_checks.others,
     "runtime": checks.runtime,
     "manager": of_plugin(MANAGER, _OF_MANAGER, checks.manager, "vLLM's own LoRA manager runs"),
     "kernels": checks.or_vllms_kernels(
@@ -139,8 +140,9 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
     # A warning may be of a plugin that is set and off.
     runs = {item.check for item in found if item.state in (State.ON, State.WARNING) and item.found[:4] != "off:"}
     is_on = {item.check for item in found if item.state is State.ON}
-    asked = [check for check in SOURCES if check in runs]
-    sources = [check for check in asked if check in is_on]
+    by_check = {**{check: check for check in SOURCES}, "sources": OTHERS}
+    asked = [name for check, name in by_check.items() if check in runs]
+    sources = [name for check, name in by_check.items() if check in is_on]
     if not asked and "admin" not in runs:
         return f"{_NOTHING} by name: VLLM_PLUGINS names no source of adapters"
     if asked and "runtime" not in runs:

@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING
 from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.cli.checks import Context, on, problem, warning
+from lora_plugins.cli.checks import Context, off, on, problem, warning
 from lora_plugins.cli.output import number
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import Finding, State, problem_of
-from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
+from lora_plugins.plugin_names import OTHERS
+from lora_plugins.resolvers.sources.configured import (
+    filesystem_source,
+    hub_source,
+    points_of_others,
+    s3_source,
+    sources_of_others,
+)
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source
 
 if TYPE_CHECKING:
@@ -166,6 +173,24 @@ def hub(context: Context) -> Iterator[Finding]:
             yield on(f"{entry}: the Hub answers")
         else:
             yield on(f"{entry}: the Hub answers, and has no adapter at this place itself")
+
+
+def others(context: Context) -> Iterator[Finding]:
+    """List the sources of other packages; nothing where no package has a source and `VLLM_PLUGINS` names none."""
+    installed = [point.name for point in points_of_others()]
+    why_off = context.why_off(OTHERS)
+    if why_off:
+        yield from [off(f"{why_off}: {', '.join(installed)} of other packages")] if installed else []
+        return
+    if not installed:
+        found = f"VLLM_PLUGINS names {OTHERS}, and no installed package has a source"
+        yield warning(found, f"install one where vLLM is installed, or leave {OTHERS} out")
+        return
+    made = sources_of_others(context.settings)
+    if made:
+        yield on(f"{', '.join(source.label for source in made)} of other packages")
+    else:
+        yield warning(f"{', '.join(installed)} of other packages: without a setting of its own, none serves")
 
 
 async def _ask(source: Source, name: AdapterName, timeout_s: float) -> RemoteAdapter | Absence | LoRAPluginsError:
