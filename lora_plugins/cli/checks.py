@@ -19,7 +19,7 @@ from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, RESOLVERS
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, RESOLVERS, S3
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
@@ -40,6 +40,8 @@ warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBL
 # A server's variables, but for the names of plugins: another check shows them.
 _KEPT = {*VARIABLES, "XDG_CACHE_HOME", "VLLM_API_KEY", "HUGGING_FACE_HUB_TOKEN"} - {"VLLM_PLUGINS"}
 _OF_LIBRARIES = ("AWS_", "HF_")
+# A source's plugin does nothing without its variable.
+NEEDS = {FILESYSTEM: "VLLM_LORA_RESOLVER_CACHE_DIR", S3: "S3_PATH_TEMPLATE", HUB: "VLLM_LORA_RESOLVER_HF_REPO_LIST"}
 _LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
@@ -121,6 +123,12 @@ class Context:
             return "VLLM_PLUGINS is unset"
         return "" if named_in_environment(plugin, self.env) else "VLLM_PLUGINS does not name it"
 
+    @property
+    def has_a_source(self) -> bool:
+        """Whether a source is named, and has its variable."""
+        named = [plugin for plugin in RESOLVERS if not self.why_off(plugin)]
+        return OTHERS in named or any(self.env.get(NEEDS[plugin]) for plugin in named)
+
 
 Check = Callable[[Context], Iterator[Finding]]
 
@@ -174,12 +182,12 @@ def plugins(context: Context) -> Iterator[Finding]:
     yield from wrong or [ok(f"VLLM_PLUGINS names {named or 'none'}")]
 
 
-def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str = "", *, needs: str = "") -> Check:
+def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str = "") -> Check:
     """Return the check of one of our plugins: whether the plugin runs, and then `look`.
 
-    `variables` do nothing without the plugin, and the plugin does nothing without the variable that it `needs`;
-    `instead` says what happens where the plugin does not run.
+    `variables` do nothing without the plugin; `instead` says what happens where the plugin does not run.
     """
+    needs = NEEDS.get(plugin, "")
 
     def check(context: Context) -> Iterator[Finding]:
         why_off = context.why_off(plugin)
@@ -198,7 +206,9 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
                 "install lora-plugins again where vLLM is installed: pip install lora-plugins",
             )
         elif needs and needs not in named:
-            yield problem(f"VLLM_PLUGINS names {plugin}, but {needs} is unset: it serves nothing", f"set {needs}")
+            found = f"VLLM_PLUGINS names {plugin}, but {needs} is unset: it serves nothing"
+            # Images name all sources, and a deployment sets the variable of one.
+            yield off(found) if context.has_a_source else problem(found, f"set {needs}")
         else:
             yield from look(context)
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lora_plugins.api.models import AdapterList, DeclaredState
 from lora_plugins.cli import checks, source_checks
-from lora_plugins.cli.checks import Check, Context, of_plugin, ok, problem, warning
+from lora_plugins.cli.checks import NEEDS, Check, Context, of_plugin, ok, problem, warning
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Result, Shown, line, number, table
 from lora_plugins.cli.server import AdminClient
@@ -33,7 +33,6 @@ _STYLES = {
     State.WARNING: "yellow",
     State.PROBLEM: "bold red",
 }
-_ROOT, _TEMPLATE, _REPOS = "VLLM_LORA_RESOLVER_CACHE_DIR", "S3_PATH_TEMPLATE", "VLLM_LORA_RESOLVER_HF_REPO_LIST"
 _OF_MANAGER = ("LORA_PLUGINS_HOST_MAX_BYTES", "LORA_PLUGINS_HOST_POLICY", "LORA_PLUGINS_UNMATCHED")
 _OF_KERNELS = ("LORA_PLUGINS_KERNELS",)
 _OF_ADMIN = (
@@ -50,9 +49,9 @@ CHECKS: Mapping[str, Check] = {
     "ledger": checks.ledger,
     "settings": checks.settings,
     "plugins": checks.plugins,
-    "filesystem": of_plugin(FILESYSTEM, (_ROOT,), source_checks.filesystem, needs=_ROOT),
-    "s3": of_plugin(S3, (_TEMPLATE,), source_checks.s3, needs=_TEMPLATE),
-    "hub": of_plugin(HUB, (_REPOS,), source_checks.hub, needs=_REPOS),
+    "filesystem": of_plugin(FILESYSTEM, (NEEDS[FILESYSTEM],), source_checks.filesystem),
+    "s3": of_plugin(S3, (NEEDS[S3],), source_checks.s3),
+    "hub": of_plugin(HUB, (NEEDS[HUB],), source_checks.hub),
     "sources": source_checks.others,
     "runtime": checks.runtime,
     "manager": of_plugin(MANAGER, _OF_MANAGER, checks.manager, "vLLM's own LoRA manager runs"),

@@ -131,6 +131,10 @@ BROKEN = {
         {**S3, **KEYS, "AWS_ENDPOINT_URL": NOBODY, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "eu-central-1"},
         "s3", "problem", "an object store that cannot be reached", "check the network and the endpoint",
     ),
+    "one of several sources set": (
+        {"VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver"},
+        "s3", "off", "but S3_PATH_TEMPLATE is unset: it serves nothing", "",
+    ),
     "hub list empty": (
         {"VLLM_PLUGINS": "lora_hf_hub_resolver"},
         "hub", "problem", "but VLLM_LORA_RESOLVER_HF_REPO_LIST is unset", "set VLLM_LORA_RESOLVER_HF_REPO_LIST",
