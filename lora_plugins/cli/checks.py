@@ -215,6 +215,20 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
     return check
 
 
+def unless_wrong(variable: str, check: Check) -> Check:
+    """Return a check that looks at nothing where its variable is wrong, which another check reports."""
+
+    def known(context: Context) -> Iterator[Finding]:
+        yield from [not_checked(variable)] if variable in context.wrong else check(context)
+
+    return known
+
+
+def not_checked(variable: str) -> Finding:
+    """Return the finding of a check whose variable is wrong."""
+    return warning(f"not checked: {variable} is wrong")
+
+
 def runtime(context: Context) -> Iterator[Finding]:
     """Report whether vLLM asks resolvers at all; nobody minds where no source is named."""
     not_asked = context.at_start("runtime")
@@ -287,6 +301,8 @@ def store(context: Context) -> Iterator[Finding]:
     free_bytes = shutil.disk_usage(place).free
     there = number(len(known), "adapter") if layout.root.is_dir() else "will be made"
     limit = "budget a share of the disk" if budget is None else f"budget {size(budget)}"
+    if "LORA_PLUGINS_STORE_MAX_BYTES" in context.wrong:
+        limit = "budget not checked"
     summary = f"{layout.root}: {there}, {size(used_bytes)} used, {limit}, {size(free_bytes)} free on its disk"
     if budget is not None and budget - used_bytes > free_bytes:
         remedy = "lower LORA_PLUGINS_STORE_MAX_BYTES, or free space"

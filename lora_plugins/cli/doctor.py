@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lora_plugins.api.models import AdapterList, DeclaredState
 from lora_plugins.cli import checks, source_checks
-from lora_plugins.cli.checks import NEEDS, Check, Context, of_plugin, ok, problem, warning
+from lora_plugins.cli.checks import NEEDS, Check, Context, of_plugin, ok, problem, unless_wrong, warning
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Result, Shown, line, number, table
 from lora_plugins.cli.server import AdminClient
@@ -56,12 +56,14 @@ CHECKS: Mapping[str, Check] = {
     "runtime": checks.runtime,
     "manager": of_plugin(MANAGER, _OF_MANAGER, checks.manager, "vLLM's own LoRA manager runs"),
     "kernels": checks.or_vllms_kernels(
-        of_plugin(KERNELS, _OF_KERNELS, checks.kernels, "vLLM's own kernels compute adapters")
+        of_plugin(
+            KERNELS, _OF_KERNELS, unless_wrong(*_OF_KERNELS, checks.kernels), "vLLM's own kernels compute adapters"
+        )
     ),
     "admin": of_plugin(ADMIN, _OF_ADMIN, checks.admin, "no admin API, no hot swap"),
-    "store": checks.store,
-    "policy": checks.policy,
-    "adapters": checks.adapters_file,
+    "store": unless_wrong("LORA_PLUGINS_STORE_DIR", checks.store),
+    "policy": unless_wrong("LORA_PLUGINS_POLICY", checks.policy),
+    "adapters": unless_wrong("LORA_PLUGINS_ADAPTERS_FILE", checks.adapters_file),
 }
 
 # Metrics of a server from its start, each of a plugin.

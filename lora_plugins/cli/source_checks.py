@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.cli.checks import Context, off, on, problem, warning
+from lora_plugins.cli.checks import Context, not_checked, off, on, problem, warning
 from lora_plugins.cli.output import number
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import Finding, State, problem_of
@@ -42,7 +42,8 @@ def filesystem(context: Context) -> Iterator[Finding]:
     filesystem_source(context.settings)
     root = context.settings.filesystem_root
     if root is None:
-        return  # its variable cannot be right, and another check reports the variable
+        yield not_checked("VLLM_LORA_RESOLVER_CACHE_DIR")
+        return
     try:
         count, denied = _adapters_below(root)
     except OSError as error:
