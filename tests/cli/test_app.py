@@ -76,6 +76,7 @@ WRONG_ARGUMENTS = {
     "a URI with a password to inspect": (["inspect", "s3://user:secret@bucket/x"], Exit.WRONG),
     "a URI with a password to remove": (["rm", "s3://user:secret@bucket/x"], Exit.NOT_FOUND),
     "a URI of nothing": (["inspect", "nothing://bucket/x"], Exit.UNAVAILABLE),
+    "a URI of FTP": (["pull", "ftp://127.0.0.1:1/x"], Exit.UNAVAILABLE),
     "a URI with nothing there": (["pull", f"file://{Path(__file__).parent}/nothing"], Exit.NOT_FOUND),
     "a URI of what is not mounted": (["pull", "file:///no/such/adapter"], Exit.UNAVAILABLE),
     "no such command": (["serve"], Exit.USAGE),
