@@ -144,7 +144,12 @@ def test_an_environment_without_a_source(cli, command):
     del cli.env["VLLM_PLUGINS"]
     done = cli(command, "sql")
     assert done.code == Exit.SETTINGS
-    assert "no source of adapters in this environment" in done.err
+    assert "no source of adapters in this environment" in done.out + done.err
+    assert ("the server gives no answer" in done.out) == (command == "why")
+
+
+def test_a_former_command_names_the_present_one(cli):
+    assert "'resolve' is now 'why'" in cli("resolve", "sql").err
 
 
 def test_a_root_that_is_gone_is_not_a_missing_adapter(cli):
