@@ -15,6 +15,9 @@ from lora_plugins.plugin_names import FILESYSTEM, KERNELS, OURS, PLUGIN_GROUPS
 from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.variables import closest
 
+_SHARED = ("lora", "resolver", "plugin", "plugins")
+_SHORT = {"fs": "filesystem", "huggingface": "hf"}
+
 
 class State(StrEnum):
     """`ON` and `OK` are as they should be, `OFF` is a choice; a `PROBLEM` keeps something asked for from working."""
@@ -59,17 +62,36 @@ def unknown_plugins(
 ) -> Iterator[Finding]:
     """Yield names in `VLLM_PLUGINS` that vLLM passes over in silence; with `only_ours`, names that look like ours."""
     for name in env.get("VLLM_PLUGINS", "").split(","):
-        close = closest(name.strip(), OURS if only_ours else {*OURS, *installed})
-        if not name or name in installed or (only_ours and close is None):
+        close, looks_like_ours = plugin_meant(name)
+        if not name or name in installed or (only_ours and not looks_like_ours):
             continue
         if name.strip() in installed:
             # vLLM splits at commas and strips nothing (vllm/envs.py, 0.30 to 0.33).
             found = f"VLLM_PLUGINS names '{name}', and vLLM does not leave out the space: it is not loaded"
             yield Finding(State.PROBLEM, found, "separate the names by commas alone")
-        else:
-            found = f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin"
-            state = State.PROBLEM if close in OURS else State.WARNING
-            yield Finding(state, found, f"did you mean {close}?" if close else "correct or remove the name")
+            continue
+        close = close or (None if only_ours else closest(name.strip(), installed))
+        found = f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin"
+        ours = f"correct or remove the name; lora-plugins has {', '.join(OURS)}"
+        remedy = f"did you mean {close}?" if close else ours if looks_like_ours else "correct or remove the name"
+        yield Finding(State.PROBLEM if looks_like_ours else State.WARNING, found, remedy)
+
+
+def plugin_meant(name: str) -> tuple[str | None, bool]:
+    """Return the plugin of ours that a name means, if clear, and whether the name looks like one of ours at all."""
+    folded = name.strip().casefold().replace("-", "_")
+    # Most names share these words: only the other words tell plugins apart.
+    words = [_SHORT.get(word, word) for word in folded.split("_") if closest(word, _SHARED) is None]
+    if words:
+        having = [plugin for plugin in OURS if set(words) <= set(plugin.split("_"))]
+        if len(having) == 1:
+            return having[0], True
+    if not folded.startswith("lora_"):
+        close = closest(folded, OURS) if closest(folded.split("_")[0], ("lora",)) else None
+        return close, close is not None or (len(folded) > 1 and any(folded in plugin for plugin in OURS))
+    by_words = {plugin.removeprefix("lora_").removesuffix("_resolver"): plugin for plugin in OURS}
+    close = closest("_".join(words), by_words)
+    return (None if close is None else by_words[close]), True
 
 
 def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_adapter: bool) -> Iterator[Finding]:

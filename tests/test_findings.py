@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lora_plugins.findings import resolvers_not_asked, unknown_plugins
+from lora_plugins.plugin_names import MANAGER, OURS
 from lora_plugins.settings import Settings
 
+LIST = f"correct or remove the name; lora-plugins has {', '.join(OURS)}"
 INSTALLED = ("lora_admin", "lora_kernels", "lora_filesystem_resolver", "lora_s3_resolver", "oot")
 
 
@@ -16,7 +18,13 @@ INSTALLED = ("lora_admin", "lora_kernels", "lora_filesystem_resolver", "lora_s3_
         ("lora_filesystm_resolver,lora_admin", ["did you mean lora_filesystem_resolver?"]),
         ("lora_admin, lora_kernels", ["separate the names by commas alone"]),
         ("LORA_S3_RESOLVER", ["did you mean lora_s3_resolver?"]),
-        ("lora_s3_resolver,oot,,dummy", []),
+        ("lora_s3_resolver,oot,,dummy,acme_kernels,acme_admin,acme_lora", []),
+        ("lora_s3,s3", ["did you mean lora_s3_resolver?"] * 2),
+        ("lora_hub,lora_hf,hf_hub", ["did you mean lora_hf_hub_resolver?"] * 3),
+        ("lora_fs_resolver,filesystem", ["did you mean lora_filesystem_resolver?"] * 2),
+        ("lora_sources_resolver,lra_sources", ["did you mean lora_sources?"] * 2),
+        ("kernels,lora-kernel,lora_manager", [f"did you mean {name}?" for name in ("lora_kernels",) * 2 + (MANAGER,)]),
+        ("lora_resolver,lora_plugins,resolver", [LIST] * 3),
     ],
 )
 def test_names_that_look_like_ours_are_found(named, remedies):

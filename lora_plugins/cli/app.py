@@ -44,6 +44,10 @@ _COMMANDS: Sequence[Callable[..., Result | None]] = (
     explain,
     *(verb.command() for verb in VERBS),
 )
+# By Typer's error: Typer suggests a name that is spelt alike.
+_FORMER = {
+    "No such command 'resolve'": "'resolve' is now 'why': lora-plugins why NAME (--no-server: the sources alone)"
+}
 # Examples at the end of each command's help.
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "doctor": ("doctor", "doctor --url http://127.0.0.1:8000", "doctor --no-network --json"),
@@ -113,7 +117,8 @@ def run(arguments: Sequence[str]) -> int:
         message = getattr(error, "format_message", None)  # an error of Typer's
         if message is not None:
             # Typer has pydantic convert values, whose words say nothing to a user.
-            return _usage(output, str(message()).replace("Value error, ", "").replace("Input should", "it should"))
+            text = str(message()).replace("Value error, ", "").replace("Input should", "it should")
+            return _usage(output, next((now for former, now in _FORMER.items() if text.startswith(former)), text))
         if "--debug" in arguments:
             traceback.print_exception(error, file=sys.stderr)
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -19,7 +19,7 @@ from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, SOURCES
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, RESOLVERS, S3
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
@@ -38,7 +38,10 @@ ok, on, off = partial(Finding, State.OK), partial(Finding, State.ON), partial(Fi
 warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBLEM)
 
 # A server's variables, but for the names of plugins: another check shows them.
-_KEPT = {*VARIABLES, "XDG_CACHE_HOME"} - {"VLLM_PLUGINS"}
+_KEPT = {*VARIABLES, "XDG_CACHE_HOME", "VLLM_API_KEY", "HUGGING_FACE_HUB_TOKEN"} - {"VLLM_PLUGINS"}
+_OF_LIBRARIES = ("AWS_", "HF_")
+# A source's plugin does nothing without its variable.
+NEEDS = {FILESYSTEM: "VLLM_LORA_RESOLVER_CACHE_DIR", S3: "S3_PATH_TEMPLATE", HUB: "VLLM_LORA_RESOLVER_HF_REPO_LIST"}
 _LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
@@ -120,6 +123,12 @@ class Context:
             return "VLLM_PLUGINS is unset"
         return "" if named_in_environment(plugin, self.env) else "VLLM_PLUGINS does not name it"
 
+    @property
+    def has_a_source(self) -> bool:
+        """Whether a source is named, and has its variable."""
+        named = [plugin for plugin in RESOLVERS if not self.why_off(plugin)]
+        return OTHERS in named or any(self.env.get(NEEDS[plugin]) for plugin in named)
+
 
 Check = Callable[[Context], Iterator[Finding]]
 
@@ -156,7 +165,8 @@ def settings(context: Context) -> Iterator[Finding]:
         found = problem_of(error)
         yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else found
     if not context.wrong:
-        yield ok(", ".join(sorted(_KEPT & set(context.env))) or "none is set: all at their defaults")
+        kept = sorted(name for name in context.env if name in _KEPT or name.startswith(_OF_LIBRARIES))
+        yield ok(", ".join(kept) or "none is set: all at their defaults")
 
 
 def plugins(context: Context) -> Iterator[Finding]:
@@ -172,12 +182,12 @@ def plugins(context: Context) -> Iterator[Finding]:
     yield from wrong or [ok(f"VLLM_PLUGINS names {named or 'none'}")]
 
 
-def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str = "", *, needs: str = "") -> Check:
+def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str = "") -> Check:
     """Return the check of one of our plugins: whether the plugin runs, and then `look`.
 
-    `variables` do nothing without the plugin, and the plugin does nothing without the variable that it `needs`;
-    `instead` says what happens where the plugin does not run.
+    `variables` do nothing without the plugin; `instead` says what happens where the plugin does not run.
     """
+    needs = NEEDS.get(plugin, "")
 
     def check(context: Context) -> Iterator[Finding]:
         why_off = context.why_off(plugin)
@@ -196,17 +206,33 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
                 "install lora-plugins again where vLLM is installed: pip install lora-plugins",
             )
         elif needs and needs not in named:
-            yield problem(f"VLLM_PLUGINS names {plugin}, but {needs} is unset: it serves nothing", f"set {needs}")
+            found = f"VLLM_PLUGINS names {plugin}, but {needs} is unset: it serves nothing"
+            # Images name all sources, and a deployment sets the variable of one.
+            yield off(found) if context.has_a_source else problem(found, f"set {needs}")
         else:
             yield from look(context)
 
     return check
 
 
+def unless_wrong(variable: str, check: Check) -> Check:
+    """Return a check that looks at nothing where its variable is wrong, which another check reports."""
+
+    def known(context: Context) -> Iterator[Finding]:
+        yield from [not_checked(variable)] if variable in context.wrong else check(context)
+
+    return known
+
+
+def not_checked(variable: str) -> Finding:
+    """Return the finding of a check whose variable is wrong."""
+    return warning(f"not checked: {variable} is wrong")
+
+
 def runtime(context: Context) -> Iterator[Finding]:
     """Report whether vLLM asks resolvers at all; nobody minds where no source is named."""
     not_asked = context.at_start("runtime")
-    if not_asked and all(context.why_off(plugin) for plugin in SOURCES):
+    if not_asked and all(context.why_off(plugin) for plugin in RESOLVERS):
         yield off(not_asked[0].found, not_asked[0].remedy)
     else:
         yield from not_asked or [on("vLLM asks resolvers for unknown names")]
@@ -275,6 +301,8 @@ def store(context: Context) -> Iterator[Finding]:
     free_bytes = shutil.disk_usage(place).free
     there = number(len(known), "adapter") if layout.root.is_dir() else "will be made"
     limit = "budget a share of the disk" if budget is None else f"budget {size(budget)}"
+    if "LORA_PLUGINS_STORE_MAX_BYTES" in context.wrong:
+        limit = "budget not checked"
     summary = f"{layout.root}: {there}, {size(used_bytes)} used, {limit}, {size(free_bytes)} free on its disk"
     if budget is not None and budget - used_bytes > free_bytes:
         remedy = "lower LORA_PLUGINS_STORE_MAX_BYTES, or free space"

@@ -15,14 +15,14 @@ from rich.text import Text
 
 from lora_plugins.api.models import AdapterList, DeclaredState
 from lora_plugins.cli import checks, source_checks
-from lora_plugins.cli.checks import Check, Context, of_plugin, ok, problem, warning
+from lora_plugins.cli.checks import NEEDS, Check, Context, of_plugin, ok, problem, unless_wrong, warning
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Result, Shown, line, number, table
 from lora_plugins.cli.server import AdminClient
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.findings import Finding, State, discovered_plugins, problem_of
 from lora_plugins.ledger import check as ledger_check
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, S3
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
 from lora_plugins.settings import SOURCES, environment
 from lora_plugins.vllm_patches import versions
 
@@ -33,7 +33,6 @@ _STYLES = {
     State.WARNING: "yellow",
     State.PROBLEM: "bold red",
 }
-_ROOT, _TEMPLATE, _REPOS = "VLLM_LORA_RESOLVER_CACHE_DIR", "S3_PATH_TEMPLATE", "VLLM_LORA_RESOLVER_HF_REPO_LIST"
 _OF_MANAGER = ("LORA_PLUGINS_HOST_MAX_BYTES", "LORA_PLUGINS_HOST_POLICY", "LORA_PLUGINS_UNMATCHED")
 _OF_KERNELS = ("LORA_PLUGINS_KERNELS",)
 _OF_ADMIN = (
@@ -50,18 +49,21 @@ CHECKS: Mapping[str, Check] = {
     "ledger": checks.ledger,
     "settings": checks.settings,
     "plugins": checks.plugins,
-    "filesystem": of_plugin(FILESYSTEM, (_ROOT,), source_checks.filesystem, needs=_ROOT),
-    "s3": of_plugin(S3, (_TEMPLATE,), source_checks.s3, needs=_TEMPLATE),
-    "hub": of_plugin(HUB, (_REPOS,), source_checks.hub, needs=_REPOS),
+    "filesystem": of_plugin(FILESYSTEM, (NEEDS[FILESYSTEM],), source_checks.filesystem),
+    "s3": of_plugin(S3, (NEEDS[S3],), source_checks.s3),
+    "hub": of_plugin(HUB, (NEEDS[HUB],), source_checks.hub),
+    "sources": source_checks.others,
     "runtime": checks.runtime,
     "manager": of_plugin(MANAGER, _OF_MANAGER, checks.manager, "vLLM's own LoRA manager runs"),
     "kernels": checks.or_vllms_kernels(
-        of_plugin(KERNELS, _OF_KERNELS, checks.kernels, "vLLM's own kernels compute adapters")
+        of_plugin(
+            KERNELS, _OF_KERNELS, unless_wrong(*_OF_KERNELS, checks.kernels), "vLLM's own kernels compute adapters"
+        )
     ),
     "admin": of_plugin(ADMIN, _OF_ADMIN, checks.admin, "no admin API, no hot swap"),
-    "store": checks.store,
-    "policy": checks.policy,
-    "adapters": checks.adapters_file,
+    "store": unless_wrong("LORA_PLUGINS_STORE_DIR", checks.store),
+    "policy": unless_wrong("LORA_PLUGINS_POLICY", checks.policy),
+    "adapters": unless_wrong("LORA_PLUGINS_ADAPTERS_FILE", checks.adapters_file),
 }
 
 # Metrics of a server from its start, each of a plugin.
@@ -136,14 +138,22 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
     if problems:
         first = next((item for item in problems if item.check in ("settings", "plugins")), problems[0])
         return f"not all that is asked for is served: first mend '{first.check}'"
-    # A warning may be of a source that is set and off.
+    # A warning may be of a plugin that is set and off.
     runs = {item.check for item in found if item.state in (State.ON, State.WARNING) and item.found[:4] != "off:"}
-    sources = [check for check in SOURCES if check in runs]
-    if not sources and "admin" not in runs:
+    is_on = {item.check for item in found if item.state is State.ON}
+    by_check = {**{check: check for check in SOURCES}, "sources": OTHERS}
+    asked = [name for check, name in by_check.items() if check in runs]
+    sources = [name for check, name in by_check.items() if check in is_on]
+    if not asked and "admin" not in runs:
         return f"{_NOTHING} by name: VLLM_PLUGINS names no source of adapters"
-    if sources and "runtime" not in runs:
+    if asked and "runtime" not in runs:
         return f"{_NOTHING} by name: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-    where = f"adapters are served by name from {', '.join(sources)}" if sources else "adapters are served by URI alone"
+    where = "adapters are served by URI alone"
+    if asked:
+        # A source without adapters has a warning, and nothing that is on.
+        where = f"no adapter was found in {', '.join(asked)}"
+    if sources:
+        where = f"adapters are served by name from {', '.join(sources)}"
     return f"{where}; {'with' if 'admin' in runs else 'without'} the admin API"
 
 

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,7 @@ from lora_plugins.adapter.config import (
     AdapterConfig,
     parse_config,
 )
-from lora_plugins.adapter.files import open_regular
+from lora_plugins.adapter.files import map_os_error, open_regular
 from lora_plugins.adapter.fit import BaseModel, warnings_of
 from lora_plugins.adapter.names import is_prefix
 from lora_plugins.adapter.safetensors_header import TensorInfo
@@ -40,7 +41,7 @@ from lora_plugins.cli.base_model import (
 )
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.names import NamesFile, is_pattern, is_several, together, wanted
-from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, error_fields, line, size
+from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, error_fields, line, number, size
 from lora_plugins.cli.pull import bring
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
@@ -84,12 +85,19 @@ def inspect(
         try:
             with describing(adapter=shown if "://" in text else ""):
                 places = _find(output, settings, text)
-                answers += [_result(path, uri, _look(path, settings, base), base) for path, uri in places]
+            is_list = is_list or len(places) > 1
+            for path, uri in places:
+                looked = _look(path, settings, base)
+                if is_list and looked.error is not None:
+                    looked.error.adapter = looked.error.adapter or (shown if len(places) == 1 else uri or str(path))
+                answers.append(_result(path, uri, looked, base))
         except LoRAPluginsError as error:
             if not is_list:
                 raise
+            if not os.path.isabs(error.file):  # a whole path says enough
+                error.adapter = error.adapter or shown
             answers.append(_nothing(shown, error))
-    return together(answers, is_list=is_list or len(answers) > 1, blank_between=True)
+    return together(answers, is_list=is_list, blank_between=True)
 
 
 def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str | None]]:
@@ -114,13 +122,30 @@ def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str
             return [_stored(view, entry.digest) for entry in view.select(text)]
     path = path.absolute()
     if not path.is_dir():
+        remedy = "give the adapter's directory, a URI with '://', or a name or digest that 'lora-plugins ls' shows"
+        is_there = path.exists()
         raise AdapterNotFound(
-            "no such directory",
+            "no directory, but a file" if is_there else "no such directory",
             expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
-            remedy="give the adapter's directory, a URI with '://', or a name or digest that 'lora-plugins ls' shows",
+            remedy=f"lora-plugins inspect {quote(str(path.parent))}" if is_there else remedy,
             file=str(path),
         )
+    _require_readable(path)
     return [(path, None)]
+
+
+def _require_readable(path: Path) -> None:
+    """Refuse a directory that this user may not list or enter.
+
+    Raises:
+        SourceUnavailable: the file system denies or fails.
+    """
+    try:
+        os.listdir(path)
+        os.stat(path / os.curdir)
+    except OSError as error:
+        with describing(file=str(path)):
+            raise map_os_error(error) from None
 
 
 def _stored(view: StoreView, digest: str) -> tuple[Path, str]:
@@ -148,7 +173,23 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
     try:
         return Found(config, tensors, pairs, verify_adapter(path, base, settings), None, named)
     except LoRAPluginsError as error:
-        return Found(config, tensors, pairs, None, error, named)
+        return Found(config, tensors, pairs, None, _of_folder(path) or error, named)
+
+
+def _of_folder(path: Path) -> AdapterNotFound | None:
+    """Return the error of a directory that is no adapter and holds adapters, at most two folders deep."""
+    if _files(path):
+        return None
+    for below in (path / "*", path / "*" / "*"):
+        found = glob(str(Path(escape(str(path))) / below.relative_to(path) / CONFIG_FILE))
+        if found:
+            return AdapterNotFound(
+                f"no adapter, but a folder of {number(len(found), 'adapter')}",
+                expected="an adapter's own directory",
+                remedy=f"lora-plugins inspect {quote(str(below))}",
+                file=str(path),
+            )
+    return None
 
 
 def _of_source(path: Path, name: str) -> Path:

@@ -35,8 +35,10 @@ def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
     """Return all names given, each once and in order.
 
     Raises:
-        UsageProblem: there are no names, or the file cannot be read.
+        UsageProblem: there are no names, a name is empty, or the file cannot be read.
     """
+    if not all(map(str.strip, names or ())):
+        raise UsageProblem("an empty name: is a variable of the shell unset?")
     found = [AskedName(name) for name in names or ()]
     if file is not None:
         found += _lines(file)

@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING
 from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.cli.checks import Context, on, problem, warning
+from lora_plugins.cli.checks import Context, not_checked, off, on, problem, warning
 from lora_plugins.cli.output import number
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import Finding, State, problem_of
-from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source
-from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.plugin_names import OTHERS
+from lora_plugins.resolvers.sources.configured import (
+    filesystem_source,
+    hub_source,
+    points_of_others,
+    s3_source,
+    sources_of_others,
+)
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source
 
 if TYPE_CHECKING:
     from lora_plugins.resolvers.sources.object_store import ObjectSource
@@ -26,6 +33,8 @@ if TYPE_CHECKING:
 _PROBE = "lora-plugins-doctor"
 _MAX_ENTRIES = 20  # of the Hub's list
 _MAX_FOLDERS = 10_000
+_SHOWN = 3
+_OF_EXT4 = "lost+found"  # root's own, at the top of a volume
 
 
 def filesystem(context: Context) -> Iterator[Finding]:
@@ -33,36 +42,53 @@ def filesystem(context: Context) -> Iterator[Finding]:
     filesystem_source(context.settings)
     root = context.settings.filesystem_root
     if root is None:
-        return  # its variable cannot be right, and another check reports the variable
+        yield not_checked("VLLM_LORA_RESOLVER_CACHE_DIR")
+        return
     try:
-        count = _adapters_below(root)
+        count, denied = _adapters_below(root)
     except OSError as error:
         yield problem(f"{root} cannot be read: {error.strerror}", "let the server's user read it")
         return
     is_adapter = context.at_start("filesystem")
     yield from (replace(finding, state=State.WARNING) if count else finding for finding in is_adapter)
+    if denied:
+        shown = ", ".join(denied[:_SHOWN]) + (f" and {len(denied) - _SHOWN} more" if len(denied) > _SHOWN else "")
+        yield problem(f"this user may not read {shown}", "let the server's user read it, and run doctor as that user")
     if count:
         yield on(f"{root}: {number(count, 'adapter')} in it and its folders")
-    elif not is_adapter:
+    elif not is_adapter and not denied:
         remedy = "put adapters there as <name>/ or <team>/<name>/"
         yield warning(f"{root}: no {CONFIG_FILE} in its folders or theirs", remedy)
 
 
-def _adapters_below(root: Path) -> int:
-    """Count adapters that a name can reach, two folders deep; of a huge tree, only the beginning is read."""
-    count = looked = 0
-    for folder in [entry for entry in os.scandir(root) if entry.is_dir()]:
+def _adapters_below(root: Path) -> tuple[int, list[str]]:
+    """Count adapters that a name can reach, two folders deep, and name what denies this user; may stop at a limit."""
+    count, looked = 0, 0
+    denied: list[str] = []
+    for folder in [entry for entry in os.scandir(root) if entry.is_dir() and entry.name != _OF_EXT4]:
         below = [folder.path]
-        try:
+        with suppress(PermissionError):  # `_denied_in` names it
             below += [entry.path for entry in os.scandir(folder) if entry.is_dir()]
-        except PermissionError:
-            continue
-        has = [path for path in below if os.path.lexists(os.path.join(path, CONFIG_FILE))]
-        count += sum(_is_a_name(os.path.relpath(path, root)) for path in has)
+        for path in (path for path in below if _is_a_name(os.path.relpath(path, root))):
+            not_read = _denied_in(path)
+            denied += not_read
+            count += not not_read and os.path.lexists(os.path.join(path, CONFIG_FILE))
         looked += len(below)
         if looked > _MAX_FOLDERS:
             break
-    return count
+    return count, denied
+
+
+def _denied_in(folder: str) -> list[str]:
+    """Return the folder, or the adapter's files in the folder, if this user may not read them."""
+    if not _may(folder, os.R_OK | os.X_OK):
+        return [folder]
+    files = [os.path.join(folder, name) for name in ADAPTER_FILES]
+    return [file for file in files if os.path.exists(file) and not _may(file, os.R_OK)]
+
+
+def _may(path: str, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _is_a_name(text: str) -> bool:
@@ -148,6 +174,24 @@ def hub(context: Context) -> Iterator[Finding]:
             yield on(f"{entry}: the Hub answers")
         else:
             yield on(f"{entry}: the Hub answers, and has no adapter at this place itself")
+
+
+def others(context: Context) -> Iterator[Finding]:
+    """List the sources of other packages; nothing where no package has a source and `VLLM_PLUGINS` names none."""
+    installed = [point.name for point in points_of_others()]
+    why_off = context.why_off(OTHERS)
+    if why_off:
+        yield from [off(f"{why_off}: {', '.join(installed)} of other packages")] if installed else []
+        return
+    if not installed:
+        found = f"VLLM_PLUGINS names {OTHERS}, and no installed package has a source"
+        yield warning(found, f"install one where vLLM is installed, or leave {OTHERS} out")
+        return
+    made = sources_of_others(context.settings)
+    if made:
+        yield on(f"{', '.join(source.label for source in made)} of other packages")
+    else:
+        yield warning(f"{', '.join(installed)} of other packages: without a setting of its own, none serves")
 
 
 async def _ask(source: Source, name: AdapterName, timeout_s: float) -> RemoteAdapter | Absence | LoRAPluginsError:

@@ -42,6 +42,8 @@ _VERDICTS = {
     "refused": "would be refused",
     "unavailable": "unavailable now; a request gets a 503",
     "not asked": "not served now, and this environment names no source to ask",
+    "no answer": "the server gives no answer, and this environment names no source to ask",
+    "not resolved": "found, and no request finds it: vLLM asks no resolver; set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
     "paused": "served, and paused: requests wait for a resume",
 }
 
@@ -108,7 +110,7 @@ def why(
         if rest:
             labels = look_up(output, settings, rest, base_path, base, dry_run=dry_run)
     except InvalidSettings as error:
-        if no_server or any(step.verdict == "no answer" for one in rest for step in said[one.name].steps):
+        if no_server:
             raise
         for one in rest:
             one.found.error = error
@@ -244,15 +246,20 @@ def _why_not_compared(asked: LookUp, base: BaseModel | None) -> str:
     return "" if asked.stored is None else why_not_compared(base, [file.name for file in asked.stored.manifest.files])
 
 
-def _verdict(asked: LookUp, of_server: OfServer, last: Step, base: BaseModel | None) -> tuple[str, Exit]:
+def _verdict(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: BaseModel | None) -> tuple[str, Exit]:
+    """Return the verdict by the last step, or by the first: a warning that vLLM asks no resolver."""
+    last, is_resolved = steps[-1], steps[0].step != "vllm"
     error = asked.found.error
     if error is not None:
         verdict = "unavailable" if isinstance(error, SourceUnavailable) else "refused"
-        by_step = {"name": "unknown", "revision": "unknown", "settings": "not asked"}
+        is_silent = any(step.verdict == "no answer" for step in of_server.steps)
+        by_step = {"name": "unknown", "revision": "unknown", "settings": "no answer" if is_silent else "not asked"}
         return by_step.get(last.step, verdict), exit_of(error)
     if of_server.view is not None and of_server.is_the_end:
         is_paused = of_server.view.state is ServedState.PAUSED
         return ("paused", Exit.UNAVAILABLE) if is_paused else ("served", Exit.OK)
+    if not is_resolved and (asked.stored is not None or asked.would_fetch is not None):
+        return "not resolved", Exit.WRONG
     if asked.stored is not None:
         return ("not compared", Exit.NOT_COMPARED) if _why_not_compared(asked, base) else ("served", Exit.OK)
     return ("found", Exit.OK) if asked.would_fetch else ("unknown", Exit.NOT_FOUND)
@@ -268,7 +275,7 @@ def _in_words(asked: LookUp, of_server: OfServer, verdict: str, base: BaseModel 
 
 
 def _result(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: BaseModel | None) -> Result:
-    verdict, code = _verdict(asked, of_server, steps[-1], base)
+    verdict, code = _verdict(asked, of_server, steps, base)
     fields: dict[str, Any] = {
         "name": asked.name,
         "verdict": verdict,

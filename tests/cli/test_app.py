@@ -76,6 +76,7 @@ WRONG_ARGUMENTS = {
     "a URI with a password to inspect": (["inspect", "s3://user:secret@bucket/x"], Exit.WRONG),
     "a URI with a password to remove": (["rm", "s3://user:secret@bucket/x"], Exit.NOT_FOUND),
     "a URI of nothing": (["inspect", "nothing://bucket/x"], Exit.UNAVAILABLE),
+    "a URI of FTP": (["pull", "ftp://127.0.0.1:1/x"], Exit.UNAVAILABLE),
     "a URI with nothing there": (["pull", f"file://{Path(__file__).parent}/nothing"], Exit.NOT_FOUND),
     "a URI of what is not mounted": (["pull", "file:///no/such/adapter"], Exit.UNAVAILABLE),
     "no such command": (["serve"], Exit.USAGE),
@@ -96,6 +97,7 @@ WRONG_ARGUMENTS = {
     "no address": (["pin", "a", "--url", "gpu-7:8000"], Exit.USAGE),
     "a key on the command line": (["pin", "a", "--api-key", "secret"], Exit.USAGE),
     "no such way to pause": (["pause", "x", "--mode", "soon"], Exit.USAGE),
+    "an empty directory's name": (["inspect", ""], Exit.USAGE),
     "an empty name": (["load", ""], Exit.USAGE),
     "half a character": (["load", "\udcff"], Exit.USAGE),
 }
@@ -142,13 +144,35 @@ def test_an_environment_without_a_source(cli, command):
     del cli.env["VLLM_PLUGINS"]
     done = cli(command, "sql")
     assert done.code == Exit.SETTINGS
-    assert "no source of adapters in this environment" in done.err
+    assert "no source of adapters in this environment" in done.out + done.err
+    assert ("the server gives no answer" in done.out) == (command == "why")
+
+
+def test_a_former_command_names_the_present_one(cli):
+    assert "'resolve' is now 'why'" in cli("resolve", "sql").err
 
 
 def test_a_root_that_is_gone_is_not_a_missing_adapter(cli):
     cli.env["VLLM_LORA_RESOLVER_CACHE_DIR"] = str(cli.root / "unmounted")
     done = cli("pull", "sql")
     assert (done.code, "[L007]" in done.err) == (Exit.SETTINGS, True)
+
+
+@pytest.mark.usefixtures("permissions_count")
+@pytest.mark.parametrize(
+    ("place", "code", "says"),
+    [
+        ("", Exit.NOT_FOUND, "ROOT': found no adapter, but a folder of 2 adapters; .* lora-plugins inspect 'ROOT/\\*'"),
+        ("team", Exit.NOT_FOUND, "a folder of 1 adapter; .*'ROOT/team/\\*'"),
+        (f"sql/{WEIGHTS_FILE}", Exit.NOT_FOUND, "no directory, but a file; .* lora-plugins inspect ROOT/sql"),
+        ("denied", Exit.UNAVAILABLE, "ROOT/denied': found a file system that answers 'Permission denied'"),
+    ],
+)
+def test_inspect_says_what_is_there_in_place_of_an_adapter(cli, place, code, says):
+    (cli.adapters / "denied").mkdir(0)
+    done = cli("inspect", cli.adapters / place)
+    assert done.code == code
+    assert re.search(says.replace("ROOT", str(cli.adapters)), done.err)
 
 
 @pytest.mark.usefixtures("permissions_count")

@@ -95,6 +95,10 @@ BROKEN = {
         {"LORA_PLUGINS_POLICY": "ROOT/policy.toml"},
         "settings", "problem", "policy.toml'; expected a file that exists", "correct or unset LORA_PLUGINS_POLICY",
     ),
+    "policy missing, so not read": (
+        {"LORA_PLUGINS_POLICY": "ROOT/policy.toml"},
+        "policy", "warning", "not checked: LORA_PLUGINS_POLICY is wrong", "",
+    ),
     "policy no TOML": (
         {"LORA_PLUGINS_POLICY": "ROOT/file", "VLLM_PLUGINS": "lora_lru_manager,lora_admin"},
         "policy", "problem", "TOML", "",
@@ -131,6 +135,10 @@ BROKEN = {
         {**S3, **KEYS, "AWS_ENDPOINT_URL": NOBODY, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "eu-central-1"},
         "s3", "problem", "an object store that cannot be reached", "check the network and the endpoint",
     ),
+    "one of several sources set": (
+        {"VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver"},
+        "s3", "off", "but S3_PATH_TEMPLATE is unset: it serves nothing", "",
+    ),
     "hub list empty": (
         {"VLLM_PLUGINS": "lora_hf_hub_resolver"},
         "hub", "problem", "but VLLM_LORA_RESOLVER_HF_REPO_LIST is unset", "set VLLM_LORA_RESOLVER_HF_REPO_LIST",
@@ -154,7 +162,7 @@ def test_a_broken_environment(cli, kind):
     (finding,) = [item for item in found[check] if says.replace("ROOT", str(cli.root)) in item["found"]]
     assert finding["state"] == state
     assert remedy in finding["remedy"]
-    assert code == (Exit.WRONG if state == "problem" else Exit.OK)
+    assert code == (Exit.WRONG if state == "problem" or "not checked" in says else Exit.OK)
     assert "secret" not in str(found)
 
 
@@ -162,6 +170,7 @@ def test_every_wrong_variable_is_named_not_only_the_first(cli):
     cli.env |= {"LORA_PLUGINS_KERNELS": "gpu", "LORA_PLUGINS_STORE_MAX_BYTES": "lots", "LORA_PLUGINS_X": "1"}
     _, found = examined(cli)
     assert [item["state"] for item in found["settings"]] == ["problem"] * 3
+    assert "budget not checked" in found["store"][0]["found"]
     assert found["store"][0]["state"] == "ok"  # the rest is looked at all the same
 
 
@@ -170,7 +179,7 @@ def test_no_value_of_a_variable_ends_the_doctor(cli):
     for some in (names[::2], names[1::2], names):
         code, found = examined_with(cli, dict.fromkeys(some, "\x01nonsense"))
         assert code in (Exit.OK, Exit.WRONG), some
-        assert len(found) == 13, some
+        assert len(found) == 13 + ("LORA_PLUGINS_ADAPTERS_FILE" in some), some
 
 
 def test_a_healthy_environment(cli):
@@ -194,6 +203,12 @@ def test_an_empty_environment_is_no_problem(cli):
     assert {items[0]["state"] for check, items in found.items() if check in ("filesystem", "s3", "hub", "runtime")} == {
         "off"
     }
+
+
+def test_variables_of_libraries_are_named_without_values(cli):
+    names = ["AWS_ENDPOINT_URL", "AWS_REGION", "HF_HUB_OFFLINE", "HF_TOKEN", "VLLM_API_KEY"]
+    cli.env = dict.fromkeys(names, "hunter2")
+    assert examined(cli)[1]["settings"][0]["found"] == ", ".join(names)
 
 
 @pytest.mark.usefixtures("permissions_count")
@@ -222,6 +237,20 @@ def test_what_may_not_be_read_or_written(cli):
     (finding,) = found["policy"]
     assert finding["state"] == "problem"
     assert "Permission denied" in finding["found"]
+
+
+@pytest.mark.usefixtures("permissions_count")
+def test_folders_and_weights_that_may_not_be_read(cli):
+    denied = (cli.adapters / "team", cli.adapters / "sql" / "adapter_model.safetensors")
+    put(cli.adapters / "lost+found", adapter_files()).chmod(0)
+    for path in denied:
+        path.chmod(0)
+    code, found = examined(cli)
+    denied[0].chmod(0o755)
+    states = [(item["state"], item["found"]) for item in found["filesystem"]]
+    assert (code, states[1:]) == (Exit.WRONG, [("on", f"{cli.adapters}: 1 adapter in it and its folders")])
+    assert [str(path) in states[0][1] for path in denied] == [True, True]
+    assert "lost+found" not in states[0][1]
 
 
 def test_a_policy_that_can_be_read_and_by_whom(cli):

@@ -82,6 +82,10 @@ VERDICTS = {
     ),
     "one source": ({}, "adapters are served by name from filesystem; without the admin API"),
     "all of it": ({"VLLM_PLUGINS": ALL}, "adapters are served by name from filesystem; with the admin API"),
+    "an empty root": (
+        {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT/empty"},
+        "no adapter was found in filesystem; without the admin API",
+    ),
     "a wrong variable": (
         {"LORA_PLUGINS_STORE_MAX_BYTES": "much"},
         "not all that is asked for is served: first mend 'settings'",
@@ -96,7 +100,8 @@ VERDICTS = {
 @pytest.mark.parametrize("kind", VERDICTS)
 def test_the_last_line_is_a_verdict(cli, kind):
     changes, sentence = VERDICTS[kind]
-    cli.env |= {name: value for name, value in changes.items() if value is not None}
+    (cli.root / "empty").mkdir()
+    cli.env |= {name: text.replace("ROOT", str(cli.root)) for name, text in changes.items() if text is not None}
     for name in (name for name, value in changes.items() if value is None):
         del cli.env[name]
     assert cli("doctor", "--no-network").out.splitlines()[-1] == sentence

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lora_plugins.cli.doctor import examine
 from lora_plugins.cli.exits import Exit
 from lora_plugins.findings import State, at_start
+from lora_plugins.resolvers.sources import configured
 from lora_plugins.settings import Settings
 from testbed.s3 import s3_server
 from tests.cli.test_checks import S3, around, examined, examined_with
@@ -45,7 +48,9 @@ def test_base_rows_with_an_adapter_are_a_warning(tmp_path, code, version, plugin
     assert all("lora_kernels" in item.remedy for item in said)
 
 
-@pytest.mark.parametrize(("name", "code"), [("lora_filesytem_resolver", Exit.WRONG), ("acme_plugin", Exit.OK)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("lora_filesytem_resolver", Exit.WRONG), ("lora_s3", Exit.WRONG), ("acme_plugin", Exit.OK)]
+)
 def test_a_misspelt_plugin_of_ours_is_a_problem(cli, name, code):
     assert examined_with(cli, {"VLLM_PLUGINS": name})[0] == code
 
@@ -65,6 +70,26 @@ def test_only_what_a_name_can_reach_is_counted(cli):
     put(cli.adapters / "team" / ".old", adapter_files())
     _, found = examined_with(cli, {})
     assert found["filesystem"][0]["found"] == f"{cli.adapters}: 3 adapters in it and its folders"
+
+
+SOURCE = SimpleNamespace(label="archives")
+
+
+@pytest.mark.parametrize(
+    ("made", "state", "said", "verdict"),
+    [
+        ({"zip": lambda env: SOURCE}, "on", "archives of other packages", "served by name from lora_sources;"),
+        ({"zip": lambda env: None}, "warning", "zip of other packages: without a setting", "found in lora_sources;"),
+        ({}, "warning", "no installed package has a source", "no adapter was found in lora_sources;"),
+    ],
+)
+def test_sources_of_other_packages_are_listed(cli, monkeypatch, made, state, said, verdict):
+    points = [SimpleNamespace(name=name, load=partial(lambda it: it, function)) for name, function in made.items()]
+    monkeypatch.setattr(configured, "entry_points", lambda group: points)
+    cli.env["VLLM_PLUGINS"] = "lora_sources"
+    done = cli("doctor", "--no-network", "--json").json
+    (finding,) = [item for item in done["findings"] if item["check"] == "sources"]
+    assert (finding["state"], said in finding["found"], verdict in done["verdict"]) == (state, True, True)
 
 
 def test_an_empty_prefix_is_no_proof_of_an_answer(cli):

@@ -113,3 +113,9 @@ def test_inspect_says_no_adapter_among_the_verdicts(many):
     ]
     assert "adapter      /no/such" in done.out.splitlines()
     assert done.err.count("error: [L") == 3
+    for named in ("/no/such", many.adapters / "cut", empty):
+        assert f"'{named}'" in done.err
+    found = many("inspect", f"{many.adapters}/*", "--json").json["adapters"]
+    assert {one["error"]["adapter"] for one in found if "error" in one} == {
+        str(many.adapters / name) for name in ("cut", "team")
+    }

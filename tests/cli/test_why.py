@@ -136,6 +136,14 @@ def test_a_server_without_the_name_and_no_source_here(cli, server):
     assert cli("why", "team/served").code == Exit.OK
 
 
+@pytest.mark.parametrize("how", [["--dry-run"], []])
+def test_no_name_is_found_where_vllm_asks_no_resolver(cli, how):
+    del cli.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+    done = cli("why", "sql", "--no-server", *how)
+    assert done.code == Exit.WRONG
+    assert done.out.splitlines()[-1].endswith("set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
+
+
 def test_names_of_all_kinds_in_one_answer(cli, server):
     done = cli("why", "team/served", "sql", "../up", "--json")
     assert [one["verdict"] for one in done.json["adapters"]] == ["served", "not compared", "unknown"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from lora_plugins.adapter.names import AdapterName
@@ -73,6 +73,11 @@ def hub_source(settings: Settings) -> Source | None:
     return HubSource(HubPatterns.parse(settings.hub_repos), timeout_s=settings.fetch_timeout_s)
 
 
+def points_of_others() -> list[EntryPoint]:
+    """The entry points of other packages' sources, in the order of their names."""
+    return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
+
+
 def sources_of_others(_: Settings) -> list[Source]:
     """Sources of other packages: calls each entry point of the group `lora_plugins.sources` with the environment.
 
@@ -80,7 +85,7 @@ def sources_of_others(_: Settings) -> list[Source]:
         InvalidSettings: a source cannot be made.
     """
     found = []
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+    for point in points_of_others():
         try:
             source = point.load()(environment())
         except InvalidSettings:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from http import HTTPStatus
+from inspect import Parameter, signature
 from typing import Any
 
 import fsspec
@@ -38,6 +39,7 @@ BUFFER_BYTES = 256 << 10
 _PIECE_TIMEOUT_S = 60.0
 _LISTED_AT_ONCE = 16  # folders
 _THREADS = 8
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 # Keys of an object's identity in answers of file systems, best first.
 _IDENTITIES = (
     *("ETag", "etag", "e_tag", "generation", "md5Hash", "md5", "content_md5", "checksum"),
@@ -53,7 +55,7 @@ class FsspecFiles:
     """
 
     def __init__(self, protocol: str, storage_options: Mapping[str, Any]) -> None:
-        check_protocol(protocol)
+        check_protocol(protocol, storage_options)
         self._web = protocol in ("http", "https")
         # On the web every answer has an ETag to compare; elsewhere only a second look finds a change.
         self.rechecks = not self._web
@@ -157,10 +159,14 @@ class FsspecFiles:
         return SourceFile(name, int(size_bytes), identity)
 
 
-def check_protocol(protocol: str) -> None:
-    """Raise InvalidSettings where fsspec cannot serve `protocol`."""
+def check_protocol(protocol: str, options: Iterable[str] = ()) -> None:
+    """Check that fsspec can make a client for `protocol` with these options.
+
+    Raises:
+        InvalidSettings: fsspec knows no such protocol, its package is not installed, or its client needs more options.
+    """
     try:
-        fsspec.get_filesystem_class(protocol)
+        client = fsspec.get_filesystem_class(protocol)
     except (ValueError, ImportError) as error:
         raise InvalidSettings(
             f"the protocol {protocol}:// without an installed file system",
@@ -169,6 +175,16 @@ def check_protocol(protocol: str) -> None:
             if protocol == "s3"
             else "install the package that fsspec needs for it, such as gcsfs",
         ) from error
+    given = {"self", *options, *conf.get(protocol, {})}
+    named = signature(client.__init__).parameters.values()
+    needed = [it.name for it in named if it.default is it.empty and it.kind not in _REST and it.name not in given]
+    if needed:
+        variables = " and ".join(f"FSSPEC_{protocol}_{name}".upper() for name in needed)
+        raise InvalidSettings(
+            f"the protocol {protocol}://, whose client needs {' and '.join(needed)} beside the URL",
+            expected="a protocol whose URL is enough, such as s3://, gs:// or https://",
+            remedy=f"copy the adapters to such a place, or set {variables}",
+        )
 
 
 def _path(filesystem: Any, url: str) -> str:

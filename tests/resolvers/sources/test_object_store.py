@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from fsspec.config import conf
 
 from lora_plugins.absence import without_login
 from lora_plugins.adapter.config import CONFIG_FILE
@@ -124,7 +125,7 @@ def test_passwords_in_urls_are_not_shown() -> None:
     assert without_login("abfs://container@account.dfs.core.windows.net/x") == (
         "abfs://container@account.dfs.core.windows.net/x"
     )
-    assert "anna" not in str(ObjectSource("ftp://anna@host/{lora_name}"))
+    assert "anna" not in str(ObjectSource("memory://anna@host/{lora_name}"))
 
 
 @pytest.mark.parametrize("template", ["ftp://me:secret@host/{lora_name}", "s3://me:secret@bucket/{lora_name}"])
@@ -132,6 +133,13 @@ def test_a_password_in_the_template_is_refused(template: str) -> None:
     with pytest.raises(InvalidSettings, match="a login, query or fragment in S3_PATH_TEMPLATE") as caught:
         ObjectSource(template)
     assert "secret" not in str(caught.value)
+
+
+def test_a_client_that_needs_more_than_the_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidSettings, match=r"ftp://, whose client needs host .* set FSSPEC_FTP_HOST"):
+        ObjectSource("ftp://127.0.0.1:1/{lora_name}")
+    monkeypatch.setitem(conf, "ftp", {"host": "127.0.0.1"})
+    assert ObjectSource("ftp://127.0.0.1:1/{lora_name}")
 
 
 def test_absence_costs_one_request(bed: Bed) -> None:
