@@ -23,8 +23,8 @@ BACKEND = 'import shutil\n\ndef build_wheel(folder, *_):\n    shutil.copy("{0}",
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="pip takes each version from a git address")
 
 
-def recipe(page: str) -> str:
-    (script,) = [block.text for block in blocks((ROOT / page).read_text()) if block.first == RECIPE]
+def recipe(page: str, first: str = RECIPE) -> str:
+    (script,) = [block.text for block in blocks((ROOT / page).read_text()) if block.first.startswith(first)]
     return script
 
 
@@ -99,3 +99,12 @@ def test_recipe_upgrades_and_goes_back_at_one_version_number(tmp_path, environme
         run(environment, tmp_path, script, at)
         assert commit_of(environment) == expected
         assert environment.installed() == before | {"stamina": NEWER}
+
+
+def test_carried_wheels_install_without_an_index(tmp_path, environment, commits):
+    before, page = environment.installed(), "docs/get-started/air-gapped.md"
+    run(environment, tmp_path, recipe(page, "pip wheel"))
+    run(environment, tmp_path, "pip uninstall -y lora-plugins")
+    shutil.rmtree(environment.index)
+    run(environment, tmp_path, recipe(page, "pip install"))
+    assert environment.installed() == before | {"stamina": NEWER}

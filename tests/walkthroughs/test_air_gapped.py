@@ -16,14 +16,12 @@ from tests.e2e.digests import of_files
 from tests.walkthroughs.conftest import SMALL
 from tests.walkthroughs.reader import Do, Step, Walk, reading
 
-pytestmark = pytest.mark.nightly
-
 CARRY = "lora-plugins inspect ./sql || [ $? = 7 ]       # 7: whole, and compared with no base model"
 ASK = (
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
     """-d '{"model": "sql", "prompt": "SELECT"}'"""
 )
-INSTALLING = "tests/installation/ installs the wheel beside a vLLM"
+INSTALLING = "tests/installation/test_recipes.py::test_carried_wheels_install_without_an_index runs it"
 
 AIR_GAPPED = Walk(
     "docs/get-started/air-gapped.md",

@@ -119,7 +119,7 @@ DEMO = Walk(
     [
         Step("make demo", Do.LEAVE_OUT, "a check of its own"),
         Step(BY_HAND, before=f"{AT}; lora-plugins unload '*'; lora-plugins load team/sql"),
-        Step(LOG_LINE, Do.LEAVE_OUT, "a line of the log, which the test of this page looks for"),
+        Step(LOG_LINE, Do.LEAVE_OUT, "a line of the log, which the test of this page looks for", digest="60c8ccde"),
     ],
     {
         "file:///adapters": ("file://{adapters}", HOME),
@@ -156,6 +156,7 @@ UPGRADE = Walk(
             "pip list --format=freeze --exclude lora-plugins > installed.txt",
             Do.LEAVE_OUT,
             "tests/installation/test_recipes.py::test_recipe_upgrades_and_goes_back_at_one_version_number",
+            digest="620b834d",
         ),
     ],
     {"/etc/": ("", HOME)},
@@ -168,6 +169,7 @@ STORE = Walk(
             "<root>/<digest>/adapter_config.json          what engines read: known keys only",
             Do.LEAVE_OUT,
             "a list of files",
+            digest="cc91d78c",
         )
     ],
     {},
@@ -183,6 +185,7 @@ CI = Walk(
             "# A workflow for a repository of adapters: copy it to .github/workflows/, and check_adapters.sh to its root.",  # noqa: E501 - as the page has it
             Do.LEAVE_OUT,
             "needs GitHub; tests/test_ci_example.py runs its last step",
+            digest="d7591ff6",
         ),
         Step("lora-plugins inspect adapters/team/sql --base-model acme/base-8b --max-lora-rank 64", before=LISTING),
     ],

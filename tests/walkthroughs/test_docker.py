@@ -57,8 +57,8 @@ DOCKER = Walk(
         Step("make wheel                                    # dist/lora_plugins-*.whl"),
         Step(READABLE, Do.SERVE, before="export ADMIN_KEY=$(openssl rand -hex 24)"),
         Step(ASK),
-        Step("export COMPOSE_FILE=examples/docker/compose.yaml", Do.LEAVE_OUT, NO_COMPOSE),
-        Step("docker compose exec vllm lora-plugins doctor", Do.LEAVE_OUT, NO_COMPOSE),
+        Step("export COMPOSE_FILE=examples/docker/compose.yaml", Do.LEAVE_OUT, NO_COMPOSE, digest="5b2f72a6"),
+        Step("docker compose exec vllm lora-plugins doctor", Do.LEAVE_OUT, NO_COMPOSE, digest="2de7f7fb"),
     ],
     {**COMMON, ":0.32.0 BASE": (":0.32.0 {base}", "two cores and no network: a tiny Llama")},
 )

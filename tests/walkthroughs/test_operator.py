@@ -47,18 +47,29 @@ WRONG_NAME = (
 KUBERNETES = Walk(
     "docs/guides/kubernetes.md",
     [
-        Step('{"Version": "2012-10-17", "Statement": [', Do.LEAVE_OUT, "needs AWS; tests/test_guides.py reads it"),
+        Step(
+            '{"Version": "2012-10-17", "Statement": [',
+            Do.LEAVE_OUT,
+            "needs AWS; tests/test_guides.py reads it",
+            digest="63f9d0cb",
+        ),
         Step('git clone --depth 1 "$REPOSITORY" lora-plugins'),
         Step("# my-overlay/kustomization.yaml", Do.WRITE, "my-overlay/kustomization.yaml"),
         Step("# my-overlay/deployment.yaml", Do.WRITE, "my-overlay/deployment.yaml"),
         Step("# my-overlay/adapters.yaml", Do.WRITE, "my-overlay/adapters.yaml"),
         Step("# my-overlay/role.yaml", Do.WRITE, "my-overlay/role.yaml"),
-        Step("components:", Do.LEAVE_OUT, "for another cluster; tests/test_manifests.py renders the combination"),
+        Step(
+            "components:",
+            Do.LEAVE_OUT,
+            "for another cluster; tests/test_manifests.py renders the combination",
+            digest="92bcdf7d",
+        ),
         Step(APPLY),
         Step(
             'kubectl patch deployment "$GATEWAY" \\',
             Do.LEAVE_OUT,
             "needs a gateway; tests/test_manifests.py compares the label with the policy",
+            digest="162cb3a6",
         ),
         Step(ASK),
         Step(DIAGNOSE, before=WRONG_NAME),  # for a reader whose request got 404

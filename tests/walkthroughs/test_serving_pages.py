@@ -49,7 +49,7 @@ CUDA_ENVIRONMENT = (
 CUDA = Walk(
     "docs/get-started/cuda.md",
     [
-        Step("python3 -m venv serve && . serve/bin/activate", Do.LEAVE_OUT, INSTALLED),
+        Step("python3 -m venv serve && . serve/bin/activate", Do.LEAVE_OUT, INSTALLED, digest="440f57a7"),
         Step(CUDA_ENVIRONMENT),
         Step(
             "vllm serve meta-llama/Llama-3.2-3B-Instruct --enable-lora --max-lora-rank 64 --max-loras 8 --max-cpu-loras 64",  # noqa: E501 - as the page has it
@@ -122,6 +122,7 @@ ADMIN = Walk(
             "adapters:",
             Do.LEAVE_OUT,
             "needs S3 and the Hub; tests/test_guides.py::test_adapters_that_a_page_declares_can_be_followed reads it",
+            digest="a3d591a0",
         ),
     ],
     {
@@ -156,7 +157,8 @@ MIGRATING = Walk(
 
 INSTALL_RAY = 'pip install "lora-plugins[ray] @ git+$REPOSITORY"'
 
-REPLICAS = "starts Ray and two servers; tests/ray/test_real_engine.py does"
+START_RAY = "needs Ray; tests/ray/test_application.py::test_commands_of_the_pages_are_understood reads its options"
+ASK_REPLICAS = "needs the servers of the block before; tests/ray/test_real_engine.py asks such servers, in Python"
 SERVERS = [
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --tensor-parallel-size 2",
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --data-parallel-size 2",
@@ -168,13 +170,13 @@ SEVERAL = Walk(
     [
         Step("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters"),
         *(Step(first, Do.SERVE) for first in SERVERS),
-        Step(INSTALL_RAY, Do.LEAVE_OUT, REPLICAS),
-        Step(ASK_RAY, Do.LEAVE_OUT, REPLICAS),
+        Step(INSTALL_RAY, Do.LEAVE_OUT, START_RAY, digest="5791e923"),
+        Step(ASK_RAY, Do.LEAVE_OUT, ASK_REPLICAS, digest="f9db71d0"),
     ],
     {**small("BASE"), **folder_of_adapters("/adapters")},
 )
 
-ROUTING = Walk("docs/guides/routing.md", [Step(INSTALL_RAY, Do.LEAVE_OUT, REPLICAS)], {})
+ROUTING = Walk("docs/guides/routing.md", [Step(INSTALL_RAY, Do.LEAVE_OUT, START_RAY, digest="36d00681")], {})
 
 
 @contextmanager
