@@ -19,6 +19,7 @@ RECIPE = "pip list --format=freeze --exclude lora-plugins > installed.txt"
 NEWER = "2.0"
 VERSION = "1.0"  # of every commit, as between two releases
 BACKEND = 'import shutil\n\ndef build_wheel(folder, *_):\n    shutil.copy("{0}", folder)\n    return "{0}"\n'
+PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="pip takes each version from a git address")
 
@@ -57,11 +58,9 @@ def commits(tmp_path: Path) -> list[str]:
     for needs in (("fsspec",), ("fsspec", "stamina")):
         wheel = stub_wheel(folder, "lora-plugins", VERSION, (*needs, 's3fs; extra == "s3"'))
         (folder / "backend.py").write_text(BACKEND.format(wheel.name))
-        (folder / "pyproject.toml").write_text(
-            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-        )
+        (folder / "pyproject.toml").write_text(PROJECT)
         git(folder, "add", ".")
-        git(folder, "commit", "-qm", "Need " + " and ".join(needs))
+        git(folder, "commit", "-qm", "Change what is needed")
         made.append(git(folder, "rev-parse", "HEAD"))
     return made
 
@@ -79,12 +78,6 @@ def run(environment: Environment, folder: Path, script: str, at: str = "") -> No
     assert done.returncode == 0, done.stderr
 
 
-def commit_of(environment: Environment) -> str:
-    """The commit whose files pip has installed."""
-    (file,) = environment.folder.glob("lib/python*/site-packages/lora_plugins-*.dist-info/direct_url.json")
-    return json.loads(file.read_text())["vcs_info"]["commit_id"]
-
-
 def test_recipe_for_s3_changes_no_other_package(tmp_path, environment, commits):
     before = environment.installed()
     run(environment, tmp_path, recipe("docs/get-started/install.md"))
@@ -97,7 +90,8 @@ def test_recipe_upgrades_and_goes_back_at_one_version_number(tmp_path, environme
     older, newer = commits
     for at, expected in (("", newer), (f"@{older}", older)):
         run(environment, tmp_path, script, at)
-        assert commit_of(environment) == expected
+        (file,) = environment.folder.glob("lib/python*/site-packages/lora_plugins-*.dist-info/direct_url.json")
+        assert json.loads(file.read_text())["vcs_info"]["commit_id"] == expected
         assert environment.installed() == before | {"stamina": NEWER}
 
 

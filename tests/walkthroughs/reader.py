@@ -51,6 +51,10 @@ class Step:
         return f"{block.first}: changed; if the reason still holds, digest={digest!r}" if changed else ""
 
 
+def left_out(first: str, why: str, digest: str = "") -> Step:
+    return Step(first, Do.LEAVE_OUT, why, digest=digest)
+
+
 @dataclass(frozen=True)
 class Walk:
     """A page, its blocks in order, and all that is read otherwise than it stands: text → (replacement, why).
