@@ -38,6 +38,8 @@ _INTRODUCTION = """# Models
 
 <!-- Written by `make bench-models`, from benchmarks/results/models.json. -->
 
+After this page you know whether your adapter is served on your model's architecture, and how that is known.
+
 What becomes of an adapter on {architectures} architectures of vLLM's registry: {pairs} pairs of an architecture and a
 kind of adapter, {computed} of them computed by the real engine, {loaded} loaded only, {refused} refused. Each model is
 tiny, with random weights in float32; each adapter is made by PEFT, resolved and verified by `lora_filesystem_resolver`,

@@ -29,6 +29,7 @@ import httpx
 import openai
 
 from benchmarks.record import keep
+from lora_plugins.plugin_names import how_to_install
 from testbed.bed import CACHE, MAX_TOKENS, Bed, prepare
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import SMALL_ENGINE, outer_environment, reserved_port
@@ -275,7 +276,7 @@ def main() -> int:
         import ray
         from ray import serve
     except ImportError:
-        print("Ray is not installed: make set-up installs it, or pip install 'lora-plugins[ray]'", file=sys.stderr)
+        print(f"Ray is not installed: make set-up installs it, or {how_to_install('ray')}", file=sys.stderr)
         return 1
     os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"})
     for name in os.environ.keys() - outer_environment().keys():

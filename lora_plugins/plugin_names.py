@@ -21,3 +21,9 @@ PLUGIN_GROUPS = (
     "vllm.io_processor_plugins",
     "vllm.stat_logger_plugins",
 )
+
+
+def how_to_install(extra: str = "") -> str:
+    """Return the command, for remedies: the package is on no index, so `pip install lora-plugins` finds nothing."""
+    package = f"lora-plugins[{extra}]" if extra else "lora-plugins"
+    return f'pip install "{package} @ git+$REPOSITORY"; docs/get-started/install.md says what REPOSITORY is'

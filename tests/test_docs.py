@@ -26,6 +26,10 @@ def test_the_readme_of_the_wheel_needs_no_repository():
     for kept in ("*The way of a request: ", "`lora_admin`", "Troubleshooting", "vllm serve meta-llama"):
         assert kept in shown
     assert "](" not in shown.replace("](https://", "")
+    web = build_wheel.web_address("https://key@git.example.com/lora-plugins.git")
+    linked = build_wheel.without_relative_links(readme, web)
+    assert "[Changelog](https://git.example.com/lora-plugins/blob/HEAD/CHANGELOG.md)" in linked
+    assert build_wheel.web_address("ssh://git@git.example.com/lora-plugins.git") == ""
 
 
 def test_the_matrix_of_models_is_what_was_measured():

@@ -3,12 +3,15 @@
 The wheel is for any platform (`py3-none-any`): where no object fits, the C source is compiled at the start, as from a
 source distribution. The objects are linked with nothing: OpenMP is found in the process that loads them, and `memset`
 in its C library, of whatever version. Nothing is written into the source tree but the wheel.
+
+With `REPOSITORY`, a URL, the wheel has links to the repository; no file of this tree names a host.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shutil
@@ -79,19 +82,35 @@ def check_object(file: Path) -> None:
         )
 
 
-def without_relative_links(text: str) -> str:
-    """README for a package index, which has no files of the repository: a picture becomes its alt text."""
+def web_address(repository: str) -> str:
+    """Where a browser shows the repository: no key that is in the URL, and nothing for an address of ssh or a path."""
+    return re.sub(r"^(https://)([^/]*@)?|(\.git)?/?$", r"\1", repository) if repository.startswith("https://") else ""
+
+
+def without_relative_links(text: str, web: str = "") -> str:
+    """README for a package index, which has no files of the repository: a picture becomes its alt text.
+
+    Links lead to the repository's files, under the paths of GitHub and GitLab, or are gone without an address.
+    """
     text = re.sub(r"^!\[([^\]]*)\]\((?!https?:)[^)]*\)", r"*\1.*\n", text, flags=re.MULTILINE)
-    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+    link = rf"[\1]({web}/blob/HEAD/\2)" if web else r"\1"
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:)([^)]*)\)", link, text)
+
+
+def urls(web: str) -> str:
+    """What pyproject.toml gets at its end, so that an index shows the links."""
+    files = {"Repository": "", "Documentation": "/blob/HEAD/docs", "Changelog": "/blob/HEAD/CHANGELOG.md"}
+    return "\n[project.urls]\n" + "".join(f'{name} = "{web}{file}"\n' for name, file in files.items()) if web else ""
 
 
 def build_wheel(dist: Path, levels: list[str], pip_options: list[str]) -> Path:
     with tempfile.TemporaryDirectory(prefix="lora-plugins-wheel-") as name:
         tree, made = Path(name) / "tree", Path(name) / "made"
         tree.mkdir()
-        for file in ("pyproject.toml", "LICENSE"):
-            shutil.copy(ROOT / file, tree)
-        (tree / "README.md").write_text(without_relative_links((ROOT / "README.md").read_text()))
+        shutil.copy(ROOT / "LICENSE", tree)
+        web = web_address(os.environ.get("REPOSITORY", ""))
+        (tree / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + urls(web))
+        (tree / "README.md").write_text(without_relative_links((ROOT / "README.md").read_text(), web))
         ignored = shutil.ignore_patterns("__pycache__", prebuilt.FOLDER.name)
         shutil.copytree(ROOT / "lora_plugins", tree / "lora_plugins", ignore=ignored)
         folder = tree / prebuilt.FOLDER.relative_to(ROOT)

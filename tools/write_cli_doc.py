@@ -23,8 +23,8 @@ HEAD = """\
 <!-- Written by tools/write_cli_doc.py from the commands of lora_plugins/cli: change them there. -->
 # Command line
 
-The text of `--help`, command by command. [The guide](../guides/command-line.md) has the environment, the output, the
-JSON and the exit codes.
+After this page you know each command, with its arguments and options. The text is the text of `--help`.
+[The guide](../guides/command-line.md) has the environment, the output, the JSON and the exit codes.
 """
 
 

@@ -19,7 +19,17 @@ from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, RESOLVERS, S3
+from lora_plugins.plugin_names import (
+    ADMIN,
+    FILESYSTEM,
+    HUB,
+    KERNELS,
+    MANAGER,
+    OTHERS,
+    RESOLVERS,
+    S3,
+    how_to_install,
+)
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
@@ -203,7 +213,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
         elif not any(value.startswith("lora_plugins.") for value in context.discovered.get(plugin, ())):
             yield problem(
                 "vLLM does not find this plugin: its entry point is not installed",
-                "install lora-plugins again where vLLM is installed: pip install lora-plugins",
+                f"install lora-plugins again where vLLM is installed: {how_to_install()}",
             )
         elif needs and needs not in named:
             found = f"VLLM_PLUGINS names {plugin}, but {needs} is unset: it serves nothing"

@@ -92,6 +92,9 @@ def parse(content: bytes, path: Path, allowed: AllowedUris) -> Mapping[str, Desi
     try:
         # safe_load makes no Python objects; RecursionError comes from deep nesting.
         document = yaml.safe_load(content)
+    except yaml.MarkedYAMLError as error:
+        at = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        raise _invalid(path, f"no YAML: {at}{error.problem or error.context}", "a list below 'adapters:'") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise _invalid(path, f"no YAML: {' '.join(str(error).split())}", "a list below 'adapters:'") from None
     if document is None:
@@ -164,6 +167,8 @@ def _with_revision(declared: _Declared) -> str | None:
 
 
 def _problem(error: Any) -> str:
+    if (error["type"], error["loc"]) == ("missing", ("adapters",)):
+        return "the key 'adapters' is missing"
     place = [str(part) if isinstance(part, str) else f"entry {part + 1}" for part in error["loc"] if part != "adapters"]
     text = _MEANING.get(error["type"]) or str(error["msg"])
     if error["type"] == "extra_forbidden":

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -180,11 +181,14 @@ def test_a_wheel_computes_right_without_a_compiler(tmp_path):
     made = subprocess.run(
         [sys.executable, ROOT / "tools" / "build_wheel.py", "--no-build-isolation", "--dist", tmp_path / "dist",
          "--levels", *levels],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "REPOSITORY": "https://host/us.git"},
     )  # fmt: skip
     assert made.returncode == 0, made.stderr[-2000:]
     wheel = made.stdout.splitlines()[-1]
     assert wheel.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        (metadata,) = (opened.read(name).decode() for name in opened.namelist() if name.endswith("/METADATA"))
+    assert "\nProject-URL: Repository, https://host/us\n" in metadata
     target, empty, elsewhere = tmp_path / "target", tmp_path / "empty", tmp_path / "elsewhere"
     empty.mkdir()
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", target, wheel]

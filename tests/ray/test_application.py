@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -38,12 +40,16 @@ def test_unknown_option_is_refused() -> None:
         Options(arguments=["m"], busy=3)
 
 
-def test_what_follows_two_dashes_is_for_vllm_serve() -> None:
+@pytest.mark.parametrize("page", ["replicas", "routing"])
+def test_commands_of_the_pages_are_understood(page: str) -> None:
+    """What follows two dashes is for `vllm serve`."""
     from lora_plugins.ray.__main__ import parser
 
-    parsed = parser().parse_args(["--replicas", "2", "--port", "81", "--", "m", "--enable-lora", "--max-loras", "4"])
-    assert (parsed.replicas, parsed.port) == (2, 81)
-    assert parsed.arguments == ["m", "--enable-lora", "--max-loras", "4"]
+    text = (EXAMPLE.parents[2] / "docs" / "guides" / f"{page}.md").read_text()
+    command = re.search("^python -m lora_plugins.ray (.*)", text, re.MULTILINE)
+    parsed = parser().parse_args(shlex.split(command[1]))
+    assert (parsed.replicas, parsed.num_gpus) == (2, 1)
+    assert parsed.arguments[1:] == ["--enable-lora", "--max-loras", "8", "--max-cpu-loras", "64"]
 
 
 @pytest.mark.parametrize(

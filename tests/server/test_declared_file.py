@@ -45,7 +45,8 @@ def test_none_may_be_declared(text: bytes) -> None:
 WRONG = {
     b"": "an empty file",
     b"# nothing": "an empty file",
-    b"adapters: [": "no YAML",
+    b"adapters: [": "no YAML: line 1: expected",
+    b"foo: 1": "the key 'adapters' is missing; foo: not known",
     b"\xff\xfe\x00": "no YAML",
     b"- name: sql": "the file: not a mapping",
     b"adapters: {name: sql}": "the file: not a list",

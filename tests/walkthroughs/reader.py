@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,14 +34,25 @@ def index_variables() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Step:
-    """One block of the page: how it begins, what is done with it, the file or the reason, commands of before, and the
-    exit code that the page shows or explains."""
+    """One block of the page: how it begins, what is done with it, the file or the reason, commands of before, the exit
+    code that the page shows or explains, and the digest of a block of several lines that is left out."""
 
     first: str
     do: Do = Do.RUN
     note: str = ""
     before: str = ""
     exits: int = 0
+    digest: str = ""
+
+    def wrong(self, block: Block) -> str:
+        """Where another text than the one that the reason is about is left out."""
+        digest = hashlib.sha256(block.text.encode()).hexdigest()[:8] if block.text.strip() != block.first else ""
+        changed = self.do is Do.LEAVE_OUT and digest != self.digest
+        return f"{block.first}: changed; if the reason still holds, digest={digest!r}" if changed else ""
+
+
+def left_out(first: str, why: str, digest: str = "") -> Step:
+    return Step(first, Do.LEAVE_OUT, why, digest=digest)
 
 
 @dataclass(frozen=True)
@@ -65,11 +77,9 @@ class Walk:
         wrong += [f"{self.page}: no such block: {first}" for first in listed if first not in found]
         if not wrong and found != listed:
             wrong.append(f"{self.page}: its blocks come in another order: {found}")
-        done = "".join(
-            block.commands()
-            for block, step in zip(self.blocks(), self.steps, strict=False)
-            if step.do is not Do.LEAVE_OUT
-        )
+        pairs = list(zip(self.blocks(), self.steps, strict=False))
+        wrong += [f"{self.page}: {said}" for block, step in pairs if (said := step.wrong(block))]
+        done = "".join(block.commands() for block, step in pairs if step.do is not Do.LEAVE_OUT)
         return wrong + [
             f"{self.page}: nothing to substitute: {text}" for text in self.substitutions if text not in done
         ]

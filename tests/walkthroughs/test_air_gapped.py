@@ -14,23 +14,21 @@ from testbed.models import PROMPT
 from testbed.server import reserved_port
 from tests.e2e.digests import of_files
 from tests.walkthroughs.conftest import SMALL
-from tests.walkthroughs.reader import Do, Step, Walk, reading
-
-pytestmark = pytest.mark.nightly
+from tests.walkthroughs.reader import Do, Step, Walk, left_out, reading
 
 CARRY = "lora-plugins inspect ./sql || [ $? = 7 ]       # 7: whole, and compared with no base model"
 ASK = (
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
     """-d '{"model": "sql", "prompt": "SELECT"}'"""
 )
-INSTALLING = "tests/installation/ installs the wheel beside a vLLM"
+INSTALLING = "tests/installation/test_recipes.py::test_carried_wheels_install_without_an_index runs it"
 
 AIR_GAPPED = Walk(
     "docs/get-started/air-gapped.md",
     [
-        Step("""pip wheel -w wheels "lora-plugins @ git+$REPOSITORY"    # 'vllm>=0.30,<0.34' too, if missing""",
-             Do.LEAVE_OUT, INSTALLING),
-        Step("pip install --no-index --find-links wheels lora-plugins", Do.LEAVE_OUT, INSTALLING),
+        left_out("""pip wheel -w wheels "lora-plugins @ git+$REPOSITORY"    # 'vllm>=0.30,<0.34' too, if missing""",
+                 INSTALLING),
+        left_out("pip install --no-index --find-links wheels lora-plugins", INSTALLING),
         Step(CARRY),
         Step("export HF_HUB_OFFLINE=1                        # nothing asks the Hub: base model, tokenizer, adapters",
              Do.SERVE),

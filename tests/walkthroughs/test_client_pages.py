@@ -21,7 +21,7 @@ from testbed.pages import Block
 from testbed.server import Server
 from tests.e2e.servers import admin_server
 from tests.walkthroughs import debian
-from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk
+from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, left_out
 
 pytestmark = [
     pytest.mark.nightly,
@@ -103,7 +103,7 @@ TROUBLESHOOTING = Walk(
     "docs/operate/troubleshooting.md",
     [
         Step(ANSWERS, before=f"{PLUGINS}; {AT}"),
-        Step(NOT_FOUND, Do.LEAVE_OUT, "a line of the log; tests/observability/test_unknown_names.py has its form"),
+        left_out(NOT_FOUND, "a line of the log; tests/observability/test_unknown_names.py has its form"),
         Step(WHY, before=f"{PLUGINS},lora_hf_hub_resolver VLLM_LORA_RESOLVER_HF_REPO_LIST=team/x", exits=3),
     ],
     {
@@ -117,9 +117,9 @@ LOG_LINE = "Adapter 'team/sql' from filesystem (file:///adapters/team/sql): rank
 DEMO = Walk(
     "docs/get-started/demo.md",
     [
-        Step("make demo", Do.LEAVE_OUT, "a check of its own"),
+        left_out("make demo", "a check of its own"),
         Step(BY_HAND, before=f"{AT}; lora-plugins unload '*'; lora-plugins load team/sql"),
-        Step(LOG_LINE, Do.LEAVE_OUT, "a line of the log, which the test of this page looks for"),
+        left_out(LOG_LINE, "a line of the log, which the test of this page looks for", "60c8ccde"),
     ],
     {
         "file:///adapters": ("file://{adapters}", HOME),
@@ -152,10 +152,10 @@ UPGRADE = Walk(
     "docs/operate/upgrade.md",
     [
         Step(NOTE, before=f"mkdir lora-plugins; {AT}"),
-        Step(
+        left_out(
             "pip list --format=freeze --exclude lora-plugins > installed.txt",
-            Do.LEAVE_OUT,
-            "tests/installation/test_recipes.py::test_recipe_upgrades_us_and_changes_nothing_else runs it",
+            "tests/installation/test_recipes.py::test_recipe_upgrades_and_goes_back_at_one_version_number",
+            "620b834d",
         ),
     ],
     {"/etc/": ("", HOME)},
@@ -164,10 +164,10 @@ UPGRADE = Walk(
 STORE = Walk(
     "docs/operate/store.md",
     [
-        Step(
+        left_out(
             "<root>/<digest>/adapter_config.json          what engines read: known keys only",
-            Do.LEAVE_OUT,
             "a list of files",
+            "cc91d78c",
         )
     ],
     {},
@@ -179,10 +179,10 @@ CI = Walk(
     [
         Step("#!/bin/bash", Do.WRITE, "check_adapters.sh"),
         Step(CHECK, before="chmod +x check_adapters.sh", exits=1),
-        Step(
+        left_out(
             "# A workflow for a repository of adapters: copy it to .github/workflows/, and check_adapters.sh to its root.",  # noqa: E501 - as the page has it
-            Do.LEAVE_OUT,
             "needs GitHub; tests/test_ci_example.py runs its last step",
+            "d7591ff6",
         ),
         Step("lora-plugins inspect adapters/team/sql --base-model acme/base-8b --max-lora-rank 64", before=LISTING),
     ],
@@ -194,7 +194,7 @@ ARCHIVES = '"""Adapters in zip files."""'
 SOURCES = Walk(
     "docs/guides/sources.md",
     [
-        Step(NOT_FOUND, Do.LEAVE_OUT, "a line of the log; tests/observability/test_unknown_names.py has its form"),
+        left_out(NOT_FOUND, "a line of the log; tests/observability/test_unknown_names.py has its form"),
         Step(ARCHIVES, Do.WRITE, "my_package/archives.py"),
         Step('[project.entry-points."lora_plugins.sources"]', Do.WRITE, "pyproject.toml"),
     ],

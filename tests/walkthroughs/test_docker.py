@@ -23,7 +23,7 @@ from testbed.models import PROMPT
 from testbed.server import SMALL_ENGINE, reserved_port
 from tests.e2e.servers import ENVIRONMENT
 from tests.walkthroughs import docker
-from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, index_variables, reading
+from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, index_variables, left_out, reading
 
 pytestmark = [
     pytest.mark.nightly,
@@ -57,8 +57,8 @@ DOCKER = Walk(
         Step("make wheel                                    # dist/lora_plugins-*.whl"),
         Step(READABLE, Do.SERVE, before="export ADMIN_KEY=$(openssl rand -hex 24)"),
         Step(ASK),
-        Step("export COMPOSE_FILE=examples/docker/compose.yaml", Do.LEAVE_OUT, NO_COMPOSE),
-        Step("docker compose exec vllm lora-plugins doctor", Do.LEAVE_OUT, NO_COMPOSE),
+        left_out("export COMPOSE_FILE=examples/docker/compose.yaml", NO_COMPOSE, "5b2f72a6"),
+        left_out("docker compose exec vllm lora-plugins doctor", NO_COMPOSE, "2de7f7fb"),
     ],
     {**COMMON, ":0.32.0 BASE": (":0.32.0 {base}", "two cores and no network: a tiny Llama")},
 )

@@ -44,11 +44,7 @@ def published(folder: Path) -> str:
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "lora_plugins", folder / "lora_plugins", ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(folder), "-c", "user.name=tests", "-c", "user.email=tests@example.invalid"]
-    allowed = [
-        "config",
-        "uploadpack.allowFilter",
-        "true",
-    ]  # as the servers of git repositories have it: pip asks for it
+    allowed = ["config", "uploadpack.allowFilter", "true"]  # as servers of git repositories have it: pip asks for it
     for command in (["init", "-q"], allowed, ["add", "."], ["commit", "-qm", "Publish the package"]):
         subprocess.run([*git, *command], check=True, timeout=60)
     return f"file://localhost{folder}"  # pip takes no address without a host

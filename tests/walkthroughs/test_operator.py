@@ -27,7 +27,7 @@ from testbed.reference import Reference
 from testbed.s3 import Bucket, s3_server
 from testbed.server import SMALL_ENGINE, reserved_port
 from tests.walkthroughs.kubectl import Pod
-from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk
+from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, left_out
 
 pytestmark = pytest.mark.skipif(
     None in map(shutil.which, ("curl", "git", "jq", "openssl")), reason="the page uses them"
@@ -47,24 +47,23 @@ WRONG_NAME = (
 KUBERNETES = Walk(
     "docs/guides/kubernetes.md",
     [
-        Step('{"Version": "2012-10-17", "Statement": [', Do.LEAVE_OUT, "needs AWS; tests/test_guides.py reads it"),
+        left_out('{"Version": "2012-10-17", "Statement": [', "needs AWS; tests/test_guides.py reads it", "63f9d0cb"),
         Step('git clone --depth 1 "$REPOSITORY" lora-plugins'),
         Step("# my-overlay/kustomization.yaml", Do.WRITE, "my-overlay/kustomization.yaml"),
         Step("# my-overlay/deployment.yaml", Do.WRITE, "my-overlay/deployment.yaml"),
         Step("# my-overlay/adapters.yaml", Do.WRITE, "my-overlay/adapters.yaml"),
         Step("# my-overlay/role.yaml", Do.WRITE, "my-overlay/role.yaml"),
-        Step("components:", Do.LEAVE_OUT, "for another cluster; tests/test_manifests.py renders the combination"),
+        left_out("components:", "for another cluster; tests/test_manifests.py renders the combination", "92bcdf7d"),
         Step(APPLY),
-        Step(
+        left_out(
             'kubectl patch deployment "$GATEWAY" \\',
-            Do.LEAVE_OUT,
             "needs a gateway; tests/test_manifests.py compares the label with the policy",
+            "162cb3a6",
         ),
         Step(ASK),
         Step(DIAGNOSE, before=WRONG_NAME),  # for a reader whose request got 404
-        Step(
+        left_out(
             "kubectl apply -k lora-plugins/examples/kubernetes/overlays/monitoring",
-            Do.LEAVE_OUT,
             "needs the Prometheus operator; tests/test_manifests.py renders the objects",
         ),
     ],

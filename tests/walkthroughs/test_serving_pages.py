@@ -17,7 +17,7 @@ from testbed.hub import local_hub
 from testbed.models import PROMPT
 from testbed.server import reserved_port
 from tests.walkthroughs.conftest import SMALL
-from tests.walkthroughs.reader import Do, Reader, Step, Walk, reading
+from tests.walkthroughs.reader import Do, Reader, Step, Walk, left_out, reading
 
 pytestmark = [
     pytest.mark.nightly,
@@ -49,7 +49,7 @@ CUDA_ENVIRONMENT = (
 CUDA = Walk(
     "docs/get-started/cuda.md",
     [
-        Step("python3 -m venv serve && . serve/bin/activate", Do.LEAVE_OUT, INSTALLED),
+        left_out("python3 -m venv serve && . serve/bin/activate", INSTALLED, "440f57a7"),
         Step(CUDA_ENVIRONMENT),
         Step(
             "vllm serve meta-llama/Llama-3.2-3B-Instruct --enable-lora --max-lora-rank 64 --max-loras 8 --max-cpu-loras 64",  # noqa: E501 - as the page has it
@@ -112,16 +112,15 @@ ADMIN = Walk(
     "docs/guides/admin.md",
     [
         Step("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters", Do.SERVE),
-        Step(
+        left_out(
             '{"lora_versions": [["1f2e3d4c…", 0], ["9a8b7c6d…", 17]]}',
-            Do.LEAVE_OUT,
             "of requests that a swap overtakes; tests/e2e/test_in_flight.py has them",
         ),
         Step(ADMIN_READS_A_DIGEST),
-        Step(
+        left_out(
             "adapters:",
-            Do.LEAVE_OUT,
             "needs S3 and the Hub; tests/test_guides.py::test_adapters_that_a_page_declares_can_be_followed reads it",
+            "a3d591a0",
         ),
     ],
     {
@@ -156,7 +155,8 @@ MIGRATING = Walk(
 
 INSTALL_RAY = 'pip install "lora-plugins[ray] @ git+$REPOSITORY"'
 
-REPLICAS = "starts Ray and two servers; tests/ray/test_real_engine.py does"
+START_RAY = "needs Ray; tests/ray/test_application.py::test_commands_of_the_pages_are_understood reads its options"
+ASK_REPLICAS = "needs the servers of the block before; tests/ray/test_real_engine.py asks such servers, in Python"
 SERVERS = [
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --tensor-parallel-size 2",
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --data-parallel-size 2",
@@ -168,13 +168,13 @@ SEVERAL = Walk(
     [
         Step("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters"),
         *(Step(first, Do.SERVE) for first in SERVERS),
-        Step(INSTALL_RAY, Do.LEAVE_OUT, REPLICAS),
-        Step(ASK_RAY, Do.LEAVE_OUT, REPLICAS),
+        left_out(INSTALL_RAY, START_RAY, "5791e923"),
+        left_out(ASK_RAY, ASK_REPLICAS, "f9db71d0"),
     ],
     {**small("BASE"), **folder_of_adapters("/adapters")},
 )
 
-ROUTING = Walk("docs/guides/routing.md", [Step(INSTALL_RAY, Do.LEAVE_OUT, REPLICAS)], {})
+ROUTING = Walk("docs/guides/routing.md", [left_out(INSTALL_RAY, START_RAY, "36d00681")], {})
 
 
 @contextmanager

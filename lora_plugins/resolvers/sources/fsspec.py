@@ -23,6 +23,7 @@ from fsspec.config import conf
 
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
+from lora_plugins.plugin_names import how_to_install
 from lora_plugins.resolvers.sources.errors import (
     BrokenAnswer,
     FailureKind,
@@ -171,7 +172,7 @@ def check_protocol(protocol: str, options: Iterable[str] = ()) -> None:
         raise InvalidSettings(
             f"the protocol {protocol}:// without an installed file system",
             expected="a protocol of fsspec",
-            remedy="pip install 'lora-plugins[s3]'"
+            remedy=how_to_install("s3")
             if protocol == "s3"
             else "install the package that fsspec needs for it, such as gcsfs",
         ) from error
