@@ -235,9 +235,9 @@ LEDGER = (
         vllm.entrypoints.launchers.launcher:
             NoSignalServer{peer_loads}  # since 0.32
         vllm.v1.engine.async_llm:
-            AsyncLLM{admission_stats}  # since 0.32
+            AsyncLLM{admission_stats}
         vllm.v1.engine.admission_control:
-            SharedAdmissionStats{_counters, COUNTERS_PER_SLOT}  # since 0.32
+            SharedAdmissionStats{_counters, COUNTERS_PER_SLOT}
         """,
         what="written, where an API server has died: its load is that of one that accepts nothing, and it has no "
         "requests. Only read with `getattr`, so a version without them changes nothing; `app.state.server.should_exit` "

@@ -93,7 +93,7 @@ LEDGER = (
             APIServerProcessManager{processes}
         """,
         what="wrapped, with several API servers of ours: after its start, an API server other than the first counts as "
-        "ended with exit code 0, and the first as ended with 1. Relied on in 0.30 to 0.33, read and run in 0.32: only "
+        "ended with exit code 0, and the first as ended with 1. Read in 0.30 to 0.33, run in 0.32: only "
         "`processes` of the manager is read, in the order of the API servers' numbers, and of each process only "
         "`sentinel`, `name`, `pid` and, after its end, `exitcode`; all accept from one socket",
         why="vLLM goes on without a process after exit code 0 only: a killed API server ended all, and a first API "
