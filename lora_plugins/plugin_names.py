@@ -26,4 +26,4 @@ PLUGIN_GROUPS = (
 def how_to_install(extra: str = "") -> str:
     """Return the command, for remedies: the package is on no index, so `pip install lora-plugins` finds nothing."""
     package = f"lora-plugins[{extra}]" if extra else "lora-plugins"
-    return f'pip install "{package} @ git+$REPOSITORY"; docs/get-started/install.md says what REPOSITORY is'
+    return f'pip install "{package} @ git+$REPOSITORY", where REPOSITORY is the address of its git repository'
