@@ -1,0 +1,251 @@
+"""The forms of a push's body, each taken apart into files while the body arrives.
+
+Content-Type selects the form:
+
+- `application/octet-stream`: one safetensors file, whose `__metadata__` holds the text of adapter_config.json under
+  that name;
+- `multipart/form-data`: a part for each file of a PEFT directory, by file name;
+- `application/x-tar`: a PEFT directory. Files that no adapter has (a README, the trainer's state) are skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator
+from typing import Protocol
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE, is_shard
+from lora_plugins.errors import InvalidAdapter
+
+OCTETS, PARTS, TAR = "application/octet-stream", "multipart/form-data", "application/x-tar"
+_BLOCK_BYTES = 512  # of a tar archive
+
+
+class Form(Protocol):
+    """One of the three forms: turns pieces of a body into pieces of files."""
+
+    @property
+    def file_bytes(self) -> int | None:
+        """The size of the file whose piece `feed` has yielded; None where the form does not say."""
+        ...
+
+    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
+        """The file names and bytes in the next piece; raises InvalidAdapter where the form is broken."""
+        ...
+
+    def end(self) -> None:
+        """Raises InvalidAdapter where the body ends too early."""
+        ...
+
+
+def form_of(content_type: str, content_bytes: int | None) -> Form:
+    """The form of a body with this Content-Type and Content-Length; raises InvalidAdapter for another type."""
+    from python_multipart.multipart import parse_options_header
+
+    kind, options = parse_options_header(content_type or OCTETS)
+    if kind == OCTETS.encode():
+        return _OneFile(content_bytes)
+    if kind == PARTS.encode() and options.get(b"boundary"):
+        return _Parts(options[b"boundary"])
+    if kind == TAR.encode():
+        return _Archive()
+    raise broken(
+        f"Content-Type: {content_type[:80]}", f"{OCTETS}, {PARTS} with a boundary, or {TAR}", "send the adapter so"
+    )
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether an adapter has a file of this name."""
+    return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE} or is_shard(name)
+
+
+def broken(found: str, expected: str, remedy: str = "push a whole PEFT adapter", *, file: str = "") -> InvalidAdapter:
+    """The error of a body that breaks a rule."""
+    return InvalidAdapter(found, expected=expected, remedy=remedy, file=file)
+
+
+class _OneFile:
+    """A body that is one safetensors file."""
+
+    def __init__(self, file_bytes: int | None) -> None:
+        self.file_bytes = file_bytes
+
+    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
+        yield WEIGHTS_FILE, piece
+
+    def end(self) -> None:
+        pass
+
+
+class _Parts:
+    """The parts of a multipart body, by their file names."""
+
+    file_bytes = None
+
+    def __init__(self, boundary: bytes) -> None:
+        from python_multipart.multipart import MultipartParser
+
+        self._ready: list[tuple[str, bytes]] = []
+        self._field = self._value = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._name = ""
+        self._has_ended = False
+        callbacks = {
+            "on_part_begin": self._begin,
+            "on_header_field": self._take_field,
+            "on_header_value": self._take_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": self._take_data,
+            "on_end": self._end,
+        }
+        self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+
+    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
+        from python_multipart.exceptions import FormParserError
+
+        try:
+            self._parser.write(piece)
+        except FormParserError as error:
+            raise broken(f"no multipart body ({error})", "parts by the boundary of Content-Type") from None
+        ready, self._ready = self._ready, []
+        yield from ready
+
+    def end(self) -> None:
+        if not self._has_ended:
+            raise broken("a multipart body without its end", "the whole body", "send the body again")
+
+    def _begin(self) -> None:
+        self._headers = {}
+
+    def _take_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+
+    def _take_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        self._headers[self._field.lower()] = self._value
+        self._field = self._value = b""
+
+    def _end_headers(self) -> None:
+        from python_multipart.multipart import parse_options_header
+
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        self._name = (options.get(b"filename") or options.get(b"name", b"")).decode(errors="replace")
+        self._ready.append((self._name, b""))  # begins the file, even if no data follows
+
+    def _take_data(self, data: bytes, start: int, end: int) -> None:
+        if start < end:
+            self._ready.append((self._name, data[start:end]))
+
+    def _end(self) -> None:
+        self._has_ended = True
+
+
+class _Archive:
+    """The files of a tar archive, in any folder; files that no adapter has are skipped."""
+
+    def __init__(self) -> None:
+        self._block = bytearray()
+        self._name, self.file_bytes = "", 0
+        # Of the present file: content bytes left, then zeros up to the next block.
+        self._left_bytes = self._padding_bytes = 0
+        self._has_end = False
+        # While the present file is a record, a long name or a pax header, of the next file; and what records have said.
+        self._record: bytearray | None = None
+        self._reads_record = _pax_fields
+        self._fields: dict[bytes, bytes] = {}
+
+    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
+        view = memoryview(piece)
+        while view:
+            if self._left_bytes:
+                part, view = view[: self._left_bytes], view[self._left_bytes :]
+                self._left_bytes -= len(part)
+                if self._record is not None:
+                    self._record += part
+                elif self._name:
+                    yield self._name, bytes(part)
+            elif self._padding_bytes:
+                skipped = min(self._padding_bytes, len(view))
+                self._padding_bytes -= skipped
+                view = view[skipped:]
+            else:
+                missing = _BLOCK_BYTES - len(self._block)
+                self._block += view[:missing]
+                view = view[missing:]
+                if len(self._block) == _BLOCK_BYTES:
+                    yield from self._begin_file(bytes(self._block))
+                    self._block.clear()
+
+    def end(self) -> None:
+        if self._left_bytes or self._block or not self._has_end:
+            raise broken("an archive without its end", "the whole tar archive", "send the body again")
+
+    def _begin_file(self, block: bytes) -> Iterator[tuple[str, bytes]]:
+        # A block of zeros ends an archive.
+        self._has_end = not any(block)
+        if self._has_end:
+            return
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise broken(f"no tar archive ({error})", "an uncompressed tar archive") from None
+        if self._record is not None:
+            self._fields |= self._reads_record(bytes(self._record))
+            self._record = None
+        if header.type in _RECORDS:
+            self._begin_record(header)
+            return
+        fields, self._fields = self._fields, {}
+        path = fields.get(b"path", header.name.encode("utf-8", "surrogateescape")).decode(errors="replace")
+        # Only the last part of the name: a path in an archive must never leave the directory.
+        name = path.rpartition("/")[2]
+        is_taken = header.isreg() and is_of_adapter(name)
+        if not (is_taken or header.isreg() or header.isdir() or header.type in _SKIPPED):
+            raise broken(f"'{path[:80]}', which is no file", "files and folders only")
+        self._name = name if is_taken else ""
+        # POSIX lets a directory have a size, which is a hint and not followed by content.
+        self._expect(0 if header.isdir() else int(fields.get(b"size", header.size)))
+        if is_taken:
+            yield name, b""
+
+    def _begin_record(self, header: tarfile.TarInfo) -> None:
+        if header.size > _MAX_RECORD_BYTES:
+            raise broken(f"a name or a pax header of {header.size} bytes", f"at most {_MAX_RECORD_BYTES} bytes")
+        self._record, self._reads_record = bytearray(), _RECORDS[header.type]
+        self._expect(header.size)
+
+    def _expect(self, size_bytes: int) -> None:
+        if size_bytes < 0:
+            raise broken(f"a file of {size_bytes} bytes", "a tar archive")
+        self.file_bytes = self._left_bytes = size_bytes
+        self._padding_bytes = -size_bytes % _BLOCK_BYTES
+
+
+def _long_name(record: bytes) -> dict[bytes, bytes]:
+    return {b"path": record.rstrip(b"\0")}
+
+
+def _pax_fields(record: bytes) -> dict[bytes, bytes]:
+    """The fields of a pax header: lines `LENGTH KEY=VALUE`, with the length of the whole line."""
+    fields, at = {}, 0
+    while at < len(record):
+        match = _PAX_FIELD.match(record, at)
+        end = at + int(match[1]) if match else 0
+        if match is None or not match.end() < end <= len(record):
+            raise broken("a pax header without length, key and value", "a tar archive")
+        fields[match[2]] = record[match.end() : end - 1]
+        at = end
+    if not re.fullmatch(rb"\d{1,18}", fields.get(b"size", b"0")):
+        raise broken("a pax header whose size is no number", "a tar archive")
+    return fields
+
+
+_PAX_FIELD = re.compile(rb"(\d{1,9}) ([^=]+)=")
+_MAX_RECORD_BYTES = 1 << 16
+_RECORDS = {tarfile.GNUTYPE_LONGNAME: _long_name, tarfile.XHDTYPE: _pax_fields}
+_SKIPPED = (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK)  # fields of all files; the target of a link, which is refused
