@@ -185,7 +185,7 @@ async def push(
         )
 
     principal = principal_of_request.get()
-    async with _as_http() as began:
+    async with _changing(lifecycle) as began:
         if principal is not None and principal.pushes_per_minute is not None:
             pushes.count(principal.label, principal.pushes_per_minute)
         pushed = await pushes.push(

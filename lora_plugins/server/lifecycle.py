@@ -208,7 +208,6 @@ class Lifecycle:
                         await self._pin(adapter)
             adapter.uri, adapter.held_digest = None, version.digest
         self.on_change()
-        await self.written()  # no source has the version, and a trainer may not push it again
         return change
 
     def check_pushed(self, name: str, expects: str | None) -> None:

@@ -125,8 +125,8 @@ def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, fl
         return answer.status, answer.read().decode(), time.perf_counter() - began
 
 
-@pytest.mark.parametrize("change", ["pin", "unpin", "prefetch", "refresh", "rollback", "load", "unload"])
-def test_an_answered_change_is_written_down(server, name, monkeypatch, change):
+@pytest.mark.parametrize("change", ["pin", "unpin", "prefetch", "refresh", "rollback", "load", "unload", "push"])
+def test_an_answered_change_is_written_down(server, put, name, monkeypatch, change):
     assert post(server, f"/{name}/refresh")[0] == 200
     written: list[int] = []
 
@@ -137,6 +137,8 @@ def test_an_answered_change_is_written_down(server, name, monkeypatch, change):
     monkeypatch.setattr(server.world.lifecycle, "written", write)
     if change == "unload":
         assert delete(server, f"/{name}")[0] == 200
+    elif change == "push":
+        assert put()[0] == 200
     else:
         path, body = ("", f'{{"lora_name": "{name}"}}') if change == "load" else (f"/{name}/{change}", "")
         assert post(server, path, body=body)[0] == 200
