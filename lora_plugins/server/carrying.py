@@ -42,11 +42,9 @@ class CarryToLeader:
 
     async def __call__(self, scope: Message, receive_: Receive, send_: Send) -> None:
         """Handle one connection, or the application's life, which begins when all is there to serve."""
-        role = self._role()
-        if scope["type"] == "lifespan" and isinstance(role, Follower):
-            role.note_start()
-        if scope["type"] != "http" or not _is_carried(scope):
-            role = None
+        if scope["type"] == "lifespan" and isinstance(begins := self._role(), Follower):
+            begins.note_start()
+        role = self._role() if scope["type"] == "http" and _is_carried(scope) else None
         try:
             if isinstance(role, Follower):
                 await _carry(role, scope, receive_, send_)

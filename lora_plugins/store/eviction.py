@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store.inventory import Inventory
-from lora_plugins.store.layout import Layout
+from lora_plugins.store.layout import Layout, files_bytes
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest
 
@@ -54,7 +54,7 @@ def entries(layout: Layout) -> list[Entry]:
             size_bytes = manifest.size_bytes
         except (InvalidAdapter, SourceUnavailable):
             try:
-                size_bytes = sum(entry.stat().st_size for entry in os.scandir(layout.adapter(digest)))
+                size_bytes = files_bytes(layout.adapter(digest))
             except OSError:
                 continue  # another process has just removed it, or it is no directory
         try:
@@ -241,16 +241,11 @@ def pending_bytes(layout: Layout, *, besides: Path | None = None, is_rest: bool 
     pending = 0
     for temporary in layout.temporaries():
         if temporary.needed_bytes and temporary.path != besides and temporary.path.is_dir():
-            arrived_bytes = _size_bytes(temporary.path) if is_rest else 0
+            arrived_bytes = 0
+            with contextlib.suppress(FileNotFoundError):  # removed at this moment
+                arrived_bytes = files_bytes(temporary.path) if is_rest else 0
             pending += max(0, temporary.needed_bytes - arrived_bytes)
     return pending
-
-
-def _size_bytes(directory: Path) -> int:
-    """The bytes of a directory's files; 0 where others remove them meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-        return sum(file.stat().st_size for file in os.scandir(directory))
-    return 0
 
 
 def quarantined(layout: Layout) -> list[Entry]:
@@ -258,7 +253,7 @@ def quarantined(layout: Layout) -> list[Entry]:
     found = []
     for entry in os.scandir(layout.folder("quarantine")):
         with contextlib.suppress(FileNotFoundError):  # removed at this moment, by this process or another
-            size_bytes = sum(file.stat().st_size for file in os.scandir(entry.path)) if entry.is_dir() else 0
+            size_bytes = files_bytes(entry.path) if entry.is_dir() else 0
             found.append(Entry(entry.name, size_bytes, entry.stat().st_mtime))
     return sorted(found, key=_by_use)
 

@@ -26,6 +26,11 @@ class Room(enum.Enum):
     LEASED = enum.auto()  # leases are in the way
     NONE = enum.auto()
 
+    @property
+    def is_there(self) -> bool:
+        """Whether a write finds room by now."""
+        return self in (Room.FOUND, Room.MADE)
+
 
 def give_way(
     layout: Layout,

@@ -21,7 +21,7 @@ import msgspec
 
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.store.layout import MANIFEST_FILE, SIZES_FILE, Layout, is_digest, write_small
+from lora_plugins.store.layout import MANIFEST_FILE, SIZES_FILE, Layout, files_bytes, is_digest, write_small
 from lora_plugins.store.manifest import Manifest
 
 _UNWRITTEN = 500  # sizes that the next process may have to read again: about 50 ms
@@ -163,7 +163,7 @@ class Inventory:
         except (InvalidAdapter, SourceUnavailable):
             self._unreadable.add(digest)  # perhaps only for now; the sizes of its files are a guess
         try:
-            return sum(entry.stat().st_size for entry in os.scandir(directory))
+            return files_bytes(directory)
         except OSError:
             return None  # another process has just removed it, or it is no directory
 

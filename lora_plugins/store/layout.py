@@ -173,6 +173,11 @@ def respelt(path: str) -> str:
     return f"{folder}/./{name}"
 
 
+def files_bytes(directory: Path | str) -> int:
+    """The bytes of the files in a directory; raises OSError where the directory goes meanwhile."""
+    return sum(entry.stat().st_size for entry in os.scandir(directory))
+
+
 def is_digest(name: str) -> bool:
     """Whether a directory's name is that of a published adapter."""
     return len(name) == 64 and HEXADECIMAL.issuperset(name)

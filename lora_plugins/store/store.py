@@ -44,7 +44,6 @@ _T = TypeVar("_T", bound=CheckedAdapter)
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
 _BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever the size
 _TRIES_OF_FULL_DISK = 3  # other fetches may take the room that a try has made
-_ROOMY = frozenset({Room.FOUND, Room.MADE})
 
 
 def fetch_timeout_s(size_bytes: int, least_s: float) -> float:
@@ -149,7 +148,7 @@ class Store:
                     giving = asyncio.create_task(self._give_way_or_press(size_bytes, files, directory))
                     rooms.append(await asyncio.shield(giving))
                     # Where a write fails beside room twice, another fetch is not the cause.
-                    if rooms[-1] not in _ROOMY or rooms.count(Room.FOUND) > 1:
+                    if not rooms[-1].is_there or rooms.count(Room.FOUND) > 1:
                         raise
             return await self._obtain(wanted, fetch, check, holder, converted, directory=directory)
         finally:
@@ -230,7 +229,7 @@ class Store:
                 on_evict=self.on_evict,
                 kept=kept,
             )
-            if room in _ROOMY and directory is not None:
+            if room.is_there and directory is not None:
                 with contextlib.suppress(OSError):
                     directory.mkdir()
             return room
@@ -523,7 +522,7 @@ class Store:
             with store_errors():
                 is_leased = self.leases.acquire(digest, holder)
         except FullDisk:  # the file of a lease needs an inode
-            if self.give_way(0, 0, kept=digest) not in _ROOMY:
+            if not self.give_way(0, 0, kept=digest).is_there:
                 raise
             is_leased = self.leases.acquire(digest, holder)
         if not is_leased:

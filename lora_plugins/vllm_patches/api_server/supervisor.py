@@ -36,7 +36,7 @@ class _Servers:
     def __init__(self, manager: Any, folder: Path) -> None:
         self._manager = manager
         first, *others = manager.processes  # vLLM numbers API servers in this order, and number 0 leads
-        self.processes = [_Leader(first), *(_Follower(process, folder) for process in others)]
+        self.processes = [_FirstProcess(first), *(_OtherProcess(process, folder) for process in others)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -58,7 +58,7 @@ class _Ended:
         return code
 
 
-class _Leader(_Ended):
+class _FirstProcess(_Ended):
     """The first API server: no other may serve without the first, whatever its exit code."""
 
     @property
@@ -67,7 +67,7 @@ class _Leader(_Ended):
         return 1 if code == 0 else code
 
 
-class _Follower(_Ended):
+class _OtherProcess(_Ended):
     """Another API server: the others serve on after its death, once it has begun to serve."""
 
     def __init__(self, process: Any, folder: Path) -> None:
