@@ -111,9 +111,9 @@ class Ours(SimulatedEngine):
         return self.workers.activations
 
     def step(self) -> StepPlan:
-        admitted = [*self.running.values(), *self.waiting.values()]
+        ran = list(self.running.values())
         plan = super().step()
-        self.done += (one for one in (*admitted, *plan.admitted) if one.ended_at is not None)
+        self.done += (one for one in (*ran, *self.began) if one.ended_at is not None)
         self.loads += sum(isinstance(command, Load) for command in plan.commands)
         return plan
 

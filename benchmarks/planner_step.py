@@ -48,7 +48,7 @@ class Watch:
         self._spent_ns, self._clock = 0, clock
         asked_ns = [clock() - clock() for _ in range(1000)]
         self._asking_ns = -int(median(asked_ns))
-        for name in ("arrived", "ended", "reported", "carried_out", "plan"):
+        for name in ("arrived", "began", "passed_over", "ended", "reported", "carried_out", "plan"):
             setattr(planner, name, self._timed(getattr(planner, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,9 +78,9 @@ def held(clock: Callable[[], int], steps: int, policy: str, slots: Slots) -> tup
 
     def step_ns() -> Iterator[int]:  # looks at little else, which would take the planner's place in the caches
         while True:
-            running = {one.spec.engine_id for one in (*engine.running.values(), *engine.waiting.values())}
+            running = {one.spec.engine_id for one in engine.running.values()}
             while len(engine.held) < HELD:
-                if (of := rng.choice(specs)).engine_id not in running:  # what runs would admit it at once
+                if (of := rng.choice(specs)).engine_id not in running:  # else it would run at once
                     engine.submit(of, rng.randint(1, 64))
             engine.step()
             yield watch.take()
@@ -99,17 +99,18 @@ def idle(clock: Callable[[], int], steps: int, policy: str, slots: Slots) -> tup
     runs = spec(IDLE + 1, 1)
     planner.arrived(runs, "r0", None, 0.0, client="beams")
     planner.plan(0.0)
+    planner.began(["r0"], 0.0)
     watch = Watch(planner, clock)
     for key, size_bytes in ((1, IDLE + 1), (2, 1), (3, 1)):
         planner.arrived(spec(IDLE + 10 + key, size_bytes), f"waits-{key}", None, 0.0)
+    planner.passed_over(None, 0.0)
 
     def step_ns() -> Iterator[int]:
         for step in range(1, WARM_UP + steps + 1):
             now = 50.0 * step / (WARM_UP + steps)  # what leaves is joined for a minute
             planner.arrived(runs, f"r{step}", None, now, client="beams")
-            plan = planner.plan(now)
-            assert len(plan.admitted) == 1
-            assert not plan.commands
+            assert not planner.plan(now).commands
+            planner.began([f"r{step}"], now)
             planner.ended([f"r{step - 1}"], now)
             yield watch.take()
 

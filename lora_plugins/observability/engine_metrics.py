@@ -55,7 +55,7 @@ def families(model_name: str, engines: Mapping[int, PlannerFigures], max_adapter
                 gauge.add_metric(labels, value)
         yield gauge
     refused = CounterMetricFamily(
-        "lora_plugins_refused_requests", "Requests that were not admitted, by error code", labels=(*_LABELS, "code")
+        "lora_plugins_refused_requests", "Requests that never ran, by error code", labels=(*_LABELS, "code")
     )
     for labels, figures in reports:
         for code, count in sorted(figures.stats.refused.items()):
@@ -110,7 +110,7 @@ def _by_name(rows: Sequence[AdapterState]) -> list[AdapterState]:
 def _durations(reports: _Reports) -> Iterator[Metric]:
     waits = HistogramMetricFamily(
         "lora_plugins_admission_wait_seconds",
-        "From a request's arrival in the scheduler until it was admitted, by where its adapter was (slot, host, store)",
+        "From a request's arrival in the scheduler until vLLM ran it, by where its adapter was (slot, host, store)",
         labels=(*_LABELS, "found"),
     )
     activations = HistogramMetricFamily(

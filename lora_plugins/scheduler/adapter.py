@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
 from cachetools import LRUCache
 
 from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.request_queue import LAST, Order
 from lora_plugins.scheduler.stats import FoundIn
 
-NOWHERE = (False,) * 7
+NOWHERE = (False,) * 6
 _REMEMBERED = 10_000
 _LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
 LONGEST_DRAIN_S = 60.0  # clients choose their requests' names: a name for all requests must not keep a slot for ever
@@ -35,22 +37,34 @@ _SLOT, _HOST, _STORE = FoundIn
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A request that is not admitted yet.
+    """A request that waits in vLLM's queue.
 
     Attributes:
         request: the scheduler's own object; the planner reads none of its attributes.
+        order: the request's place in vLLM's queue.
         client: the client's request that a beam or a choice is a part of; empty where vLLM divides nothing.
         is_bound: the request named this generation, so no earlier generation may answer.
-        has_run: a pause has stopped the request after its admission.
+        has_run: the request has run with this generation before: vLLM preempted the request, or a pause stopped it.
+        runs_on: runs even while the adapter leaves: has run before, or is a part of a client's request that runs.
     """
 
     request: Any
     arrived_at: float
     found: FoundIn
-    priority: int = 0
+    order: Order
     client: str = ""
     is_bound: bool = False
     has_run: bool = False
+    runs_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A request that runs: since when, as a part of which client's request, and its vLLM priority."""
+
+    began_at: float
+    client: str
+    priority: int
 
 
 @dataclass(eq=False, slots=True)
@@ -58,12 +72,18 @@ class LoadCall:
     """A caller that waits for an adapter to be in host memory, or in a slot, without a request.
 
     Attributes:
+        order: the call's place among waiting requests.
         wants_slot: take a slot if one is idle. needs_slot: the call ends only once the adapter is in a slot.
     """
 
     future: Future[None]
+    order: Order
     wants_slot: bool = False
     needs_slot: bool = False
+
+
+class RunningOn:
+    """The group of an adapter's waiting requests that run even while the adapter leaves."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,12 +95,15 @@ class Adapter:
         is_instant: whether an activation costs no copy.
         job: the number of the workers' present background job.
         slot: the number of its slot, from the activation's begin. is_active: whether the weights are in the slot.
-        held: requests that are not admitted, by id. priorities: how many held requests have each priority.
+        held: requests that wait in vLLM's queue, by id. begun_count: how many of these have run before.
         stopped: requests that a pause has stopped, by id: they wait for its end, and for neither slot nor room.
-        running: the time of admission and the client's request of each admitted request, by id.
+        running: the running requests, by id.
         expected: clients' requests without a running part, whose next part is expected until a time.
-        waits_since: since when requests or calls wait, and nothing is admitted.
-        leaving_since: since when other clients' requests are not admitted, so that slot or room passes on.
+        waits_since: since when vLLM passes over the first request for want of the adapter, or calls wait; None where
+            the adapter runs requests.
+        leaving_since: since when other clients' requests do not run, so that slot or room passes on.
+        takes_parts: whether parts of clients' running requests run while the adapter leaves.
+        running_on: the group of held requests that run even while the adapter leaves.
         is_pinned: keeps host memory and slot without any request.
         is_retired: evicted once unused; the eviction answers `retirements`.
         replaces: the generation before: goes once this generation is loaded, and is current again if the load fails.
@@ -98,13 +121,15 @@ class Adapter:
     slot: int | None = None
     is_active: bool = False
     held: dict[str, Held] = field(default_factory=dict)
-    priorities: dict[int, int] = field(default_factory=dict)
+    begun_count: int = 0
     stopped: dict[str, Held] = field(default_factory=dict)
-    running: dict[str, tuple[float, str]] = field(default_factory=dict)
+    running: dict[str, Run] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     calls: list[LoadCall] = field(default_factory=list)
     waits_since: float | None = None
     leaving_since: float | None = None
+    takes_parts: bool = True
+    running_on: RunningOn = field(default_factory=RunningOn)
     is_pinned: bool = False
     is_retired: bool = False
     replaces: Adapter | None = None
@@ -113,8 +138,9 @@ class Adapter:
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
-    waits_in: tuple[bool, bool] = (False, False)
+    waits_in: tuple[bool, ...] = (False,) * 3
     kept_in: tuple[bool, ...] = NOWHERE
+    _orders: list[tuple[Order, str]] = field(default_factory=list)
 
     @property
     def is_loaded(self) -> bool:
@@ -134,7 +160,7 @@ class Adapter:
     @property
     def clients(self) -> set[str]:
         """The clients' requests with a running or an expected part."""
-        return (self.expected.keys() | {client for _, client in self.running.values()}) - {""}
+        return (self.expected.keys() | {run.client for run in self.running.values()}) - {""}
 
     @property
     def is_wanted(self) -> bool:
@@ -162,9 +188,20 @@ class Adapter:
         return self.is_loaded and self.slot is None and any(call.needs_slot for call in self.calls)
 
     @property
-    def order(self) -> tuple[int, float]:
-        """The place among waiting adapters: the best priority of held requests, then the time of the first."""
-        return min(self.priorities) if self.priorities else 0, self.waits_since or 0.0
+    def order(self) -> Order:
+        """The place among waiting adapters: the place of the first waiting request, or of the first call."""
+        while self._orders:
+            order, request_id = self._orders[0]
+            if (held := self.held.get(request_id)) is not None and held.order == order:
+                break
+            heappop(self._orders)
+        first = self._orders[0][0] if self._orders else LAST
+        return min(first, self.calls[0].order) if self.calls else first
+
+    @property
+    def best_priority(self) -> int:
+        """The best priority of a running request; smaller is better, as in vLLM."""
+        return min((run.priority for run in self.running.values()), default=0)
 
     @property
     def found(self) -> FoundIn:
@@ -176,24 +213,14 @@ class Adapter:
     def hold(self, request_id: str, held: Held) -> None:
         """Add a waiting request."""
         self.held[request_id] = held
-        self.priorities[held.priority] = self.priorities.get(held.priority, 0) + 1
+        self.begun_count += held.has_run
+        heappush(self._orders, (held.order, request_id))
 
-    def unhold(self, request_ids: Iterable[str]) -> None:
-        """Remove waiting requests."""
-        for request_id in request_ids:
-            held = self.held.pop(request_id)
-            self.priorities[held.priority] -= 1
-            if not self.priorities[held.priority]:
-                del self.priorities[held.priority]
-
-    def joining(self, now: float) -> list[tuple[str, Held]]:
-        """The held requests that may run: all; while draining, parts of running clients' requests, for a while."""
-        if self.leaving_since is None:
-            return list(self.held.items())
-        if now - self.leaving_since > LONGEST_DRAIN_S:
-            return []
-        clients = self.clients
-        return [item for item in self.held.items() if item[1].client in clients] if clients else []
+    def unhold(self, request_id: str) -> Held:
+        """Remove a waiting request."""
+        held = self.held.pop(request_id)
+        self.begun_count -= held.has_run
+        return held
 
 
 class Generations:
@@ -227,11 +254,11 @@ class Generations:
 
 
 class WaitingOrder:
-    """Waiting adapters in the order of service: vLLM's priorities first, then first come, first served."""
+    """Waiting adapters in the order in which vLLM would run their first requests."""
 
     def __init__(self) -> None:
-        self._entries: dict[Adapter, tuple[int, float, int, Adapter]] = {}
-        self._sorted: list[tuple[int, float, int, Adapter]] = []  # priority, since, key: equal for no two
+        self._entries: dict[Adapter, tuple[Order, int, Adapter]] = {}
+        self._sorted: list[tuple[Order, int, Adapter]] = []  # order and key: equal for no two
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -240,14 +267,14 @@ class WaitingOrder:
         return adapter in self._entries
 
     def __iter__(self) -> Iterator[Adapter]:
-        return (entry[3] for entry in self._sorted)
+        return (entry[2] for entry in self._sorted)
 
     def keep(self, adapter: Adapter, *, is_in: bool) -> None:
         """Put an adapter where its present order says, or take it out."""
         known = self._entries.get(adapter)
         if known is None and not is_in:
             return
-        entry = (*adapter.order, adapter.key, adapter) if is_in else None
+        entry = (adapter.order, adapter.key, adapter) if is_in else None
         if known is not None and known != entry:
             del self._entries[adapter], self._sorted[bisect_left(self._sorted, known)]
         if entry is not None and known != entry:
@@ -259,4 +286,4 @@ class WaitingOrder:
 
     def count_before(self, adapter: Adapter) -> int:
         """Return how many adapters are served before `adapter`."""
-        return bisect_left(self._sorted, (*adapter.order, adapter.key))
+        return bisect_left(self._sorted, (adapter.order, adapter.key))

@@ -88,7 +88,7 @@ def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
         return victims
     residents = [it for it in map(state.adapters.__getitem__, state.cache.sizes_bytes) if it.is_loaded and not it.calls]
     residents = [it for it in residents if not it.is_in_flight and not it.is_activating]
-    own = {it.key: it for it in residents if it.spec.engine_id == adapter.spec.engine_id}
+    own = {it.key: it for it in residents if it.spec.engine_id == adapter.spec.engine_id and not it.begun_count}
     others = {it.key: it for it in residents if not (it.is_pinned or it.spec.given or it.replaces)}
     sizes_bytes = [state.cache.expected_bytes(adapter.spec)]
     victims = state.cache.victims(sizes_bytes, own)
@@ -96,7 +96,7 @@ def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
         victims = state.cache.victims(sizes_bytes, own | others)
     for key in own.keys() & set(victims or ()):
         for request_id in list(own[key].held):
-            state.hold(adapter, request_id, state.release(own[key], request_id))
+            state.hold_elsewhere(own[key], adapter, request_id)
         state.touched |= {adapter: None, own[key]: None}
     return victims
 

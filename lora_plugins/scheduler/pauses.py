@@ -1,11 +1,10 @@
-"""Names whose requests are held until a resume, outside the plan: they take neither slots nor room from others.
+"""Names whose requests wait for a resume in vLLM's queue: they take neither slots nor room from others.
 
-A pause is of a name, so the pause holds requests for each version that the name gets meanwhile.
+A pause is of a name, so requests that come during a pause get the version that the name has at the resume.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -41,6 +40,8 @@ class Pauses:
     def __init__(self, state: PlannerState) -> None:
         self._state = state
         self._pauses: dict[str, _Pause] = {}
+        self._names: dict[str, str] = {}  # of held requests, by id
+        self._answering: dict[str, None] = {}  # names with calls
         self._aborted: list[Any] = []
 
     def __bool__(self) -> bool:
@@ -48,26 +49,18 @@ class Pauses:
 
     @property
     def held_count(self) -> int:
-        """How many requests wait for a resume."""
-        return sum(len(pause.held) for pause in self._pauses.values()) + self._state.stopped_count
-
-    @property
-    def held_by_name(self) -> Counter[str]:
-        """How many requests wait for a resume, by name of adapter."""
-        counts = Counter({name: len(pause.held) for name, pause in self._pauses.items()})
-        counts.update({it.spec.name: len(it.stopped) for it in self._state.adapters.values() if it.stopped})
-        # The unary plus drops names without a waiting request.
-        return +counts
+        """How many requests came after their name was paused, and wait for a resume."""
+        return len(self._names)
 
     @property
     def held(self) -> list[Any]:
         """The requests that came after their name was paused."""
-        return [request for pause in self._pauses.values() for _, request in pause.held.values()]
+        return [self._pauses[name].held[request_id][1] for request_id, name in self._names.items()]
 
     @property
     def expects_parts(self) -> bool:
         """Whether a call waits for the next part of a client's request, which may never come."""
-        return bool(self._state.expecting) and any(pause.calls for pause in self._pauses.values())
+        return bool(self._state.expecting and self._answering)
 
     @property
     def has_aborted(self) -> bool:
@@ -104,7 +97,7 @@ class Pauses:
             return None
         pause.clients = frozenset(clients)
         of_clients = [key for key, (client, _) in pause.held.items() if client in pause.clients]
-        parts = [pause.held.pop(key)[1] for key in of_clients]
+        parts = [pause.held.pop(key)[1] for key in of_clients if self._names.pop(key)]
         if pause.mode is PauseMode.WAIT:
             return parts
         self._aborted += parts
@@ -117,12 +110,12 @@ class Pauses:
             self._aborted.append(request)
         else:
             pause.held[request_id] = client, request
+            self._names[request_id] = name
 
-    def ended(self, request_ids: Iterable[str]) -> None:
-        """Drop requests that have left vLLM's scheduler, in whatever way; ids that no pause holds are left alone."""
-        for pause in self._pauses.values():
-            for request_id in request_ids:
-                pause.held.pop(request_id, None)
+    def ended(self, request_id: str) -> None:
+        """Drop a request that has left vLLM's scheduler, in whatever way; ids that no pause holds are left alone."""
+        if (name := self._names.pop(request_id, None)) is not None:
+            del self._pauses[name].held[request_id]
 
     def pause(self, name: str, mode: PauseMode) -> list[str]:
         """Begin a pause, or change its mode; return the ids of all requests that the name has by now."""
@@ -136,7 +129,9 @@ class Pauses:
         pause = self._pauses.pop(name, None)
         if pause is None:
             return []
-        _answer(pause)
+        self._answer(name, pause)
+        for request_id in pause.held:
+            del self._names[request_id]
         return [request for _, request in pause.held.values()]
 
     def paused(self, name: str) -> Future[bool]:
@@ -146,27 +141,22 @@ class Pauses:
             future.set_result(True)
         else:
             pause.calls.append(future)
+            self._answering[name] = None
         return future
 
     def answer(self) -> None:
         """Answer the calls whose name has nothing in flight any more."""
-        for name, pause in self._pauses.items():
-            if pause.calls and not self.in_flight(name):
-                _answer(pause)
+        for name in [name for name in self._answering if not self.in_flight(name)]:
+            self._answer(name, self._pauses[name])
+
+    def _answer(self, name: str, pause: _Pause) -> None:
+        self._answering.pop(name, None)
+        calls, pause.calls = pause.calls, []
+        for call in calls:
+            if not call.done():
+                call.set_result(False)
 
     def in_flight(self, name: str) -> list[Adapter]:
-        """Return the generations of a name that have requests in flight."""
-        return [adapter for adapter in self._state.in_flight if adapter.spec.name == name]
-
-    def to_stop(self) -> list[Adapter]:
-        """The adapters whose requests are to stop now and go on later."""
-        return [
-            it for name, pause in self._pauses.items() if pause.mode is PauseMode.KEEP for it in self.in_flight(name)
-        ]
-
-
-def _answer(pause: _Pause) -> None:
-    calls, pause.calls = pause.calls, []
-    for call in calls:
-        if not call.done():
-            call.set_result(False)
+        """Return the generations of a name that run requests, or have requests that have run and go on."""
+        of_name = [adapter for adapter in self._state.adapters.values() if adapter.spec.name == name]
+        return [adapter for adapter in of_name if adapter.is_in_flight or adapter.begun_count]

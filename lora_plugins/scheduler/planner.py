@@ -1,29 +1,37 @@
-"""Which adapters are loaded, which have slots, and which requests may run: one planner for each engine.
+"""Which adapters are loaded, which have slots, and whose requests may run: one planner for each engine.
 
-The planner is notified of requests, reports of workers and the time, and answers with commands and admitted requests.
-Commands are for the workers. The unit is a generation of an adapter: an engine id finds the current
-generation, and a later generation is loaded beside the current. The rules:
+The planner is notified of requests, reports of workers and the time, and answers with commands for the workers and with
+the groups of requests that may run (`PlannerState.open_groups`). The unit is a generation of an adapter: an engine id
+finds the current generation, and a later generation is loaded beside the current. The rules:
 
-- An adapter with admitted requests keeps its slot until the last of them has ended, and takes further requests at once.
+- Requests wait in vLLM's queue, and vLLM runs them in its order. vLLM sees the requests of adapters in slots; the other
+  requests keep their places, and vLLM passes over them.
+- An adapter with running requests keeps its slot until the last of them has ended, and takes further requests at once.
   Adapters whose activation costs a copy use the copied slots, others the pointed slots, if there are any. A copy that
   is short beside a step is made before the step (`StepTimes`).
-- Slots pass on first come, first served, after vLLM's priorities. Where adapters wait and no slot has passed on for
-  max(patience, 2 * the mean run) / the running adapters, the adapter with the fewest running requests drains: only
-  parts of its running requests still join. The last adapter that takes any request stays, unless no other runs.
+- Adapters are loaded, and get slots, in the order in which vLLM would run their first requests. Where vLLM passes over
+  adapters and no slot has passed on for max(patience, 2 * the mean run) / the running adapters, the adapter with the
+  fewest running requests leaves: only requests that have run before, and parts of its running requests, still join. No
+  adapter leaves for requests of a worse priority than its own; the last that takes any request stays, unless no other
+  runs.
 - A wanted adapter is loaded at once, unless enough adapters wait in host memory to take all slots before. An adapter
   that finds no room for the time above gets room reserved: as few adapters as needed drain, and do not begin again.
 - An adapter that can never fit, by size or beside pins, is refused at once, and delays no other.
 
-No adapter starves. Let Q be max(patience, 2 * the mean run), R the longest run of a client's request (parts of a
-request may join for a minute, so at most a minute longer), D the longest load and A the longest activation, each with
-the steps to notice its end. Let an adapter begin to wait, and k others before it; for a request of a draining adapter
-the wait begins R later at most. Among requests of one priority, while none is pinned,
+No adapter starves. Let an adapter's first request wait in vLLM's queue, and let B be the time until vLLM passes over
+the request: until then the request waits as in vLLM without adapters, for rows. Let Q be max(patience, 2 * the mean
+run), R the longest run of a client's request (parts of a request may join for a minute, so at most a minute longer), D
+the longest load and A the longest activation, each with the steps to notice its end. Let k adapters come before in
+vLLM's order; for a request of a leaving adapter the wait begins R later at most. Among requests of one priority, while
+none is pinned,
 
-- with room for all in the host cache: of `slots` adapters, while others wait, `slots - 1` (or the only one) drain
+- with room for all in the host cache: of `slots` adapters, while others wait, `slots - 1` (or the only one) leave
   within Q, and as much again for slots that passed on meanwhile, and end R later. The adapter has a slot within
-  D * (1 + ceil((k + 1) / MAX_LOADS)) + (2 * Q + R + A) * ceil((k + 1) / max(1, slots - 1));
+  B + D * (1 + ceil((k + 1) / MAX_LOADS)) + (2 * Q + R + A) * ceil((k + 1) / max(1, slots - 1));
 - otherwise room is reserved for the first adapter within Q, and free R later; a slot follows within R + 2 * Q: in all
-  (k + 1) * (D + A + 3 * Q + 2 * R), for a cache of one adapter. An adapter larger than its files said counts twice.
+  B + (k + 1) * (D + A + 3 * Q + 2 * R), for a cache of one adapter. An adapter larger than its files said counts twice.
+
+A request whose adapter has a slot runs when vLLM has a row: at its place, for later requests have not overtaken it.
 
 Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls the planner.
 """
@@ -39,7 +47,6 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
-from lora_plugins.scheduler.admission import begin, forget_expected, have_one_leave, join
 from lora_plugins.scheduler.futures import all_of, failed, resolve
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded, why_not_pinned, why_takes_last_slot
@@ -54,6 +61,8 @@ from lora_plugins.scheduler.messages import (
     Report,
     Slots,
 )
+from lora_plugins.scheduler.request_queue import Order, QueueOrder
+from lora_plugins.scheduler.slots import forget_expected, give_slots, have_one_leave
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.scheduler.stats import Stats
 
@@ -64,16 +73,15 @@ _REMEMBERED = 10_000
 
 @dataclass(slots=True)
 class StepPlan:
-    """Commands and requests of one step.
+    """The work of one step.
 
     Attributes:
-        commands: for the workers. admitted: requests to admit.
+        commands: for the workers.
         moved: adapters whose running requests go on with other weights.
     """
 
     commands: list[Command] = field(default_factory=list)
     moved: list[Adapter] = field(default_factory=list)
-    admitted: list[Any] = field(default_factory=list)
 
 
 class Planner:
@@ -84,14 +92,17 @@ class Planner:
         cache: the budget of the host cache.
         patience_s: for how many seconds all slots together may pass on to nobody while others wait, unless runs take
             longer.
+        order: gives the places of calls, and of requests that come without a place.
 
     Attributes:
         state: read by others, changed only here.
     """
 
-    def __init__(self, slots: Slots, cache: HostCache, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, slots: Slots, cache: HostCache, *, patience_s: float = PATIENCE_S, order: QueueOrder | None = None
+    ) -> None:
         self.stats = Stats()
-        self.state = PlannerState(slots, cache, self.stats)
+        self.state = PlannerState(slots, cache, self.stats, order or QueueOrder())
         self._patience_s = patience_s
         self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # by ids that are given once
         self._is_changed = False
@@ -124,10 +135,12 @@ class Planner:
         *,
         is_other: bool = False,
         is_bound: bool = False,
+        has_run: bool = False,
+        order: Order | None = None,
         priority: int = 0,
         client: str = "",
     ) -> None:
-        """Note that a request came, perhaps as part of a client's; a later `plan` admits or refuses the request.
+        """Note that a request came into vLLM's queue, perhaps as part of a client's; the request runs, or is refused.
 
         The request gets the current generation of its engine id, whatever path the spec has, as in vLLM, unless the
         spec `is_other`. If that generation cannot be loaded, the one before answers, unless the request `is_bound`.
@@ -137,17 +150,43 @@ class Planner:
         if error is not None:
             self.state.refuse(request, error)
         else:
-            order = adapter.order if adapter.held and adapter.waits_since is not None else None
-            self.state.hold(adapter, request_id, Held(request, now, adapter.found, priority, client, is_bound))
-            if order is not None and adapter.order == order:
+            before = adapter.order if adapter.held and not adapter.is_in_flight else None
+            order = order or self.state.queue_order.of_call(now, priority)
+            held = Held(request, now, adapter.found, order, client, is_bound or has_run, has_run)
+            self.state.hold(adapter, request_id, held)
+            if before is not None and adapter.order == before:
                 return  # one more waiting request changes nothing
-            if adapter.waits_since is None:  # the order is the arrivals' order, not the order of adapters within a step
-                adapter.waits_since = now
         self.state.touched[adapter] = None
+        self._is_changed = self._is_changed or not adapter.is_in_flight
+
+    def began(self, request_ids: Iterable[str], now: float) -> None:
+        """Note that vLLM runs requests from now on; requests without an adapter are left alone."""
+        for request_id in request_ids:
+            if (adapter := self.state.of_request.get(request_id)) is not None:
+                self._is_changed = self._is_changed or not adapter.is_in_flight
+                self.state.began(adapter, request_id, now)
+
+    def waits_again(self, request_id: str, request: Any, order: Order, now: float) -> None:
+        """Note that a running request waits in vLLM's queue again: preempted, or a session with another part."""
+        self.state.waits_again(self.state.of_request[request_id], request_id, request, order, now)
         self._is_changed = True
 
+    def passed_over(self, before: Order | None, now: float) -> None:
+        """Note that vLLM ran requests behind others, whose adapters were not ready: those before a place, or all."""
+        self.state.settle(now)
+        passed_over = []
+        for adapter in self.state.newly_held:
+            if before is not None and adapter.order > before:
+                break
+            passed_over.append(adapter)
+        for adapter in passed_over:
+            if adapter not in self.state.open_groups:
+                adapter.waits_since = now
+                self.state.touched[adapter] = None
+                self._is_changed = True
+
     def ended(self, request_ids: Iterable[str], now: float, *, expects_more: bool = False) -> None:
-        """Note that requests have left vLLM's scheduler, in whatever way, held or admitted; others are left alone.
+        """Note that requests have left vLLM's scheduler, in whatever way; others are left alone.
 
         `expects_more`: the requests are parts of clients' requests with more to come; adapters wait for the next parts.
         """
@@ -166,13 +205,13 @@ class Planner:
                 self.state.touched[adapter] = None
                 self._is_changed = True
 
-    def stop(self, request_id: str, request: Any, now: float, *, priority: int = 0) -> None:
-        """Note that a pause has taken a request out of the scheduler; the request keeps its generation in any case."""
-        self.state.stop(self.state.of_request[request_id], request_id, request, priority, now)
+    def stop(self, request_id: str) -> None:
+        """Note that a pause stops a waiting request; the request keeps its generation in any case."""
+        self.state.stop(self.state.of_request[request_id], request_id)
         self._is_changed = True
 
     def go_on(self, name: str, now: float, clients: Collection[str] | None = None) -> None:
-        """Note that the pause of a name has ended, perhaps for these clients only: stopped requests want admission."""
+        """Note that the pause of a name has ended, perhaps for these clients only: stopped requests wait to run."""
         for adapter in [it for it in self.state.adapters.values() if it.stopped and it.spec.name == name]:
             self.state.go_on(adapter, now, clients)
             self._changed(adapter, now)
@@ -203,9 +242,10 @@ class Planner:
         future = Future[None]() if error is None else failed(error)
         if error is None:
             adapter.is_pinned = is_pinned
-            adapter.calls.append(LoadCall(future, wants_slot, needs_slot))
+            order = self.state.queue_order.of_call(now)
+            adapter.calls.append(LoadCall(future, order, wants_slot, needs_slot))
             if is_pinned and adapter is not known:  # nobody waits for this slot
-                adapter.calls.append(LoadCall(Future(), needs_slot=True))
+                adapter.calls.append(LoadCall(Future(), order, needs_slot=True))
         self._changed(adapter, now)
         return future
 
@@ -325,7 +365,7 @@ class Planner:
     # --- steps ---
 
     def plan(self, now: float, *, is_paused: bool = False, is_stopped: bool = False) -> StepPlan:
-        """Return the plan of the step that begins now; while paused, nothing is admitted and no slot is written.
+        """Return the plan of the step that begins now; while paused, no slot is written.
 
         `is_stopped`: no request goes on during this pause, so callers wait for none, and held adapters make room.
         """
@@ -340,16 +380,14 @@ class Planner:
                 plan.moved = self._move_all(now)  # before the new generation gets a slot of its own
             resolve(answer_calls(state, is_paused=is_paused))
             state.settle(now)
-            # Before `begin`: `begin` would let the adapters to be evicted run again.
+            # Before `give_slots`, which would let the adapters to be evicted run again.
             without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
             state.settle(now)
             if not is_paused:
-                plan.admitted, waiting = begin(state, now)
+                waiting = give_slots(state)
                 state.settle(now)
                 look_at = have_one_leave(state, now, waiting, without_room, self._patience_s)
                 self._look_at = min(self._look_at, look_at)
-                # Last: an adapter that began to drain in this step takes no other client's requests.
-                plan.admitted += join(state, now)
                 state.settle(now)
         plan.commands, state.commands = state.commands, []
         if is_stopped and not self.has_work(is_paused=is_paused, is_stopped=is_stopped):
@@ -440,7 +478,7 @@ class Planner:
         moved = []
         for adapter in list(self.state.moving):
             runs = adapter.replaces
-            while runs is not None and not (runs.is_in_flight or runs.stopped):
+            while runs is not None and not (runs.is_in_flight or runs.begun_count or runs.stopped):
                 runs = runs.replaces
             is_movable = runs is not None and runs.is_active and runs.is_instant == adapter.is_instant
             if runs is not None and runs.is_in_flight and not is_movable:

@@ -5,17 +5,29 @@ A change of an adapter is noted in `touched`; `settle` then updates the collecti
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
+from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.scheduler.adapter import ABSENT, LOADED, LOADING, NOWHERE, Adapter, Generations, Held, WaitingOrder
+from lora_plugins.scheduler.adapter import (
+    ABSENT,
+    LOADED,
+    LOADING,
+    NOWHERE,
+    Adapter,
+    Generations,
+    Held,
+    Run,
+    RunningOn,
+    WaitingOrder,
+)
 from lora_plugins.scheduler.futures import resolve
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
+from lora_plugins.scheduler.request_queue import CLOSED, Order, QueueOrder
 from lora_plugins.scheduler.stats import Stats, StepTimes
 
 MAX_LOADS = 4
@@ -48,17 +60,21 @@ class PlannerState:
         adapters: all generations, by key (`generations`). current: the generation that new requests get, by engine id.
         of_request: the adapter of each held or running request.
         absent: wanted and not in host memory. ready: in host memory, with held requests, and nothing in flight.
-        calling: with calls. joined: in flight with held requests. expecting: in flight, with more expected.
+        newly_held: with held requests, nothing in flight, and not passed over by vLLM so far.
+        open_groups: groups of waiting requests that may run now: adapters, and their `running_on`.
+        regrouped: held requests whose group has changed since the scheduler looked last, by id.
+        calling: with calls. expecting: in flight, with more expected.
         staying: unevictable. moving: loaded, for requests that run with the generation before.
         leaving: in use, and taking no further requests.
         jobs: adapters that workers load, or activate in the background. loads: how many of the jobs are loads.
         reserved_for: the adapter that needs room. draining: adapters to evict for the reservation once unused.
         made_room_at: when an adapter that waited for room found room last, or none waited.
-        mean_run_s: the mean of the last requests' times, from admission to end.
+        mean_run_s: the mean of the last requests' times, from their beginning to their end.
         evicting: futures of callers who wait for an eviction, by key. refused: requests to answer with an error.
     """
 
-    def __init__(self, slots: Slots, cache: HostCache, stats: Stats) -> None:
+    def __init__(self, slots: Slots, cache: HostCache, stats: Stats, order: QueueOrder) -> None:
+        self.queue_order = order
         self.cache, self.stats, self.times = cache, stats, StepTimes()
         self.set_slots(slots)
         self.generations = Generations()
@@ -67,10 +83,11 @@ class PlannerState:
         self.of_request: dict[str, Adapter] = {}
         # Counted at each change: a sum over thousands of adapters in every step would be slow.
         self.held_count = self.stopped_count = 0
-        self.held_by_name: Counter[str] = Counter()
-        self.absent, self.ready = WaitingOrder(), WaitingOrder()
+        self.absent, self.ready, self.newly_held = WaitingOrder(), WaitingOrder(), WaitingOrder()
+        self.open_groups: dict[Hashable, None] = {}
+        self.regrouped: dict[str, Any] = {}
         self._kept = tuple(dict[Adapter, None]() for _ in NOWHERE)
-        self.in_flight, self.joined, self.expecting, self.calling, self.pinned, self.staying, self.moving = self._kept
+        self.in_flight, self.expecting, self.calling, self.pinned, self.staying, self.moving = self._kept
         self.leaving: dict[Adapter, None] = {}
         self.jobs: dict[int, Adapter] = {}
         self.loads = 0
@@ -93,6 +110,11 @@ class PlannerState:
         """Return the current generation, if used, loaded, or wanted."""
         return self.adapters.get(self.generations.key_of(engine_id))
 
+    @property
+    def closed_count(self) -> int:
+        """How many requests wait for the load of their adapter, or for a slot."""
+        return sum(len(it.held) for it in self.adapters.values() if it not in self.open_groups)
+
     def settle(self, now: float) -> None:
         """Put every touched adapter into its collections; evict or forget adapters that nobody needs."""
         while self.touched:
@@ -102,7 +124,7 @@ class PlannerState:
             is_absent, is_pinned = adapter.residency is ABSENT, adapter.is_pinned
             if in_flight or not wanted:
                 adapter.waits_since = None
-            elif adapter.waits_since is None:
+            elif adapter.waits_since is None and adapter.calls:
                 adapter.waits_since = now
             if adapter is self.reserved_for and not (is_absent and wanted):
                 # Loaded, or not wanted any more: the adapters that drained for the room take requests again.
@@ -122,17 +144,22 @@ class PlannerState:
         is_loaded, is_absent = adapter.residency is LOADED, adapter.residency is ABSENT
         is_held, is_pinned, moves = bool(adapter.held), adapter.is_pinned, bool(adapter.replaces)
         stays = adapter.is_unevictable
-        waits = is_absent and wanted, is_loaded and is_held and not in_flight
-        for order, is_in, was_in in zip((self.absent, self.ready), waits, adapter.waits_in, strict=True):
+        is_new = is_held and not in_flight and adapter.waits_since is None
+        waits = is_absent and wanted, is_loaded and is_held and not in_flight, is_new
+        orders = self.absent, self.ready, self.newly_held
+        for order, is_in, was_in in zip(orders, waits, adapter.waits_in, strict=True):
             if is_in or was_in:
                 order.keep(adapter, is_in=is_in)
         is_free = is_loaded and not (in_flight or adapter.is_activating)
         self.cache.set_idle(adapter.key, is_idle=is_free and not (wanted or stays or moves))
         if adapter.slot is not None:
-            _keep(self.pool_of(adapter).unused, adapter, is_in=is_free and not is_pinned)
+            _keep(self.pool_of(adapter).unused, adapter, is_in=adapter.can_be_displaced)
+        is_leaving = adapter.leaving_since is not None
+        _keep(self.open_groups, adapter, is_in=adapter.is_active and not is_leaving)
+        _keep(self.open_groups, adapter.running_on, is_in=adapter.is_active)
         is_there, is_expected = wanted or is_pinned or not is_absent, bool(adapter.expected)
-        is_calling, is_joined = bool(adapter.calls), in_flight and is_held
-        kept_in = (in_flight, is_joined, is_expected, is_calling, is_pinned, stays and is_there, is_loaded and moves)
+        is_calling = bool(adapter.calls)
+        kept_in = (in_flight, is_expected, is_calling, is_pinned, stays and is_there, is_loaded and moves)
         if kept_in != adapter.kept_in:
             for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=True):
                 if is_in is not was_in:
@@ -142,8 +169,22 @@ class PlannerState:
 
     def leave(self, adapter: Adapter, since: float | None) -> None:
         """Have an adapter take no requests of other clients from a time on; None: the adapter takes any again."""
-        adapter.leaving_since = since
+        adapter.leaving_since, adapter.takes_parts = since, True
         _keep(self.leaving, adapter, is_in=since is not None)
+        clients = adapter.clients if since is not None else ()
+        for request_id, held in adapter.held.items() if clients else ():
+            if held.client in clients and not held.runs_on:
+                held.runs_on = True
+                self.regrouped[request_id] = held.request
+        self.touched[adapter] = None
+
+    def take_no_parts(self, adapter: Adapter) -> None:
+        """Have a leaving adapter take no parts of clients' running requests any more."""
+        adapter.takes_parts = False
+        for request_id, held in adapter.held.items():
+            if held.runs_on and not held.has_run:
+                held.runs_on = False
+                self.regrouped[request_id] = held.request
 
     def _forget(self, adapter: Adapter) -> None:
         if adapter.is_retired and adapter.is_loaded:
@@ -170,14 +211,13 @@ class PlannerState:
         if before.residency is ABSENT:
             self.cache.reserve(before.key, size_bytes)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
-        self._count_held(before, -len(before.held))  # the spec may bring another name
         before.spec, before.weights_key = adapter.spec, adapter.key
-        self._count_held(before, len(before.held))
         before.load_s, before.rank, before.is_instant = adapter.load_s, adapter.rank, adapter.is_instant
         before.residency = LOADED
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
         adapter.residency = ABSENT
+        self.regrouped.update({request_id: held.request for request_id, held in before.held.items()})
         self._restore(adapter, before, has_same=True)
         self.touched[adapter] = None
 
@@ -194,21 +234,25 @@ class PlannerState:
             if not before.is_retired:
                 self.current[engine_id] = before
         for request_id in [it for it, held in adapter.held.items() if has_same or not held.is_bound]:
-            self.hold(before, request_id, self.release(adapter, request_id))
+            self.hold_elsewhere(adapter, before, request_id)
         self.touched[before] = None
 
     # --- requests ---
 
-    def stop(self, adapter: Adapter, request_id: str, request: object, priority: int, now: float) -> None:
-        """Stop a request for a pause, held or admitted: the request waits for no slot until `go_on`."""
-        if request_id in adapter.held:
-            adapter.stopped[request_id] = self.release(adapter, request_id)
-        else:
-            client = adapter.running[request_id][1]
-            held = Held(request, now, adapter.found, priority, client, is_bound=True, has_run=True)
-            adapter.stopped[request_id] = held
-            self.ended(adapter, request_id, now)
+    def group_of(self, request_id: str) -> Hashable:
+        """Return the group of a waiting request."""
+        adapter = self.of_request.get(request_id)
+        held = None if adapter is None else adapter.held.get(request_id)
+        if adapter is None or held is None:
+            return CLOSED
+        return adapter.running_on if held.runs_on else adapter
+
+    def stop(self, adapter: Adapter, request_id: str) -> None:
+        """Stop a held request for a pause: the request waits for no slot until `go_on`."""
+        held = self.release(adapter, request_id)
+        adapter.stopped[request_id] = held
         self.of_request[request_id] = adapter
+        self.regrouped[request_id] = held.request
         self.stopped_count += 1
         self.touched[adapter] = None
 
@@ -220,55 +264,66 @@ class PlannerState:
         return adapter.stopped.pop(request_id)
 
     def go_on(self, adapter: Adapter, now: float, clients: Collection[str] | None = None) -> None:
-        """Have requests that a pause has stopped wait for their adapter again: requests that ran before come first."""
+        """Have requests that a pause has stopped wait for their adapter again, each at its place."""
         stopped = [key for key, held in adapter.stopped.items() if clients is None or held.client in clients]
-        for request_id in sorted(stopped, key=lambda it: not adapter.stopped[it].has_run):
+        for request_id in stopped:
             held = self.unstop(adapter, request_id)
             held.arrived_at = now
             self.hold(adapter, request_id, held)
+            self.regrouped[request_id] = held.request
 
     def hold(self, adapter: Adapter, request_id: str, held: Held) -> None:
         """Have a request wait for an adapter."""
+        is_leaving = adapter.leaving_since is not None and adapter.takes_parts
+        held.runs_on = held.has_run or (is_leaving and held.client in adapter.clients)
         adapter.hold(request_id, held)
         self.of_request[request_id] = adapter
-        self._count_held(adapter, 1)
+        self.held_count += 1
+
+    def hold_elsewhere(self, adapter: Adapter, other: Adapter, request_id: str) -> None:
+        """Have a request that waits for `adapter` wait for `other`."""
+        held = self.release(adapter, request_id)
+        self.hold(other, request_id, held)
+        self.regrouped[request_id] = held.request
 
     def release(self, adapter: Adapter, request_id: str) -> Held:
         """Have a request wait for an adapter no more."""
-        self._count_held(adapter, -1)
+        self.held_count -= 1
         del self.of_request[request_id]
-        held = adapter.held[request_id]
-        adapter.unhold([request_id])
-        return held
+        self.touched[adapter] = None
+        return adapter.unhold(request_id)
 
-    def admit(self, adapter: Adapter, now: float) -> list[object]:
-        """Have an adapter run its held requests, as far as they may join; return these requests."""
-        items = adapter.joining(now)
-        if not items:
-            return []
-        if len(adapter.priorities) > 1:
-            items.sort(key=lambda item: item[1].priority)
-        for request_id, held in items:
-            adapter.running[request_id] = now, held.client
-            self.stats.wait_seconds[held.found].observe(now - held.arrived_at)
-        adapter.unhold(request_id for request_id, _ in items)
-        self._count_held(adapter, -len(items))
+    def began(self, adapter: Adapter, request_id: str, now: float) -> None:
+        """Note that a held request runs from now on, in the adapter's slot."""
+        held = adapter.unhold(request_id)
+        self.held_count -= 1
         pool = self.pool_of(adapter)
+        if not adapter.is_in_flight:
+            pool.passed_on_at = now
+        adapter.running[request_id] = Run(now, held.client, held.order[1])
+        if not held.has_run:
+            self.stats.wait_seconds[held.found].observe(now - held.arrived_at)
         # To the end of the order: the least recently used owner comes first.
         pool.owners[adapter] = pool.owners.pop(adapter)
         pool.unused.pop(adapter, None)
         self.cache.used(adapter.key)
         self.touched[adapter] = None
-        return [held.request for _, held in items]
+
+    def waits_again(self, adapter: Adapter, request_id: str, request: object, order: Order, now: float) -> None:
+        """Note that a running request waits in vLLM's queue again, for the same weights."""
+        run = adapter.running.pop(request_id)
+        held = Held(request, now, adapter.found, order, run.client, is_bound=True, has_run=True)
+        self.hold(adapter, request_id, held)
+        self.touched[adapter] = None
 
     def ended(self, adapter: Adapter, request_id: str, now: float) -> str:
-        """Note that an admitted request has ended; return the client's request that the request was part of."""
+        """Note that a running request has ended; return the client's request that the request was part of."""
         del self.of_request[request_id]
-        began_at, client = adapter.running.pop(request_id)
+        run = adapter.running.pop(request_id)
         # A running mean: each run has a weight of one in `_AVERAGED`, and earlier runs fade.
-        self.mean_run_s += (now - began_at - self.mean_run_s) / _AVERAGED
+        self.mean_run_s += (now - run.began_at - self.mean_run_s) / _AVERAGED
         self.touched[adapter] = None
-        return client
+        return run.client
 
     def fail(self, adapter: Adapter, error: LoRAPluginsError) -> None:
         """Answer an adapter's requests and calls with an error, but requests that an earlier generation can serve."""
@@ -289,12 +344,6 @@ class PlannerState:
         self.refused.append((request, error))
         self.stats.refused[error.code] = self.stats.refused.get(error.code, 0) + 1
 
-    def _count_held(self, adapter: Adapter, more: int) -> None:
-        self.held_count += more
-        self.held_by_name[adapter.spec.name] += more
-        if not self.held_by_name[adapter.spec.name]:
-            del self.held_by_name[adapter.spec.name]
-
     # --- slots ---
 
     def pool_of(self, adapter: Adapter) -> SlotPool:
@@ -304,12 +353,13 @@ class PlannerState:
     def activate(self, adapter: Adapter, *, displaces: bool = False) -> bool:
         """Give a loaded adapter a slot, at once or after the copy; return False where no slot can be had now.
 
-        The slot is free, or idle and the least recently used; with `displaces`, or of a later waiting adapter.
+        The slot is free, or idle and the least recently used; with `displaces`, or of the last adapter that waits,
+        where a call needs the slot or the adapter's own requests come before.
         """
         if adapter.slot is not None:
             return True
         pool = self.pool_of(adapter)
-        if not adapter.is_loaded or not (pool.free or self._free_slot(pool, displaces=displaces)):
+        if not adapter.is_loaded or not (pool.free or self._free_slot(pool, adapter if displaces else None)):
             return False
         adapter.slot = pool.owners[adapter] = pool.free.pop()
         size_bytes, running = self.cache.sizes_bytes[adapter.key], len(self.in_flight)
@@ -322,11 +372,13 @@ class PlannerState:
         self.touched[adapter] = None
         return True
 
-    def _free_slot(self, pool: SlotPool, *, displaces: bool) -> bool:
+    def _free_slot(self, pool: SlotPool, displacing: Adapter | None) -> bool:
         unused = [owner for owner in pool.owners if owner in pool.unused] if pool.unused else []
         victim = next((owner for owner in unused if not owner.is_wanted), None)
-        if victim is None and displaces:
+        if victim is None and displacing is not None:
             victim = max(unused, key=_order, default=None)
+            if victim is not None and not displacing.needs_slot and victim.order <= displacing.order:
+                victim = None
         if victim is None:
             return False
         self._release_slot(victim)
@@ -339,6 +391,7 @@ class PlannerState:
             pool.free.append(pool.owners.pop(adapter))
             pool.unused.pop(adapter, None)
         adapter.slot, adapter.is_active = None, False
+        self.touched[adapter] = None
 
     def _begin_job(self, adapter: Adapter) -> int:
         adapter.job = next(self._numbers)
@@ -390,12 +443,12 @@ class PlannerState:
             self.fail(adapter, error)  # the adapter turned out too large, or another was pinned after the load
 
 
-def _order(adapter: Adapter) -> tuple[int, float]:
+def _order(adapter: Adapter) -> Order:
     return adapter.order
 
 
-def _keep(some: dict[Adapter, None], adapter: Adapter, *, is_in: bool) -> None:
+def _keep(some: dict[Any, None], member: Adapter | RunningOn, *, is_in: bool) -> None:
     if is_in:
-        some[adapter] = None
+        some[member] = None
     else:
-        some.pop(adapter, None)
+        some.pop(member, None)

@@ -37,7 +37,7 @@ class Stats:
     """Counts and durations since the engine started.
 
     Attributes:
-        wait_seconds: from a request's arrival to its admission, by where its adapter was found.
+        wait_seconds: from a request's arrival until vLLM runs the request, by where its adapter was found.
         refused: requests, by error code.
     """
 

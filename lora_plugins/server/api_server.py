@@ -74,7 +74,7 @@ class ApiServer:
     async def drain(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool:
         """Free slots, host memory and leases of an adapter outside the registry, once its last request has left.
 
-        Requests not admitted yet, and later requests, are refused with `refusal`; running requests are ended after
+        Requests that wait, and later requests, are refused with `refusal`; running requests are ended after
         `timeout_s`. Returns whether all is free; if not, all will be free as soon as the last request has left.
         """
         started, aborted = time.perf_counter(), 0

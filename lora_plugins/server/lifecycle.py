@@ -304,7 +304,7 @@ class Lifecycle:
     ) -> bool:
         """Serve a name no longer, and free slot, host memory and lease once the name's running requests have left.
 
-        Running requests have `timeout_s` and are then ended; requests not admitted yet are refused at once. Returns
+        Running requests have `timeout_s` and are then ended; requests that wait are refused at once. Returns
         whether all is free; if not, all will be free as soon as the last request has left. Without `block`, a later
         request resolves the name again.
 

@@ -146,7 +146,7 @@ class PlannerClient:
     async def retire(self, engine_id: int, refusal: LoRAPluginsError | None = None) -> None:
         """Evict an adapter as soon as no request uses the adapter, and wait for the eviction.
 
-        With a `refusal`, requests not admitted yet, and later requests, are refused with the error.
+        With a `refusal`, requests that wait, and later requests, are refused with the error.
         """
         await self._typed(Outcome, "lora_plugins_retire", engine_id, refusal)
 

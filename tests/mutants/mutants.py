@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "planner: the adapter that runs the most leaves",
-        "lora_plugins/scheduler/admission.py",
+        "lora_plugins/scheduler/slots.py",
         "state.leave(min(taking, key=lambda it: len(it.running)), now)",
         "state.leave(max(taking, key=lambda it: len(it.running)), now)",
         ("tests/scheduler/test_planner.py",),
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "engine core: a session that waits keeps its KV cache",
         "lora_plugins/vllm_patches/engine_core/scheduler.py",
-        "        if self._held_again:\n            self._preempt_held()\n",
+        "        if self._waiting_with_kv:\n            self._preempt_waiting()\n",
         "",
         ("tests/vllm_patches/engine_core/test_held_requests.py",),
     ),

@@ -45,6 +45,22 @@ def make_planner(
     return Planner(Slots(slots, pointed), HostCache(max_bytes, max_adapters, make_policy(policy)), **options)
 
 
+def begin_next(planner: Planner, now: float, rows: int = 10**9) -> list[Any]:
+    """Have requests run in the order of the queue, as vLLM does, and return them; requests of closed groups stay."""
+    state = planner.state
+    state.regrouped.clear()  # groups are looked up each time
+    adapters = [adapter for adapter in state.adapters.values() if adapter.held and adapter.is_active]
+    waiting = [(held.order, key, held.request) for adapter in adapters for key, held in adapter.held.items()]
+    may_run = [it for it in waiting if state.group_of(it[1]) in state.open_groups]
+    began = sorted(may_run, key=lambda it: it[0])[:rows]
+    planner.began([request_id for _, request_id, _ in began], now)
+    if len(began) < rows:
+        planner.passed_over(None, now)
+    elif began:
+        planner.passed_over(began[-1][0], now)
+    return [request for _, _, request in began]
+
+
 @dataclass
 class SimulatedWorkers:
     """How long things take, what they turn out to be, and which of them fail, is said by functions."""
@@ -144,7 +160,7 @@ class Request:
     priority: int = 0
     client: str = ""
     arrived_at: float = 0.0
-    admitted_at: float | None = None
+    began_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
     refusal: LoRAPluginsError | None = None
@@ -153,12 +169,12 @@ class Request:
 
     @property
     def is_held(self) -> bool:
-        return self.admitted_at is None and self.refusal is None and not self.was_cancelled
+        return self.began_at is None and self.refusal is None and not self.was_cancelled
 
     @property
     def wait_s(self) -> float:
-        assert self.admitted_at is not None
-        return self.admitted_at - self.arrived_at
+        assert self.began_at is not None
+        return self.began_at - self.arrived_at
 
 
 class Pause(Enum):
@@ -185,9 +201,9 @@ class SimulatedEngine:
         self.now = 0.0
         self.pause = Pause.NONE
         self.requests: list[Request] = []
-        self.waiting: dict[str, Request] = {}  # admitted by the planner, no row yet
         self.running: dict[str, Request] = {}
-        self.held: dict[str, Request] = {}
+        self.held: dict[str, Request] = {}  # in vLLM's queue
+        self.began: list[Request] = []  # in the last step
         self.stopped: dict[str, Request] = {}  # by the pause of one adapter
         self.refused: list[tuple[Request, LoRAPluginsError]] = []  # in the last step
         self.steps = 0
@@ -225,18 +241,29 @@ class SimulatedEngine:
         elif self.stopped.pop(request.id, None) is not None:
             self.planner.ended([request.id], self.now)
             request.was_cancelled = True
-        elif request.id in self.running or request.id in self.waiting:
+        elif request.id in self.running:
             self._end([request])
         self.check_state()
 
     def stop(self, name: str) -> None:
         """A pause of one adapter, which keeps the places of its requests."""
-        for requests in (self.held, self.waiting, self.running):
-            for request in list(requests.values()):
-                adapter = self.planner.state.of_request.get(request.id)
-                if adapter is not None and adapter.spec.name == name:
-                    self.stopped[request.id] = requests.pop(request.id)
-                    self.planner.stop(request.id, request, self.now, priority=request.priority)
+        for request in self._of_name(name, self.running):
+            self.preempt(request)
+        for request in self._of_name(name, self.held):
+            self.stopped[request.id] = self.held.pop(request.id)
+            self.planner.stop(request.id)
+        self.check_state()
+
+    def _of_name(self, name: str, requests: dict[str, Request]) -> list[Request]:
+        adapters = [(request, self.planner.state.of_request.get(request.id)) for request in requests.values()]
+        return [request for request, adapter in adapters if adapter is not None and adapter.spec.name == name]
+
+    def preempt(self, request: Request) -> None:
+        """As vLLM does where blocks are short: the request waits at the front of the queue."""
+        self.held[request.id] = self.running.pop(request.id)
+        request.began_at = None
+        order = self.planner.state.queue_order.at_front(request)
+        self.planner.waits_again(request.id, request, (order[0], request.priority, *order[2:]), self.now)
         self.check_state()
 
     def go_on(self, name: str) -> None:
@@ -244,14 +271,14 @@ class SimulatedEngine:
         self.planner.go_on(name, self.now)
         for request in going_on:
             self.held[request.id] = self.stopped.pop(request.id)
-            request.arrived_at, request.admitted_at = self.now, None
+            request.arrived_at, request.began_at = self.now, None
         self.check_state()
 
     def continue_session(self, request: Request, tokens: int) -> None:
         """A session's part ends here, and its next part comes at once."""
         del self.running[request.id]
         self.planner.ended([request.id], self.now)
-        request.tokens, request.admitted_at, request.arrived_at = tokens, None, self.now
+        request.tokens, request.began_at, request.arrived_at = tokens, None, self.now
         self.held[request.id] = request
         self.planner.arrived(request.spec, request.id, request, self.now, priority=request.priority)
         self.check_state()
@@ -259,7 +286,6 @@ class SimulatedEngine:
     def _end(self, requests: list[Request], *, expects_more: bool = False) -> None:
         for request in requests:
             self.running.pop(request.id, None)
-            self.waiting.pop(request.id, None)
             request.ended_at = self.now
         self.planner.ended([request.id for request in requests], self.now, expects_more=expects_more)
 
@@ -269,7 +295,7 @@ class SimulatedEngine:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._batch or (self.waiting and not self.is_paused) or self.has_work)
+        return bool(self._batch or self.has_work)
 
     @property
     def is_stopped(self) -> bool:
@@ -291,18 +317,10 @@ class SimulatedEngine:
             request.refusal = error
             self.held.pop(request.id, None)
             self.stopped.pop(request.id, None)
-        for request in plan.admitted:
-            request.admitted_at = self.now
-            del self.held[request.id]
-            self.waiting[request.id] = request
         self.workers.carry_out(plan.commands, self.now)
-        new = 0
-        while self.waiting and len(self.running) < self._max_rows and not self.is_paused:
-            request = self.waiting.pop(next(iter(self.waiting)))
-            self.running[request.id] = request
-            new += 1
+        self.began = [] if self.is_paused else self._begin_next()
         batch = self._batch
-        duration = self._step_s(len(batch), new) if batch else self._idle_s()
+        duration = self._step_s(len(batch), len(self.began)) if batch else self._idle_s()
         self.longest_step_s = max(self.longest_step_s, duration)
         self.now += duration
         self.steps += 1
@@ -322,6 +340,13 @@ class SimulatedEngine:
             self.check()
             self._note_overtakers()
         return plan
+
+    def _begin_next(self) -> list[Request]:
+        began: list[Request] = begin_next(self.planner, self.now, self._max_rows - len(self.running))
+        for request in began:
+            self.running[request.id] = self.held.pop(request.id)
+            request.began_at = self.now
+        return began
 
     def _idle_s(self) -> float:
         """A step without a batch ends when something is reported, and polls otherwise."""
@@ -359,8 +384,7 @@ class SimulatedEngine:
             assert sum(request_id in some for some in (adapter.held, adapter.running, adapter.stopped)) == 1
         assert len(state.of_request) == sum(len(it.held) + len(it.running) + len(it.stopped) for it in adapters)
         assert state.stopped_count == sum(len(it.stopped) for it in adapters)
-        assert state.held_count == sum(state.held_by_name.values()) == sum(len(it.held) for it in adapters)
-        assert all(waiting > 0 for waiting in state.held_by_name.values())
+        assert state.held_count == sum(len(it.held) for it in adapters)
         for pool in (state.copied, state.pointed):
             assert len(pool.free) + len(pool.owners) == pool.size == len({*pool.free, *pool.owners.values()})
             assert all(adapter.slot == slot for adapter, slot in pool.owners.items())
@@ -370,7 +394,17 @@ class SimulatedEngine:
         assert set(state.cache.idle) == {it.key for it in free if not it.is_unevictable}
         assert state.cache.idle_bytes == sum(state.cache.sizes_bytes[key] for key in state.cache.idle)
         assert set(state.leaving) == {it for it in adapters if it.leaving_since is not None}
-        assert set(state.joined) == {it for it in adapters if it.is_in_flight and it.held}
+        assert set(state.newly_held) == {
+            it for it in adapters if it.held and not it.is_in_flight and it.waits_since is None
+        }
+        active = {it for it in adapters if it.is_active}
+        assert set(state.open_groups) == {it.running_on for it in active} | {
+            it for it in active if it.leaving_since is None
+        }
+        assert all(it.begun_count == sum(held.has_run for held in it.held.values()) for it in adapters)
+        assert all(
+            it.order == min(held.order for held in it.held.values()) for it in adapters if it.held and not it.calls
+        )
         assert set(state.expecting) == {it for it in adapters if it.expected}
         assert state.loads == sum(it.residency == "loading" for it in adapters)
         assert set(state.calling) == {it for it in adapters if it.calls}
@@ -382,7 +416,8 @@ class SimulatedEngine:
             for it in adapters
             if it.held
         ), "held, and nowhere in order"
-        assert all((it.waits_since is not None) == (it.is_wanted and not it.is_in_flight) for it in adapters)
+        assert all(it.is_wanted and not it.is_in_flight for it in adapters if it.waits_since is not None)
+        assert all(it.waits_since is not None for it in adapters if it.calls and not it.is_in_flight)
         assert set(state.draining) <= {it for it in adapters if it.leaving_since is not None}
         replaced = {it.replaces for it in adapters if it.replaces is not None}
         for adapter in adapters:
@@ -396,7 +431,7 @@ class SimulatedEngine:
         """The planner and the workers agree, and nothing is exceeded."""
         self.check_state()
         state, workers = self.planner.state, self.workers
-        in_flight = {self.key_of(request) for request in (*self.running.values(), *self.waiting.values())}
+        in_flight = {self.key_of(request) for request in self.running.values()}
         assert len(in_flight) <= state.slots.total, "too many adapters in flight"
         active = {key: adapter.slot for key, adapter in state.adapters.items() if adapter.is_active}
         for key in in_flight:
@@ -421,18 +456,18 @@ class SimulatedEngine:
         state, workers = self.planner.state, self.workers
         assert not self.has_work
         assert state.adapters.keys() == workers.host.keys()
-        assert not any((self.held, self.running, self.waiting, workers.writing, workers.loading))
-        assert not any((state.draining, state.jobs, state.evicting, state.held_by_name, state.held_count))
+        assert not any((self.held, self.running, workers.writing, workers.loading))
+        assert not any((state.draining, state.jobs, state.evicting, state.held_count))
         assert not any((state.of_request, state.ready, state.calling, state.absent))
         assert state.reserved_for is None
 
     def _note_overtakers(self) -> None:
         """Count who waits and came before, for each held request; see `planner.py` on the longest wait."""
         state = self.planner.state
-        since = [it.waits_since for it in state.adapters.values() if it.waits_since is not None]
+        orders = [it.order for it in state.adapters.values() if it.is_wanted and not it.is_in_flight]
         for request in self.held.values():
             adapter = state.of_request.get(request.id)
-            if adapter is None or adapter.waits_since is None:
+            if adapter is None or adapter.is_in_flight:
                 continue
-            before = sum(other <= adapter.waits_since for other in since) - 1
+            before = sum(other <= adapter.order for other in orders) - 1
             request.overtakers = max(request.overtakers, before)

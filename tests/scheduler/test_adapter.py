@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from lora_plugins.scheduler.adapter import Adapter, Held, HostState, LoadCall
+from lora_plugins.scheduler.adapter import Adapter, Held, HostState, LoadCall, Run
+from lora_plugins.scheduler.request_queue import LAST, Order
 from lora_plugins.scheduler.stats import FoundIn
 from tests.scheduler.simulated import spec
 
@@ -21,37 +22,35 @@ def test_found_says_how_near_the_adapter_is() -> None:
 def test_an_adapter_that_runs_waits_or_is_written_is_used() -> None:
     assert not loaded().is_used
     assert not Adapter(spec(1), 1).is_used
-    assert loaded(running={"r": (0.0, "")}).is_used
+    assert loaded(running={"r": Run(0.0, "", 0)}).is_used
     assert loaded(slot=0).is_used
-    assert loaded(calls=[LoadCall(Future())]).is_used
+    assert loaded(calls=[LoadCall(Future(), LAST)]).is_used
     assert loaded(is_pinned=True).is_unevictable
 
 
 def test_who_only_waits_can_be_displaced() -> None:
     adapter = loaded(slot=0, is_active=True)
-    adapter.hold("r", Held(None, 0.0, FoundIn.SLOT))
+    adapter.hold("r", Held(None, 0.0, FoundIn.SLOT, LAST))
     assert adapter.can_be_displaced
-    adapter.running["s"] = (0.0, "")
+    adapter.running["s"] = Run(0.0, "", 0)
     assert not adapter.can_be_displaced
 
 
-def test_the_best_priority_of_held_requests_counts() -> None:
+def place(number: float, priority: int = 0) -> Order:
+    return 1, priority, number, ""
+
+
+def test_the_first_waiting_request_gives_the_place() -> None:
     adapter = loaded()
-    for name, priority in (("a", 2), ("b", -1), ("c", 1)):
-        adapter.hold(name, Held(name, 0.0, FoundIn.HOST, priority))
-    assert adapter.order == (-1, 0.0)
+    for number, (name, priority) in enumerate([("a", 2), ("b", -1), ("c", 1)]):
+        adapter.hold(name, Held(name, 0.0, FoundIn.HOST, place(number, priority)))
+    assert adapter.order == place(1, -1)
     adapter.unhold("b")
-    assert adapter.order == (1, 0.0)
-    adapter.unhold(["c", "a"])
+    assert adapter.order == place(2, 1)
+    adapter.calls.append(LoadCall(Future(), place(0)))
+    assert adapter.order == place(0)
+    adapter.calls.clear()
+    for name in ("c", "a"):
+        adapter.unhold(name)
     assert not adapter.held
-    assert not adapter.priorities
-
-
-def test_only_parts_of_what_runs_join_an_adapter_that_leaves() -> None:
-    adapter = loaded(running={"r": (0.0, "beams"), "s": (0.0, "")}, expected={"others": 9.0})
-    for client in ("beams", "others", "third", ""):
-        adapter.hold(f"of {client}", Held(None, 0.0, FoundIn.SLOT, client=client))
-    assert len(adapter.joining(5.0)) == 4
-    adapter.leaving_since = 4.0
-    assert [name for name, _ in adapter.joining(5.0)] == ["of beams", "of others"]
-    assert adapter.joining(65.0) == []
+    assert adapter.order == LAST

@@ -128,24 +128,6 @@ def test_a_version_between_two_moves_nothing_any_more() -> None:
     assert not engine.planner.state.moving
 
 
-def test_requests_held_across_a_move_count_by_its_name() -> None:
-    """`load_inplace` may come with another name for the same engine id."""
-    engine = engine_with(slots=1, max_adapters=4)
-    engine.submit(1, tokens=1000)
-    engine.run(1)
-    engine.submit(2, tokens=1)
-    while not engine.planner.state.of_request["r0"].leaving_since:
-        engine.run(1)
-    engine.submit(1, tokens=1)
-    load = engine.planner.load(replace(spec(1), path="/new", name="renamed"), engine.now, moves=True)
-    engine.run(1)
-    assert load.done()
-    state = engine.planner.state
-    assert dict(state.held_by_name) == {"renamed": 1, "adapter-2": 1}
-    engine.run_until_idle()
-    assert dict(state.held_by_name) == {}
-
-
 # --- one adapter is paused ---
 
 
@@ -210,4 +192,4 @@ def test_what_has_run_is_admitted_before_what_was_held() -> None:
     engine.stop("adapter-1")  # the one that is held first
     engine.pause = Pause.NONE
     engine.go_on("adapter-1")
-    assert engine.step().admitted == [runs, waits]
+    assert (engine.step(), engine.began)[1] == [runs, waits]

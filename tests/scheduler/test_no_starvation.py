@@ -76,7 +76,7 @@ def serve(traffic: Traffic, until_s: float = LOAD_UNTIL_S, never_fits: bool = Fa
 def longest_allowed_s(engine: SimulatedEngine, traffic: Traffic, request: Request) -> float:
     """What the docstring of `planner.py` states, of durations that the run showed."""
     step = engine.longest_step_s
-    run = max(it.ended_at - it.admitted_at for it in engine.requests if it.admitted_at is not None)
+    run = max(it.ended_at - it.began_at for it in engine.requests if it.began_at is not None)
     load = engine.workers.longest_load_s + 2 * step
     activation = 0.0 if traffic.is_instant else engine.workers.longest_activation_s + 2 * step
     patience = max(traffic.patience_s, 2 * run) + 2 * step
@@ -115,7 +115,7 @@ def test_everyone_is_served_within_the_stated_bound(traffic: Traffic) -> None:
         if request.refusal is not None:
             assert traffic.grow > 1.0  # it turned out larger than the budget
             continue
-        assert request.admitted_at is not None
+        assert request.began_at is not None
         allowed = longest_allowed_s(engine, traffic, request)
         assert request.wait_s <= allowed, (request.wait_s, allowed, request.overtakers, request)
 

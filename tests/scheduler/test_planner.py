@@ -21,10 +21,10 @@ def test_a_request_is_admitted_once_its_adapter_is_there() -> None:
     request = engine.submit(1)
     plan = engine.step()
     assert [type(command) for command in plan.commands] == [Load]
-    assert not plan.admitted
+    assert not engine.began
     plan = engine.step()
     assert [type(command) for command in plan.commands] == [Activate]
-    assert plan.admitted == [request]
+    assert engine.began == [request]
     engine.run_until_idle()
     engine.check_nothing_left()
 
@@ -39,7 +39,7 @@ def test_an_adapter_takes_no_requests_once_patience_is_over() -> None:
     engine.run(1)
     assert late.is_held
     engine.run_until_idle()
-    assert other.admitted_at < late.admitted_at
+    assert other.began_at < late.began_at
 
 
 def test_no_more_is_loaded_than_will_run_soon() -> None:
@@ -289,7 +289,7 @@ def test_the_adapter_with_most_requests_keeps_its_slot() -> None:
     assert late.is_held
     engine.run_until_idle()
     assert all(request.ended_at is not None for request in (*hot, *others, late))
-    assert max(request.admitted_at for request in others) <= late.admitted_at
+    assert max(request.began_at for request in others) <= late.began_at
 
 
 def test_patience_begins_with_who_waits() -> None:
@@ -578,7 +578,7 @@ def test_the_next_adapter_is_loaded_ahead_of_its_slot() -> None:
     engine.run(0.5)
     following = engine.submit(2)
     engine.run_until_idle()
-    assert following.admitted_at == engine.requests[0].ended_at
+    assert following.began_at == engine.requests[0].ended_at
 
 
 def test_an_idle_adapter_never_keeps_the_only_slot() -> None:

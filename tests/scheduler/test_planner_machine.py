@@ -90,6 +90,11 @@ class PlannerMachine(RuleBasedStateMachine):
         if self.engine.running:
             self.engine.continue_session(list(self.engine.running.values())[at % len(self.engine.running)], tokens)
 
+    @rule(at=st.integers(0, 50))
+    def a_request_is_preempted(self, at: int) -> None:
+        if self.engine.running:
+            self.engine.preempt(list(self.engine.running.values())[at % len(self.engine.running)])
+
     @rule(key=KEYS)
     def other_bytes_come_under_an_id(self, key: int) -> None:
         self.paths[key] += 1
@@ -187,7 +192,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def step(self) -> None:
         engine, state = self.engine, self.engine.planner.state
-        in_flight = {engine.key_of(request) for request in (*engine.running.values(), *engine.waiting.values())}
+        in_flight = {engine.key_of(request) for request in engine.running.values()}
         replaced = {adapter.replaces for adapter in state.adapters.values()}  # its place may be all that the next has
         pinned = {adapter for adapter in state.pinned if adapter.is_active and adapter not in replaced}
         in_use = {state.adapters[key].slot for key in in_flight} | {adapter.slot for adapter in pinned}
@@ -195,7 +200,7 @@ class PlannerMachine(RuleBasedStateMachine):
         plan = engine.step()
         moved = {command.key for command in plan.commands if isinstance(command, Move)}
         assert moved == {adapter.key for adapter in plan.moved}
-        stopped = {adapter.key for adapter in state.adapters.values() if adapter.stopped}
+        stopped = {adapter.key for adapter in state.adapters.values() if adapter.stopped or adapter.begun_count}
         assert moved <= in_flight | stopped
         assert not (moved and engine.is_paused)
         commanded = {command.key for command in plan.commands if not isinstance(command, Load | Move)}
@@ -206,7 +211,7 @@ class PlannerMachine(RuleBasedStateMachine):
         written = {command.slot for command in plan.commands if isinstance(command, Activate)}
         assert not written & in_use, "a slot in use is written"
         if engine.is_paused:
-            assert not plan.admitted
+            assert not engine.began
             assert not written
         for error in (error for _, error in engine.refused):
             assert isinstance(error, LoRAPluginsError)

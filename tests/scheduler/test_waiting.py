@@ -8,9 +8,9 @@ from lora_plugins.scheduler.stats import FoundIn
 from tests.scheduler.simulated import spec
 
 
-def waiting_adapter(key: int, since: float, priority: int = 0) -> Adapter:
-    adapter = Adapter(spec(key), key, waits_since=since)
-    adapter.hold(f"r{key}", Held(None, since, FoundIn.STORE, priority))
+def waiting_adapter(key: int, at: float, priority: int = 0) -> Adapter:
+    adapter = Adapter(spec(key), key)
+    adapter.hold(f"r{key}", Held(None, at, FoundIn.STORE, (1, priority, at, "")))
     return adapter
 
 
@@ -37,14 +37,16 @@ CHANGES = st.lists(
 def test_the_order_is_what_sorting_all_would_find(changes) -> None:
     adapters = {key: Adapter(spec(key), key) for key in range(1, 7)}
     waiting, entries = WaitingOrder(), {}
-    for key, since, priority, is_removed in changes:
+    for key, at, priority, is_removed in changes:
         if is_removed:
             waiting.keep(adapters[key], is_in=False)
             entries.pop(key, None)
         else:
-            adapters[key].waits_since, adapters[key].priorities = since, {priority: 1}
+            for request_id in list(adapters[key].held):
+                adapters[key].unhold(request_id)
+            adapters[key].hold("r", Held(None, at, FoundIn.STORE, (1, priority, at, "")))
             waiting.keep(adapters[key], is_in=True)
-            entries[key] = (priority, since, key)
+            entries[key] = (priority, at, key)
     assert len(waiting) == len(entries)
     assert set(entries) == {key for key in adapters if adapters[key] in waiting}
     assert [adapter.key for adapter in waiting] == [entry[2] for entry in sorted(entries.values())]

@@ -25,6 +25,7 @@ from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
+from tests.scheduler.simulated import begin_next
 
 STEP_S = 0.002
 COPY_S = 0.003  # to write a slot, where that takes a copy
@@ -137,14 +138,14 @@ class SimulatedEngine:
         return {0: pickle.loads(pickle.dumps(answer))}
 
     async def run(self, request: Any, seconds: float = 0.0, request_id: str | None = None) -> None:
-        """What becomes of a request: held, admitted, and finished after some time; or refused, or ended."""
+        """What becomes of a request: held, begun, and finished after some time; or refused, or ended."""
         request_id = request_id or f"request-{next(self._numbers)}"
-        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         spec = self._core.scheduler.specs.of(request)
-        self.planner.arrived(spec, request_id, admitted, time.monotonic())
+        self.planner.arrived(spec, request_id, began, time.monotonic())
         self._go_on()
         try:
-            await admitted
+            await began
             self._runs(request)
             await asyncio.sleep(seconds)
             self._runs(request)
@@ -182,9 +183,9 @@ class SimulatedEngine:
                 await self._has_news.wait()
             plan = self.planner.plan(time.monotonic())
             self.worker.carry_out(plan.commands)
-            for admitted in plan.admitted:
-                if not admitted.done():
-                    admitted.set_result(None)
+            for began in begin_next(self.planner, time.monotonic()):
+                if not began.done():
+                    began.set_result(None)
             self._refuse(self.planner.take_refused())
             self._core.scheduler.pauses.answer()
             await asyncio.sleep(STEP_S)
@@ -194,6 +195,6 @@ class SimulatedEngine:
 
     @staticmethod
     def _refuse(refused: list[tuple[Any, LoRAPluginsError]]) -> None:
-        for admitted, error in refused:
-            if not admitted.done():
-                admitted.set_exception(error)
+        for began, error in refused:
+            if not began.done():
+                began.set_exception(error)

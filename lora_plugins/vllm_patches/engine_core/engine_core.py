@@ -150,7 +150,7 @@ def _figures(self: Any) -> PlannerFigures:
     cache = state.cache
     return PlannerFigures(
         slots=state.slots.total,
-        held=state.held_count + self.scheduler.pauses.held_count,
+        held=state.closed_count + self.scheduler.stopped_count,
         host_bytes=cache.used_bytes,
         host_max_adapters=cache.max_adapters,
         host_max_bytes=cache.max_bytes,

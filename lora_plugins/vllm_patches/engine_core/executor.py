@@ -11,6 +11,7 @@ from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Slots
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.scheduler.request_queue import QueueOrder
 
 
 def make_planner(vllm_config: Any) -> Planner:
@@ -22,7 +23,8 @@ def make_planner(vllm_config: Any) -> Planner:
     _refuse_executor(vllm_config)
     lora, settings = vllm_config.lora_config, this_process().settings
     cache = HostCache(settings.host_max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
-    return Planner(Slots(lora.max_loras), cache)
+    order = QueueOrder(is_by_priority=vllm_config.scheduler_config.policy == "priority")
+    return Planner(Slots(lora.max_loras), cache, order=order)
 
 
 def _refuse_executor(vllm_config: Any) -> None:

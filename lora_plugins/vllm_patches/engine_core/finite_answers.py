@@ -67,15 +67,12 @@ class FiniteAnswers:
                     in_a_row.count, in_a_row.last_at = in_a_row.count + 1, time.monotonic()
         return found
 
-    def has_ended(self, output: Any) -> None:
-        """Forget earlier NaN of a version that has answered a request whole."""
-        if not self._with_nan:
-            return
-        from vllm.v1.engine import FinishReason
+    def is_whole(self, request_id: str) -> None:
+        """Forget earlier NaN of the version that has answered a request whole.
 
-        adapter = self._adapters.get(output.request_id)
-        # An aborted request proves nothing: the client left before the answer was whole.
-        if adapter is not None and output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        An aborted request proves nothing: the client left before the answer was whole.
+        """
+        if self._with_nan and (adapter := self._adapters.get(request_id)) is not None:
             self._with_nan.pop(_version(adapter), None)
 
     def why_quarantined(self, adapter: Adapter) -> LoRAPluginsError | None:

@@ -62,10 +62,23 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
     request.update_block_hashes()
 
 
+def has_begun(request: Any) -> bool:
+    """Return whether tokens of a request have been computed: preempted requests too, and sessions between parts."""
+    return bool(request.num_computed_tokens or request.num_preemptions or request.num_output_tokens)
+
+
+def has_kv_cache(request: Any) -> bool:
+    """Return whether a request waits with blocks of the KV cache that nobody fills at the moment."""
+    from vllm.v1.request import RequestStatus
+
+    return bool(request.num_computed_tokens) and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
 def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
     """Return whether a request was computed with the weights that this generation has, or had when evicted."""
     key = request.lora_request.lora_int_id
-    return bool(request.lora_request.lora_path == _path_of(spec, key if adapter is None else adapter.weights_key))
+    path = request.lora_request.lora_path.removesuffix(f"#{request.request_id}")  # which `move` has added
+    return bool(path == _path_of(spec, key if adapter is None else adapter.weights_key))
 
 
 def is_beam(request_id: str) -> bool:
@@ -100,8 +113,10 @@ LEDGER = (
     Patch(
         """
         vllm.v1.request:
-            Request{lora_request, block_hashes, num_computed_tokens, num_output_placeholders}
+            Request{
+                lora_request, block_hashes, num_computed_tokens, num_output_placeholders, num_preemptions, status}
             Request.num_output_tokens(self)
+            RequestStatus{WAITING, PREEMPTED}
             Request.update_block_hashes(self)
         """,
         what="written: a request's lora_request names the generation of its adapter, and its block hashes are made "

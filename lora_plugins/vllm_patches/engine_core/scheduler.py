@@ -1,13 +1,9 @@
-"""vLLM's scheduler, with admission by adapter before its queues.
+"""vLLM's scheduler, with a queue that hands out only requests whose adapter is in its slot.
 
-`SchedulerConfig.get_scheduler_cls` is wrapped to return a subclass of its answer. A request that names an adapter is
-vLLM's from its arrival: connectors learn of the request, and aborts and errors end it as any other. Only the way into a
-queue waits until the planner admits the request (`_enqueue_waiting_request`, the only place by which new requests and
-sessions enter a queue, in vllm/v1/core/sched/scheduler.py, 0.30 to 0.33). Requests without an adapter pass through, and
-an engine without LoRA gets an object of vLLM's own class.
-
-A held request waits and is unfinished, so vLLM's counts include held requests. vLLM 0.30 counts its queues in several
-places, later releases by `get_request_counts`.
+`SchedulerConfig.get_scheduler_cls` is wrapped to return a subclass of its answer. Every request enters vLLM's queue as
+the request comes: order, priority, counts, grammars, connectors, sessions and aborts are vLLM's own. The queues are
+objects of ours (`AdapterQueue`); from them the planner learns which requests come, and which begin to run. An engine
+without LoRA gets an object of vLLM's own class.
 """
 
 from __future__ import annotations
@@ -15,22 +11,24 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command
 from lora_plugins.scheduler.pauses import Pauses
+from lora_plugins.scheduler.request_queue import AdapterQueue, Order, Places
 from lora_plugins.vllm_patches.answer_messages import VERSIONS, aborted_output, refused_output
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.executor import make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
-from lora_plugins.vllm_patches.engine_core.pausing import leave_queues, stop_kept
 from lora_plugins.vllm_patches.engine_core.request import (
     assign,
     client_of,
+    has_begun,
+    has_kv_cache,
     has_weights_of,
     is_beam,
     is_in_store,
@@ -47,13 +45,16 @@ if TYPE_CHECKING:
 else:
     Scheduler = object  # `with_admission` puts a scheduler class behind `AdmittingScheduler`
 
+# vLLM's queues and their ranks: requests that hold a KV cache come first. `skipped_waiting` is 0.30's.
+_QUEUES = {"kv_holding_waiting": 0, "skipped_waiting": 1, "waiting": 1}
+
 
 class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read vLLM
     """The methods that precede a scheduler class of vLLM in a subclass.
 
     Attributes:
         specs: the meaning of vLLM's `LoRARequest`s. given_numbers: the next number for adapters given past the plan.
-        pauses: names whose requests wait for a resume.
+        pauses: names whose requests wait for a resume. queues: vLLM's queues of waiting requests.
     """
 
     lora_config: Any
@@ -67,56 +68,82 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._finite_answers = FiniteAnswers(self.planner.state.of_request, rows_are_requests=rows_are_requests)
         # The versions that compute an answer, each with its first token, unless only the version asked for computes.
         self._versions: dict[str, list[tuple[str, int]]] = {}
-        self._by_priority = vllm_config.scheduler_config.policy == "priority"
-        self._held_again: dict[str, Any] = {}  # sessions with a KV cache, held since this step
-        self._counts_held = self._counts_paused = True
+        self._waiting_with_kv: dict[str, Any] = {}
         super().__init__(vllm_config, *args, **kwargs)
+        self._places = Places(self._enters_queue, self._group_of, self.planner.state.open_groups)
+        self.queues = [self._replace_queue(name, rank) for name, rank in _QUEUES.items() if hasattr(self, name)]
+
+    def _replace_queue(self, name: str, rank: int) -> AdapterQueue:
+        from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
+
+        if type(getattr(self, name)) not in (FCFSRequestQueue, PriorityRequestQueue):
+            raise InvalidSettings(
+                f"lora_lru_manager with a queue of another kind, {type(getattr(self, name)).__name__}",
+                expected="a scheduler class with vLLM's own queues",
+                remedy="leave --scheduler-cls out, or lora_lru_manager",
+            )
+        queue = AdapterQueue(self._places, rank)
+        setattr(self, name, queue)
+        return queue
 
     # --- requests ---
 
     def add_request(self, request: Any) -> None:
-        """Add as vLLM does; a session whose adapter has lost its place is held again when its next part comes."""
+        """Add as vLLM does; a session that waited for its next part in the queue waits for its adapter from now on."""
         from vllm.v1.request import RequestStatus
 
         session = self.requests.get(request.request_id)
         was_idle = session is not None and session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
-        # vLLM queues a session's next part inside the call: the session is taken out again afterwards.
         super().add_request(request)
-        if was_idle and not session.is_finished() and self._is_to_be_held(session):
-            leave_queues(self, session)
-            self._hold_again(session)
+        if was_idle and session.lora_request is not None and not session.is_finished():
+            self._waiting_with_kv[session.request_id] = session
+            self._arrives_at_its_place(session)
 
-    def _enqueue_waiting_request(self, request: Any) -> None:
-        """Enqueue as vLLM does, once a request's adapter has its place, and its name no pause; before, hold."""
-        if self._is_to_be_held(request):
-            name = request.lora_request.lora_name
-            if self.pauses.holds(name, client := client_of(request.request_id)):
-                self.pauses.hold(name, request.request_id, request, client)
-                return
-            spec, is_other = self.specs.adapter_for_request(request.lora_request)
-            self._hold(request, spec, is_other=is_other)
-        elif not self._is_stopped(request):  # a session whose next part was there already
-            super()._enqueue_waiting_request(request)
-
-    def _is_stopped(self, request: Any) -> bool:
-        adapter = self.planner.state.of_request.get(request.request_id)
-        return adapter is not None and request.request_id in adapter.stopped and not self._has_ended(request.request_id)
-
-    def _is_to_be_held(self, request: Any) -> bool:
+    def _enters_queue(self, request: Any, rank: int, is_front: bool) -> tuple[Hashable, Order]:
+        """Return group and place of a request that comes, that vLLM has preempted, or that is a session's next part."""
         from vllm.v1.request import RequestStatus
 
-        return (
-            request.lora_request is not None
-            and request.request_id not in self.planner.state.of_request
-            and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
-        )
+        state, name = self.planner.state, request.request_id
+        order = (state.queue_order.at_front if is_front else state.queue_order.at_end)(request, rank)
+        if request.lora_request is None:
+            return None, order
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:  # vLLM itself skips the session
+            self._finite_answers.is_whole(name)
+            self.planner.ended([name], time.monotonic())
+            return None, order
+        if name not in state.of_request:
+            self._arrives(request, order)
+        elif name in state.of_request[name].running:
+            self.planner.waits_again(name, request, order, time.monotonic())
+        if has_kv_cache(request):
+            self._waiting_with_kv[name] = request
+        group = self._group_of(request)
+        if group not in state.open_groups and hasattr(self, "deferred_waiting"):
+            self.deferred_waiting.add(request)  # as vLLM counts requests that it passes over
+        return group, order
 
-    def _hold_again(self, session: Any) -> None:
-        """Hold a session for the weights that it began with: its KV cache is of them."""
-        if self.pauses.holds(name := session.lora_request.lora_name):
-            self.pauses.hold(name, session.request_id, session)
-            self._held_again[session.request_id] = session
-            return
+    def _group_of(self, request: Any) -> Hashable:
+        return None if request.lora_request is None else self.planner.state.group_of(request.request_id)
+
+    def _arrives_at_its_place(self, request: Any) -> None:
+        for queue in self.queues:
+            # None of the queues has a session that vLLM has dropped.
+            if (place := queue.place_of(request)) is not None:
+                self._arrives(request, place)
+                queue.regroup(request)
+
+    def _arrives(self, request: Any, order: Order) -> None:
+        name, client = request.lora_request.lora_name, client_of(request.request_id)
+        if self.pauses.holds(name, client):
+            self.pauses.hold(name, request.request_id, request, client)
+        elif has_begun(request):
+            self._arrives_again(request, order)
+        else:
+            spec, is_other = self.specs.adapter_for_request(request.lora_request)
+            self._waits(request, spec, order, is_other=is_other)
+
+    def _arrives_again(self, session: Any, order: Order) -> None:
+        """Have a session wait for the weights that it began with: its KV cache is of them."""
         generations, key = self.planner.state.generations, session.lora_request.lora_int_id
         spec = self.specs.known(generations.engine_id_of(key))
         is_current = spec is not None and generations.key_of(spec.engine_id) == key
@@ -124,25 +151,9 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         if spec is None or not is_current or not has_weights_of(session, adapter, spec):
             self.planner.state.refuse(session, _replaced(session))
         else:
-            self._hold(session, spec, is_other=False)
-            self._held_again[session.request_id] = session
+            self._waits(session, spec, order, is_other=False)
 
-    def _preempt_held(self) -> None:
-        """Free the KV cache of sessions that were not admitted: a request that waits for blocks may keep their slot.
-
-        As vLLM preempts, so that workers free their places too; the next part is sent to the workers again.
-        """
-        from vllm.v1.request import RequestStatus
-
-        held, self._held_again = self._held_again, {}
-        for session in held.values():
-            if session.status == RequestStatus.WAITING and session.num_computed_tokens:
-                session.status = RequestStatus.RUNNING  # `_preempt_request` asserts RUNNING
-                self._preempt_request(session, time.monotonic(), drop_stale_output=True)
-                self.waiting.remove_request(session)
-                session.status = RequestStatus.WAITING
-
-    def _hold(self, request: Any, spec: AdapterSpec, *, is_other: bool) -> None:
+    def _waits(self, request: Any, spec: AdapterSpec, order: Order, *, is_other: bool) -> None:
         self.planner.arrived(
             spec,
             request.request_id,
@@ -150,21 +161,21 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             time.monotonic(),
             is_other=is_other,
             is_bound=is_inplace(request.lora_request),
-            priority=self.priority_of(request),
+            has_run=has_begun(request),
+            order=order,
             client=client_of(request.request_id),
         )
         adapter = self.planner.state.of_request.get(request.request_id)
         if adapter is None:
             return  # refused on arrival
-        if (error := self._finite_answers.why_quarantined(adapter)) is None:
+        if (error := self._finite_answers.why_quarantined(adapter)) is not None:
+            self._refuse(request, error)
+        elif not has_begun(request):
             self._assign(request, adapter)
-        else:
-            self.planner.ended([request.request_id], time.monotonic())
-            self.planner.state.refuse(request, error)
 
-    def priority_of(self, request: Any) -> int:
-        """The priority by which adapters are served; 0 where vLLM's own queue has none."""
-        return int(request.priority) if self._by_priority else 0
+    def _refuse(self, request: Any, error: LoRAPluginsError) -> None:
+        self.planner.ended([request.request_id], time.monotonic())
+        self.planner.state.refuse(request, error)
 
     def _assign(self, request: Any, adapter: Adapter) -> None:
         asked_for = request.lora_request.lora_path
@@ -172,17 +183,47 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         if is_in_store(asked_for) and asked_for != request.lora_request.lora_path:  # an earlier version, or a later
             self._versions[request.request_id] = [(weights_of(adapter), 0)]
 
+    def regroup(self) -> None:
+        """Have requests follow the planner: their adapter, its weights, or whether they may run has changed."""
+        state = self.planner.state
+        regrouped, state.regrouped = state.regrouped, {}
+        for request in regrouped.values():
+            adapter = state.of_request.get(request.request_id)
+            if adapter is not None and request.request_id in adapter.held:
+                self._follow(request, adapter)
+            for queue in self.queues:
+                queue.regroup(request)
+
+    def _follow(self, request: Any, adapter: Adapter) -> None:
+        if not has_begun(request):
+            self._assign(request, adapter)
+        elif adapter.key != request.lora_request.lora_int_id:  # its KV cache is of another generation
+            self._refuse(request, _replaced(request))
+        elif self._has_other_weights(request, adapter):
+            self._move([(request, adapter)])
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Free as vLLM does, whatever has ended the request."""
+        from vllm.v1.request import RequestStatus
+
+        freed = super()._free_request(request, *args, **kwargs)
+        is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if is_whole:
+            self._finite_answers.is_whole(request.request_id)
+        expects_more = is_whole and is_beam(request.request_id)
+        self.planner.ended([request.request_id], time.monotonic(), expects_more=expects_more)
+        return freed
+
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        """Finish as vLLM does, held requests too."""
+        """Finish as vLLM does, requests that wait for a resume too."""
         finished = super().finish_requests(request_ids, finished_status)
-        self.planner.ended([request.request_id for request in finished], time.monotonic())
         for request in finished:
             self._forget(request.request_id)
         return finished
 
     def _forget(self, request_id: str) -> None:
         self._versions.pop(request_id, None)
-        self.pauses.ended([request_id])
+        self.pauses.ended(request_id)
 
     def resume(self, name: str) -> None:
         """Have the requests that a pause has stopped or held go on."""
@@ -196,54 +237,66 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self._go_on(joined)
 
     def _go_on(self, requests: Iterable[Any]) -> None:
+        self.regroup()
         for request in requests:
-            if request.num_computed_tokens or request.num_preemptions:
-                self._hold_again(request)
-            else:
-                self._enqueue_waiting_request(request)
+            self._arrives_at_its_place(request)
 
     # --- steps ---
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Admit the next requests, then schedule as vLLM does; the output carries commands for the workers."""
-        # Inside `schedule` vLLM counts its own queues (`get_request_counts`).
-        commands, self._counts_held = self.plan(), False
-        try:
-            output = super().schedule(*args, **kwargs)
-        finally:
-            self._counts_held = True
+        """Schedule as vLLM does, from the adapters that are ready; the output carries commands for the workers."""
+        commands = self.plan()
+        self._places.begin_step()
+        output = super().schedule(*args, **kwargs)
+        self._has_scheduled()
         if commands:
             attach(output, StepCommands(tuple(commands)))
         return output
 
     def plan(self) -> list[Command]:
-        """Admit the next requests; return the work of the workers before these requests run."""
-        state = self.planner.state
-        stop_kept(self)  # first: a stopped request's slot is free for this plan
+        """Plan the step; return the work of the workers before its requests run."""
         plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
-        self._move([(name, adapter) for adapter in plan.moved for name in adapter.running])
-        for request in plan.admitted:
-            self._held_again.pop(request.request_id, None)
-            adapter = state.of_request[request.request_id]
-            is_begun = request.num_computed_tokens or request.num_preemptions  # a session
-            if is_begun and adapter.key != request.lora_request.lora_int_id:  # its KV cache is of another generation
-                state.refuse(request, _replaced(request))
-                continue
-            if is_begun and self._has_other_weights(request, adapter):  # a pause has stopped it
-                self._move([(request.request_id, adapter)])
-                super()._enqueue_waiting_request(request)
-                continue
-            self._assign(request, adapter)  # the generation of its arrival may have failed to load
-            super()._enqueue_waiting_request(request)
-        if self._held_again:
-            self._preempt_held()
+        self._move([(self.requests[name], adapter) for adapter in plan.moved for name in adapter.running])
+        if self.planner.state.regrouped:
+            self.regroup()
+        if self._waiting_with_kv:
+            self._preempt_waiting()
         self.pauses.answer()
         return plan.commands
 
-    def _move(self, running: list[tuple[str, Adapter]]) -> None:
+    def _preempt_waiting(self) -> None:
+        """Have sessions that wait for their adapter free their KV cache, and the workers' places, for who may run."""
+        for name, session in list(self._waiting_with_kv.items()):
+            if not has_kv_cache(session):  # runs, or has ended, or was preempted
+                del self._waiting_with_kv[name]
+            elif self._group_of(session) not in self.planner.state.open_groups:
+                self.preempt_waiting(session)
+
+    def preempt_waiting(self, request: Any) -> None:
+        """Preempt a waiting request that has a KV cache, as vLLM preempts a running request."""
+        from vllm.v1.request import RequestStatus
+
+        status, request.status = request.status, RequestStatus.RUNNING  # which `_preempt_request` asserts
+        for queue in self.queues:
+            queue.remove_requests([request])
+        self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        request.status = status  # the workers get a session's next part as a new request
+
+    def _has_scheduled(self) -> None:
+        """Have the planner learn which requests run from now on, and whom vLLM has passed over."""
+        now = time.monotonic()
+        self.planner.began(self._places.take_popped(), now)
+        if self._is_paused:
+            return
+        if self._places.is_exhausted and len(self.running) < self.max_num_running_reqs:
+            self.planner.passed_over(None, now)
+        elif self._places.reached is not None:
+            self.planner.passed_over(self._places.reached, now)
+
+    def _move(self, running: list[tuple[Any, Adapter]]) -> None:
         """Have requests go on with their adapters' present weights."""
-        for name, adapter in running:
-            request = self.requests[name]
+        for request, adapter in running:
+            name = request.request_id
             if not (request.num_computed_tokens or request.num_output_tokens):
                 assign(request, adapter)
                 self._versions[name] = [(weights_of(adapter), 0)]
@@ -271,6 +324,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         for request in without_numbers:
             self._end_without_numbers(request)
         outputs, now = super().update_from_output(scheduler_output, model_runner_output), time.monotonic()
+        self._end_dropped()
         for request in without_numbers:
             _answer(outputs, request, no_numbers(request.lora_request.lora_name, "an answer"))
         for of_client in outputs.values():
@@ -279,8 +333,6 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                     output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
                 if output.finish_reason is not None and self._has_ended(output.request_id):
                     self._forget(output.request_id)
-                    self._finite_answers.has_ended(output)
-                    self.planner.ended([output.request_id], now, expects_more=is_beam(output.request_id))
         self.planner.carried_out(attached(scheduler_output, StepCommands).commands)
         self.planner.reported(attached(model_runner_output, StepReports).reports, now)
         slots = self.planner.state.slots.total
@@ -292,6 +344,18 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._answer_refused(outputs)
         self.pauses.answer()
         return outputs
+
+    def _end_dropped(self) -> None:
+        """Free the places of sessions that vLLM has dropped from its queues, and that never run again.
+
+        A preempted session whose stale output ends its part is queued again, and then removed (`stopped_preempted_reqs`
+        in vllm/v1/core/sched/scheduler.py, 0.30 to 0.33).
+        """
+        removed, self._places.removed = self._places.removed, []
+        for request in removed:
+            is_queued = any(request in queue for queue in self.queues)
+            if not is_queued and self.requests.get(request.request_id) is request:
+                self.planner.ended([request.request_id], time.monotonic())
 
     def _end_without_numbers(self, request: Any) -> None:
         from vllm.v1.request import RequestStatus
@@ -332,50 +396,34 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         """Whether nothing runs until a pause ends: nothing is in flight, or the pause stops what is in flight too."""
         return self._is_paused and self.get_num_unfinished_requests() <= 0
 
-    def get_request_counts(self) -> tuple[int, int]:
-        """Return running and waiting requests, with held among waiting; while vLLM schedules, only queued requests.
+    @property
+    def stopped_count(self) -> int:
+        """How many requests wait for the resume of their adapter."""
+        return self.planner.state.stopped_count + self.pauses.held_count
 
-        From 0.31 on vLLM cuts long prompts, and spreads prefills, by the number of requests.
+    def has_unfinished_requests(self) -> bool:
+        """Answer as vLLM does, without requests that wait for the resume of their adapter: vLLM must not spin for them.
+
+        Requests wait for a resume in `waiting`, and are in no count during a pause of vLLM's.
         """
-        running, waiting = super().get_request_counts()
-        return running, waiting + (self._held_count if self._counts_held else 0)
+        stopped = 0 if self._is_paused else self.stopped_count
+        return bool(self.get_num_unfinished_requests() > stopped) or self._receives_kv
 
     @property
-    def _held_count(self) -> int:
-        return self.planner.state.held_count + self.pauses.held_count
+    def _receives_kv(self) -> bool:
+        from vllm.v1.request import RequestStatus
 
-    def get_num_unfinished_requests(self) -> int:
-        """Count as vLLM does, with held requests, unless new requests are paused."""
-        if not self._held_count or self._is_paused:
-            return int(super().get_num_unfinished_requests())
-        unfinished = sum(self.get_request_counts()) - int(self.num_waiting_for_streaming_input)
-        return unfinished if self._counts_paused else unfinished - self.pauses.held_count
-
-    def has_finished_requests(self) -> bool:
-        """Answer as vLLM does: vLLM compares queued requests with known requests, and held requests are in no queue."""
-        if not super().has_finished_requests():
+        if self.connector is None or not self.stopped_count:
             return False
-        is_any_more = len(self.requests) > sum(self.get_request_counts())
-        return not self._held_count or bool(self.finished_req_ids) or is_any_more
+        # `waiting`, the last, has no request with blocks.
+        statuses = (request.status for queue in self.queues[:-1] for request in queue)
+        return any(status == RequestStatus.WAITING_FOR_REMOTE_KVS for status in statuses)
 
     def has_requests(self) -> bool:
-        """Return whether to go on with steps: for the workers' jobs without any request too; not for paused ones."""
-        # vLLM must not spin for requests that a pause holds.
-        self._counts_paused = False
-        try:
-            has_work = super().has_requests() or self.planner.state.refused or self._held_again
-        finally:
-            self._counts_paused = True
-        has_work = has_work or self.pauses.has_aborted or (self.pauses.expects_parts and not self._is_paused)
+        """Return whether to go on with steps: for the workers' jobs without any request too."""
+        has_work = super().has_requests() or self.planner.state.refused or self.pauses.has_aborted
+        has_work = has_work or (self.pauses.expects_parts and not self._is_paused)
         return bool(has_work) or self.planner.has_work(is_paused=self._is_paused, is_stopped=self.is_stopped)
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """Make stats as vLLM does, with held requests among the waiting."""
-        stats, state = super().make_stats(*args, **kwargs), self.planner.state
-        if stats is not None and self._held_count:
-            stats.num_waiting_reqs = self.get_request_counts()[1] - stats.num_skipped_waiting_reqs
-            stats.waiting_lora_adapters.update(state.held_by_name + self.pauses.held_by_name)
-        return stats
 
 
 def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | None) -> None:
@@ -415,11 +463,22 @@ LEDGER = (
             SchedulerConfig.get_scheduler_cls(self)
         vllm.v1.core.sched.scheduler:
             Scheduler.__init__(self, vllm_config, ...)
-            Scheduler._enqueue_waiting_request(self, request)
             Scheduler._preempt_request(self, request, timestamp, drop_stale_output)
+            Scheduler._free_request(self, request, delay_free_blocks)
             Scheduler{
-                requests, waiting, lora_config, hash_block_size, kv_cache_manager, finished_req_ids,
-                num_waiting_for_streaming_input}
+                requests, running, waiting, lora_config, hash_block_size, kv_cache_manager, connector,
+                max_num_running_reqs}
+            Scheduler{skipped_waiting}  # until 0.30
+            Scheduler{kv_holding_waiting, deferred_waiting}  # since 0.31
+        vllm.v1.core.sched.request_queue:
+            FCFSRequestQueue PriorityRequestQueue
+            RequestQueue.add_request(self, request)
+            RequestQueue.pop_request(self)
+            RequestQueue.peek_request(self)
+            RequestQueue.prepend_request(self, request)
+            RequestQueue.prepend_requests(self, requests)
+            RequestQueue.remove_request(self, request)
+            RequestQueue.remove_requests(self, requests)
         vllm.v1.core.kv_cache_manager:
             KVCacheManager.get_block_ids(self, request_id)
             KVCacheManager.evict_blocks(self, block_ids)
@@ -428,32 +487,31 @@ LEDGER = (
             SchedulerInterface.finish_requests(self, request_ids, finished_status)
             SchedulerInterface.schedule(self, throttle_prefills)
             SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
-            SchedulerInterface.get_request_counts(self)
             SchedulerInterface.get_num_unfinished_requests(self)
-            SchedulerInterface.has_finished_requests(self)
+            SchedulerInterface.has_unfinished_requests(self)
             SchedulerInterface.has_requests(self)
-            SchedulerInterface.make_stats(self)
             SchedulerInterface.pause_state(self)
             PauseState{UNPAUSED}
-        vllm.v1.metrics.stats:
-            SchedulerStats{num_waiting_reqs, num_skipped_waiting_reqs, waiting_lora_adapters}
         vllm.v1.request:
             Request{
                 request_id, lora_request, client_index, priority, status, pooling_params, trace_headers,
                 num_preemptions}
             Request.take_events(self)
             Request.is_finished(self)
-            RequestStatus{WAITING_FOR_STREAMING_REQ, FINISHED_ABORTED, FINISHED_ERROR}
+            RequestStatus{
+                RUNNING, WAITING_FOR_REMOTE_KVS, WAITING_FOR_STREAMING_REQ, FINISHED_STOPPED, FINISHED_LENGTH_CAPPED,
+                FINISHED_ABORTED, FINISHED_ERROR}
         vllm.v1.engine:
             EngineCoreOutputs{outputs}
             EngineCoreOutput{kv_transfer_params}
         """,
-        what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended: a request "
-        "that names an adapter enters no queue until the planner admits it, and waits and is unfinished until then; "
-        "has_requests is also true while workers load; lora_config is copied, with as many max_loras as workers have "
-        "slots. Ids of requests are read, to admit what one client asked for as one",
-        why="no running request waits for an adapter that is not in its slot; vLLM's metrics and load balancer know of "
-        "held requests, and the engine's loop goes on for them",
-        remove="vLLM's scheduler asks a plugin before it takes a request from its queue",
+        what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended, and its "
+        "queues replaced: vLLM sees no waiting request whose adapter has no slot, and the planner learns what enters a "
+        "queue and what leaves it to run; has_unfinished_requests leaves out requests of paused adapters; has_requests "
+        "is also true while workers load; lora_config is copied, with as many max_loras as workers have slots. Ids of "
+        "requests are read, to run what one client asked for as one",
+        why="no running request waits for an adapter that is not in its slot, and requests keep their places in vLLM's "
+        "queue",
+        remove="vLLM's scheduler asks a plugin before it takes a request from its queue (vllm-project/vllm#51608)",
     ),
 )

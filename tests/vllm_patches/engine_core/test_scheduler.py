@@ -77,7 +77,7 @@ def test_held_until_its_adapter_is_in_a_slot(make_engine: Make) -> None:
         assert "a" not in engine.step()
     assert [type(command) for command in engine.commands] == [Load]
     stats = scheduler.make_stats()
-    assert (stats.num_waiting_reqs, dict(stats.waiting_lora_adapters)) == (1, {"adapter-1": 1})
+    assert (stats.num_waiting_reqs, stats.num_skipped_waiting_reqs) == (0, 1)  # as vLLM counts who is passed over
     assert scheduler.has_requests()
     engine.holds_back = False
     engine.run()
@@ -86,16 +86,19 @@ def test_held_until_its_adapter_is_in_a_slot(make_engine: Make) -> None:
     assert not scheduler.has_requests()
 
 
-def test_held_requests_take_no_turn_from_those_that_are_scheduled(make_engine: Make) -> None:
-    """VLLM cuts a long prompt where others wait beside it: a held request waits for its adapter."""
-    engine = make_engine(is_instant=False)
-    engine.holds_back = True
-    engine.scheduler.scheduler_config.long_prefill_token_threshold = 8
-    engine.scheduler.add_request(request("held", 1))
-    engine.step()
-    engine.scheduler.add_request(request("long", prompt=40))
-    assert engine.step() == {"long": 40}
-    assert engine.scheduler.get_request_counts() == (1, 1)
+def test_passed_over_requests_count_as_in_vllm(make_engine: Make) -> None:
+    """VLLM cuts a long prompt where others run or wait beside it."""
+    counts = []
+    for is_stock in (True, False):
+        engine = make_engine(is_stock=is_stock, max_loras=1)
+        engine.scheduler.scheduler_config.long_prefill_token_threshold = 8
+        engine.scheduler.add_request(request("runs", 1, tokens=50))
+        for _ in range(4):
+            engine.step()
+        engine.scheduler.add_request(request("passed over", 2))
+        engine.scheduler.add_request(request("long", prompt=40))
+        counts.append((engine.step(), engine.scheduler.get_request_counts()))
+    assert counts[0] == counts[1] == ({"runs": 1, "long": 8}, (2, 1))
 
 
 def test_free_slot_is_reused_in_the_next_step(make_engine: Make) -> None:

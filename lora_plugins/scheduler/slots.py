@@ -1,58 +1,52 @@
-"""Which requests may run: requests whose adapter is in a slot. Slots, and room, pass on in a fair order."""
+"""Which adapters have slots, and take requests: slots, and room, pass on in the order of vLLM's queue."""
 
 from __future__ import annotations
 
-from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.adapter import LONGEST_DRAIN_S, Adapter
 from lora_plugins.scheduler.state import PlannerState, SlotPool
 
 _PATIENT_RUNS = 2
 
 
 def forget_expected(state: PlannerState, now: float) -> float:
-    """Expect no more of clients' requests that were quiet for too long; return when the next expectation ends."""
-    if not state.expecting:
-        return float("inf")
+    """Expect no more of clients' requests that were quiet, or drained, for too long; return when to look again."""
+    next_at = float("inf")
     for adapter in state.expecting:
         for client in [client for client, until in adapter.expected.items() if until <= now]:
             del adapter.expected[client]
             state.touched[adapter] = None
+    for adapter in [it for it in state.leaving if it.takes_parts]:
+        until = (adapter.leaving_since or 0.0) + LONGEST_DRAIN_S
+        if until < now:
+            state.take_no_parts(adapter)
+        else:
+            next_at = min(next_at, until)
     state.settle(now)
-    return min((until for adapter in state.expecting for until in adapter.expected.values()), default=float("inf"))
+    return min((until for adapter in state.expecting for until in adapter.expected.values()), default=next_at)
 
 
-def begin(state: PlannerState, now: float) -> tuple[list[object], dict[SlotPool, list[Adapter]]]:
+def give_slots(state: PlannerState) -> dict[SlotPool, list[Adapter]]:
     """Give slots to the next adapters, as far as slots can be had.
 
-    Returns the requests to run, and for each kind of slot the first waiting adapters, more than the slots.
+    Returns for each kind of slot the first adapters without a slot, more than the slots.
     """
-    admitted: list[object] = []
     waiting: dict[SlotPool, list[Adapter]] = {pool: [] for pool in (state.copied, state.pointed) if pool.size}
     # Calls that wait for a slot come first: no adapter with requests overtakes them.
     for adapter in [it for it in state.calling if it.needs_slot]:
         waiting[state.pool_of(adapter)].append(adapter)
     left = len(waiting)
-    for adapter in state.ready:  # a copy would be wrong: settling, between calls of `begin`, changes the order
+    for adapter in state.ready:
         pool = state.pool_of(adapter)
         without_slot = waiting[pool]
-        if len(without_slot) > pool.size or adapter in state.draining:
+        if adapter.slot is not None or len(without_slot) > pool.size or adapter in state.draining:
             continue
         # An adapter takes a slot only if no earlier adapter of the pool waits for a slot: no later arrival overtakes.
-        if adapter.slot is None and (without_slot or not state.activate(adapter, displaces=True)):
+        if without_slot or not state.activate(adapter, displaces=True):
             without_slot.append(adapter)  # each slot is used, or being written
             left -= len(without_slot) > pool.size
             if not left:
                 break
-        elif adapter.is_active:
-            admitted += state.admit(adapter, now)
-            pool.passed_on_at = now
-    return admitted, waiting
-
-
-def join(state: PlannerState, now: float) -> list[object]:
-    """Return the requests that run from now on beside other requests of their adapter."""
-    # `joined` is in the order of touches; with two adapters or more, admit in the order in which adapters began.
-    joined = state.joined if len(state.joined) < 2 else [adapter for adapter in state.in_flight if adapter.held]
-    return [request for adapter in joined for request in state.admit(adapter, now)]
+    return waiting
 
 
 def have_one_leave(
@@ -68,8 +62,9 @@ def have_one_leave(
     for room in the host cache, in order.
     """
     next_at = float("inf")
-    for pool, adapters in waiting.items():
-        if adapters:
+    for pool, without_slot in waiting.items():
+        # vLLM passes over these; the others wait for rows, as without adapters.
+        if adapters := [it for it in without_slot if it.waits_since is not None]:
             next_at = min(next_at, _pass_slots_on(state, pool, adapters, now, patience_s))
         else:
             # Nobody waits: the patience counts from now, and adapters that left this pool take requests again.
@@ -79,10 +74,13 @@ def have_one_leave(
     if state.reserved_for is not None:
         _reserve(state, state.reserved_for, now)
     elif without_room:
-        look_at = max(state.made_room_at, without_room[0].waits_since or 0.0) + _share(state, patience_s)
+        first = without_room[0]
+        if first.waits_since is None:
+            return next_at
+        look_at = max(state.made_room_at, first.waits_since) + _share(state, patience_s)
         if look_at > now:
             return min(next_at, look_at)
-        _reserve(state, without_room[0], now)
+        _reserve(state, first, now)
         if any(it.can_be_displaced for it in state.draining):
             return now  # the next step has the room
     return next_at
@@ -99,12 +97,17 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
     # The last adapter that takes requests stays, unless no adapter would leave.
     while len(waiting) > leaving and (running - leaving > 1 or running - leaving == running == 1):
         share_s = _share(state, patience_s)
-        look_at = max(pool.passed_on_at, min(it.waits_since or now for it in waiting)) + share_s
+        look_at = max(pool.passed_on_at, min(it.waits_since for it in waiting if it.waits_since is not None)) + share_s
         if look_at > now:
             return look_at
+        # A request never makes requests of a better priority drain.
+        priority = waiting[leaving].order[1]
+        taking = [it for it in pool.owners if it in pool.running and it.leaving_since is None]
+        taking = [it for it in taking if it.best_priority >= priority]
+        if not taking:
+            return float("inf")
         # `look_at`, not `now`: in a late step as many adapters leave as steps in time would have made leave.
         pool.passed_on_at = look_at
-        taking = [it for it in pool.owners if it in pool.running and it.leaving_since is None]
         state.leave(min(taking, key=lambda it: len(it.running)), now)
         leaving += 1
     if len(waiting) <= leaving:
@@ -127,7 +130,7 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
     residents = [state.adapters[key] for key in state.cache.sizes_bytes if key not in state.cache.idle]
     residents = [it for it in residents if not it.is_unevictable and it not in state.draining]
     behind = [it for it in residents if it.can_be_displaced and it.order > adapter.order]
-    running = [it for it in residents if it.is_in_flight]
+    running = [it for it in residents if it.is_in_flight and it.best_priority >= adapter.order[1]]
     behind.sort(key=lambda it: it.order, reverse=True)
     running.sort(key=lambda it: len(it.running))
     chosen, sizes_bytes = list[Adapter](), state.cache.sizes_bytes
