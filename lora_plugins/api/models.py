@@ -118,9 +118,7 @@ class AdapterView(BaseModel):
     size_bytes: int = 0
     rank: int | None = None
     tiers: list[str] = Field(default_factory=list, description='those that it is in: "store", "host", "slot"')
-    requests_in_flight: int = Field(
-        default=0, description="of all versions: running"
-    )
+    requests_in_flight: int = Field(default=0, description="of all versions: running")
     requests_held: int = Field(default=0, description="of all versions: waiting for a load, a slot, a row, or a resume")
     last_used_at: float | None = Field(default=None, description="when the last request came; seconds since 1970")
     pinned: bool = Field(default=False, description="stays in host memory and slot until it is unpinned")
