@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from itertools import islice
 
 from lora_plugins.errors import NoFreeSlot
@@ -11,35 +10,6 @@ from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.state import MAX_LOADS, PlannerState
 
 _MOST_LOOKED_AT = 2 * MAX_LOADS
-
-
-def answer_calls(state: PlannerState, *, is_paused: bool) -> list[Future[None]]:
-    """Activate the adapters that calls need; return the futures of the calls that can be answered."""
-    answered = []
-    for adapter in state.calling:
-        if not adapter.is_loaded:
-            continue
-        # A copy: answered calls are taken out of the list.
-        for call in list(adapter.calls):
-            if not adapter.is_active and not is_paused and (call.wants_slot or call.needs_slot):
-                # A call that only `wants_slot` takes an idle slot, and displaces nobody.
-                is_coming = state.activate(adapter, displaces=call.needs_slot)
-                if is_coming and not adapter.is_active:
-                    continue
-                if is_coming and adapter.can_be_displaced:
-                    state.pool_of(adapter).unused[adapter] = None  # a later call of this loop may take the slot
-            if adapter.is_active or not call.needs_slot:
-                adapter.calls.remove(call)
-                answered.append(call.future)
-                state.touched[adapter] = None
-    return answered
-
-
-def take_loaded(adapter: Adapter) -> list[Future[None]]:
-    """Remove the calls that a load alone answers; returns their futures."""
-    done = [call for call in adapter.calls if not (call.wants_slot or call.needs_slot)]
-    adapter.calls = [call for call in adapter.calls if call not in done]
-    return [call.future for call in done]
 
 
 def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped: bool = False) -> list[Adapter]:

@@ -45,11 +45,12 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
+from lora_plugins.scheduler.calls import activate_called, in_use, take_answered, without_room
 from lora_plugins.scheduler.futures import all_of, failed, resolve
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.loading import answer_calls, load_wanted, take_loaded, why_not_pinned, why_takes_last_slot
+from lora_plugins.scheduler.loading import load_wanted, why_not_pinned, why_takes_last_slot
 from lora_plugins.scheduler.messages import (
     Activated,
     AdapterSpec,
@@ -106,18 +107,20 @@ class Planner:
         self._patience_s = patience_s
         self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # by ids that are given once
         self._is_changed = False
-        self._was_paused = self._was_stopped = False
+        self._planned_in = (False, False)  # whether a pause held, and stopped all, at the last plan
         self._look_at = float("inf")
 
     def has_work(self, *, is_paused: bool, is_stopped: bool = False) -> bool:
         """Return whether a step without any request would do more than answer refused requests."""
         state = self.state
-        has_resumed = self._was_paused and not is_paused and (state.held_count or state.calling)
-        has_stopped = is_stopped and not self._was_stopped and (state.calling or self._retiring)
+        # Since a pause began, drained or ended, calls may find room, and held requests slots.
+        has_news = (is_paused, is_stopped) != self._planned_in and (
+            state.calling or (state.held_count and not is_paused)
+        )
         waits = self._look_at < float("inf") and (  # for a client whose next part is expected
             state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
         )
-        return self.is_busy or bool(has_resumed or has_stopped or waits)
+        return self.is_busy or bool(has_news or waits)
 
     @property
     def is_busy(self) -> bool:
@@ -270,22 +273,13 @@ class Planner:
         whole.add_done_callback(withdraw_rest)
         return whole
 
-    @property
-    def _retiring(self) -> list[Future[None]]:
-        idle = (adapter for adapter in self.state.adapters.values() if not adapter.is_in_flight)
-        return [it for adapter in idle for it in adapter.retirements if not it.done()]
-
-    def _answer_stopped(self, now: float) -> None:
-        """Answer callers whose requests do not go on during a pause.
-
-        A removal of an adapter that no request runs with is done: later requests do not find the adapter. A drain waits
-        for requests in flight. A caller who waits for room gets an error; a caller who waits for a slot keeps waiting.
-        """
-        resolve(self._retiring)
-        for adapter in list(self.state.calling):
-            for call in [] if adapter.is_loaded else list(adapter.calls):
-                if not call.needs_slot:
-                    self.withdraw(call.future, _in_use(), now)
+    def answer_calls(self, now: float, *, is_paused: bool = False, is_stopped: bool = False) -> None:
+        """Answer the calls that can be answered (`calls.py`): to be called after each call, plan and report."""
+        resolve(take_answered(self.state, is_paused=is_paused))
+        self.state.settle(now)
+        if is_stopped and not self.has_work(is_paused=is_paused, is_stopped=is_stopped):
+            for future in without_room(self.state):
+                self.withdraw(future, in_use(), now)
 
     def withdraw(self, future: Future[None], error: LoRAPluginsError, now: float) -> None:
         """Have a caller wait no more: the future raises `error`, and a pin is undone."""
@@ -344,7 +338,9 @@ class Planner:
         for adapter, future in zip(adapters, futures, strict=True):
             adapter.retirements.append(future)
             adapter.replaces = None
-            if refusal is not None:
+            if refusal is None:
+                state.removing.setdefault(adapter, []).append(future)
+            else:
                 state.go_on(adapter, now)
                 state.fail(adapter, refusal)
             self._retire(adapter, now)
@@ -371,27 +367,26 @@ class Planner:
         """
         state, plan = self.state, StepPlan()
         state.times.step_begins(now, is_running=bool(state.in_flight) and not is_paused)
-        was = self._was_paused, self._was_stopped
-        if self._is_changed or was != (is_paused, is_stopped) or now >= self._look_at:
-            self._was_paused, self._was_stopped, self._is_changed = is_paused, is_stopped, False
+        if self._is_changed or self._planned_in != (is_paused, is_stopped) or now >= self._look_at:
+            self._planned_in, self._is_changed = (is_paused, is_stopped), False
             state.settle(now)
             self._look_at = forget_expected(state, now)
             if not is_paused:
                 plan.moved = self._move_all(now)  # before the new generation gets a slot of its own
-            resolve(answer_calls(state, is_paused=is_paused))
+            activate_called(state, is_paused=is_paused)
+            resolve(take_answered(state, is_paused=is_paused))
             state.settle(now)
             # Before `give_slots`, which would let the adapters to be evicted run again.
-            without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
+            adapters_without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
             state.settle(now)
             if not is_paused:
                 waiting = give_slots(state)
                 state.settle(now)
-                look_at = have_one_leave(state, now, waiting, without_room, self._patience_s)
+                look_at = have_one_leave(state, now, waiting, adapters_without_room, self._patience_s)
                 self._look_at = min(self._look_at, look_at)
                 state.settle(now)
         plan.commands, state.commands = state.commands, []
-        if is_stopped and not self.has_work(is_paused=is_paused, is_stopped=is_stopped):
-            self._answer_stopped(now)
+        self.answer_calls(now, is_paused=is_paused, is_stopped=is_stopped)
         return plan
 
     def reported(self, reports: Iterable[Report | Slots], now: float) -> None:
@@ -413,10 +408,8 @@ class Planner:
                     self._undo_pin_of_last_slot(adapter, now)
                     if adapter.is_unevictable or not adapter.is_loaded:
                         self._refuse_what_never_fits(now)
-                    if adapter.is_loaded:
-                        if adapter.replaces is not None and not adapter.moves:
-                            self._replace(adapter, now)
-                        resolve(take_loaded(adapter))
+                    if adapter.is_loaded and adapter.replaces is not None and not adapter.moves:
+                        self._replace(adapter, now)
                 case Activated():
                     # The planner's own figures decide whether the next copy is made before a step (`StepTimes`).
                     self.stats.activate_seconds.observe(report.activate_s)
@@ -511,11 +504,3 @@ class Planner:
                     self.state.fail(adapter, error)
                     self._changed(adapter, now)
                     is_new = True
-
-
-def _in_use() -> NoFreeSlot:
-    return NoFreeSlot(
-        "room that requests use, which do not go on during this pause",
-        expected="room for one more adapter",
-        remedy="resume before, or raise --max-cpu-loras or LORA_PLUGINS_HOST_MAX_BYTES",
-    )

@@ -70,7 +70,8 @@ class PlannerState:
         reserved_for: the adapter that needs room. draining: adapters to evict for the reservation once unused.
         made_room_at: when an adapter that waited for room found room last, or none waited.
         mean_run_s: the mean of the last requests' times, from their beginning to their end.
-        evicting: futures of callers who wait for an eviction, by key. refused: requests to answer with an error.
+        evicting: futures of callers who wait for an eviction, by key. removing: futures of removals without a refusal.
+        refused: requests to answer with an error.
     """
 
     def __init__(self, slots: Slots, cache: HostCache, stats: Stats, order: QueueOrder) -> None:
@@ -96,6 +97,7 @@ class PlannerState:
         self.made_room_at = 0.0
         self.mean_run_s = 0.0
         self.evicting: dict[int, list[Future[None]]] = {}
+        self.removing: dict[Adapter, list[Future[None]]] = {}
         self.commands: list[Command] = []
         self.refused: list[tuple[object, LoRAPluginsError]] = []
         self.touched: dict[Adapter, None] = {}
@@ -187,13 +189,14 @@ class PlannerState:
                 self.regrouped[request_id] = held.request
 
     def _forget(self, adapter: Adapter) -> None:
-        if adapter.is_retired and adapter.is_loaded:
+        if adapter.is_retired and adapter.is_loaded and not adapter.stopped:
             self.evict(adapter)
         elif adapter.residency is ABSENT and not adapter.stopped and self.adapters.pop(adapter.key, None) is not None:
             if self.current.get(adapter.spec.engine_id) is adapter:
                 del self.current[adapter.spec.engine_id]
             if adapter.replaces is not None:
                 self._restore(adapter, adapter.replaces)
+            self.removing.pop(adapter, None)
             if adapter.key in self.evicting:
                 # The workers still have an `Evict` to carry out: callers are answered after that step.
                 self.evicting[adapter.key] += adapter.retirements

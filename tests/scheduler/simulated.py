@@ -326,6 +326,7 @@ class SimulatedEngine:
         self.steps += 1
         self.planner.carried_out(plan.commands)
         self.planner.reported(self.workers.reports(self.now), self.now)
+        self.planner.answer_calls(self.now, is_paused=self.is_paused, is_stopped=self.is_stopped)
         self.check_state()
         done = []
         for request in batch:
@@ -457,7 +458,7 @@ class SimulatedEngine:
         assert not self.has_work
         assert state.adapters.keys() == workers.host.keys()
         assert not any((self.held, self.running, workers.writing, workers.loading))
-        assert not any((state.draining, state.jobs, state.evicting, state.held_count))
+        assert not any((state.draining, state.jobs, state.evicting, state.removing, state.held_count))
         assert not any((state.of_request, state.ready, state.calling, state.absent))
         assert state.reserved_for is None
 

@@ -104,6 +104,8 @@ class Worker:
 class _Scheduler(AdmittingScheduler):
     """The planner, and nothing of vLLM's scheduler."""
 
+    pause_state = 0
+
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.specs = AdapterSpecs(planner.state)
@@ -191,6 +193,7 @@ class SimulatedEngine:
             await asyncio.sleep(STEP_S)
             self.planner.carried_out(plan.commands)
             self.planner.reported(self.worker.reports(), time.monotonic())
+            self._core.scheduler.answer_calls()
             self._refuse(self.planner.take_refused())
 
     @staticmethod

@@ -173,8 +173,6 @@ def _remove_lora(_: Any, self: Any, lora_id: int) -> Any:
     planner = _planner(self)
     is_known = lora_id in planner.state.current
     retired = planner.retire(lora_id, time.monotonic())
-    if self.scheduler.is_stopped and not retired.done() and self.scheduler.get_request_counts()[0]:
-        return is_known  # running requests do not end during this pause
     return then(answer_of(self, retired, is_enough_to_begin=True), lambda _: is_known)
 
 

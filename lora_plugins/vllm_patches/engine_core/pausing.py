@@ -32,6 +32,7 @@ def pause(scheduler: Any, name: str, mode: PauseMode) -> list[str]:
                     scheduler.preempt_waiting(request)
                 scheduler.planner.stop(request_id)
     scheduler.regroup()
+    scheduler.answer_calls()
     return request_ids  # type: ignore[no-any-return]
 
 

@@ -261,8 +261,18 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self.regroup()
         if self._waiting_with_kv:
             self._preempt_waiting()
-        self.pauses.answer()
+        self.answer_calls()
         return plan.commands
+
+    def answer_calls(self) -> None:
+        """Answer the calls that can be answered, of the planner and of pauses."""
+        self.planner.answer_calls(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
+        self.pauses.answer()
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        """Pause or resume as vLLM does; calls do not wait for requests that the pause holds."""
+        super().set_pause_state(pause_state)
+        self.answer_calls()
 
     def _preempt_waiting(self) -> None:
         """Have sessions that wait for their adapter free their KV cache, and the workers' places, for who may run."""
@@ -342,7 +352,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self.lora_config = copy.copy(self.lora_config)
             self.lora_config.max_loras = slots  # vLLM's own limit never binds
         self._answer_refused(outputs)
-        self.pauses.answer()
+        self.answer_calls()
         return outputs
 
     def _end_dropped(self) -> None:
@@ -491,6 +501,7 @@ LEDGER = (
             SchedulerInterface.has_unfinished_requests(self)
             SchedulerInterface.has_requests(self)
             SchedulerInterface.pause_state(self)
+            SchedulerInterface.set_pause_state(self, pause_state)
             PauseState{UNPAUSED}
         vllm.v1.request:
             Request{

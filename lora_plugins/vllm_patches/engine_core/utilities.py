@@ -41,6 +41,7 @@ def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = Fals
     """
     from vllm.v1.engine.core import EngineCoreProc
 
+    core.scheduler.answer_calls()
     if not isinstance(core, EngineCoreProc):
         _step_while_busy(core, future)
         if is_enough_to_begin and not future.done():
@@ -100,6 +101,7 @@ def _step_while_busy(core: Any, future: Future[Any]) -> None:
         of_workers = core.model_executor.collective_rpc("lora_plugins_step", args=(commands, _STEP_WAIT_S))
         planner.carried_out(commands)
         planner.reported([report for reports in of_workers for report in reports], time.monotonic())
+        scheduler.answer_calls()
 
 
 LEDGER = (

@@ -1,0 +1,63 @@
+"""Answers to open calls: callers who wait for an adapter to be loaded, activated or removed.
+
+A call is answered once its effect holds for later requests, or once nothing that runs can bring the effect about:
+
+- A load: once the adapter is in host memory, and in a slot where the call needs one. A wish for an idle slot ends with
+  the plan that finds none, or that a pause keeps from writing slots. Where no request goes on during a pause and the
+  workers have nothing to do, a load without room is refused. Calls that need a slot wait for the end of the pause.
+- A removal: once the workers have evicted the adapter, after the last of its requests. Later requests do not find the
+  adapter from the call on, so the caller does not wait for requests that a pause holds: in vLLM's pause the answer
+  comes at once, in the adapter's own once its other requests have ended. A removal that refuses requests waits for the
+  running ones in each pause, because the caller aborts these.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from lora_plugins.errors import NoFreeSlot
+from lora_plugins.scheduler.state import PlannerState
+
+
+def activate_called(state: PlannerState, *, is_paused: bool) -> None:
+    """Activate the adapters that calls want or need in a slot; an idle slot for a call that `wants_slot`."""
+    for adapter in state.calling:
+        if not adapter.is_loaded or adapter.is_active:
+            continue
+        for call in adapter.calls:
+            needs = not is_paused and (call.wants_slot or call.needs_slot)
+            # A call that only `wants_slot` displaces nobody.
+            if needs and state.activate(adapter, displaces=call.needs_slot) and adapter.can_be_displaced:
+                state.pool_of(adapter).unused[adapter] = None  # a later call of this loop may take the slot
+            call.wants_slot = call.wants_slot and adapter.is_activating
+
+
+def take_answered(state: PlannerState, *, is_paused: bool) -> list[Future[None]]:
+    """Remove the calls that are done, as far as their callers need to wait; return their futures."""
+    answered = []
+    for adapter in state.calling:
+        if adapter.is_loaded and not adapter.is_activating:
+            done = [it for it in adapter.calls if adapter.is_active or not (it.wants_slot or it.needs_slot)]
+            if done:
+                adapter.calls = [it for it in adapter.calls if it not in done]
+                answered += [it.future for it in done]
+                state.touched[adapter] = None
+    if state.removing:
+        held = [it for it in state.removing if is_paused or (it.stopped and not (it.is_in_flight or it.is_wanted))]
+        answered += [future for adapter in held for future in state.removing.pop(adapter)]
+    return answered
+
+
+def without_room(state: PlannerState) -> list[Future[None]]:
+    """Return the futures of loads that cannot begin before a pause ends, where nothing runs and no job is left."""
+    waiting = [adapter for adapter in state.calling if not adapter.is_loaded]
+    return [call.future for adapter in waiting for call in adapter.calls if not call.needs_slot]
+
+
+def in_use() -> NoFreeSlot:
+    """The error of a load without room."""
+    return NoFreeSlot(
+        "room that requests use, which do not go on during this pause",
+        expected="room for one more adapter",
+        remedy="resume before, or raise --max-cpu-loras or LORA_PLUGINS_HOST_MAX_BYTES",
+    )

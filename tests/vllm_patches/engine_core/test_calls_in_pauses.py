@@ -1,0 +1,228 @@
+"""Calls in vLLM's pauses and in an adapter's own: a trainer resumes only when its calls have been answered."""
+
+from __future__ import annotations
+
+import queue
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.request import RequestStatus
+
+from lora_plugins.errors import AdapterNotFound, NoFreeSlot
+from lora_plugins.vllm_patches.engine_core import engine_core
+from tests.vllm_patches.engine_bed import Engine, Make, adapter, request
+
+KEPT, NEW, RUNS = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
+MODES = {"abort": NEW, "wait": NEW, "keep": KEPT}
+
+
+class Executor:
+    """Workers that are asked for nothing but what they were given past the plan."""
+
+    is_sleeping = False
+
+    def collective_rpc(self, method: str, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return [[]]
+
+    def sleep(self, level: int) -> None:
+        self.is_sleeping = True
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = {kind: dict(vars(kind)) for kind in (EngineCore, EngineCoreProc)}
+    engine_core.patch()
+    yield
+    for kind, attributes in before.items():
+        for name in set(vars(kind)) - attributes.keys():
+            delattr(kind, name)
+        for name, value in attributes.items():
+            if vars(kind)[name] is not value:
+                setattr(kind, name, value)
+
+
+def core_of(engine: Engine) -> Any:
+    """An engine core in a process of its own."""
+    core = object.__new__(EngineCoreProc)
+    core.scheduler, core.model_executor = engine.scheduler, Executor()
+    core.engines_running, core.batch_queue, core._idle_state_callbacks = False, None, []
+    core.output_queue, core.input_queue = queue.Queue(), queue.Queue()
+    core._finish_pause = lambda clear_cache: None
+    core._send_abort_outputs = lambda requests: None
+    core.process_input_queue_block, core.is_running = False, lambda: True
+    core.aborts_queue = queue.Queue()
+    return core
+
+
+def run(engine: Engine, steps: int = 300) -> None:
+    """As long as the engine's loop would make steps."""
+    for _ in range(steps):
+        if not engine.scheduler.has_requests():
+            engine.drain()
+            if not engine.scheduler.has_requests():
+                return
+        engine.step()
+    raise AssertionError("it does not come to rest")
+
+
+def pause_generation(engine: Engine, mode: str) -> None:
+    if mode == "abort":
+        engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    engine.scheduler.set_pause_state(MODES[mode])
+
+
+def is_answered(answer: Any) -> bool:
+    return not isinstance(answer, Future) or answer.done()
+
+
+# --- vLLM's own pauses ---
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_two_removals_in_one_turn_of_the_loop_are_answered(make_engine: Make, mode: str, is_drained: bool) -> None:
+    """One of an adapter with a held request: no plan follows the last step's `Evict`."""
+    engine = make_engine(max_cpu_loras=4)
+    core = core_of(engine)
+    for number in (8, 9):
+        core.add_lora(adapter(number))
+        run(engine)
+    engine.scheduler.add_request(request("runs", 1, tokens=40))
+    while not engine.tokens_of("runs"):
+        engine.step()
+    pause_generation(engine, mode)
+    if is_drained:
+        run(engine)
+    engine.scheduler.add_request(request("held", 8))
+    answers = [core.remove_lora(number) for number in (8, 9)]
+    run(engine)
+    assert all(is_answered(answer) for answer in answers)
+    assert core.list_loras() <= {1}
+    engine.scheduler.set_pause_state(RUNS)
+    run(engine)
+    assert len(engine.tokens_of("held")) == 3
+    assert mode == "abort" or len(engine.tokens_of("runs")) == 40
+    assert not {8, 9} & engine.in_memory
+
+
+@pytest.mark.parametrize("ask", ["remove_lora", "lora_plugins_retire"])
+def test_a_removal_does_not_wait_for_kept_requests(make_engine: Make, ask: str) -> None:
+    engine = make_engine()
+    core = core_of(engine)
+    engine.scheduler.add_request(request("a", 1, tokens=20))
+    while not engine.tokens_of("a"):
+        engine.step()
+    engine.scheduler.set_pause_state(KEPT)
+    answer = core.remove_lora(1) if ask == "remove_lora" else core.lora_plugins_retire(1, None)
+    assert is_answered(answer)
+    engine.scheduler.set_pause_state(RUNS)
+    run(engine)
+    assert len(engine.tokens_of("a")) == 20
+    assert 1 not in engine.in_memory
+
+
+def test_a_pause_answers_a_removal_that_waited_before(make_engine: Make) -> None:
+    engine = make_engine()
+    core = core_of(engine)
+    engine.scheduler.add_request(request("a", 1, tokens=20))
+    while not engine.tokens_of("a"):
+        engine.step()
+    answer = core.remove_lora(1)
+    engine.step()
+    assert not is_answered(answer), "its request runs"
+    engine.scheduler.set_pause_state(KEPT)
+    assert is_answered(answer)
+
+
+def test_a_removal_that_refuses_requests_waits_for_running_ones(make_engine: Make) -> None:
+    """Who unloads an adapter aborts them after a time."""
+    engine = make_engine()
+    core = core_of(engine)
+    engine.scheduler.add_request(request("a", 1, tokens=20))
+    while not engine.tokens_of("a"):
+        engine.step()
+    engine.scheduler.set_pause_state(KEPT)
+    answer = core.lora_plugins_retire(1, AdapterNotFound("an adapter that was unloaded").plain())
+    run(engine)
+    assert not is_answered(answer)
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    run(engine)
+    assert is_answered(answer)
+    assert 1 not in engine.in_memory
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_removals_and_loads_are_answered_in_each_pause(make_engine: Make, seed: int) -> None:
+    """Requests are held, run, wait in vLLM's queue, or were preempted; calls come alone, or several in a turn."""
+    choose = random.Random(seed)
+    places = choose.choice([2, 4])
+    engine = make_engine(max_loras=choose.choice([1, 2]), max_cpu_loras=places, blocks=choose.choice([8, 64]))
+    core, mode, answers, number = core_of(engine), choose.choice(list(MODES)), list[Any](), 0
+    for _ in range(choose.randint(1, 14)):
+        number += 1
+        engine.scheduler.add_request(request(f"r{number}", choose.randint(1, 4), tokens=choose.randint(2, 50)))
+        for _ in range(choose.randint(0, 3)):
+            engine.step()
+    pause_generation(engine, mode)
+    if choose.random() < 0.5:
+        run(engine)
+    for _ in range(choose.randint(1, 4)):
+        for _ in range(choose.randint(0, 2)):
+            number += 1
+            engine.scheduler.add_request(request(f"r{number}", choose.randint(1, 4)))
+        removals = [core.remove_lora(choose.randint(1, 4)) for _ in range(choose.randint(0, 3))]
+        answers += removals
+        if choose.random() < 0.5:
+            answers.append(core.add_lora(adapter(choose.randint(1, 6))))
+        for _ in range(choose.randint(0, 2)):
+            engine.step()
+    run(engine)
+    assert all(is_answered(answer) for answer in answers)
+    errors = [answer.exception() for answer in answers if isinstance(answer, Future)]
+    assert all(error is None or isinstance(error, NoFreeSlot) for error in errors)
+    live = set(engine.scheduler.requests)
+    engine.scheduler.set_pause_state(RUNS)
+    for _ in range(2000):  # the clock does not stand still: slots pass on
+        if not engine.scheduler.requests:
+            break
+        engine.step()
+        time.sleep(0.0005)
+    assert {engine.end_of(name).finish_reason.name for name in live} <= {"LENGTH"}
+
+
+# --- the pause of one adapter ---
+
+
+@pytest.mark.parametrize("ask", ["remove_lora", "lora_plugins_retire"])
+@pytest.mark.parametrize("comes_first", [False, True], ids=["in the pause", "before the pause"])
+def test_a_removal_does_not_wait_for_the_resume(make_engine: Make, ask: str, comes_first: bool) -> None:
+    engine = make_engine()
+    core = core_of(engine)
+    for name in ("a", "b"):
+        engine.scheduler.add_request(request(name, 1, tokens=30))
+    while not engine.tokens_of("b"):
+        engine.step()
+
+    def remove() -> Any:
+        return core.remove_lora(1) if ask == "remove_lora" else core.lora_plugins_retire(1, None)
+
+    answer = remove() if comes_first else None
+    assert not comes_first or not is_answered(answer)
+    core.lora_plugins_pause("adapter-1", "keep")
+    run(engine)
+    if not comes_first:
+        answer = remove()
+    assert is_answered(answer)
+    assert 1 not in core.list_loras()
+    engine.fails[1] = AdapterNotFound("files that the caller has deleted")
+    run(engine)
+    core.lora_plugins_resume("adapter-1")
+    run(engine)
+    assert [len(engine.tokens_of(name)) for name in ("a", "b")] == [30, 30]
+    assert 1 not in engine.in_memory
