@@ -127,6 +127,11 @@ class Planner:
         """Whether the workers have something to do, or the next plan may find something."""
         return bool(self._is_changed or self.state.jobs or self.state.evicting or self.state.commands)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether workers write slots in the background."""
+        return any(adapter.is_activating for adapter in self.state.jobs.values())
+
     # --- requests ---
 
     def arrived(

@@ -56,7 +56,7 @@ def install_manager(process: Process) -> None:
         output_processor,
         stream_logs,
     )
-    from lora_plugins.vllm_patches.engine_core import engine_core, scheduler
+    from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc, scheduler
     from lora_plugins.vllm_patches.worker import model_runner, vocab_parallel_embedding, worker_base
     from lora_plugins.worker.slot_copy import patch_set_lora
     from lora_plugins.worker.weights_file import patch_safetensors
@@ -72,6 +72,7 @@ def install_manager(process: Process) -> None:
         worker_base.patch,
         scheduler.patch,
         engine_core.patch,  # calls the scheduler's planner and the workers' `lora_plugins_step`
+        engine_core_proc.patch,
         async_llm.patch,  # calls the engine core's utilities
         llm_engine.patch,
         output_processor.patch,

@@ -255,7 +255,7 @@ def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
 def _sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """While the engine sleeps nothing writes to slots: the workers' jobs end first.
 
-    An engine in its own process goes on with steps until the jobs end; an engine in the caller's makes no steps.
+    In its own process an engine makes steps until its slots are written; in the caller's the engine makes no steps.
     """
     from vllm.v1.engine.core import EngineCoreProc
 

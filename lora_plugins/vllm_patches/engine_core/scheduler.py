@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
@@ -69,6 +70,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         # The versions that compute an answer, each with its first token, unless only the version asked for computes.
         self._versions: dict[str, list[tuple[str, int]]] = {}
         self._waiting_with_kv: dict[str, Any] = {}
+        self._counts_loads = True
         super().__init__(vllm_config, *args, **kwargs)
         self._places = Places(self._enters_queue, self._group_of, self.planner.state.open_groups)
         self.queues = [self._replace_queue(name, rank) for name, rank in _QUEUES.items() if hasattr(self, name)]
@@ -433,7 +435,18 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         """Return whether to go on with steps: for the workers' jobs without any request too."""
         has_work = super().has_requests() or self.planner.state.refused or self.pauses.has_aborted
         has_work = has_work or (self.pauses.expects_parts and not self._is_paused)
+        if not self._counts_loads:
+            return bool(has_work) or self.planner.is_writing
         return bool(has_work) or self.planner.has_work(is_paused=self._is_paused, is_stopped=self.is_stopped)
+
+    @contextmanager
+    def without_loads(self) -> Iterator[None]:
+        """Inside, `has_requests` answers for requests and for slots that are being written: what a pause waits for."""
+        self._counts_loads = False
+        try:
+            yield
+        finally:
+            self._counts_loads = True
 
 
 def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | None) -> None:

@@ -15,7 +15,8 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import AdapterNotFound, NoFreeSlot
-from lora_plugins.vllm_patches.engine_core import engine_core
+from lora_plugins.scheduler.messages import Activate
+from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, request
 
 KEPT, NEW, RUNS = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
@@ -38,6 +39,7 @@ class Executor:
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {kind: dict(vars(kind)) for kind in (EngineCore, EngineCoreProc)}
     engine_core.patch()
+    engine_core_proc.patch()
     yield
     for kind, attributes in before.items():
         for name in set(vars(kind)) - attributes.keys():
@@ -226,3 +228,92 @@ def test_a_removal_does_not_wait_for_the_resume(make_engine: Make, ask: str, com
     run(engine)
     assert [len(engine.tokens_of(name)) for name in ("a", "b")] == [30, 30]
     assert 1 not in engine.in_memory
+
+
+# --- vLLM's pause beside workers' jobs ---
+
+
+def answer_calls(core: Any, engine: Engine, steps: int) -> None:
+    """Turns of the engine's loop."""
+    for _ in range(steps):
+        core._process_input_queue()
+        if core.has_work():
+            engine.step()
+
+
+def loading(make_engine: Make) -> tuple[Any, Engine, Any]:
+    """An engine without requests, whose workers load an adapter for long."""
+    engine = make_engine(max_cpu_loras=4)
+    core = core_of(engine)
+    engine.holds_back = True
+    call = core.add_lora(adapter(5))
+    answer_calls(core, engine, 3)
+    return core, engine, call
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pause_does_not_wait_for_a_load(make_engine: Make, mode: str) -> None:
+    core, engine, call = loading(make_engine)
+    engine.drain()
+    assert core.pause_scheduler(mode, False) is None
+    assert core.has_work(), "the load goes on"
+    engine.holds_back = False
+    answer_calls(core, engine, 8)
+    assert call.result(timeout=0) is True
+    assert not core.has_work()
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_pause_waits_for_requests_and_not_for_a_load(make_engine: Make, mode: str) -> None:
+    core, engine, call = loading(make_engine)
+    engine.scheduler.add_request(request("base", tokens=10))
+    answer_calls(core, engine, 3)
+    paused = core.pause_scheduler(mode, False)
+    assert not is_answered(paused)
+    answer_calls(core, engine, 16)
+    assert is_answered(paused)
+    assert not call.done()
+    assert core.has_work(), "the load goes on"
+    assert len(engine.tokens_of("base")) == 10 or mode == "abort"
+
+
+def test_an_engine_sleeps_beside_a_load(make_engine: Make) -> None:
+    core, engine, call = loading(make_engine)
+    engine.drain()
+    assert core.sleep(1) is None
+    assert core.model_executor.is_sleeping
+    engine.holds_back = False
+    answer_calls(core, engine, 8)
+    assert call.result(timeout=0) is True
+    assert not any(isinstance(command, Activate) for command in engine.commands), "no slot is written meanwhile"
+
+
+def test_an_engine_does_not_sleep_while_a_slot_is_written(make_engine: Make) -> None:
+    engine = make_engine(is_instant=False)
+    core = core_of(engine)
+    core.add_lora(adapter(1))
+    while not any(isinstance(command, Activate) for command in engine.commands):
+        engine.step()
+        engine.holds_back = core.scheduler.planner.state.current[1].is_loaded
+    assert engine.commands[-1].job is not None, "in the background"
+    slept = core.sleep(1)
+    answer_calls(core, engine, 5)
+    assert not is_answered(slept)
+    assert not core.model_executor.is_sleeping
+    engine.holds_back = False
+    answer_calls(core, engine, 5)
+    assert is_answered(slept)
+    assert core.model_executor.is_sleeping
+
+
+@pytest.mark.skipif(not hasattr(EngineCore, "release_kv_cache_memory"), reason="since vLLM 0.31")
+def test_the_kv_cache_is_released_beside_a_load(make_engine: Make) -> None:
+    core, engine, _ = loading(make_engine)
+    engine.drain()
+    discarded: list[Any] = []
+    core._reset_caches, core.model_executor.discard = lambda: None, discarded.append
+    with pytest.raises(RuntimeError, match="pause"):
+        core.release_kv_cache_memory()
+    assert core.pause_scheduler("keep", False) is None
+    core.release_kv_cache_memory()
+    assert discarded == [("kv_cache",)]
