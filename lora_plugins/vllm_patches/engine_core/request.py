@@ -19,6 +19,7 @@ from lora_plugins.worker.lora_request import lora_request
 # The ids by which vLLM's API server divides a client's request: a token of beams, a prompt of several, an answer of n.
 _BEAM = re.compile(r"(.+)-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")
 _PROMPT = re.compile(r"(cmpl-.+)-\d+-[0-9a-f]{8}")
+_OF_ONE = "#request="  # in the path of a request that has moved: before its id
 _OF_SEVERAL = re.compile(r"\d+_(.+)")
 
 
@@ -34,13 +35,23 @@ def name_of(path: str) -> str:
 
 def weights_of(adapter: Adapter) -> str:
     """Return the name of an adapter's weights in answers."""
-    return name_of(_path(adapter))
+    return name_of(path_of(adapter))
+
+
+def weights_path(request: Any) -> str:
+    """Return the path of the weights that a request is computed with, whether or not the request has moved."""
+    return str(request.lora_request.lora_path.removesuffix(_OF_ONE + request.request_id))
+
+
+def is_moved(request: Any) -> bool:
+    """Return whether a request has gone on with other weights than it began with: its keys are its own."""
+    return bool(request.lora_request is not None and request.lora_request.lora_path != weights_path(request))
 
 
 def assign(request: Any, adapter: Adapter) -> None:
     """Have a request that has not begun be computed with this generation."""
-    before, path = request.lora_request, _path(adapter)
-    if (before.lora_int_id, before.lora_path) == (adapter.key, path):
+    before, path = request.lora_request, path_of(adapter)
+    if (before.lora_int_id, weights_path(request)) == (adapter.key, path):
         return
     request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
     # vLLM hashes a request's prompt on arrival (`Request.__init__`): the keys must follow the path.
@@ -54,8 +65,13 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
 
     Tokens computed with earlier weights keep their keys; no other request finds the keys of later tokens.
     """
-    path = f"{_path(adapter)}#{request.request_id}"
+    path = path_of(adapter) + _OF_ONE + request.request_id
     request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
+    hash_again(request, hash_block_size)
+
+
+def hash_again(request: Any, hash_block_size: int) -> None:
+    """Give the blocks that are not computed yet the keys of the request's present path."""
     # Only whole blocks have keys. The block that mixes tokens of both weights gets a key of this request alone
     # (`request_block_hasher` in vllm/v1/core/kv_cache_utils.py, 0.32).
     del request.block_hashes[request.num_computed_tokens // hash_block_size :]
@@ -77,8 +93,7 @@ def has_kv_cache(request: Any) -> bool:
 def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
     """Return whether a request was computed with the weights that this generation has, or had when evicted."""
     key = request.lora_request.lora_int_id
-    path = request.lora_request.lora_path.removesuffix(f"#{request.request_id}")  # which `move` has added
-    return bool(path == _path_of(spec, key if adapter is None else adapter.weights_key))
+    return weights_path(request) == _path_of(spec, key if adapter is None else adapter.weights_key)
 
 
 def is_beam(request_id: str) -> bool:
@@ -99,7 +114,8 @@ def client_of(request_id: str) -> str:
     return part.group(1) if part else request_id if of_several else ""
 
 
-def _path(adapter: Adapter) -> str:
+def path_of(adapter: Adapter) -> str:
+    """Return the path of an adapter's present weights."""
     return _path_of(adapter.spec, adapter.weights_key)
 
 

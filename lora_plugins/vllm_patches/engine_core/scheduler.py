@@ -31,11 +31,15 @@ from lora_plugins.vllm_patches.engine_core.request import (
     has_begun,
     has_kv_cache,
     has_weights_of,
+    hash_again,
     is_beam,
     is_in_store,
+    is_moved,
     move,
     name_of,
+    path_of,
     weights_of,
+    weights_path,
 )
 from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.wrapping import wrap
@@ -201,7 +205,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self._assign(request, adapter)
         elif adapter.key != request.lora_request.lora_int_id:  # its KV cache is of another generation
             self._refuse(request, _replaced(request))
-        elif self._has_other_weights(request, adapter):
+        elif weights_path(request) != path_of(adapter):
             self._move([(request, adapter)])
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -313,21 +317,16 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                 assign(request, adapter)
                 self._versions[name] = [(weights_of(adapter), 0)]
                 continue
-            versions = self._versions.setdefault(name, [(name_of(request.lora_request.lora_path), 0)])
+            versions = self._versions.setdefault(name, [(name_of(weights_path(request)), 0)])
             begins_at = request.num_output_tokens + request.num_output_placeholders  # computed, or on the way
             versions.append((weights_of(adapter), begins_at))
             move(request, adapter, self.hash_block_size)
 
-    def _has_other_weights(self, request: Any, adapter: Adapter) -> bool:
-        versions = self._versions.get(request.request_id)
-        name = versions[-1][0] if versions else name_of(request.lora_request.lora_path)
-        return bool(name != weights_of(adapter))
-
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Preempt as vLLM does; a moved request is computed again with its present weights, under their keys."""
         super()._preempt_request(request, *args, **kwargs)
-        if len(self._versions.get(request.request_id, ())) > 1:
-            move(request, self.planner.state.of_request[request.request_id], self.hash_block_size)
+        if is_moved(request):
+            hash_again(request, self.hash_block_size)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Update as vLLM does, with the workers' reports, and errors for requests that were refused."""
