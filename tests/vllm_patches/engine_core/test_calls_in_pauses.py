@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,7 +17,9 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import AdapterNotFound, NoFreeSlot
 from lora_plugins.scheduler.messages import Activate
+from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc
+from lora_plugins.vllm_patches.engine_core.pausing import pause
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, request
 
 KEPT, NEW, RUNS = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
@@ -317,3 +320,43 @@ def test_the_kv_cache_is_released_beside_a_load(make_engine: Make) -> None:
     assert core.pause_scheduler("keep", False) is None
     core.release_kv_cache_memory()
     assert discarded == [("kv_cache",)]
+
+
+# --- what many pauses cost ---
+
+
+@pytest.mark.parametrize("what", ["paused", "paused, each with a held request"])
+def test_a_thousand_paused_names_cost_a_step_little(make_engine: Make, what: str) -> None:
+    """Counted in Python's calls and lines, as a clock of a busy machine says little."""
+    few, many = (lines_of_a_step(make_engine, names, holds="held" in what) for names in (1, 1000))
+    assert many <= few + 20, (few, many)
+
+
+def lines_of_a_step(make_engine: Make, names: int, *, holds: bool) -> int:
+    """Lines of Python that our part of a step takes, with requests in flight and so many paused names."""
+    engine = make_engine(max_loras=2, max_cpu_loras=4)
+    for number in (1, 2):
+        engine.scheduler.add_request(request(f"r{number}", number, tokens=50))
+    while not (engine.tokens_of("r1") and engine.tokens_of("r2")):
+        engine.step()
+    for number in range(100, 100 + names):
+        pause(engine.scheduler, f"adapter-{number}", PauseMode.KEEP)
+        if holds:
+            engine.scheduler.add_request(request(f"held-{number}", number))
+    scheduler, lines = engine.scheduler, 0
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line" and "lora_plugins" in frame.f_code.co_filename
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        scheduler.has_requests()
+        scheduler.plan()
+        scheduler.get_request_counts()
+        scheduler.make_stats()
+    finally:
+        sys.settrace(before)
+    return lines
