@@ -17,7 +17,7 @@ from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.request_queue import LAST, Order
 from lora_plugins.scheduler.stats import FoundIn
 
-NOWHERE = (False,) * 6
+NOWHERE = (False,) * 8
 _REMEMBERED = 10_000
 _LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
 LONGEST_DRAIN_S = 60.0  # clients choose their requests' names: a name for all requests must not keep a slot for ever

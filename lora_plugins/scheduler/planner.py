@@ -63,7 +63,7 @@ from lora_plugins.scheduler.messages import (
     Slots,
 )
 from lora_plugins.scheduler.request_queue import Order, QueueOrder
-from lora_plugins.scheduler.slots import forget_expected, give_slots, have_one_leave
+from lora_plugins.scheduler.slots import forget_expected, give_slots, have_one_leave, share_s
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.scheduler.stats import Stats
 
@@ -189,9 +189,8 @@ class Planner:
             passed_over.append(adapter)
         for adapter in passed_over:
             if adapter not in self.state.open_groups:
-                adapter.waits_since = now
-                self.state.touched[adapter] = None
-                self._is_changed = True
+                self.state.passed_over(adapter, now)
+                self._look_at = min(self._look_at, now + share_s(self.state, self._patience_s))
 
     def ended(self, request_ids: Iterable[str], now: float, *, expects_more: bool = False) -> None:
         """Note that requests have left vLLM's scheduler, in whatever way; others are left alone.

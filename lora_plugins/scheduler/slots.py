@@ -28,9 +28,10 @@ def forget_expected(state: PlannerState, now: float) -> float:
 def give_slots(state: PlannerState) -> dict[SlotPool, list[Adapter]]:
     """Give slots to the next adapters, as far as slots can be had.
 
-    Returns for each kind of slot the first adapters without a slot, more than the slots.
+    Returns for each kind of slot the first adapters without a slot, more than adapters leave.
     """
     waiting: dict[SlotPool, list[Adapter]] = {pool: [] for pool in (state.copied, state.pointed) if pool.size}
+    enough = {pool: 2 + sum(it in pool.running for it in state.leaving) for pool in waiting}
     # Calls that wait for a slot come first: no adapter with requests overtakes them.
     for adapter in [it for it in state.calling if it.needs_slot]:
         waiting[state.pool_of(adapter)].append(adapter)
@@ -38,12 +39,12 @@ def give_slots(state: PlannerState) -> dict[SlotPool, list[Adapter]]:
     for adapter in state.ready:
         pool = state.pool_of(adapter)
         without_slot = waiting[pool]
-        if adapter.slot is not None or len(without_slot) > pool.size or adapter in state.draining:
+        if adapter.slot is not None or len(without_slot) >= enough[pool] or adapter in state.draining:
             continue
         # An adapter takes a slot only if no earlier adapter of the pool waits for a slot: no later arrival overtakes.
         if without_slot or not state.activate(adapter, displaces=True):
             without_slot.append(adapter)  # each slot is used, or being written
-            left -= len(without_slot) > pool.size
+            left -= len(without_slot) >= enough[pool]
             if not left:
                 break
     return waiting
@@ -77,7 +78,7 @@ def have_one_leave(
         first = without_room[0]
         if first.waits_since is None:
             return next_at
-        look_at = max(state.made_room_at, first.waits_since) + _share(state, patience_s)
+        look_at = max(state.made_room_at, first.waits_since) + share_s(state, patience_s)
         if look_at > now:
             return min(next_at, look_at)
         _reserve(state, first, now)
@@ -86,7 +87,7 @@ def have_one_leave(
     return next_at
 
 
-def _share(state: PlannerState, patience_s: float) -> float:
+def share_s(state: PlannerState, patience_s: float) -> float:
     """Return for how many seconds all running adapters together may pass on nothing."""
     passing_on = len(state.copied.running) + len(state.pointed.running)
     return max(patience_s, _PATIENT_RUNS * state.mean_run_s) / max(1, passing_on)
@@ -96,8 +97,8 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
     running, leaving = len(pool.running), sum(it in pool.running for it in state.leaving)
     # The last adapter that takes requests stays, unless no adapter would leave.
     while len(waiting) > leaving and (running - leaving > 1 or running - leaving == running == 1):
-        share_s = _share(state, patience_s)
-        look_at = max(pool.passed_on_at, min(it.waits_since for it in waiting if it.waits_since is not None)) + share_s
+        look_at = max(pool.passed_on_at, min(it.waits_since for it in waiting if it.waits_since is not None))
+        look_at += share_s(state, patience_s)
         if look_at > now:
             return look_at
         # A request never makes requests of a better priority drain.

@@ -16,7 +16,6 @@ from lora_plugins.scheduler.adapter import (
     ABSENT,
     LOADED,
     LOADING,
-    NOWHERE,
     Adapter,
     Generations,
     Held,
@@ -87,7 +86,7 @@ class PlannerState:
         self.absent, self.ready, self.newly_held = WaitingOrder(), WaitingOrder(), WaitingOrder()
         self.open_groups: dict[Hashable, None] = {}
         self.regrouped: dict[str, Any] = {}
-        self._kept = tuple(dict[Adapter, None]() for _ in NOWHERE)
+        self._kept = tuple(dict[Adapter, None]() for _ in range(6))
         self.in_flight, self.expecting, self.calling, self.pinned, self.staying, self.moving = self._kept
         self.leaving: dict[Adapter, None] = {}
         self.jobs: dict[int, Adapter] = {}
@@ -155,17 +154,19 @@ class PlannerState:
         is_free = is_loaded and not (in_flight or adapter.is_activating)
         self.cache.set_idle(adapter.key, is_idle=is_free and not (wanted or stays or moves))
         if adapter.slot is not None:
-            _keep(self.pool_of(adapter).unused, adapter, is_in=adapter.can_be_displaced)
-        is_leaving = adapter.leaving_since is not None
-        _keep(self.open_groups, adapter, is_in=adapter.is_active and not is_leaving)
-        _keep(self.open_groups, adapter.running_on, is_in=adapter.is_active)
+            _keep(self.pool_of(adapter).unused, adapter, is_in=is_free and not is_pinned)
         is_there, is_expected = wanted or is_pinned or not is_absent, bool(adapter.expected)
-        is_calling = bool(adapter.calls)
-        kept_in = (in_flight, is_expected, is_calling, is_pinned, stays and is_there, is_loaded and moves)
+        is_calling, is_active = bool(adapter.calls), adapter.is_active
+        is_open = is_active and adapter.leaving_since is None
+        kept_in = (
+            in_flight, is_expected, is_calling, is_pinned, stays and is_there, is_loaded and moves, is_open, is_active
+        )  # fmt: skip
         if kept_in != adapter.kept_in:
-            for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=True):
+            for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=False):
                 if is_in is not was_in:
                     _keep(some, adapter, is_in=is_in)
+            _keep(self.open_groups, adapter, is_in=is_open)
+            _keep(self.open_groups, adapter.running_on, is_in=is_active)
             _keep(self.pool_of(adapter).running, adapter, is_in=in_flight and not is_pinned)
         adapter.waits_in, adapter.kept_in = waits, kept_in
 
@@ -311,6 +312,12 @@ class PlannerState:
         pool.unused.pop(adapter, None)
         self.cache.used(adapter.key)
         self.touched[adapter] = None
+
+    def passed_over(self, adapter: Adapter, now: float) -> None:
+        """Note that vLLM passes over an adapter's first request, for want of the adapter."""
+        adapter.waits_since = now
+        self.newly_held.keep(adapter, is_in=False)
+        adapter.waits_in = (*adapter.waits_in[:2], False)
 
     def waits_again(self, adapter: Adapter, request_id: str, request: object, order: Order, now: float) -> None:
         """Note that a running request waits in vLLM's queue again, for the same weights."""
