@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-life wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-life wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -121,6 +121,9 @@ bench-policies: set-up ## eviction policies on replayed traces, against Belady's
 
 bench-manager: set-up ## the adapter manager against vLLM's: admission, stalls, activation, memory
 	@$(RUN) -m benchmarks.manager
+
+bench-queue: set-up ## waits under overload and the cost of a step, in vLLM's scheduler alone and with ours (1 minute)
+	@VLLM_PLUGINS= $(RUN) -m benchmarks.queue
 
 bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, against vLLM's order
 	@$(RUN) -m benchmarks.admission

@@ -113,11 +113,10 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         order = (state.queue_order.at_front if is_front else state.queue_order.at_end)(request, rank)
         if request.lora_request is None:
             return None, order
-        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:  # vLLM itself skips the session
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
             self._finite_answers.is_whole(name)
             self.planner.ended([name], time.monotonic())
-            return None, order
-        if name not in state.of_request:
+        elif name not in state.of_request:
             self._arrives(request, order)
         elif name in state.of_request[name].running:
             self.planner.waits_again(name, request, order, time.monotonic())
