@@ -82,9 +82,14 @@ class Pauses:
             return True
         return client not in pause.clients and client not in self.clients(name)
 
-    def clients(self, name: str) -> set[str]:
-        """Return the clients' requests of a name with a part in flight."""
-        return {client for adapter in self.in_flight(name) for client in adapter.clients}
+    def clients(self, name: str, *, with_waiting: bool = False) -> set[str]:
+        """Return the clients' requests of a name with a part in flight, perhaps with a waiting part too."""
+        clients = {client for adapter in self.in_flight(name) for client in adapter.clients}
+        if with_waiting:
+            of_name = [adapter for adapter in self._state.adapters.values() if adapter.spec.name == name]
+            held = [held for adapter in of_name for held in (*adapter.held.values(), *adapter.stopped.values())]
+            clients |= {it.client for it in held} | {client for client, _ in self._pauses[name].held.values()}
+        return clients - {""}
 
     def join(self, name: str, clients: Iterable[str]) -> list[Any] | None:
         """Let parts of these clients' requests run, and return the parts held already; None but in mode WAIT.

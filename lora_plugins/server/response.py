@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -39,6 +40,7 @@ class Response:
         spans: the versions that have made the answer so far, over all prompts and choices.
         fills_fingerprint: whether `system_fingerprint` is to name the version too.
         headers: of an error that is answered by other means than its exception.
+        client: a name for the client's request that no client can choose.
     """
 
     is_held: bool = False
@@ -50,6 +52,7 @@ class Response:
     fills_fingerprint: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     kept: list[Message] = field(default_factory=list)
+    client: str = field(default_factory=lambda: uuid4().hex)
 
     @property
     def digest(self) -> str | None:

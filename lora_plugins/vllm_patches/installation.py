@@ -51,6 +51,7 @@ def install_manager(process: Process) -> None:
         app,
         async_llm,
         base_serving,
+        input_processor,
         llm_engine,
         openai_serving_models,
         output_processor,
@@ -75,6 +76,7 @@ def install_manager(process: Process) -> None:
         engine_core_proc.patch,
         async_llm.patch,  # calls the engine core's utilities
         llm_engine.patch,
+        input_processor.patch,
         output_processor.patch,
         openai_serving_models.patch,
         base_serving.patch,

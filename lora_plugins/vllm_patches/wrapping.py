@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         # `wraps` copies `__dict__` too: a wrapper of another package around ours still has the mark.
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _OURS, True)
-        setattr(owner, name, wrapped)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
 
 def where(is_ours: Callable[[Any], bool], method: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -204,6 +204,42 @@ def test_what_is_not_served_is_not_paused(one_slot: OneSlot) -> None:
 NOBODY = "http://127.0.0.1:9"
 
 
+def test_no_id_that_clients_choose_delays_a_pause(one_slot: OneSlot) -> None:
+    """Prompts of one request have ids of this form: a pause that waits for requests waits for all their parts."""
+    one_slot.publish("flooded", "sql", 1)
+
+    async def flood(client: httpx.AsyncClient, answered: list[int]) -> None:
+        while True:
+            answer = await client.post(
+                "/v1/completions", json=body("flooded", TOKENS), headers={"X-Request-Id": "cmpl-same"}
+            )
+            answered.append(answer.status_code)
+
+    async def paused_after(client: httpx.AsyncClient, answered: list[int]) -> int:
+        """Answers that came before the pause."""
+        await seen(lambda: has(answered, 4))
+        await asyncio.wait_for(pause(client, "flooded", "wait"), LONGEST_S)
+        return len(answered)
+
+    async def has(answered: list[int], many: int) -> bool:
+        return len(answered) >= many
+
+    async def serve() -> None:
+        answered: list[int] = []
+        async with one_slot.client() as client:
+            floods = [asyncio.create_task(flood(client, answered)) for _ in range(4)]
+            before = await paused_after(client, answered)
+            await asyncio.sleep(1)
+            assert len(answered) <= before + 4, "no request that came later runs"
+            await resume(client, "flooded")
+            await seen(lambda: has(answered, before + 8))
+            for task in floods:
+                task.cancel()
+            await asyncio.gather(*floods, return_exceptions=True)
+
+    asyncio.run(serve())
+
+
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
 def test_a_trainer_pauses_and_resumes_a_name(one_slot: OneSlot, mode: str) -> None:
     name, servers = f"trained-{mode}", [one_slot.server.url]

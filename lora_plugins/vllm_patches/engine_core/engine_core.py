@@ -20,7 +20,6 @@ from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.vllm_patches.engine_core.pausing import pause
-from lora_plugins.vllm_patches.engine_core.request import client_of
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
 from lora_plugins.vllm_patches.wrapping import where, wrap
@@ -85,9 +84,9 @@ def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Futu
 def _pause(self: Any, name: str, mode: PauseMode) -> RequestsOfName:
     """Hold new requests of a name until a resume; return all requests of the name."""
     _planner(self)
-    request_ids, clients = pause(self.scheduler, name, mode), self.scheduler.pauses.clients(name)
-    if mode is PauseMode.ABORT:  # waiting parts are aborted too
-        clients |= {client_of(request_id) for request_id in request_ids} - {""}
+    request_ids = pause(self.scheduler, name, mode)
+    # With `ABORT` waiting parts are aborted too.
+    clients = self.scheduler.pauses.clients(name, with_waiting=mode is PauseMode.ABORT)
     return RequestsOfName(tuple(request_ids), tuple(clients))
 
 

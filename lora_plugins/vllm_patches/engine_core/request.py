@@ -16,6 +16,8 @@ from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker.lora_request import lora_request
 
+CLIENT = "x-lora-plugins-client"
+
 # The ids by which vLLM's API server divides a client's request: a token of beams, a prompt of several, an answer of n.
 _BEAM = re.compile(r"(.+)-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")
 _PROMPT = re.compile(r"(cmpl-.+)-\d+-[0-9a-f]{8}")
@@ -101,8 +103,18 @@ def is_beam(request_id: str) -> bool:
     return _BEAM.fullmatch(request_id) is not None
 
 
-def client_of(request_id: str) -> str:
-    """Return the client's request that a request is a part of; empty where vLLM divides nothing.
+def take_client(request: Any) -> None:
+    """Note which client's request a request is a part of, as an API server says in a header, or else the id.
+
+    vLLM sends the headers of a request back with each output: the header goes no further.
+    """
+    headers = dict(request.trace_headers or {})
+    request.lora_client = headers.pop(CLIENT, None) or client_in(request.request_id)
+    request.trace_headers = headers or None
+
+
+def client_in(request_id: str) -> str:
+    """Return the client's request that the id of a part has; empty where vLLM divides nothing.
 
     Source: vllm/entrypoints/generate/beam_search/online.py, vllm/entrypoints/openai/completion/serving.py,
     vllm/v1/engine/{parallel_sampling,input_processor}.py, 0.30 to 0.33.
@@ -130,7 +142,8 @@ LEDGER = (
         """
         vllm.v1.request:
             Request{
-                lora_request, block_hashes, num_computed_tokens, num_output_placeholders, num_preemptions, status}
+                lora_request, block_hashes, num_computed_tokens, num_output_placeholders, num_preemptions, status,
+                trace_headers}
             Request.num_output_tokens(self)
             RequestStatus{WAITING, PREEMPTED}
             Request.update_block_hashes(self)

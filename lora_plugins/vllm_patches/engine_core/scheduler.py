@@ -27,7 +27,6 @@ from lora_plugins.vllm_patches.engine_core.executor import make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
 from lora_plugins.vllm_patches.engine_core.request import (
     assign,
-    client_of,
     has_begun,
     has_kv_cache,
     has_weights_of,
@@ -38,6 +37,7 @@ from lora_plugins.vllm_patches.engine_core.request import (
     move,
     name_of,
     path_of,
+    take_client,
     weights_of,
     weights_path,
 )
@@ -100,6 +100,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
         session = self.requests.get(request.request_id)
         was_idle = session is not None and session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        take_client(request)
         super().add_request(request)
         if was_idle and session.lora_request is not None and not session.is_finished():
             self._waiting_with_kv[session.request_id] = session
@@ -138,9 +139,9 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                 queue.regroup(request)
 
     def _arrives(self, request: Any, order: Order) -> None:
-        name, client = request.lora_request.lora_name, client_of(request.request_id)
-        if self.pauses.holds(name, client):
-            self.pauses.hold(name, request.request_id, request, client)
+        name = request.lora_request.lora_name
+        if self.pauses.holds(name, request.lora_client):
+            self.pauses.hold(name, request.request_id, request, request.lora_client)
         elif has_begun(request):
             self._arrives_again(request, order)
         else:
@@ -168,7 +169,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             is_bound=is_inplace(request.lora_request),
             has_run=has_begun(request),
             order=order,
-            client=client_of(request.request_id),
+            client=request.lora_client,
         )
         adapter = self.planner.state.of_request.get(request.request_id)
         if adapter is None:
@@ -531,7 +532,7 @@ LEDGER = (
         "queues replaced: vLLM sees no waiting request whose adapter has no slot, and the planner learns what enters a "
         "queue and what leaves it to run; has_unfinished_requests leaves out requests of paused adapters; has_requests "
         "is also true while workers load; lora_config is copied, with as many max_loras as workers have slots. Ids of "
-        "requests are read, to run what one client asked for as one",
+        "requests are read where no API server names the client's request, to run what one client asked for as one",
         why="no running request waits for an adapter that is not in its slot, and requests keep their places in vLLM's "
         "queue",
         remove="vLLM's scheduler asks a plugin before it takes a request from its queue (vllm-project/vllm#51608)",

@@ -16,6 +16,7 @@ from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.answer_messages import error_in
 from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.pausing import pause
+from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from tests.vllm_patches.engine_bed import Engine, Make, request
 from tests.vllm_patches.engine_core.test_request import V1, V2, asked, begin, load, spans
 from tests.vllm_patches.engine_core.test_request import bed as bed  # noqa: PLC0414 - a fixture
@@ -207,6 +208,31 @@ def test_parts_of_running_requests_do_not_wait(make_engine: Make) -> None:
 
 def part_of(client: str, number: int) -> str:
     return f"{client}-{'0' * 16}-beam-{number}-{'a' * 8}"
+
+
+def of_client(name: str, client: str, **options: Any) -> Any:
+    part = request(name, 1, **options)
+    part.trace_headers = {CLIENT: client, "traceparent": "00-1"}
+    return part
+
+
+def test_ids_that_clients_choose_join_no_pause(make_engine: Make) -> None:
+    """An API server names the client's request; the ids look like prompts of one request."""
+    engine = make_engine()
+    scheduler = engine.scheduler
+    scheduler.add_request(of_client("cmpl-same-0-00000000", "first", tokens=20))
+    while not engine.tokens_of("cmpl-same-0-00000000"):
+        engine.step()
+    pause(scheduler, NAME, PauseMode.WAIT)
+    paused = scheduler.pauses.paused(NAME)
+    scheduler.add_request(of_client("cmpl-same-1-00000001", "first"))
+    for number in range(40):
+        scheduler.add_request(of_client(f"cmpl-same-0-000001{number:02}", f"later-{number}"))
+        engine.step()
+    assert paused.done()
+    assert len(engine.tokens_of("cmpl-same-1-00000001")) == 3, "a part of the client's own request"
+    assert {output.request_id for output in engine.outputs} == {"cmpl-same-0-00000000", "cmpl-same-1-00000001"}
+    assert {header for output in engine.outputs for header in output.trace_headers or {}} == {"traceparent"}
 
 
 def test_parts_of_requests_that_another_engine_runs_join(make_engine: Make) -> None:

@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
 from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
-from lora_plugins.vllm_patches.engine_core.request import client_of
+from lora_plugins.vllm_patches.engine_core.request import client_in
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
 
@@ -358,4 +358,4 @@ def test_slots_that_workers_have_raise_vllms_limit(make_engine: Make) -> None:
     ],
 )
 def test_ids_say_which_requests_are_one_clients(request_id: str, client: str) -> None:
-    assert client_of(request_id) == client
+    assert client_in(request_id) == client
