@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from lora_plugins.errors import NoFreeSlot, PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
@@ -42,17 +43,15 @@ class ServedPush:
     served_s: float
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class _OfName:
     """The pushes of one name, which are numbered as they come.
 
     Attributes:
-        count: of pushes that have come and not ended. last, served: numbers of the last that came,
-            and of the last that was served.
+        last, served: numbers of the last push that came, and of the last that was served.
         waiting: pushes whose bytes are here, but not the one that changes the name now.
     """
 
-    count: int = 0
     last: int = 0
     served: int = 0
     waiting: set[int] = field(default_factory=set)
@@ -73,7 +72,7 @@ class Pushes:
         self._arrivals = Arrivals(
             resolver.store, resolver.settings.fetch_timeout_s, resolver.settings.max_adapter_bytes
         )
-        self._names: dict[str, _OfName] = {}
+        self._names = WeakValueDictionary[str, _OfName]()  # for as long as a push of the name goes on
         self._times: dict[str, deque[float]] = {}  # of each principal's pushes within the last minute
 
     def count(self, label: str, per_minute: int) -> None:
@@ -125,7 +124,9 @@ class Pushes:
         """
         began = time.perf_counter()
         self._lifecycle.check_pushed(name, expects)
-        async with self._of_name(name) as (of_name, number), self._arrivals.place(body):
+        of_name = self._names.setdefault(name, _OfName())
+        number = of_name.last = of_name.last + 1
+        async with self._arrivals.place(body):
             placed = time.perf_counter()
             # Another push may have changed the served version during the wait.
             self._lifecycle.check_pushed(name, expects)
@@ -144,18 +145,6 @@ class Pushes:
         served = time.perf_counter()
         waited_s = placed - began + began_change - received
         return ServedPush(change, waited_s, received - placed, served - began_change)
-
-    @asynccontextmanager
-    async def _of_name(self, name: str) -> AsyncIterator[tuple[_OfName, int]]:
-        of_name = self._names.setdefault(name, _OfName())
-        of_name.count += 1
-        of_name.last += 1
-        try:
-            yield of_name, of_name.last
-        finally:
-            of_name.count -= 1
-            if not of_name.count:
-                del self._names[name]
 
     @asynccontextmanager
     async def _changing(self, name: str, of_name: _OfName, number: int) -> AsyncIterator[None]:

@@ -91,7 +91,7 @@ def take(tmp_path: Path) -> Callable[..., str]:
         directory = tmp_path / "arrived"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
-        given = {"content_bytes": len(body) if announced else None, "max_bytes": 1 << 20, **more}
+        given = {"content_bytes": len(body) if announced else None, "max_bytes": 1 << 23, **more}
         return asyncio.run(receive(pieces(), directory, content_type=content_type, **given))  # type: ignore[arg-type]
 
     return take
@@ -148,6 +148,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a size in words": ("application/x-tar", header(b"12 size=two\n", b"x") + archive(FILES), "a pax header whose"),
     "two pax headers of one file": ("application/x-tar", header(PAX, b"x") * 2 + archive(FILES), "two pax headers"),
     "two names of one file": ("application/x-tar", header(b"a/b", b"L") * 2 + archive(FILES), "two names"),
+    "too many other files": ("application/x-tar", header(b"") * 10_001, "more than 10000 files"),
     "a boundary too long": (f"multipart/form-data; boundary={'b' * 300}", parts(FILES), "a boundary of 300 bytes"),
     "a file too many": (FORMS["parts"][0], parts({CONFIG_FILE: b"{}", **SHARDS}), "more than 1000 files"),
     "an archive of links": ("application/x-tar", archive(FILES, kind=tarfile.SYMTYPE), "which is no file"),
