@@ -15,6 +15,7 @@ from lora_plugins.errors import (
     OutOfMemory,
     PushSuperseded,
     ReplicaLost,
+    SlowBody,
     SourceUnavailable,
     VersionMismatch,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "OutOfMemory",
     "PushSuperseded",
     "ReplicaLost",
+    "SlowBody",
     "SourceUnavailable",
     "VersionMismatch",
     "__version__",

@@ -12,7 +12,8 @@ LoRAPluginsError
 ├── NotAllowed           L008  PermissionError    403  a caller who may not administer the server
 ├── ReplicaLost          L009  ConnectionError    503  the replica that should answer is gone
 ├── VersionMismatch      L010  RuntimeError       412  another version is served than If-Match names
-└── PushSuperseded       L011  RuntimeError       409  a later push of the name came while the push waited
+├── PushSuperseded       L011  RuntimeError       409  a later push of the name arrived first
+└── SlowBody             L012  TimeoutError       408  the body of a push comes too slowly
 ```
 """
 
@@ -163,10 +164,17 @@ class VersionMismatch(LoRAPluginsError, RuntimeError):
 
 
 class PushSuperseded(LoRAPluginsError, RuntimeError):
-    """L011: a later push of the name came while the push waited for an earlier push; nothing was changed."""
+    """L011: a later push of the name arrived first; nothing was changed."""
 
     code = "L011"
     http_status = 409
+
+
+class SlowBody(LoRAPluginsError, TimeoutError):
+    """L012: the body of a push comes too slowly; nothing was changed."""
+
+    code = "L012"
+    http_status = 408
 
 
 class ErrorKind(StrEnum):
@@ -192,6 +200,7 @@ KINDS: Mapping[type[LoRAPluginsError], ErrorKind] = {
     ReplicaLost: ErrorKind.FAULT,
     VersionMismatch: ErrorKind.REFUSAL,
     PushSuperseded: ErrorKind.REFUSAL,
+    SlowBody: ErrorKind.REFUSAL,
 }
 # For `isinstance`: errors about an adapter itself, true until the adapter changes.
 OfAdapter = tuple(error for error, kind in KINDS.items() if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE))

@@ -108,8 +108,8 @@ class Settings:
     """Prefixes, separated by commas, of URIs for clients to have fetched
     ([sources](../guides/sources.md#by-uri))."""
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
-    """Deadline for finding and fetching an adapter, retries included; the adapter's size adds to the deadline
-    ([deadlines](../guides/sources.md#deadlines))."""
+    """Deadline for finding and fetching an adapter, retries included, and for the body of a push; the adapter's size
+    adds to the deadline ([deadlines](../guides/sources.md#deadlines))."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
     list_models: str = required("LORA_PLUGINS_LIST", choice("served", "all"), "served")

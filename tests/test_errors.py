@@ -33,6 +33,7 @@ from lora_plugins.errors import (
     OutOfMemory,
     PushSuperseded,
     ReplicaLost,
+    SlowBody,
     SourceUnavailable,
     VersionMismatch,
     describing,
@@ -55,6 +56,7 @@ TABLE = {
     ReplicaLost: ("L009", ConnectionError, 503),
     VersionMismatch: ("L010", RuntimeError, 412),
     PushSuperseded: ("L011", RuntimeError, 409),
+    SlowBody: ("L012", TimeoutError, 408),
 }
 FIELDS = {
     "found": "7 bytes",
@@ -158,7 +160,7 @@ def test_no_status_contradicts_its_kind(every_error):
             case ErrorKind.ABSENCE:
                 assert (error.http_status, error.retry_after_s) == (404, None), error
             case ErrorKind.REFUSAL:
-                assert error.http_status in (403, 409, 412, 500), error
+                assert error.http_status in (403, 408, 409, 412, 500), error
                 assert error.retry_after_s is None, error
 
 

@@ -34,6 +34,8 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
         return VLLMClientError(text)  # type: ignore[no-any-return]
     # An HTTPException can carry Retry-After.
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.http_status == 408:
+        headers["Connection"] = "close"  # the rest of a slow body is not waited for
     return HTTPException(error.http_status, text, headers)
 
 

@@ -83,7 +83,7 @@ class VersionStatus(AdapterStatus):
 class PushTimings(BaseModel):
     """Durations of a push's steps, in milliseconds."""
 
-    waited_ms: float = Field(description="for an earlier push of the name")
+    waited_ms: float = Field(description="for a place to be received, and for an earlier push of the name")
     received_ms: float = Field(description="until all bytes were in the store's file system")
     served_ms: float = Field(description="until they were verified, loaded, and what new requests get")
 

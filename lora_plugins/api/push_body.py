@@ -12,9 +12,8 @@ import base64
 import hashlib
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiofiles
 
@@ -25,6 +24,7 @@ from lora_plugins.api.push_forms import broken, form_of, is_of_adapter
 from lora_plugins.errors import describing
 
 _AT_ONCE_BYTES = 1 << 20  # of the body
+_MAX_FILES = 1_000  # far more shards than any adapter has
 # Of a header checked here, 100,000 tensors; a longer header waits for the process that verifies.
 _READ_AT_ONCE_BYTES = 1 << 24
 # A member of a dictionary (RFC 8941), whose texts may have commas, and the value of a digest, perhaps with parameters.
@@ -63,8 +63,7 @@ async def receive(
     form = form_of(content_type, content_bytes)
     # At most `max_bytes` may reach the disk: check the announced size first, then every piece.
     _check_size(content_bytes or 0, max_bytes)
-    async with AsyncExitStack() as stack:
-        files = _Files(directory, stack)
+    async with _Files(directory) as files:
         async for piece in _larger(body, max_bytes):
             for digest in hashes.values():
                 digest.update(piece)
@@ -72,7 +71,7 @@ async def receive(
                 await files.write(name, part, form.file_bytes)
         # A body may end cleanly for HTTP and still lack its form's end mark.
         form.end()
-        await files.complete()
+        files.complete()
     for name, wanted in promised.items():
         if hashes[name].digest() != wanted:
             raise broken(f"a body with another {name}", "the one of Content-Digest", "send the body again")
@@ -103,14 +102,20 @@ async def _larger(body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[b
 
 
 class _Files:
-    """The files of one directory, each checked while it grows."""
+    """The files of one directory, one after the other, each checked while it grows."""
 
-    def __init__(self, directory: Path, stack: AsyncExitStack) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._stack = stack
-        self._open: dict[str, Any] = {}
+        self._open: Any = None  # the last file begun
         self._sizes_bytes: dict[str, int] = {}
         self._headers: dict[str, bytearray] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._open is not None:
+            await self._open.close()
 
     async def write(self, name: str, piece: bytes, file_bytes: int | None) -> None:
         """Append to a file of `file_bytes` bytes, if known; an empty piece begins the file.
@@ -119,31 +124,32 @@ class _Files:
             InvalidAdapter: the file is none of an adapter's, or its beginning is no safetensors header.
         """
         # An empty piece begins a file, so a second empty piece is a second file of the same name.
-        if not piece and name in self._open:
+        if not piece and name in self._sizes_bytes:
             raise broken(f"the file '{name}' twice", _EXPECTED_FILES)
-        if name not in self._open:
+        if name not in self._sizes_bytes:
             if not is_of_adapter(name):
                 raise broken(f"the file '{name[:80]}'", _EXPECTED_FILES)
+            if len(self._sizes_bytes) == _MAX_FILES:
+                raise broken(f"more than {_MAX_FILES} files", "fewer shards")
+            if self._open is not None:
+                await self._open.close()
             # "x": never overwrite a file that is there already.
-            opened = aiofiles.open(self._directory / name, "xb")
-            self._open[name] = await self._stack.enter_async_context(opened)
+            self._open = await aiofiles.open(self._directory / name, "xb")
             self._sizes_bytes[name] = 0
         self._sizes_bytes[name] += len(piece)
         limit_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, INDEX_FILE: MAX_INDEX_BYTES}.get(name)
         if limit_bytes is not None and self._sizes_bytes[name] > limit_bytes:
             raise broken(f"more than {limit_bytes} bytes", "a file of that size at most", file=name)
-        await self._open[name].write(piece)
+        await self._open.write(piece)
         if name.endswith(".safetensors"):
             await self._check_header(name, piece, file_bytes)
 
-    async def complete(self) -> None:
-        """Close all files.
+    def complete(self) -> None:
+        """Check that weights have arrived.
 
         Raises:
-            InvalidAdapter: there are no weights.
+            InvalidAdapter: there are no weights, or a file is shorter than any weights.
         """
-        for opened in self._open.values():
-            await opened.flush()
         if not any(name.endswith(".safetensors") for name in self._sizes_bytes):
             raise broken("no weights", WEIGHTS_FILE)
         for name, seen in self._headers.items():
@@ -162,7 +168,7 @@ class _Files:
         end = LENGTH_BYTES + _header_bytes(seen)
         has_all = len(seen) == LENGTH_BYTES and self._sizes_bytes[name] - len(piece) < end <= self._sizes_bytes[name]
         if has_all and end <= _READ_AT_ONCE_BYTES:
-            await self._open[name].flush()
+            await self._open.flush()
             await asyncio.to_thread(_read_header, self._directory / name, file_bytes)
 
 

@@ -85,6 +85,7 @@ class _Parts:
     file_bytes = None
 
     def __init__(self, boundary: bytes) -> None:
+        from python_multipart.exceptions import FormParserError
         from python_multipart.multipart import MultipartParser
 
         self._ready: list[tuple[str, bytes]] = []
@@ -101,7 +102,12 @@ class _Parts:
             "on_part_data": self._take_data,
             "on_end": self._end,
         }
-        self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+        try:
+            self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+        except FormParserError as error:
+            raise broken(
+                f"a boundary of {len(boundary)} bytes ({error})", "a shorter one", "send the adapter so"
+            ) from None
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         from python_multipart.exceptions import FormParserError
@@ -157,7 +163,9 @@ class _Archive:
         # While the present file is a record, a long name or a pax header, of the next file; and what records have said.
         self._record: bytearray | None = None
         self._reads_record = _pax_fields
+        self._record_types: set[bytes] = set()  # of the records before the next file
         self._fields: dict[bytes, bytes] = {}
+        self._headers = 0
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         view = memoryview(piece)
@@ -190,6 +198,9 @@ class _Archive:
         self._has_end = not any(block)
         if self._has_end:
             return
+        self._headers += 1
+        if self._headers > _MAX_HEADERS:
+            raise broken(f"an archive of more than {_MAX_HEADERS} files", "the adapter's folder alone")
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
@@ -201,6 +212,7 @@ class _Archive:
             self._begin_record(header)
             return
         fields, self._fields = self._fields, {}
+        self._record_types.clear()
         path = fields.get(b"path", header.name.encode("utf-8", "surrogateescape")).decode(errors="replace")
         # Only the last part of the name: a path in an archive must never leave the directory.
         name = path.rpartition("/")[2]
@@ -216,6 +228,9 @@ class _Archive:
     def _begin_record(self, header: tarfile.TarInfo) -> None:
         if header.size > _MAX_RECORD_BYTES:
             raise broken(f"a name or a pax header of {header.size} bytes", f"at most {_MAX_RECORD_BYTES} bytes")
+        if header.type in self._record_types:
+            raise broken("two names or two pax headers of one file", "one of each before a file")
+        self._record_types.add(header.type)
         self._record, self._reads_record = bytearray(), _RECORDS[header.type]
         self._expect(header.size)
 
@@ -231,14 +246,15 @@ def _long_name(record: bytes) -> dict[bytes, bytes]:
 
 
 def _pax_fields(record: bytes) -> dict[bytes, bytes]:
-    """The fields of a pax header: lines `LENGTH KEY=VALUE`, with the length of the whole line."""
+    """The path and the size in a pax header: lines `LENGTH KEY=VALUE`, with the length of the whole line."""
     fields, at = {}, 0
     while at < len(record):
         match = _PAX_FIELD.match(record, at)
         end = at + int(match[1]) if match else 0
         if match is None or not match.end() < end <= len(record):
             raise broken("a pax header without length, key and value", "a tar archive")
-        fields[match[2]] = record[match.end() : end - 1]
+        if match[2] in (b"path", b"size"):
+            fields[match[2]] = record[match.end() : end - 1]
         at = end
     if not re.fullmatch(rb"\d{1,18}", fields.get(b"size", b"0")):
         raise broken("a pax header whose size is no number", "a tar archive")
@@ -246,6 +262,7 @@ def _pax_fields(record: bytes) -> dict[bytes, bytes]:
 
 
 _PAX_FIELD = re.compile(rb"(\d{1,9}) ([^=]+)=")
+_MAX_HEADERS = 10_000  # 15 µs for each
 _MAX_RECORD_BYTES = 1 << 16
 _RECORDS = {tarfile.GNUTYPE_LONGNAME: _long_name, tarfile.XHDTYPE: _pax_fields}
 _SKIPPED = (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK)  # fields of all files; the target of a link, which is refused

@@ -11,9 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Body, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
+from fastapi import Body as InBody
 from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator
+from starlette.requests import ClientDisconnect
 
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import http_error
@@ -32,12 +34,15 @@ from lora_plugins.api.models import (
 )
 from lora_plugins.api.push_body import receive
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.log import logger
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.server import pausing
+from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import not_served
+from lora_plugins.server.shares import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.store.layout import is_digest
 
@@ -117,6 +122,16 @@ async def _changing(lifecycle: Lifecycle) -> AsyncIterator[float]:
         await lifecycle.written()
 
 
+@asynccontextmanager
+async def _left_clients(name: str) -> AsyncIterator[None]:
+    """A client that leaves before the end of its body is no fault of the server's: one line of the log."""
+    try:
+        yield
+    except ClientDisconnect:
+        logger.info("The client of a push of adapter '%s' left before the end of the body", name)
+        raise HTTPException(400, "the client has left") from None  # nobody reads the answer
+
+
 @router.post("")
 async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
     """Serve an adapter under a name, from a URI or from any source of the server that has the name. Idempotent."""
@@ -172,24 +187,27 @@ async def push(
     """
     headers = request.headers
     length = headers.get("content-length", "")
+    # A chunked body has no length; `receive` counts the bytes in both cases.
+    content_bytes = int(length) if length.isdecimal() else None
 
-    async def receive_body(directory: Path) -> str:
+    async def receive_body(pieces: AsyncIterator[bytes], directory: Path) -> str:
         return await receive(
-            request.stream(),
+            pieces,
             directory,
             content_type=headers.get("content-type", ""),
-            # A chunked body has no length; `receive` counts the bytes in both cases.
-            content_bytes=int(length) if length.isdecimal() else None,
+            content_bytes=content_bytes,
             max_bytes=lifecycle.server.resolver.settings.max_adapter_bytes,
             content_digest=", ".join(headers.getlist("content-digest")),
         )
 
     principal = principal_of_request.get()
-    async with _changing(lifecycle) as began:
+    sender = Share("", 1) if principal is None else Share(principal.label, principal.share)
+    async with _left_clients(lora_name), _changing(lifecycle) as began:
         if principal is not None and principal.pushes_per_minute is not None:
             pushes.count(principal.label, principal.pushes_per_minute)
         pushed = await pushes.push(
             lora_name,
+            Body(aiter(request.stream()), content_bytes, sender),
             receive_body,
             expects=_expected(if_match),
             moves=mode == "inflight",
@@ -297,7 +315,7 @@ async def resume(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
 async def refresh(
     lora_name: str,
     lifecycle: _Lifecycle,
-    body: Annotated[SwapRequest | None, Body()] = None,
+    body: Annotated[SwapRequest | None, InBody()] = None,
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
@@ -311,7 +329,7 @@ async def refresh(
 async def rollback(
     lora_name: str,
     lifecycle: _Lifecycle,
-    body: Annotated[RollbackRequest | None, Body()] = None,
+    body: Annotated[RollbackRequest | None, InBody()] = None,
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Go back to the version before, or to a kept version, and stay there until the next refresh or push."""

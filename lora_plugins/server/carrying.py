@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.log import logger
 from lora_plugins.server.follower import Follower, gone
 from lora_plugins.server.frames import Frame, receive, send
 from lora_plugins.server.leader import Leader
@@ -21,6 +22,7 @@ from lora_plugins.server.response import Asgi, Message, Receive, Send
 # Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
 _PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
 _REQUEST_ID = b"x-request-id"
+_READ_BYTES = 1 << 16
 _OF_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
 
 
@@ -72,21 +74,30 @@ async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, 
         # A follower that is gone is a client that has gone away.
         return await receive(reader) or {"type": "http.disconnect"}
 
-    is_whole = False
+    has_begun = is_whole = False
 
     async def send_(message: Message) -> None:
-        nonlocal is_whole
+        nonlocal has_begun, is_whole
+        has_begun = True
         is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
         send(writer, dict(message))
         with suppress(ConnectionError):
             await writer.drain()
 
-    await app(scope, receive_, send_)
+    try:
+        await app(scope, receive_, send_)
+    except Exception:  # noqa: BLE001 - the follower's client gets an answer, as from uvicorn
+        logger.exception("A carried request failed: %s", scope.get("path"))
+        if not has_begun:
+            await send_({"type": "http.response.start", "status": 500, "headers": [(b"content-type", b"text/plain")]})
+            await send_({"type": "http.response.body", "body": b"Internal Server Error"})
     with suppress(ConnectionError):
         await writer.drain()
     # The follower closes: it may still write the request, and a write to a closed connection would lose the answer.
-    while is_whole and await receive(reader) is not None:
-        pass
+    # No frames: the application may have left off in the midst of one, as at a slow body.
+    with suppress(ConnectionError):
+        while is_whole and await reader.read(_READ_BYTES):
+            pass
 
 
 def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:

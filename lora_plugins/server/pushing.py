@@ -1,7 +1,7 @@
 """Pushes: an adapter in a request's body becomes the next version of a name: verified, loaded beside, and swapped.
 
-Each name has one push at a time. The newest push that comes meanwhile waits, and replaces an older push that waits: a
-trainer's earlier step is not worth loading.
+Bodies of a name may arrive at the same time (`arrivals.py`), but one push after the other changes the name. A push that
+came earlier than one that has arrived is refused: a trainer's earlier step is not worth loading.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from lora_plugins.errors import NoFreeSlot, PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
+from lora_plugins.server.arrivals import Arrivals, Body, Room
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.store.errors import FullDisk, store_errors
 
 _MINUTE_S = 60.0
-# Writes the request's body to a directory; returns the SHA-256 of the whole body.
-Receive = Callable[[Path], Awaitable[str]]
+# Writes the pieces of a body to a directory; returns the SHA-256 of the whole body.
+Receive = Callable[[AsyncIterator[bytes], Path], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ class ServedPush:
     """A push whose version is served.
 
     Attributes:
-        waited_s: seconds until the push of this name before had ended. received_s: seconds until all bytes were here.
-        served_s: seconds until the version was verified, loaded, and swapped in.
+        waited_s: seconds for a place to be received, and for a push of this name before. received_s: seconds until all
+            bytes were here. served_s: seconds until the version was verified, loaded, and swapped in.
     """
 
     change: VersionChange
@@ -41,19 +43,24 @@ class ServedPush:
     served_s: float
 
 
-class _Turns:
-    """The pushes of one name: the running push has the object; `next` is the push that waits."""
+@dataclass(eq=False)
+class _OfName:
+    """The pushes of one name, which are numbered as they come.
 
-    def __init__(self) -> None:
-        self.next: asyncio.Future[None] | None = None
+    Attributes:
+        last, served: numbers of the last push that came, and of the last that was served.
+        waiting: pushes whose bytes are here, but not the one that changes the name now.
+    """
 
-    def pass_on(self) -> bool:
-        """Let the waiting push begin; False where no push waits."""
-        following, self.next = self.next, None
-        if following is None or following.done():
-            return False
-        following.set_result(None)
-        return True
+    last: int = 0
+    served: int = 0
+    waiting: set[int] = field(default_factory=set)
+    is_changing: bool = False
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def newest(self) -> int:
+        return max(self.served, *self.waiting, 0)
 
 
 class Pushes:
@@ -61,7 +68,11 @@ class Pushes:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._turns: dict[str, _Turns] = {}
+        resolver = lifecycle.server.resolver
+        self._arrivals = Arrivals(
+            resolver.store, resolver.settings.fetch_timeout_s, resolver.settings.max_adapter_bytes
+        )
+        self._names = WeakValueDictionary[str, _OfName]()  # for as long as a push of the name goes on
         self._times: dict[str, deque[float]] = {}  # of each principal's pushes within the last minute
 
     def count(self, label: str, per_minute: int) -> None:
@@ -86,6 +97,7 @@ class Pushes:
     async def push(
         self,
         name: str,
+        body: Body,
         receive: Receive,
         *,
         expects: str | None = None,
@@ -97,6 +109,7 @@ class Pushes:
 
         Args:
             name: without a revision.
+            body: of the request.
             receive: writes the files.
             expects: the digest that must be served now, or `ANY_VERSION`; checked before and after receiving the bytes.
             moves: running requests go on with the new version, from one step on.
@@ -104,65 +117,62 @@ class Pushes:
             kept_versions: number of earlier versions that stay in the store for `name@digest` and a rollback.
 
         Raises:
-            PushSuperseded: a later push of this name came while this push waited.
+            SlowBody: the body came too slowly. NoFreeSlot, OutOfMemory: no place for the body, or no room in the store.
+            PushSuperseded: a later push of this name has arrived before.
             VersionMismatch: another version is served than expected.
             LoRAPluginsError: the version cannot be served. Nothing has changed then, and no file is left.
         """
         began = time.perf_counter()
         self._lifecycle.check_pushed(name, expects)
-        async with self._turn(name):
-            waited = time.perf_counter()
+        of_name = self._names.setdefault(name, _OfName())
+        number = of_name.last = of_name.last + 1
+        async with self._arrivals.place(body):
+            placed = time.perf_counter()
             # Another push may have changed the served version during the wait.
             self._lifecycle.check_pushed(name, expects)
-            async with self._directory() as directory:
+            room = Room(self._lifecycle.server.resolver.store, self._arrivals.most_bytes(body.sender))
+            async with self._directory(room) as directory, room:
                 with store_errors():
-                    body_sha256 = await receive(directory)
+                    body_sha256 = await receive(self._arrivals.pieces(body, room), directory)
                     pushed = await asyncio.to_thread(PushedAdapter.of, name, directory, body_sha256)
                 received = time.perf_counter()
-                change = await self._lifecycle.take(
-                    name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions
-                )
+                async with self._changing(name, of_name, number):
+                    began_change = time.perf_counter()
+                    await room.release()  # the store counts the bytes as it takes them over
+                    change = await self._lifecycle.take(
+                        name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions
+                    )
         served = time.perf_counter()
-        return ServedPush(change, waited - began, received - waited, served - received)
+        waited_s = placed - began + began_change - received
+        return ServedPush(change, waited_s, received - placed, served - began_change)
 
     @asynccontextmanager
-    async def _turn(self, name: str) -> AsyncIterator[None]:
-        turns = self._turns.get(name)
-        if turns is None:
-            turns = self._turns[name] = _Turns()
-        else:
-            await self._wait(name, turns)
+    async def _changing(self, name: str, of_name: _OfName, number: int) -> AsyncIterator[None]:
+        """Inside, this push alone changes the name; raises PushSuperseded once a later push has arrived."""
+        of_name.waiting.add(number)
+        try:
+            async with of_name.changed:
+                of_name.changed.notify_all()  # an earlier push that waits is superseded
+                await of_name.changed.wait_for(lambda: not of_name.is_changing or number < of_name.newest)
+                if number < of_name.newest:
+                    raise PushSuperseded(
+                        "a later push of this name",
+                        adapter=name,
+                        remedy="nothing, if the later push is yours; otherwise see what is served, push with If-Match",
+                    )
+                of_name.is_changing = True
+        finally:
+            of_name.waiting.discard(number)
         try:
             yield
+            of_name.served = number
         finally:
-            self._pass_on(name, turns)
-
-    async def _wait(self, name: str, turns: _Turns) -> None:
-        if turns.next is not None and not turns.next.done():
-            # Only the newest push may wait, so refuse the push that waited so far.
-            turns.next.set_exception(
-                PushSuperseded(
-                    "a later push of this name",
-                    adapter=name,
-                    remedy="nothing, if the later push is yours; otherwise see what is served, and push with If-Match",
-                )
-            )
-        mine = turns.next = asyncio.get_running_loop().create_future()
-        try:
-            await mine
-        except BaseException:
-            if turns.next is mine:
-                turns.next = None
-            elif mine.done() and not mine.cancelled() and mine.exception() is None:
-                self._pass_on(name, turns)  # the turn came at the moment of the caller's cancellation
-            raise
-
-    def _pass_on(self, name: str, turns: _Turns) -> None:
-        if not turns.pass_on():
-            del self._turns[name]
+            of_name.is_changing = False
+            async with of_name.changed:
+                of_name.changed.notify_all()
 
     @asynccontextmanager
-    async def _directory(self) -> AsyncIterator[Path]:
+    async def _directory(self, room: Room) -> AsyncIterator[Path]:
         """A directory of the store for the files received, removed at the end."""
         store = self._lifecycle.server.resolver.store
         directory = store.layout.new_temporary(store.processes.me())
@@ -171,10 +181,9 @@ class Pushes:
         try:
             yield directory
         except FullDisk:  # the body cannot be read twice, but make room for the next push
-            arrived_bytes = sum(file.stat().st_size for file in directory.iterdir())
-            # Without the part that has arrived, which hides what a quota leaves; the whole is larger.
+            # Without the part that has arrived, which hides what a quota leaves.
             await asyncio.to_thread(store.remove_temporary, directory)
-            await asyncio.to_thread(store.give_way, 2 * arrived_bytes + 1, 0)
+            await asyncio.to_thread(store.give_way, room.size_bytes, 0)
             raise
         finally:
             # Shielded: a cancelled push must not leave its files.

@@ -3,6 +3,9 @@
 A block of a name covers every revision and digest: a block of `sql` covers `sql@main` too. A question looks whether a
 file exists, without a lock or a cache: servers refuse a name that another server has blocked from their next request
 on, on a network file system as soon as the cache of names there has expired.
+
+Only a missing file means "not blocked". A file system that answers otherwise (EACCES, EIO, ESTALE) leaves the question
+open: requests and loads are then refused as a fault, and nothing is unloaded.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
 
 from lora_plugins.errors import AdapterNotFound
+from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import Layout, replace_small, sync_directory
 
 
@@ -30,17 +35,19 @@ def blocked(name: str) -> AdapterNotFound:
 
 
 class Blocks:
-    """The blocked names of all servers that share a store; blocks of this process hold while the store is away, too."""
+    """The blocked names of all servers that share a store; blocks seen by this process hold while the store is away."""
 
     def __init__(self, layout: Layout) -> None:
         self._folder = layout.folder("blocked")
         self._locks = layout.folder("locks")
         self._unwritten: dict[str, str] = {}  # content of the file of each name that is not on disk yet
-        self._written: set[str] = set()  # names whose file this process has written
+        self._seen: set[str] = set()  # names whose file this process has written or found
 
     def __contains__(self, text: str) -> bool:
-        """Whether a name is blocked, by itself or without its revision."""
-        return any(self._is_blocked(name) for name in {text.partition("@")[0], text})
+        """Whether a name is known to be blocked, by itself or without its revision; never raises."""
+        with suppress(OSError):
+            return any(self._is_blocked(name) for name in {text.partition("@")[0], text})
+        return False
 
     def refuse(self, text: str, *, but_itself: bool = False) -> None:
         """Raise for a blocked name; requests, loads, and changes of served adapters call `refuse` first.
@@ -49,15 +56,19 @@ class Blocks:
 
         Raises:
             AdapterNotFound: the name is blocked.
+            SourceUnavailable: the store cannot be asked.
         """
-        path, at, _ = text.partition("@")
+        path = text.partition("@")[0]
         # A load of `sql@main` does not lift the block of `sql`, so only the block of the bare path refuses the load.
-        if (at and self._is_blocked(path)) if but_itself else text in self:
-            raise blocked(text)
+        names = {path} - {text} if but_itself else {path, text}
+        with store_errors():
+            if any(self._is_blocked(name) for name in names):
+                raise blocked(text)
 
     def names(self) -> set[str]:
         """The blocked names, as operators wrote the names."""
-        return {*self._unwritten, *self._read()}
+        self._seen |= (read := set(self._read()))
+        return {*self._unwritten, *read}
 
     def among(self, texts: Iterable[str]) -> set[str]:
         """The blocked names among `texts`, after one listing of the folder: cheaper than a question for each name."""
@@ -80,20 +91,25 @@ class Blocks:
                 return  # lifted meanwhile
             replace_small(self._file(name), text)
             sync_directory(self._folder)
-            self._written.add(name)
+            self._seen.add(name)
             # `hold` may have blocked the name again during the write; the newer block is then still to be written.
             if self._unwritten[name] == text:
                 del self._unwritten[name]
 
     def present(self, name: str) -> str | None:
-        """The content of the block of exactly this name, unlike any earlier or later block; None without a block."""
+        """The content of the block of exactly this name, unlike any earlier or later block; None without a block.
+
+        Raises:
+            SourceUnavailable: the store cannot be asked.
+        """
         text = self._unwritten.get(name)
         if text is None:
             try:
                 text = self._file(name).read_text()
             except OSError:
                 # An unreadable file must not read as "no block": a load would then serve a refused name.
-                text = "unread" if self._is_blocked(name) else None
+                with store_errors():
+                    text = "unread" if self._is_blocked(name) else None
         return text
 
     def lift(self, name: str, seen: str | None) -> bool:
@@ -110,13 +126,21 @@ class Blocks:
             self._file(name).unlink(missing_ok=True)
             sync_directory(self._folder)
             self._unwritten.pop(name, None)
-            self._written.discard(name)
+            self._seen.discard(name)
             return True
 
     def _is_blocked(self, name: str) -> bool:
-        if name in self._unwritten or os.path.exists(self._file(name)):
+        """Whether the block of exactly this name is there; raises OSError where the store cannot be asked."""
+        if name in self._unwritten:
             return True
-        return name in self._written and not self._folder.is_dir()  # the store is away, and the block with it
+        try:
+            os.stat(self._file(name))
+        except FileNotFoundError:
+            if name in self._seen and os.path.isdir(self._folder):
+                self._seen.discard(name)  # lifted by another server; otherwise the store is away, and the block with it
+            return name in self._seen
+        self._seen.add(name)
+        return True
 
     def _read(self) -> Iterator[str]:
         try:

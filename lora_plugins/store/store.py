@@ -195,13 +195,11 @@ class Store:
     ) -> StoredAdapter[_T]:
         sizes_bytes = {name: size for name, size, _ in wanted.promised}
         download = PartialDownload(directory, list(sizes_bytes))
-        making = asyncio.create_task(self._have_room(directory, sum(sizes_bytes.values())))
         try:
-            await asyncio.shield(making)
+            await self.have_room(directory, sum(sizes_bytes.values()))
             await fetch(download)
             return await asyncio.to_thread(self._publish, wanted, download, check, holder, converted)
         finally:
-            await asyncio.wait([making])  # a cancelled fetch must not leave what its thread makes afterwards
             await asyncio.to_thread(download.finish_quietly)
             await asyncio.to_thread(self.remove_temporary, directory)
 
@@ -234,6 +232,18 @@ class Store:
                     directory.mkdir()
             return room
         return Room.NONE
+
+    async def have_room(self, directory: Path, needed_bytes: int) -> None:
+        """Make room for so many bytes, and `directory`, whose name announces them until the caller removes it.
+
+        Raises:
+            OutOfMemory: the bytes do not fit even into an empty store. NoFreeSlot: leases are in the way.
+        """
+        making = asyncio.create_task(self._have_room(directory, needed_bytes))
+        try:
+            await asyncio.shield(making)
+        finally:
+            await asyncio.wait([making])  # a cancelled caller must not leave what its thread makes afterwards
 
     async def _have_room(self, directory: Path, needed_bytes: int) -> None:
         """Do as `_make_room`; where leases are in the way, first end unused leases of this process, then of others.

@@ -11,6 +11,7 @@ from lora_plugins.errors import (
     InvalidAdapter,
     NoFreeSlot,
     OutOfMemory,
+    SlowBody,
     SourceUnavailable,
 )
 
@@ -117,3 +118,8 @@ def test_place_is_for_the_log_and_never_for_clients():
     error = SourceUnavailable("x", adapter="sql", place="s3://bucket/loras/sql/ on http://s3.test:9000")
     assert str(error) == "[L006] adapter 'sql': found x at s3://bucket/loras/sql/ on http://s3.test:9000."
     assert for_clients(error) == "[L006] adapter 'sql': found x."
+
+
+def test_the_connection_of_a_slow_body_ends():
+    error = http_error(SlowBody("a body of which 1 bytes have come"))
+    assert (error.status_code, error.headers["Connection"]) == (408, "close")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import io
 import itertools
 import json
+import os
 import shutil
 import tarfile
-from collections.abc import AsyncIterator, Callable, Iterable
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
+import aiofiles
+import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
@@ -86,7 +91,7 @@ def take(tmp_path: Path) -> Callable[..., str]:
         directory = tmp_path / "arrived"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
-        given = {"content_bytes": len(body) if announced else None, "max_bytes": 1 << 20, **more}
+        given = {"content_bytes": len(body) if announced else None, "max_bytes": 1 << 23, **more}
         return asyncio.run(receive(pieces(), directory, content_type=content_type, **given))  # type: ignore[arg-type]
 
     return take
@@ -114,6 +119,12 @@ def test_a_body_without_announced_length_arrives_too(tmp_path: Path, take) -> No
     assert arrived(tmp_path).keys() == FILES.keys()
 
 
+PAX = b"15 comment=two\n"
+SHARDS = {
+    f"adapter_model-{number:05}-of-01000.safetensors": save({"a.lora_A.weight": np.zeros(1)})
+    for number in range(1, 1001)
+}
+
 BROKEN: dict[str, tuple[str, bytes, str]] = {
     "another type": ("application/zip", ONE_FILE, "Content-Type: application/zip"),
     "parts without a boundary": ("multipart/form-data", parts(FILES), "Content-Type: multipart/form-data"),
@@ -135,9 +146,57 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a negative size": ("application/x-tar", header(b"", size=-600), "a file of -600 bytes"),
     "a pax header without fields": ("application/x-tar", header(b"no fields", b"x") + archive(FILES), "a pax header"),
     "a size in words": ("application/x-tar", header(b"12 size=two\n", b"x") + archive(FILES), "a pax header whose"),
+    "two pax headers of one file": ("application/x-tar", header(PAX, b"x") * 2 + archive(FILES), "two pax headers"),
+    "two names of one file": ("application/x-tar", header(b"a/b", b"L") * 2 + archive(FILES), "two names"),
+    "too many other files": ("application/x-tar", header(b"") * 10_001, "more than 10000 files"),
+    "a boundary too long": (f"multipart/form-data; boundary={'b' * 300}", parts(FILES), "a boundary of 300 bytes"),
+    "a file too many": (FORMS["parts"][0], parts({CONFIG_FILE: b"{}", **SHARDS}), "more than 1000 files"),
     "an archive of links": ("application/x-tar", archive(FILES, kind=tarfile.SYMTYPE), "which is no file"),
     "a pickle": ("application/x-tar", archive({CONFIG_FILE: b"{}", "adapter_model.bin": b"x"}), "no weights"),
 }
+
+
+def test_a_pax_header_may_have_other_fields_too(tmp_path: Path, take) -> None:
+    comment = b"comment=" + b"c" * 60_000
+    take(header(b"%d %s\n" % (len(comment) + 7, comment), b"x") + archive(FILES, mtime=1), "application/x-tar")
+    assert arrived(tmp_path).keys() == FILES.keys()
+
+
+def test_pax_headers_take_no_memory_however_many(take) -> None:
+    """1.5 GB of them once took as much of the server's memory; here 20 MB, before a file and before each of many."""
+    fields = [b"65000 k%06d=" % number for number in range(300)]
+    records = [header(field.ljust(64_999, b"v") + b"\n", b"x") for field in fields]
+    skipped = header(b"", b"5")  # a folder
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidAdapter, match="two pax headers"):
+            take(b"".join(records), "application/x-tar", max_bytes=1 << 30)
+        with pytest.raises(InvalidAdapter, match="without its end"):
+            take(b"".join(record + skipped for record in records), "application/x-tar", max_bytes=1 << 30)
+        assert tracemalloc.get_traced_memory()[1] < 60_000_000  # the body itself, twice, and little beside
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("form", ["parts", "archive"])
+def test_one_file_is_open_at_a_time(tmp_path: Path, take, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, opens = [0], aiofiles.open
+
+    def counted(*given: object) -> object:
+        most[0] = max(most[0], sum(str(tmp_path) in os.readlink(it.path) for it in open_descriptors()))
+        return opens(*given)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(aiofiles, "open", counted)
+    make = parts if form == "parts" else archive
+    take(make({**FILES, **dict(itertools.islice(SHARDS.items(), 50))}), FORMS[form][0])
+    assert most[0] == 0, "the file before is closed"
+
+
+def open_descriptors() -> Iterator[os.DirEntry[str]]:
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            os.readlink(entry.path)
+            yield entry
 
 
 @pytest.mark.parametrize("case", BROKEN)

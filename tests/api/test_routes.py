@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from lora_plugins.errors import SlowBody
+from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.pushing import Receive, ServedPush
 from lora_plugins.store.blocks import Blocks
@@ -84,9 +87,9 @@ class _Pushes:
     def __init__(self, lifecycle: Lifecycle, directory: Path) -> None:
         self.lifecycle, self.directory = lifecycle, directory
 
-    async def push(self, name: str, receive: Receive, **options: Any) -> ServedPush:
+    async def push(self, name: str, body: Body, receive: Receive, **options: Any) -> ServedPush:
         with TemporaryDirectory(dir=self.directory) as directory:
-            await receive(Path(directory))
+            await receive(body.pieces, Path(directory))
         change = await self.lifecycle.take(name, SimpleNamespace(name=name), **options)  # type: ignore[arg-type]
         return ServedPush(change, 0, 0, 0)
 
@@ -115,6 +118,41 @@ def test_all_lines_of_content_digest_are_compared(put):
     assert put("", right, digest_header(ONE_FILE, "sha-512"))[0] == 200
     status, said = put("", right, wrong)
     assert (status, "another sha-512" in said) == (400, True)
+
+
+def test_a_client_that_leaves_costs_one_line_of_the_log(server, put, name, caplog):
+    del put
+    lines, errors = logging.getLogger("vllm.lora_plugins"), logging.getLogger("uvicorn.error")
+    for logger in (lines, errors):
+        logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, lines.name):
+            connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+            connection.putrequest("PUT", f"/v1/loras/{name}")
+            connection.putheader("Authorization", f"Bearer {KEY}")
+            connection.putheader("Content-Length", str(len(ONE_FILE)))
+            connection.endheaders(ONE_FILE[:100])
+            time.sleep(0.3)
+            connection.close()
+            deadline = time.monotonic() + 30
+            while not caplog.records and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(0.3)  # for what else may be logged
+    finally:
+        for logger in (lines, errors):
+            logger.removeHandler(caplog.handler)
+    said = {record.getMessage() for record in caplog.records if record.exc_info or record.name == lines.name}
+    assert said == {f"The client of a push of adapter '{name}' left before the end of the body"}
+
+
+def test_a_slow_body_gets_408(server, name, monkeypatch):
+    class Slow:
+        async def push(self, *_: Any, **__: Any) -> ServedPush:
+            raise SlowBody("a body of which 1 bytes have come")
+
+    monkeypatch.setattr(server.app.state, "lora_plugins_pushes", Slow(), raising=False)
+    answer = httpx.put(f"{server.url}/v1/loras/{name}", headers={"Authorization": f"Bearer {KEY}"}, content=ONE_FILE)
+    assert (answer.status_code, "[L012]" in answer.text) == (408, True)
 
 
 def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, float]:

@@ -10,10 +10,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -258,6 +260,33 @@ def test_a_push_a_pin_and_a_rollback_reach_every_server(front_end: FrontEnd) -> 
     front_end.is_everywhere("pushed", "sql", digest)
     front_end.done("POST", "/v1/loras/pushed/unpin")
     assert {answer.json()["pinned"] for answer in front_end.called_everywhere("GET", "/v1/loras/pushed")} == {False}
+
+
+def test_a_stalled_push_stops_no_other(front_end: FrontEnd) -> None:
+    """Once the later push waited, and each client that left cost a traceback of 78 lines."""
+    before, address = front_end.server.log(), urlsplit(front_end.server.url)
+    stalled = [socket.create_connection((address.hostname, address.port)) for _ in range(3)]
+    lines = [
+        "PUT /v1/loras/stalled HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {KEY}",
+        "Content-Length: 1000",
+        "",
+        "",
+    ]
+    for one in stalled:
+        one.sendall("\r\n".join(lines).encode() + b"\x10\0\0\0\0\0\0\0")
+    time.sleep(1)
+    digest = put(front_end, "stalled", "chat").raise_for_status().json()["digest"]
+    front_end.is_everywhere("stalled", "chat", digest)
+    for one in stalled:
+        one.close()
+    deadline = time.monotonic() + LONGEST_S
+    while (new := front_end.server.log().removeprefix(before)).count("left before the end of the body") < len(stalled):
+        assert time.monotonic() < deadline, new
+        time.sleep(0.1)
+    assert "Traceback" not in new
+    assert "never retrieved" not in new
 
 
 @NIGHTLY

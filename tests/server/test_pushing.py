@@ -1,37 +1,52 @@
-"""Pushes of one name: one at a time, the newest waits; whatever becomes of one, its directory goes."""
+"""Pushes: bodies arrive at the same time, one changes its name at a time, the newest waits; nothing stays behind."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, NoFreeSlot, OutOfMemory, PushSuperseded
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, NoFreeSlot, OutOfMemory, PushSuperseded, SlowBody
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
+from lora_plugins.server import arrivals
+from lora_plugins.server.arrivals import Body
 from lora_plugins.server.pushing import Pushes
+from lora_plugins.server.shares import Share
+from lora_plugins.store.eviction import pending_bytes
 from lora_plugins.store.store import Store
 from tests.make import adapter_files, put
 from tests.store.common import DownloadSpec, obtain
 
+MB = 1 << 20
+
 
 class Names:
-    """Takes every push, as `Lifecycle` does; `taken` are the versions in their order."""
+    """Takes every push, as `Lifecycle` does; `taken` are the versions in their order, `broken` those it refuses."""
 
-    def __init__(self, root: Path) -> None:
-        self.store = Store(root)
-        self.server = SimpleNamespace(resolver=SimpleNamespace(store=self.store))
+    def __init__(self, root: Path, *, max_bytes: int | None = None, timeout_s: float = 60) -> None:
+        self.store = Store(root, max_bytes=max_bytes)
+        settings = SimpleNamespace(fetch_timeout_s=timeout_s, max_adapter_bytes=64 * MB)
+        self.server = SimpleNamespace(resolver=SimpleNamespace(store=self.store, settings=settings))
         self.taken: list[str] = []
+        self.broken: set[str] = set()
+        self.begins, self.ends = asyncio.Event(), asyncio.Event()
+        self.ends.set()
 
     def check_pushed(self, name: str, expects: str | None) -> None:
         pass
 
     async def take(self, name: str, pushed: PushedAdapter, **_: Any) -> str:
         assert {file.name for file in pushed.files} == adapter_files().keys()
+        self.begins.set()
+        await self.ends.wait()
+        if pushed.version in self.broken:
+            raise InvalidAdapter("NaN")
         self.taken.append(pushed.version)
         return pushed.version
 
@@ -39,15 +54,26 @@ class Names:
 class Trainer:
     """Sends one body, whose end it decides."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, sender: str = "", *, part: float = 1, size_bytes: int | None = 5) -> None:
         self.version = version
         self.began, self.sends = asyncio.Event(), asyncio.Event()
+        self.body = Body(self._pieces(), size_bytes, Share(sender, part))
+        self.pieces = [b"x" * 5]
 
-    async def receive(self, directory: Path) -> str:
-        put(directory, adapter_files())
-        self.began.set()
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            self.began.set()
+            yield piece
         await self.sends.wait()
+
+    async def receive(self, pieces: AsyncIterator[bytes], directory: Path) -> str:
+        put(directory, adapter_files())
+        async for _ in pieces:
+            pass
         return self.version
+
+    def push(self, pushes: Pushes, name: str = "policy") -> asyncio.Task[Any]:
+        return asyncio.create_task(pushes.push(name, self.body, self.receive))
 
 
 @pytest.fixture
@@ -55,45 +81,219 @@ def names(tmp_path: Path) -> Names:
     return Names(tmp_path / "store")
 
 
+def run(steps: Any) -> None:
+    async def within_a_minute() -> None:
+        async with asyncio.timeout(60):
+            await steps()
+
+    asyncio.run(within_a_minute())
+
+
 def test_the_newest_that_waits_comes_next_and_others_learn_so(names: Names) -> None:
-    async def run() -> list[Any]:
+    async def steps() -> None:
+        names.ends.clear()
         pushes, trainers = Pushes(names), [Trainer(str(number)) for number in range(4)]  # type: ignore[arg-type]
         tasks = []
         for trainer in trainers:
-            tasks.append(asyncio.create_task(pushes.push("policy", trainer.receive)))
-            await asyncio.sleep(0)
-        await trainers[0].began.wait()
-        other = Trainer("other")
-        other.sends.set()
-        await pushes.push("another name", other.receive)  # waits for nobody
-        for trainer in trainers:
             trainer.sends.set()
-        return await asyncio.gather(*tasks, return_exceptions=True)
+            tasks.append(trainer.push(pushes))
+            await names.begins.wait()
+        for superseded in tasks[1:3]:
+            with pytest.raises(PushSuperseded):
+                await superseded
+        names.ends.set()
+        outcomes = await asyncio.gather(tasks[0], tasks[3])
+        assert outcomes[1].waited_s > outcomes[0].waited_s
 
-    outcomes = asyncio.run(run())
-    assert names.taken == ["other", "0", "3"]
-    assert [type(outcome) for outcome in outcomes[1:3]] == [PushSuperseded] * 2
-    assert outcomes[3].waited_s > outcomes[0].waited_s
+    run(steps)
+    assert names.taken == ["0", "3"]
+
+
+def test_a_stalled_body_keeps_no_later_push_waiting(names: Names) -> None:
+    async def steps() -> None:
+        pushes, stalled, operators = Pushes(names), Trainer("old", "a"), Trainer("new")  # type: ignore[arg-type]
+        task = stalled.push(pushes)
+        await stalled.began.wait()
+        operators.sends.set()
+        await operators.push(pushes)
+        stalled.sends.set()
+        with pytest.raises(PushSuperseded):
+            await task
+        last = Trainer("last")
+        last.sends.set()
+        await last.push(pushes)
+
+    run(steps)
+    assert names.taken == ["new", "last"]
+
+
+def test_a_later_push_that_fails_supersedes_nothing(names: Names) -> None:
+    async def steps() -> None:
+        names.broken.add("later")
+        names.ends.clear()
+        pushes, earlier, later = Pushes(names), Trainer("earlier"), Trainer("later")  # type: ignore[arg-type]
+        tasks = [earlier.push(pushes), later.push(pushes)]
+        await earlier.began.wait()
+        later.sends.set()
+        await names.begins.wait()
+        earlier.sends.set()
+        await asyncio.sleep(0.05)
+        names.ends.set()
+        await tasks[0]
+        with pytest.raises(InvalidAdapter, match="NaN"):
+            await tasks[1]
+
+    run(steps)
+    assert names.taken == ["earlier"]
 
 
 @pytest.mark.parametrize("gone", ["while it waits", "as it begins"])
 def test_a_trainer_that_leaves_keeps_nobody_waiting(names: Names, gone: str) -> None:
-    async def run() -> None:
+    async def steps() -> None:
+        names.ends.clear()
         pushes, trainers = Pushes(names), [Trainer(str(number)) for number in range(3)]  # type: ignore[arg-type]
-        first = asyncio.create_task(pushes.push("policy", trainers[0].receive))
-        await trainers[0].began.wait()
-        second = asyncio.create_task(pushes.push("policy", trainers[1].receive))
-        await asyncio.sleep(0)
-        trainers[0].sends.set()
+        for trainer in trainers:
+            trainer.sends.set()
+        first = trainers[0].push(pushes)
+        await names.begins.wait()
+        second = trainers[1].push(pushes)
+        await asyncio.sleep(0.05)
+        names.ends.set()
         if gone == "as it begins":
             await first
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
-        trainers[2].sends.set()
-        await asyncio.wait_for(pushes.push("policy", trainers[2].receive), 60)
+        await trainers[2].push(pushes)
 
-    asyncio.run(run())
+    run(steps)
     assert names.taken[-1] == "2"
+    assert not names.store.layout.temporaries()
+
+
+def test_a_principal_has_few_places_and_others_find_one(names: Names) -> None:
+    """Once, one tenant held 214 temporary directories."""
+
+    async def steps() -> None:
+        pushes, stalled = Pushes(names), [Trainer(str(number), "a") for number in range(20)]  # type: ignore[arg-type]
+        tasks = [trainer.push(pushes, f"a/{trainer.version}") for trainer in stalled]
+        await asyncio.gather(*(trainer.began.wait() for trainer in stalled[:4]))
+        other = Trainer("other", "b")
+        other.sends.set()
+        await other.push(pushes)
+        assert sum(trainer.began.is_set() for trainer in stalled) == 4
+        assert len(names.store.layout.temporaries()) == 8, "a directory and its room for each"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(steps)
+    assert names.taken == ["other"]
+    assert not names.store.layout.temporaries()
+
+
+def test_a_push_without_a_place_is_refused(tmp_path: Path) -> None:
+    names = Names(tmp_path / "store", timeout_s=0.1)
+    names.ends.clear()
+
+    async def steps() -> None:
+        pushes, trainers = Pushes(names), [Trainer(str(number), "a") for number in range(5)]  # type: ignore[arg-type]
+        for trainer in trainers:
+            trainer.sends.set()
+        tasks = [trainer.push(pushes, f"a/{trainer.version}") for trainer in trainers]
+        with pytest.raises(NoFreeSlot, match="4 pushes of a that arrive"):
+            await tasks[4]
+        names.ends.set()
+        await asyncio.gather(*tasks[:4])
+
+    run(steps)
+    assert sorted(names.taken) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("fault", ["a MiB", "the whole"])
+def test_a_slow_body_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    names = Names(tmp_path / "store", timeout_s=60 if fault == "a MiB" else 0.1)
+    monkeypatch.setattr(arrivals, "_LEAST_S", 0.2 if fault == "a MiB" else 60)
+
+    async def drips() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0.15)
+            yield b"x" * (1000 if fault == "a MiB" else MB)
+
+    async def steps() -> None:
+        pushes, trainer = Pushes(names), Trainer("slow")  # type: ignore[arg-type]
+        trainer.body = Body(drips(), 60 * MB if fault == "a MiB" else 2 * MB, Share("a", 1))
+        with pytest.raises(SlowBody, match="bytes have come") as refused:
+            await trainer.push(pushes)
+        assert refused.value.http_status == 408
+
+    run(steps)
+    assert not names.store.layout.temporaries()
+
+
+def test_a_slow_disk_is_no_slow_body(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_LEAST_S", 0.1)
+
+    async def steps() -> None:
+        trainer = Trainer("1")
+        trainer.pieces = [b"x"] * 4
+        trainer.sends.set()
+
+        async def receive(pieces: AsyncIterator[bytes], directory: Path) -> str:
+            put(directory, adapter_files())
+            async for _ in pieces:
+                await asyncio.sleep(0.05)
+            return "1"
+
+        await Pushes(names).push("policy", trainer.body, receive)  # type: ignore[arg-type]
+
+    run(steps)
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_the_room_of_a_body_is_reserved_before_it_comes(tmp_path: Path, *, is_announced: bool) -> None:
+    names = Names(tmp_path / "store", max_bytes=60 * MB)
+    stored = obtain(names.store, DownloadSpec(adapter_files()))
+    names.store.release("", stored.directory)
+
+    async def steps() -> None:
+        pushes, trainer = Pushes(names), Trainer("1", size_bytes=60 * MB if is_announced else None)  # type: ignore[arg-type]
+        trainer.pieces = [b""] if is_announced else [b"x" * 30 * MB]
+        task = trainer.push(pushes)
+        await trainer.began.wait()
+        await asyncio.sleep(0.2)
+        assert pending_bytes(names.store.layout) >= (60 if is_announced else 30) * MB
+        assert bool(names.store.layout.digests()) is not is_announced, "what nobody uses makes room"
+        with pytest.raises(NoFreeSlot):
+            await names.store.have_room(names.store.layout.new_temporary("p", 20 * MB), 20 * MB)
+        trainer.sends.set()
+        await task
+
+    run(steps)
+    assert names.taken == ["1"]
+    assert not names.store.layout.temporaries()
+
+
+def test_a_tenants_pushes_evict_no_more_than_its_share(tmp_path: Path) -> None:
+    names = Names(tmp_path / "store", max_bytes=40 * MB)
+    stored = obtain(names.store, DownloadSpec(adapter_files()))
+    names.store.release("", stored.directory)
+
+    async def steps() -> None:
+        pushes, large = Pushes(names), Trainer("large", "a", part=0.5, size_bytes=40 * MB)  # type: ignore[arg-type]
+        with pytest.raises(OutOfMemory, match="the key's share"):
+            await large.push(pushes)
+        assert not large.began.is_set()
+        some = [Trainer(str(number), "a", part=0.5, size_bytes=15 * MB) for number in range(2)]
+        tasks = [trainer.push(pushes, f"a/{trainer.version}") for trainer in some]
+        await some[0].began.wait()
+        await asyncio.sleep(0.05)
+        assert not some[1].began.is_set(), "both together are more than the share"
+        for trainer in some:
+            trainer.sends.set()
+        await asyncio.gather(*tasks)
+
+    run(steps)
+    assert names.store.layout.digests() == [stored.digest]
 
 
 @pytest.mark.parametrize(
@@ -107,18 +307,19 @@ def test_a_trainer_that_leaves_keeps_nobody_waiting(names: Names, gone: str) -> 
 def test_a_push_that_ends_early_leaves_nothing(
     names: Names, fault: BaseException, error: type[LoRAPluginsError]
 ) -> None:
-    async def receive(directory: Path) -> str:
+    async def receive(_: object, directory: Path) -> str:
         put(directory, adapter_files())
         raise fault
 
-    async def run() -> None:
+    async def steps() -> None:
         pushes, trainer = Pushes(names), Trainer("next")  # type: ignore[arg-type]
         with pytest.raises(error):
-            await pushes.push("policy", receive)
+            await pushes.push("policy", trainer.body, receive)
+        trainer = Trainer(trainer.version)
         trainer.sends.set()
-        await pushes.push("policy", trainer.receive)
+        await trainer.push(pushes)
 
-    asyncio.run(run())
+    run(steps)
     assert names.taken == ["next"]
     assert not names.store.layout.temporaries()
 
@@ -135,20 +336,23 @@ def test_a_push_on_a_full_disk_makes_room(names: Names, monkeypatch: pytest.Monk
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(descriptor, start, size_bytes)
 
-    async def fill(directory: Path) -> str:
+    async def fill(pieces: AsyncIterator[bytes], directory: Path) -> str:
+        async for _ in pieces:
+            break
         (directory / "part").write_bytes(bytes(free_bytes))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def run() -> None:
+    async def steps() -> None:
         pushes, trainer = Pushes(names), Trainer("1")  # type: ignore[arg-type]
         with pytest.raises(OutOfMemory):
-            await pushes.push("policy", fill)
+            await pushes.push("policy", Trainer("0", size_bytes=600).body, fill)
         assert names.store.layout.digests() == []
+        trainer = Trainer(trainer.version)
         trainer.sends.set()
-        await pushes.push("policy", trainer.receive)
+        await trainer.push(pushes)
 
     monkeypatch.setattr(os, "posix_fallocate", within_a_quota)
-    asyncio.run(run())
+    run(steps)
     assert names.taken == ["1"]
 
 

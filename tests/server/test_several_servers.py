@@ -491,6 +491,26 @@ def test_a_caller_that_leaves_has_left_the_leader_too(tmp_path: Path) -> None:
     run(tmp_path, steps, app)
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_unexpected_error_of_the_leader_is_a_500(tmp_path: Path, caplog: Any, *, begins: bool) -> None:
+    """The follower took the closed connection for the leader's end, while it still wrote the body."""
+
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        if begins:  # as Starlette, which answers and raises
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b"of Starlette"})
+        raise ValueError("not ours")
+
+    async def steps(some: Servers) -> None:
+        follower = await some.join()
+        carrying = CarryToLeader(not_asked, lambda: follower, _answer)
+        sent = await asked(carrying, "PUT", "/v1/loras/sql", [b"x" * 4_000_000] * 3)
+        assert [one.get("status") for one in sent] == [500, None]
+
+    run(tmp_path, steps, fails)
+    assert [record.getMessage() for record in caplog.records] == ["A carried request failed: /v1/loras/sql"]
+
+
 def test_without_a_leader_a_carried_request_is_refused(tmp_path: Path) -> None:
     async def steps(some: Servers) -> None:
         follower = await some.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.errors import AdapterNotFound
+from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.layout import Layout
 
@@ -114,6 +115,48 @@ def test_it_holds_here_while_the_store_is_away(layout: Layout) -> None:
     blocks = blocked(layout, "sql")
     layout.root.rename(layout.root.with_name("away"))
     assert "sql@main" in blocks
+
+
+def test_one_of_another_server_holds_while_the_store_is_away(layout: Layout) -> None:
+    blocked(layout, "sql", "chat")
+    blocks = Blocks(layout)
+    assert ("sql" in blocks, blocks.names()) == (True, {"sql", "chat"})
+    assert blocks.lift("chat", blocks.present("chat"))
+    layout.root.rename(layout.root.with_name("away"))
+    assert ("sql" in blocks, "chat" in blocks, "other" in blocks) == (True, False, False)
+
+
+@pytest.mark.parametrize("answer", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ENOTDIR])
+def test_a_store_that_cannot_be_asked_refuses(layout: Layout, answer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, stat, read = blocked(layout, "sql"), os.stat, Path.read_text
+
+    def fails(path: object) -> None:
+        if str(path).startswith(str(layout.folder("blocked"))):
+            raise OSError(answer, os.strerror(answer), str(path))
+
+    def failing_stat(path: object, **more: object) -> os.stat_result:
+        fails(path)
+        return stat(path, **more)  # type: ignore[call-overload,no-any-return]
+
+    def failing_read(path: Path, *given: object, **more: object) -> str:
+        fails(path)
+        return read(path, *given, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "stat", failing_stat)
+        broken.setattr(Path, "read_text", failing_read)
+        for name in ("sql", "sql@main", "other"):
+            with pytest.raises(SourceUnavailable, match=r"LORA_PLUGINS_STORE_DIR") as refused:
+                blocks.refuse(name)
+            assert os.strerror(answer) in refused.value.found
+        with pytest.raises(SourceUnavailable):
+            blocks.refuse("other@v1", but_itself=True)
+        with pytest.raises(SourceUnavailable):
+            blocks.present("sql")  # else a load would serve the name
+        assert "other" not in blocks, "nothing is unloaded for it"
+    blocks.refuse("other")
+    with pytest.raises(AdapterNotFound):
+        blocks.refuse("sql")
 
 
 def test_a_file_cut_short_blocks_its_name_still(layout: Layout) -> None:

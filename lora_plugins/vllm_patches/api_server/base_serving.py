@@ -16,7 +16,7 @@ from typing import Any
 
 from lora_plugins.api.access.principals import label_of_request, principal_of_request
 from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import AdapterNotFound
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
@@ -133,7 +133,7 @@ def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:
     if adapter is not None and (process.is_resolver_registered or process.is_manager_patched):
         try:
             process.resolver.store.blocks.refuse(adapter.lora_name)
-        except AdapterNotFound as error:
+        except LoRAPluginsError as error:
             raise http_error(error) from None
     return adapter
 

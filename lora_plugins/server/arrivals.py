@@ -1,0 +1,136 @@
+"""Bodies of pushes while they arrive: a few at once for each principal, at a least rate, each with room in the store.
+
+The bodies of a principal together take at most its share of the store's budget, so they evict no more than that. The
+room is reserved before the bytes come; in steps for a body that does not say its size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Hashable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, cast
+
+from lora_plugins.errors import NoFreeSlot, OutOfMemory, SlowBody
+from lora_plugins.resolvers.places import Most, PlaceLimits, Places
+from lora_plugins.server.shares import Share
+from lora_plugins.store.store import Store, fetch_timeout_s
+
+_AT_ONCE, _OF_ONE, _WAITING = 8, 4, 10_000
+_LEAST_BYTES, _LEAST_S = 1 << 20, 30.0  # each MiB of a body must come in so many seconds
+_STEP_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The body of a push of `sender`; `size_bytes` is None where the body does not say its size."""
+
+    pieces: AsyncIterator[bytes]
+    size_bytes: int | None
+    sender: Share
+
+
+class Room:
+    """The room of one body, until the end of the block: empty temporary directories, whose names announce the bytes."""
+
+    def __init__(self, store: Store, most_bytes: int | None) -> None:
+        self._store, self._most_bytes = store, most_bytes
+        self._announced: list[Path] = []
+        self.size_bytes = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.shield(self.release())
+
+    async def grow(self, size_bytes: int, spare_bytes: int = 0) -> None:
+        """Have room for so many bytes in all, and for spare bytes as far as the share goes.
+
+        Raises:
+            OutOfMemory: more than the sender's share of the store's budget.
+            NoFreeSlot: the store has no room now.
+        """
+        if self._most_bytes is not None and size_bytes > self._most_bytes:
+            raise OutOfMemory(
+                f"a push of {size_bytes} bytes or more",
+                expected=f"at most {self._most_bytes}, the key's share of the store's budget",
+                remedy="push a smaller adapter, or have LORA_PLUGINS_STORE_MAX_BYTES or the share in the policy raised",
+            )
+        size_bytes += spare_bytes if self._most_bytes is None else min(spare_bytes, self._most_bytes - size_bytes)
+        more_bytes = size_bytes - self.size_bytes
+        announced = self._store.layout.new_temporary(self._store.processes.me(), more_bytes)
+        self._announced.append(announced)
+        await self._store.have_room(announced, more_bytes)
+        self.size_bytes = size_bytes
+
+    async def release(self) -> None:
+        """End the room, which whoever takes the bytes over has again."""
+        for announced in self._announced:
+            await asyncio.to_thread(self._store.remove_temporary, announced)
+
+
+class Arrivals:
+    """The places for bodies that arrive, and their limits. For one event loop."""
+
+    def __init__(self, store: Store, timeout_s: float, max_body_bytes: int) -> None:
+        """Limit the waiting for a place to `timeout_s`, and the receiving to as long as a fetch may take."""
+        self._store, self._timeout_s, self._max_body_bytes = store, timeout_s, max_body_bytes
+        # Half of the places at most for one principal, so that another finds a place at once.
+        self._places = Places(
+            PlaceLimits(_AT_ONCE, _WAITING, timeout_s),
+            self._refusal,
+            lambda sender: Most(_OF_ONE, self.most_bytes(cast(Share, sender))),
+        )
+
+    def place(self, body: Body) -> AbstractAsyncContextManager[None]:
+        """Inside, a body may be received; raises NoFreeSlot where the wait is over, or too many wait."""
+        size_bytes = self._max_body_bytes if body.size_bytes is None else body.size_bytes
+        return self._places.held(body.sender, size_bytes=size_bytes)
+
+    def most_bytes(self, sender: Share) -> int | None:
+        """The share of a sender in the store's budget; None without a budget."""
+        return None if self._store.max_bytes is None else int(sender.part * self._store.max_bytes)
+
+    async def pieces(self, body: Body, room: Room) -> AsyncIterator[bytes]:
+        """The pieces of a body, which grow its room; only waits for the sender count as time.
+
+        Raises:
+            SlowBody: a MiB, or the whole body, takes too long.
+            OutOfMemory, NoFreeSlot: of `Room.grow`.
+        """
+        await room.grow(body.size_bytes or 0, _STEP_BYTES if body.size_bytes is None else 0)
+        size_bytes = self._max_body_bytes if body.size_bytes is None else body.size_bytes
+        whole_s = left_s = fetch_timeout_s(size_bytes, self._timeout_s)
+        received_bytes, due_bytes, due_s = 0, _LEAST_BYTES, _LEAST_S
+        while True:
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(min(left_s, due_s)):
+                    piece = await anext(body.pieces)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise SlowBody(
+                    f"a body of which {received_bytes} bytes have come",
+                    expected=f"{_LEAST_BYTES} bytes every {_LEAST_S:g} s, and the whole within {whole_s:.0f} s",
+                    remedy="push again, on a faster connection; LORA_PLUGINS_FETCH_TIMEOUT_S adds to the whole time",
+                ) from None
+            waited_s = time.monotonic() - began
+            left_s, due_s = left_s - waited_s, due_s - waited_s
+            received_bytes += len(piece)
+            if received_bytes >= due_bytes:
+                due_bytes, due_s = received_bytes + _LEAST_BYTES, _LEAST_S
+            if received_bytes > room.size_bytes:
+                await room.grow(received_bytes, max(_STEP_BYTES, received_bytes // 8))
+            yield piece
+
+    def _refusal(self, sender: Hashable, in_use: int) -> NoFreeSlot:
+        return NoFreeSlot(
+            f"{in_use} pushes of {cast(Share, sender).label or 'this server'} that arrive",
+            expected=f"{_OF_ONE} of a key at once, {_AT_ONCE} in all, and a turn within {self._timeout_s:g} s",
+            remedy="push again later",
+        )
