@@ -40,6 +40,7 @@ READ_AT_IMPORT = {
     "NUMBA_NUM_THREADS": "1",
     "PROMETHEUS_MULTIPROC_DIR": "",
     "TRITON_INTERPRET": "",
+    "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # `v2_runner` has a module there that Python imports first
 }
 IMPORTED = (
     "vllm.entrypoints.cli.main",

@@ -80,6 +80,23 @@ class Reference:
         behind = of_tokens.max(dim=-1).values - of_tokens.gather(1, torch.tensor([list(tokens)]).T)[:, 0]
         return [int(place) for place in (behind > _ROUNDING).nonzero()]
 
+    def spans_missed(
+        self, spans: Sequence[tuple[Path, int]], prompt_ids: Sequence[int], tokens: Sequence[int]
+    ) -> list[int]:
+        """As `misses`, of an answer that several adapters have made, each from a token on with what is cached."""
+        import torch
+
+        models = {adapter: self.load(adapter) for adapter, _ in spans}
+        cache, given, missed = None, list(prompt_ids), []
+        for place, token in enumerate(tokens):
+            adapter = next(adapter for adapter, begins_at in reversed(spans) if begins_at <= place)
+            with torch.no_grad():
+                out = models[adapter](input_ids=torch.tensor([given]), past_key_values=cache, use_cache=True)
+            cache, given, logits = out.past_key_values, [token], out.logits[0, -1]
+            if logits.max() - logits[token] > _ROUNDING:
+                missed.append(place)
+        return missed
+
     def load(self, adapter: Path | None) -> Any:
         """The base model, with `adapter` on it if one is given, in evaluation mode."""
         import torch

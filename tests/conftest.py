@@ -33,7 +33,11 @@ settings.load_profile("unit")
 
 _E2E = Path(__file__).parent / "e2e"
 _MODELS = Path(__file__).parent / "models"
-_ENGINES = {_E2E, _MODELS, *(Path(__file__).parent / name for name in ("deployments", "front_ends", "walkthroughs"))}
+_ENGINES = {
+    _E2E,
+    _MODELS,
+    *(Path(__file__).parent / name for name in ("deployments", "front_ends", "v2_runner", "walkthroughs")),
+}
 # Files of end-to-end tests that share a server run in one process: xdist would start it in each.
 _SHARED = {
     **dict.fromkeys(

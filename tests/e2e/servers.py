@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from testbed import v2_runner
 from testbed.bed import Bed
 from testbed.server import Server, vllm_server
 
@@ -19,6 +20,8 @@ ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 # `make test-api-servers`: how many API servers each server has that does not say it itself.
 API_SERVERS = os.environ.get("API_SERVERS", "")
+# `make test-v2`: every server runs Model Runner V2, with asynchronous scheduling.
+RUNS_V2 = os.environ.get("RUNNER") == "v2"
 
 
 def lora_server(
@@ -29,7 +32,9 @@ def lora_server(
         (home / "metrics").mkdir(exist_ok=True)
         env = {"PROMETHEUS_MULTIPROC_DIR": str(home / "metrics"), **env}
         arguments = (*arguments, "--api-server-count", API_SERVERS)
-    return vllm_server(
+    if RUNS_V2:
+        env, arguments = {**v2_runner.ENVIRONMENT, **env}, (*v2_runner.ARGUMENTS, *arguments)
+    server = vllm_server(
         bed.base,
         home / f"server-{len(list(home.glob('server-*')))}.log",
         arguments=("--enable-lora", "--max-lora-rank", "64", *BLOCKS, *arguments),
@@ -43,6 +48,15 @@ def lora_server(
         },
         is_forking=is_forking,
     )
+    return _on_v2(server) if RUNS_V2 else server
+
+
+@contextmanager
+def _on_v2(starting: AbstractContextManager[Server]) -> Iterator[Server]:
+    with starting as server:
+        log = server.log()
+        assert all(line in log for line in v2_runner.LOGGED), "the server runs another model runner"
+        yield server
 
 
 def admin_server(

@@ -1,0 +1,158 @@
+"""Model Runner V2 with asynchronous scheduling, as CUDA users run it: one server, its kernels in Triton's interpreter.
+
+`make test-v2` runs the end-to-end files that say most on this runner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from testbed import v2_runner
+from testbed.bed import MAX_TOKENS, Bed, prepare
+from testbed.client import PLAIN_HTTP
+from testbed.models import PROMPT, edit_config
+from testbed.reference import Reference
+from testbed.server import Server
+from tests.e2e.servers import admin_server
+from tests.e2e.standing_still import LONGEST_S
+from tests.e2e.test_in_flight import body, tokens_of, view_of
+from tests.repetitions import times
+
+SLOTS = 2
+LONG_TOKENS = 24
+STREAMS = 8
+
+
+@dataclass(frozen=True)
+class V2:
+    """The server, and the root that it serves by name."""
+
+    server: Server
+    bed: Bed
+    root: Path
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S, verify=PLAIN_HTTP)
+
+    def publish(self, name: str, original: str, number: int = 0) -> None:
+        """Put an adapter in the place of what has this name."""
+        fresh = self.root / f"fresh-{name}"
+        shutil.copytree(self.bed.adapters / original, fresh)
+        edit_config(fresh, revision=f"{number}")
+        shutil.rmtree(self.root / name, ignore_errors=True)
+        fresh.rename(self.root / name)
+
+
+@pytest.fixture(scope="module")
+def v2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[V2]:
+    bed, home = prepare(), tmp_path_factory.mktemp("v2")
+    shutil.copytree(bed.adapters, home / "adapters")
+    environment = {**v2_runner.ENVIRONMENT, "VLLM_LOGGING_LEVEL": "DEBUG"}
+    with admin_server(bed, home, *v2_runner.ARGUMENTS, "--max-loras", f"{SLOTS}", **environment) as server:
+        yield V2(server, bed, home / "adapters")
+
+
+def test_the_server_runs_what_cuda_users_run(v2: V2) -> None:
+    for line in (*v2_runner.LOGGED, "Batch queue is enabled with size 2"):
+        assert line in v2.server.log()
+
+
+def test_adapters_of_one_batch_answer_as_peft_does(v2: V2) -> None:
+    names = [None, "sql", "chat", "team/poet"] * 2
+
+    async def ask() -> list[list[int]]:
+        async with v2.client() as client:
+            asked = [tokens_of(client, name or str(v2.bed.base)) for name in names]
+            return await asyncio.gather(*asked)
+
+    assert asyncio.run(ask()) == [v2.bed.answers[name] for name in names]
+
+
+def test_more_adapters_than_slots_answer_as_peft_does(v2: V2) -> None:
+    originals = ("sql", "chat", "team/poet")
+    names = {f"many-{number}": originals[number % 3] for number in range(3 * SLOTS)}
+    for name, original in names.items():
+        v2.publish(name, original)
+
+    async def ask() -> list[list[int]]:
+        async with v2.client() as client:
+            return await asyncio.gather(*(tokens_of(client, name) for name in [*names, *names]))
+
+    assert asyncio.run(ask()) == [v2.bed.answers[original] for original in [*names.values()] * 2]
+
+
+async def stream(client: httpx.AsyncClient, name: str) -> tuple[list[int], list[tuple[str, int]]]:
+    """The tokens of a streamed answer, and the versions that made the tokens, as the answer's last piece says."""
+    tokens, spans = list[int](), list[tuple[str, int]]()
+    async with client.stream("POST", "/v1/completions", json=body(name, LONG_TOKENS, stream=True)) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        spans = [(answer.headers["x-lora-digest"], 0)]
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                for choice in event["choices"]:
+                    tokens += choice.get("token_ids") or []
+                said = (event.get("kv_transfer_params") or {}).get("lora_versions")
+                spans = spans if said is None else [(digest, place) for digest, place in said]
+    return tokens, spans
+
+
+def test_streams_that_move_say_which_version_made_which_tokens(v2: V2) -> None:
+    originals = ("sql", "chat")
+    v2.publish("moving", originals[0])
+    version_of: dict[str, Path] = {}
+
+    async def serve() -> list[tuple[list[int], list[tuple[str, int]]]]:
+        answers = []
+        async with v2.client() as client:
+            await tokens_of(client, "moving")
+            digest = (await view_of(client, "moving"))["digest"]
+            version_of[digest] = v2.bed.adapters / originals[0]
+            for number in range(1, 1 + times(40, short=8)):
+                if number % 2:  # each stream meets two moves
+                    streams = [asyncio.create_task(stream(client, "moving")) for _ in range(STREAMS)]
+                await asyncio.sleep(0.05 * number % 0.4)
+                original = originals[number % 2]
+                v2.publish("moving", original, number)
+                moved = await client.post("/v1/loras/moving/refresh", json={"running": "inflight"})
+                version_of[moved.json()["digest"]] = v2.bed.adapters / original
+                if not number % 2:
+                    answers += await asyncio.gather(*streams)
+        return answers
+
+    answers = asyncio.run(serve())
+    reference = Reference(v2.bed.base)
+    prompt_ids = reference.prompt_ids(PROMPT)
+    wrong = []
+    for tokens, spans in answers:
+        assert len(tokens) == LONG_TOKENS
+        missed = reference.spans_missed([(version_of[digest], place) for digest, place in spans], prompt_ids, tokens)
+        if missed:
+            wrong.append(([place for _, place in spans], missed))
+    assert sum(len(spans) > 1 for _, spans in answers) >= STREAMS, "too few have moved"
+    assert not wrong, f"{len(wrong)} of {len(answers)}"
+
+
+def test_a_pause_stops_one_adapter_and_all_others_run(v2: V2) -> None:
+    async def ask() -> None:
+        async with v2.client() as client:
+            await tokens_of(client, "sql")
+            running = asyncio.create_task(tokens_of(client, "sql", LONG_TOKENS))
+            await asyncio.sleep(0.2)
+            paused = await client.post("/v1/loras/sql/pause", params={"mode": "keep"})
+            assert paused.status_code == 200, paused.text
+            assert await tokens_of(client, "chat") == v2.bed.answers["chat"]
+            assert not running.done()
+            assert (await client.post("/v1/loras/sql/resume")).status_code == 200
+            assert (await running)[:MAX_TOKENS] == v2.bed.answers["sql"]
+
+    asyncio.run(ask())
