@@ -54,10 +54,12 @@ def manager_of(worker: Any) -> Any:
     """Return our manager in a worker; None where LoRA is off.
 
     Raises:
-        InvalidSettings: another package has replaced the manager.
+        InvalidSettings: another package has replaced the manager, or a worker with LoRA has none where vLLM's has.
     """
     manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
-    return None if manager is None else lora_model_runner_mixin.require_planned(manager)
+    if manager is None and worker.vllm_config.lora_config is None:
+        return None
+    return lora_model_runner_mixin.require_planned(manager)
 
 
 def _initialising(original: Any) -> Any:
@@ -167,7 +169,7 @@ LEDGER = (
             WorkerWrapperBase{worker, vllm_config}
             WorkerWrapperBase.init_device(self)
             WorkerWrapperBase.execute_model(self, scheduler_output)
-            WorkerBase{model_runner}
+            WorkerBase{model_runner, vllm_config}
             WorkerBase.sample_tokens(self, grammar_output)
         vllm.v1.outputs:
             EMPTY_MODEL_RUNNER_OUTPUT

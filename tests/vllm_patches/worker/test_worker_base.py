@@ -49,6 +49,7 @@ class Worker(WorkerBase):
     def __init__(self, output: Any, sampled: Any = None, *, lora: bool = True) -> None:
         self.events: list[str] = []
         self.output, self.sampled = output, sampled
+        self.vllm_config = SimpleNamespace(lora_config=object() if lora else None)
         self.model_runner = SimpleNamespace(lora_manager=Manager(self.events)) if lora else SimpleNamespace()
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -234,3 +235,13 @@ def test_a_manager_put_there_later_is_named_in_a_step() -> None:
     wrapped.worker.model_runner.lora_manager = LoadsNothing()
     with pytest.raises(InvalidSettings, match="LoadsNothing"):
         wrapped.execute_model(batch())
+
+
+def test_a_worker_with_lora_and_no_manager_is_an_error() -> None:
+    """As after a rename in vLLM: without one, commands would be dropped without a word."""
+    runner = vars(Worker(output()).model_runner)
+    wrapped = wrapper(Worker(output(), sampled=output()))
+    wrapped.worker.model_runner = SimpleNamespace(manager_of_lora=runner["lora_manager"])
+    for call in (wrapped.execute_model, wrapped.sample_tokens, lambda _: wrapped.lora_plugins_step([COMMAND], 0.0)):
+        with pytest.raises(InvalidSettings, match="without a manager at"):
+            call(batch(COMMAND))
