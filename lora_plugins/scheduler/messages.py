@@ -49,7 +49,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load an adapter into host memory: in a background thread, or before this step's batch if a load is shorter."""
+    """Load an adapter into host memory, in a background thread."""
 
     spec: AdapterSpec
     key: int

@@ -1,9 +1,8 @@
 """Carries out the scheduler's commands: loads and slot writes in background threads, and reports at their end.
 
-The engine loop calls `begin_step` and `reports`; jobs run in threads of this module. A load that is shorter than a step
-is the exception: the engine loop does such a load before the batch, because a thread beside the batch would make
-several steps slower. On CUDA a side stream writes a slot. The side stream waits until all work launched before the
-command has finished with the slot; the loop's stream waits for the copies before a batch computes with the slot.
+The engine loop calls `begin_step` and `reports`, and never reads a disk; jobs run in threads of this module. On CUDA a
+side stream writes a slot. The side stream waits until all work launched before the command has finished with the slot;
+the loop's stream waits for the copies before a batch computes with the slot.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lora_plugins.scheduler.messages import (
     Report,
 )
 from lora_plugins.worker.agreement import Agreement
-from lora_plugins.worker.background import BackgroundThread, LoadTimes
+from lora_plugins.worker.background import BackgroundThread
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.loading import explained
 from lora_plugins.worker.materialise import MissingFilesFetcher
@@ -101,7 +100,6 @@ class Jobs:
     ) -> None:
         self.entries: dict[int, WorkerAdapter] = {}
         self.given: dict[int, tuple[int, LoadedAdapter]] = {}
-        self.times = LoadTimes()
         self._read = read
         self._files = files
         self._owners = owners
@@ -116,10 +114,9 @@ class Jobs:
 
     # --- in the engine loop ---
 
-    def begin_step(self, commands: Sequence[Command], *, has_batch: bool = False) -> None:
+    def begin_step(self, commands: Sequence[Command]) -> None:
         """Take over results of the background, then carry out the scheduler's commands for this step."""
         self._take_over()
-        self.times.begin_step(has_batch=has_batch)
         for command in commands:
             match command:
                 case Load():
@@ -130,12 +127,9 @@ class Jobs:
                     self._evict(command.key)
                 case Move():
                     self._move(command)
-        if has_batch:
-            self.times.begin_batch()
 
     def reports(self, wait_s: float = 0.0) -> list[Report]:
         """Return the jobs done by all workers since the last call; wait up to `wait_s` while a job runs."""
-        self.times.end_batch()
         deadline = time.monotonic() + wait_s
         while True:
             self._take_over()
@@ -173,15 +167,9 @@ class Jobs:
 
     def _load(self, command: Load) -> None:
         entry = self.entries[command.key] = WorkerAdapter(command.key, command.spec)
-        # A load beside running jobs goes to the loader thread too, behind the earlier loads.
-        is_alone = not self._running
         self._running.add(command.job)
-        spec = command.spec
-        if spec.given:
+        if command.spec.given:
             self._take_given(command.job, entry)
-        elif is_alone and self._files.is_here(spec.path) and self.times.take(spec.size_bytes):
-            self._read_from(command.job, entry, spec.path)
-            self._take_over()
         else:
             self._loader.submit(partial(self._run_load, command.job, entry))
 
@@ -294,21 +282,17 @@ class Jobs:
         self._loader.submit(partial(self._read_from, job, entry, path))
 
     def _read_from(self, job: int, entry: WorkerAdapter, path: str) -> None:
-        """Read the adapter in `path`, in the background or in the engine loop."""
         spec, began_at = entry.spec, time.perf_counter()
         try:
             try:
                 if entry.is_evicted:
                     raise _evicted(spec)
-                with self.times.of_load(spec.size_bytes):
-                    adapter = self._read(spec, path)
+                adapter = self._read(spec, path)
             finally:
                 # Before the end of the job is known: whoever waits for the job then finds the lease ended.
                 self._files.release(path)
-        except BaseException as error:  # whatever vLLM raises, the engine and all other adapters go on
+        except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and all other adapters go on
             self._fail(job, entry, error)
-            if not isinstance(error, Exception):
-                raise  # KeyboardInterrupt and SystemExit must end the process, where this thread is the engine loop
             return
         with entry.writing:
             if not entry.is_evicted:

@@ -100,10 +100,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     # --- the scheduler's commands, in the engine loop ---
 
-    def begin_step(self, commands: Sequence[Command], *, has_batch: bool = False) -> None:
+    def begin_step(self, commands: Sequence[Command]) -> None:
         """Carry out the commands before this step's batch, if there is a batch."""
         self._is_planned = self._is_planned or bool(commands)
-        self.jobs.begin_step(commands, has_batch=has_batch)
+        self.jobs.begin_step(commands)
 
     def reports(self, wait_s: float = 0.0) -> list[Report]:
         """Return the jobs done since the last call; wait up to `wait_s` for a result while a job runs."""

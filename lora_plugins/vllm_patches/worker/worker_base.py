@@ -77,10 +77,10 @@ def _executing(original: Any) -> Any:
         manager = manager_of(self.worker)
         if manager is None:
             return original(self, scheduler_output)
-        has_batch = bool(scheduler_output.total_num_scheduled_tokens)
-        manager.begin_step(attached(scheduler_output, StepCommands).commands, has_batch=has_batch)
+        manager.begin_step(attached(scheduler_output, StepCommands).commands)
         # Commands come first: the batch may need a slot that this step's commands write.
         output = original(self, scheduler_output)
+        has_batch = bool(scheduler_output.total_num_scheduled_tokens)
         has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
         wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
         # None: vLLM calls `sample_tokens` next, whose output carries the reports.
