@@ -83,6 +83,8 @@ class Jobs:
 
     Attributes:
         given: adapters that callers have added past the plan, with their engine ids, by number, until planned.
+        lost: keys of adapters whose slot could not be written in a step. Until the `Evict` batches may still name
+            them; their rows are computed without an adapter, and answered with an error.
 
     Args:
         read: parses and checks the adapter in a directory.
@@ -100,6 +102,7 @@ class Jobs:
     ) -> None:
         self.entries: dict[int, WorkerAdapter] = {}
         self.given: dict[int, tuple[int, LoadedAdapter]] = {}
+        self.lost: set[int] = set()
         self._read = read
         self._files = files
         self._owners = owners
@@ -152,8 +155,7 @@ class Jobs:
         """Write the slot of every adapter with a slot, here and now."""
         for entry in self.entries.values():
             with entry.writing:  # wait for the end of a job that writes the slot
-                if entry.slot is not None and entry.adapter is not None:
-                    entry.adapter.write(entry.slot)
+                self._write_now(entry)
 
     @property
     def is_busy(self) -> bool:
@@ -203,6 +205,11 @@ class Jobs:
 
     def _activate(self, command: Activate) -> None:
         entry = self.entries.get(command.key)
+        if entry is not None and command.key in self.lost:
+            if command.job is not None:
+                self._running.add(command.job)
+                self._fail(command.job, entry, _evicted(entry.spec))
+            return
         if entry is None or entry.adapter is None:
             raise RuntimeError(f"no loaded adapter {command.key} to activate")
         self._leave(entry, entry.adapter)  # an adapter has a single slot
@@ -212,15 +219,34 @@ class Jobs:
         entry.slot = command.slot
         # Without a job the slot is written here, before this step's batch.
         if command.job is None:
-            entry.adapter.write(command.slot)
             self._owners.own(command.slot, command.key)
+            self._write_now(entry)
             return
         # Reserved first: the slot has no owner while the thread writes, so no batch reads half an adapter.
         self._owners.reserve(command.slot)
         self._running.add(command.job)
         self._loader.submit(partial(self._write, command.job, entry, command.slot, self._stream.idle_event()))
 
+    def _write_now(self, entry: WorkerAdapter) -> None:
+        """Write an adapter's slot, if it has one, in the engine loop; an adapter that cannot be written is lost."""
+        if entry.slot is None or entry.adapter is None:
+            return
+        try:
+            entry.adapter.write(entry.slot)
+        except Exception as error:
+            if self._agreement.world_size > 1:
+                raise  # the other workers compute with the adapter: the rows would be of no weights, unnoticed
+            logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
+            self._lose(entry, error)
+
+    def _lose(self, entry: WorkerAdapter, error: Exception) -> None:
+        adapter, entry.adapter = entry.adapter, None
+        self._leave(entry, adapter)
+        self.lost.add(entry.key)
+        self._reports.append(Failed(0, explained(error, entry.spec.name), entry.key))
+
     def _evict(self, key: int) -> None:
+        self.lost.discard(key)
         entry = self.entries.pop(key, None)
         if entry is None:
             return
@@ -237,8 +263,10 @@ class Jobs:
         self._leave(source, source.adapter)
         with entry.writing:
             entry.spec, entry.adapter = source.spec, source.adapter
-            if entry.slot is not None and entry.adapter is not None:
-                entry.adapter.write(entry.slot)
+            if command.source in self.lost:
+                self.lost.discard(command.source)
+                self._lose(entry, _evicted(entry.spec))
+            self._write_now(entry)
 
     def _leave(self, entry: WorkerAdapter, adapter: LoadedAdapter | None) -> None:
         if entry.slot is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_plugins.scheduler.messages import AdapterSpec, Load, Loaded
+from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded, Move
 from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
@@ -42,16 +42,22 @@ class Owners:
 
 
 class Disk:
-    """Reads an adapter in `read_s`, and notes which thread does."""
+    """Reads an adapter in `read_s`, and notes which thread does; slots of adapters named in `bad` cannot be written."""
 
     def __init__(self) -> None:
         self.read_s = 0.0
         self.readers: list[threading.Thread] = []
+        self.bad: set[str] = set()
 
     def read(self, spec: AdapterSpec, path: str) -> LoadedAdapter:
         self.readers.append(threading.current_thread())
         time.sleep(self.read_s)
-        return LoadedAdapter(spec.name, path, A_MB, False, (lambda _: None,))
+
+        def write(slot: int) -> None:
+            if spec.name in self.bad:
+                raise MemoryError("no room for the copy")
+
+        return LoadedAdapter(spec.name, path, A_MB, False, (write,))
 
 
 @pytest.fixture
@@ -88,3 +94,74 @@ def test_no_step_reads_a_disk_however_fast_it_was(jobs: Any, disk: Disk) -> None
     jobs.finish()
     assert len(disk.readers) == 21
     assert threading.current_thread() not in disk.readers
+
+
+def activated(jobs: Any, *commands: Any) -> Failed:
+    """The only report of the step of these commands."""
+    jobs.begin_step(commands)
+    (report,) = jobs.reports()
+    assert isinstance(report, Failed)
+    return report
+
+
+def test_a_slot_that_a_step_cannot_write_costs_one_adapter(jobs: Any, disk: Disk) -> None:
+    for key in (1, 2):
+        load(jobs, key)
+    disk.bad.add("adapter-1")
+    failed = activated(jobs, Activate(1, 0), Activate(2, 1))
+    assert (failed.job, failed.key, failed.error.code, failed.error.adapter) == (0, 1, "L004", "adapter-1")
+    assert jobs._owners.of == {0: None, 1: 2}
+    assert jobs.lost == {1}
+    assert jobs.engine_ids == {2}
+    # The scheduler has planned a step further, and hears of it only then.
+    failed = activated(jobs, Activate(1, 0, job=7))
+    assert (failed.job, failed.key) == (7, 0)
+    disk.bad.clear()
+    jobs.begin_step([Evict(1)])
+    assert jobs.lost == set()
+    load(jobs, 1)
+    jobs.begin_step([Activate(1, 0)])
+    assert jobs.reports() == []
+    assert jobs._owners.of == {0: 1, 1: 2}
+
+
+def test_a_swap_whose_slot_cannot_be_written_costs_one_adapter(jobs: Any, disk: Disk) -> None:
+    for key in (1, 2):
+        load(jobs, key)
+    jobs.begin_step([Activate(1, 0)])
+    disk.bad.add("adapter-2")
+    failed = activated(jobs, Move(1, 2))
+    assert (failed.key, failed.error.code, failed.error.adapter) == (1, "L004", "adapter-2")
+    assert jobs._owners.of == {0: None}
+
+
+def test_slots_written_again_lose_the_adapters_that_fail(jobs: Any, disk: Disk) -> None:
+    for key in (1, 2):
+        load(jobs, key)
+    jobs.begin_step([Activate(1, 0), Activate(2, 1)])
+    disk.bad.add("adapter-2")
+    jobs.rewrite_slots()
+    (failed,) = jobs.reports()
+    assert failed.key == 2
+    assert jobs._owners.of == {0: 1, 1: None}
+
+
+def test_with_several_workers_a_slot_that_cannot_be_written_raises(jobs: Any, disk: Disk) -> None:
+    """The other workers have written it: only the end of all keeps rows of half an adapter from clients."""
+    load(jobs, 1)
+    disk.bad.add("adapter-1")
+    jobs._agreement.world_size = 2
+    with pytest.raises(MemoryError):
+        jobs.begin_step([Activate(1, 0)])
+
+
+def test_a_slot_that_a_thread_cannot_write_costs_one_adapter(jobs: Any, disk: Disk) -> None:
+    load(jobs, 1)
+    disk.bad.add("adapter-1")
+    jobs.begin_step([Activate(1, 0, job=2)])
+    (failed,) = jobs.reports(10.0)
+    assert (failed.job, failed.key, failed.error.code) == (2, 0, "L004")
+    disk.bad.clear()
+    jobs.begin_step([Activate(1, 0, job=3)])
+    (report,) = jobs.reports(10.0)
+    assert isinstance(report, Activated)
