@@ -15,9 +15,13 @@ SWITCH_INTERVAL_S = 0.0002
 
 
 class BackgroundThread:
-    """Runs jobs one after another, on cores that the engine's compute threads leave free where there are any."""
+    """Runs jobs one after another, on cores that the engine's compute threads leave free where there are any.
 
-    def __init__(self, name: str) -> None:
+    `begin` is called first, in the thread.
+    """
+
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
         self._thread.start()
@@ -28,6 +32,7 @@ class BackgroundThread:
 
     def _run(self) -> None:
         _leave_compute_cores()
+        self._begin()
         while True:
             job = self._jobs.get()
             if job is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,39 @@ class Disk:
                 raise MemoryError("no room for the copy")
 
         return LoadedAdapter(spec.name, path, A_MB, False, (write,))
+
+
+class FakeCuda:
+    """In the place of `torch.cuda`: each thread begins on device 0, and streams enter and leave as torch's do.
+
+    Attributes:
+        used: devices that each thread has used, by the thread's name; the first use makes a context on the device.
+    """
+
+    def __init__(self) -> None:
+        self.used: dict[str, set[int]] = {}
+        self._local = threading.local()
+
+    def current_stream(self) -> Any:
+        index = getattr(self._local, "index", 0)
+        self.used.setdefault(threading.current_thread().name, set()).add(index)
+        return SimpleNamespace(device=torch.device("cuda", index), wait_event=lambda _: None)
+
+    def set_device(self, device: torch.device) -> None:
+        self._local.index = device.index
+
+    def Stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(device=device, wait_event=lambda _: None)
+
+    def Event(self) -> Any:
+        return SimpleNamespace(record=self.current_stream, synchronize=lambda: None)
+
+    @contextmanager
+    def stream(self, entered: Any) -> Iterator[None]:
+        left = self.current_stream()
+        self.set_device(entered.device)
+        yield
+        self.set_device(left.device)
 
 
 @pytest.fixture
@@ -165,3 +200,23 @@ def test_a_slot_that_a_thread_cannot_write_costs_one_adapter(jobs: Any, disk: Di
     jobs.begin_step([Activate(1, 0, job=3)])
     (report,) = jobs.reports(10.0)
     assert isinstance(report, Activated)
+
+
+def test_threads_use_no_device_but_their_own(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's context on device 0 would take half a GiB there, after the KV cache was given all that is free."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    cuda.set_device(torch.device("cuda", 1))  # as the worker of rank 1 does, in its own thread
+    fetched = threading.Event()
+    jobs: Any = Jobs(disk.read, Files(), Owners(), SlotStream(torch.device("cuda", 1)), Agreement())  # type: ignore[arg-type]
+    try:
+        load(jobs, 1)
+        jobs.begin_step([Activate(1, 0, job=2)])
+        (report,) = jobs.reports(10.0)
+        assert isinstance(report, Activated)
+        jobs._fetcher.submit(lambda: (cuda.current_stream(), fetched.set()))
+        assert fetched.wait(10.0)
+    finally:
+        jobs.close()
+    used = {name: used for name, used in cuda.used.items() if name.startswith("lora-plugins")}
+    assert used == {"lora-plugins-loading": {1}, "lora-plugins-fetching": {1}}
