@@ -15,6 +15,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
+from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import layers
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.tuning import load_table
@@ -29,6 +30,9 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
     `lora_plugins.kernels.reference`. float16, bfloat16 and float32.
     """
 
+    token_mapping_meta: Any
+    prompt_mapping_meta: Any
+
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, **kwargs: Any) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self._operators = _operators(torch.device(device))
@@ -36,6 +40,8 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._has_layers = False
         self._some_by_vllm = False
+        self._grouping = self.token_mapping_meta, self.prompt_mapping_meta
+        self.token_mapping_meta = self.prompt_mapping_meta = _NeverFilled()
 
     def register(self, module: Any) -> None:
         """Prepare for a layer that will call this wrapper.
@@ -50,6 +56,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         if not self._some_by_vllm:
             logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)
         self._some_by_vllm = True
+        self.token_mapping_meta, self.prompt_mapping_meta = self._grouping
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
@@ -146,6 +153,22 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         )
 
 
+class _NeverFilled:
+    """In the place of vLLM's grouping of rows, where no layer needs the grouping.
+
+    vLLM's operators take a grouping that nobody fills for a batch without adapters, and compute nothing.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and torch ask every object for its protocols
+            raise AttributeError(name)
+        raise InvalidSettings(
+            "a model that was compiled for vLLM's own LoRA kernels, in vLLM's compile cache",
+            expected="one that was compiled for the kernels of LORA_PLUGINS_KERNELS",
+            remedy="delete torch_compile_cache in VLLM_CACHE_ROOT, and start again",
+        )
+
+
 def _operators(device: Any) -> Operators:
     table = load_table(_architecture(device))
     config = get_current_vllm_config_or_none()
@@ -175,6 +198,7 @@ LEDGER = (
             PunicaWrapperGPU.apply_lora_full_linear(
                 self, y, x, weight_stacked, bias_stacked, module_enabled)  # since 0.31
             PunicaWrapperGPU.update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+            PunicaWrapperGPU{token_mapping_meta, prompt_mapping_meta}
         vllm.lora.punica_wrapper.punica_base:
             PunicaWrapperBase._update_base_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size)
             PunicaWrapperBase._select_full_linear_output(self, y, adapter_y, bias_stacked, module_enabled)  # since 0.31
@@ -184,8 +208,9 @@ LEDGER = (
         vllm.config: get_current_vllm_config_or_none
         """,
         what="subclassed; these methods are overridden. update_metadata only finds each row's slot, without vLLM's "
-        "grouping, unless a layer is computed by vLLM's own path. Configuration is read when the wrapper is made: "
-        "whether rows must not depend on each other, and compilation_config.max_cudagraph_capture_size",
+        "grouping, unless a layer is computed by vLLM's own path; until then reading the grouping raises. The "
+        "configuration is read when the wrapper is made: whether rows must not depend on each other, and "
+        "compilation_config.max_cudagraph_capture_size",
         why="vLLM's work follows max_lora_rank, and it groups rows with a wait for the device in every step",
         remove="vLLM's Triton kernels know true ranks and group rows on the device",
     ),

@@ -49,7 +49,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load an adapter into host memory: in a background thread, or before this step's batch if a load is shorter."""
+    """Load an adapter into host memory, in a background thread."""
 
     spec: AdapterSpec
     key: int
@@ -109,10 +109,16 @@ class Activated:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker could not load or activate the adapter, which is in no slot, and leaves host memory with `Evict`."""
+    """A worker could not load or activate the adapter, which is in no slot, and leaves host memory with `Evict`.
+
+    Attributes:
+        key: of an adapter whose slot could not be written before a step's batch, without a job; `job` is then 0. The
+            batch, and all until the `Evict`, computed its rows without an adapter.
+    """
 
     job: int
     error: LoRAPluginsError
+    key: int = 0
 
 
 @dataclass(frozen=True, slots=True)

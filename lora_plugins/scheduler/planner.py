@@ -402,7 +402,9 @@ class Planner:
                 state.set_slots(report)
                 continue
             adapter = state.jobs.get(report.job)
-            if adapter is None:
+            if isinstance(report, Failed) and report.key:  # without a job: a slot that a step could not write
+                adapter = state.adapters.get(report.key)
+            if adapter is None or not (adapter.job or adapter.is_loaded):
                 continue  # evicted meanwhile
             match report:
                 case Loaded():

@@ -1,9 +1,8 @@
 """Carries out the scheduler's commands: loads and slot writes in background threads, and reports at their end.
 
-The engine loop calls `begin_step` and `reports`; jobs run in threads of this module. A load that is shorter than a step
-is the exception: the engine loop does such a load before the batch, because a thread beside the batch would make
-several steps slower. On CUDA a side stream writes a slot. The side stream waits until all work launched before the
-command has finished with the slot; the loop's stream waits for the copies before a batch computes with the slot.
+The engine loop calls `begin_step` and `reports`, and never reads a disk; jobs run in threads of this module. On CUDA a
+side stream writes a slot. The side stream waits until all work launched before the command has finished with the slot;
+the loop's stream waits for the copies before a batch computes with the slot.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lora_plugins.scheduler.messages import (
     Report,
 )
 from lora_plugins.worker.agreement import Agreement
-from lora_plugins.worker.background import BackgroundThread, LoadTimes
+from lora_plugins.worker.background import BackgroundThread
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.loading import explained
 from lora_plugins.worker.materialise import MissingFilesFetcher
@@ -84,6 +83,8 @@ class Jobs:
 
     Attributes:
         given: adapters that callers have added past the plan, with their engine ids, by number, until planned.
+        lost: keys of adapters whose slot could not be written in a step. Until the `Evict` batches may still name
+            them; their rows are computed without an adapter, and answered with an error.
 
     Args:
         read: parses and checks the adapter in a directory.
@@ -101,14 +102,14 @@ class Jobs:
     ) -> None:
         self.entries: dict[int, WorkerAdapter] = {}
         self.given: dict[int, tuple[int, LoadedAdapter]] = {}
-        self.times = LoadTimes()
+        self.lost: set[int] = set()
         self._read = read
         self._files = files
         self._owners = owners
         self._stream = stream
         self._agreement = agreement
-        self._loader = BackgroundThread("lora-plugins-loading")
-        self._fetcher = BackgroundThread("lora-plugins-fetching")
+        self._loader = BackgroundThread("lora-plugins-loading", stream.use_device)
+        self._fetcher = BackgroundThread("lora-plugins-fetching", stream.use_device)
         self._done: deque[_Done] = deque()
         self._something_done = threading.Event()
         self._running: set[int] = set()  # jobs that still run in a thread
@@ -116,10 +117,9 @@ class Jobs:
 
     # --- in the engine loop ---
 
-    def begin_step(self, commands: Sequence[Command], *, has_batch: bool = False) -> None:
+    def begin_step(self, commands: Sequence[Command]) -> None:
         """Take over results of the background, then carry out the scheduler's commands for this step."""
         self._take_over()
-        self.times.begin_step(has_batch=has_batch)
         for command in commands:
             match command:
                 case Load():
@@ -130,12 +130,9 @@ class Jobs:
                     self._evict(command.key)
                 case Move():
                     self._move(command)
-        if has_batch:
-            self.times.begin_batch()
 
     def reports(self, wait_s: float = 0.0) -> list[Report]:
         """Return the jobs done by all workers since the last call; wait up to `wait_s` while a job runs."""
-        self.times.end_batch()
         deadline = time.monotonic() + wait_s
         while True:
             self._take_over()
@@ -158,8 +155,7 @@ class Jobs:
         """Write the slot of every adapter with a slot, here and now."""
         for entry in self.entries.values():
             with entry.writing:  # wait for the end of a job that writes the slot
-                if entry.slot is not None and entry.adapter is not None:
-                    entry.adapter.write(entry.slot)
+                self._write_now(entry)
 
     @property
     def is_busy(self) -> bool:
@@ -173,15 +169,9 @@ class Jobs:
 
     def _load(self, command: Load) -> None:
         entry = self.entries[command.key] = WorkerAdapter(command.key, command.spec)
-        # A load beside running jobs goes to the loader thread too, behind the earlier loads.
-        is_alone = not self._running
         self._running.add(command.job)
-        spec = command.spec
-        if spec.given:
+        if command.spec.given:
             self._take_given(command.job, entry)
-        elif is_alone and self._files.is_here(spec.path) and self.times.take(spec.size_bytes):
-            self._read_from(command.job, entry, spec.path)
-            self._take_over()
         else:
             self._loader.submit(partial(self._run_load, command.job, entry))
 
@@ -215,6 +205,11 @@ class Jobs:
 
     def _activate(self, command: Activate) -> None:
         entry = self.entries.get(command.key)
+        if entry is not None and command.key in self.lost:
+            if command.job is not None:
+                self._running.add(command.job)
+                self._fail(command.job, entry, _evicted(entry.spec))
+            return
         if entry is None or entry.adapter is None:
             raise RuntimeError(f"no loaded adapter {command.key} to activate")
         self._leave(entry, entry.adapter)  # an adapter has a single slot
@@ -224,15 +219,34 @@ class Jobs:
         entry.slot = command.slot
         # Without a job the slot is written here, before this step's batch.
         if command.job is None:
-            entry.adapter.write(command.slot)
             self._owners.own(command.slot, command.key)
+            self._write_now(entry)
             return
         # Reserved first: the slot has no owner while the thread writes, so no batch reads half an adapter.
         self._owners.reserve(command.slot)
         self._running.add(command.job)
         self._loader.submit(partial(self._write, command.job, entry, command.slot, self._stream.idle_event()))
 
+    def _write_now(self, entry: WorkerAdapter) -> None:
+        """Write an adapter's slot, if it has one, in the engine loop; an adapter that cannot be written is lost."""
+        if entry.slot is None or entry.adapter is None:
+            return
+        try:
+            entry.adapter.write(entry.slot)
+        except Exception as error:
+            if self._agreement.world_size > 1:
+                raise  # the other workers compute with the adapter: the rows would be of no weights, unnoticed
+            logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
+            self._lose(entry, error)
+
+    def _lose(self, entry: WorkerAdapter, error: Exception) -> None:
+        adapter, entry.adapter = entry.adapter, None
+        self._leave(entry, adapter)
+        self.lost.add(entry.key)
+        self._reports.append(Failed(0, explained(error, entry.spec.name), entry.key))
+
     def _evict(self, key: int) -> None:
+        self.lost.discard(key)
         entry = self.entries.pop(key, None)
         if entry is None:
             return
@@ -249,8 +263,10 @@ class Jobs:
         self._leave(source, source.adapter)
         with entry.writing:
             entry.spec, entry.adapter = source.spec, source.adapter
-            if entry.slot is not None and entry.adapter is not None:
-                entry.adapter.write(entry.slot)
+            if command.source in self.lost:
+                self.lost.discard(command.source)
+                self._lose(entry, _evicted(entry.spec))
+            self._write_now(entry)
 
     def _leave(self, entry: WorkerAdapter, adapter: LoadedAdapter | None) -> None:
         if entry.slot is not None:
@@ -294,21 +310,17 @@ class Jobs:
         self._loader.submit(partial(self._read_from, job, entry, path))
 
     def _read_from(self, job: int, entry: WorkerAdapter, path: str) -> None:
-        """Read the adapter in `path`, in the background or in the engine loop."""
         spec, began_at = entry.spec, time.perf_counter()
         try:
             try:
                 if entry.is_evicted:
                     raise _evicted(spec)
-                with self.times.of_load(spec.size_bytes):
-                    adapter = self._read(spec, path)
+                adapter = self._read(spec, path)
             finally:
                 # Before the end of the job is known: whoever waits for the job then finds the lease ended.
                 self._files.release(path)
-        except BaseException as error:  # whatever vLLM raises, the engine and all other adapters go on
+        except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and all other adapters go on
             self._fail(job, entry, error)
-            if not isinstance(error, Exception):
-                raise  # KeyboardInterrupt and SystemExit must end the process, where this thread is the engine loop
             return
         with entry.writing:
             if not entry.is_evicted:

@@ -100,10 +100,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     # --- the scheduler's commands, in the engine loop ---
 
-    def begin_step(self, commands: Sequence[Command], *, has_batch: bool = False) -> None:
+    def begin_step(self, commands: Sequence[Command]) -> None:
         """Carry out the commands before this step's batch, if there is a batch."""
         self._is_planned = self._is_planned or bool(commands)
-        self.jobs.begin_step(commands, has_batch=has_batch)
+        self.jobs.begin_step(commands)
 
     def reports(self, wait_s: float = 0.0) -> list[Report]:
         """Return the jobs done since the last call; wait up to `wait_s` for a result while a job runs."""
@@ -152,11 +152,11 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     # --- vLLM's manager API, in the engine loop ---
 
     def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
-        """Do as vLLM does; rows of dummies without a slot are computed without an adapter."""
+        """Do as vLLM does; rows of dummies without a slot, and of lost adapters, are computed without an adapter."""
         self._apply_adapters(requests)
         if mapping is None:
             return
-        if self._dummies:
+        if self._dummies or self.jobs.lost:
             mapping = _without(mapping, self._adapter_manager.lora_index_to_id)
         self._adapter_manager.set_adapter_mapping(mapping)
 
@@ -168,7 +168,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         for request in wanted:
             if request.lora_int_id in self._adapter_manager.lora_index_to_id:
                 continue
-            if request in self._dummies:
+            if request in self._dummies or request.lora_int_id in self.jobs.lost:
                 continue
             if request.lora_int_id not in super().list_adapters():  # vLLM's own, of a warm-up
                 raise RuntimeError(f"a batch with adapter '{request.lora_name}', which is in no slot")

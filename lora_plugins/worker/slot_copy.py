@@ -130,6 +130,12 @@ class SlotStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    def use_device(self) -> None:
+        """Make the stream's device the calling thread's; each thread begins with device 0, whatever others use."""
+        # Else page-locked memory, and the end of `write`, would make a context of 0.5 GiB on device 0 for each rank.
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
+
     def idle_event(self) -> Any:
         """Return an event after all work launched so far; None where launching means computing."""
         if self._stream is None:

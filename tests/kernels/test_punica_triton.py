@@ -39,6 +39,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels.triton_ops.ranks import _RankTable
 from lora_plugins.vllm_patches.worker.punica_wrapper import register_layers
 from tests.kernels.triton_bed import TOLERANCE
@@ -276,10 +277,15 @@ def test_vllms_grouping_of_rows_is_done_for_experts_alone(by_vllm: bool) -> None
     layer_of("column", wrapper)
     if by_vllm:
         wrapper.register(torch.nn.Identity())  # a layer that only vLLM's kernels compute
-    grouped = wrapper.token_mapping_meta.num_tokens_per_lora
+    grouped = wrapper._grouping[0].num_tokens_per_lora
     before = grouped.clone()
     map_rows(wrapper, MIXED)
     assert (not torch.equal(grouped, before)) is by_vllm
+    if by_vllm:
+        assert wrapper.token_mapping_meta.num_tokens_per_lora is grouped
+        return
+    with pytest.raises(InvalidSettings, match="compiled for vLLM's own LoRA kernels"):
+        _ = wrapper.token_mapping_meta.num_tokens_per_lora
 
 
 @pytest.mark.parametrize("rows", [4, 1])

@@ -270,3 +270,28 @@ def test_a_run_without_adapters_takes_the_memory_of_one_with(change: dict[str, A
         )
         assert 0 < allocated_bytes(bed) <= measured
     assert allocated_bytes(profiled) == 0, "it has been taken"
+
+
+@pytest.mark.parametrize("n_in", [24, 8200], ids=["narrow", "wide input"])
+def test_a_run_without_adapters_launches_every_plan(n_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched first while serving is compiled in the engine's loop, and everybody waits."""
+    launched: set[object] = set()
+    for name in ("shrink", "expand", "fused"):
+        launch = getattr(operators, name)
+
+        def noting(*args: Any, launch: Any = launch, **kwargs: Any) -> None:
+            launched.update(it for it in args if isinstance(it, ShrinkTile | ExpandTile | FusedTile))
+            launch(*args, **kwargs)
+
+        monkeypatch.setattr(operators, name, noting)
+    rows = 2100
+    made = set_up(read_table(PACKAGED / "default.json"))
+    bed = Bed.make([-1] * rows, [(16, 16), (5, 0)], widths=(16, 8), n_in=n_in)
+    assert torch.equal(linear(bed), bed.y)
+    plans = {made.plan(size, n_in, 16) for size in range(1, rows + 1)}
+    assert len(plans) > 3
+    reachable = {tile for plan in plans for tile in ([plan.fused] if plan.fused else [plan.shrink, plan.expand])}
+    assert launched == reachable
+    launched.clear()
+    linear(bed)
+    assert launched == set(), "once"

@@ -8,6 +8,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.worker.gpu import lora_utils
 
 from lora_plugins.vllm_patches import lora_request
 
@@ -31,6 +32,21 @@ def test_vllm_takes_two_versions_for_one_and_we_do_not(monkeypatch) -> None:
         assert old != "sql"
     finally:
         LoRARequest.__eq__, LoRARequest.__hash__ = vllms
+
+
+def test_each_generation_counts_among_a_batchs_adapters() -> None:
+    """With `--specialize-active-lora` the second model runner takes the kernels' grid by this number."""
+    requests = {"before": request(1, "/store/aa"), "after": request(2, "/store/bb"), "moved": request(2, "/store/bb#m")}
+    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
+    try:
+        lora_request.distinguish_versions()
+        state = lora_utils.LoraState(max_num_reqs=4)
+        for index, (name, of) in enumerate(requests.items()):
+            state.add_request(name, index, of)
+        found = lora_utils.get_num_active_loras_for_dispatch(object(), state, list(requests), False)
+    finally:
+        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
+    assert found == 2
 
 
 def test_prefixes_are_keyed_by_path_in_every_vllm(monkeypatch) -> None:

@@ -224,6 +224,21 @@ def test_dummies_with_the_ids_of_planned_adapters(make_manager: Make, adapters: 
     assert wrong_answers(manager, adapters[0], adapters[1]) == []
 
 
+def test_rows_of_a_lost_adapter_are_computed_without_one(make_manager: Make, adapters: list[Adapter]) -> None:
+    """Batches that were planned before the scheduler heard of it still name the adapter."""
+    manager = make_manager()
+    serve(manager, adapters[0], 0)
+    bring(manager, adapters[1])
+    broken = replace(manager.jobs.entries[2].adapter, writes=(lambda _: 1 / 0,))
+    manager.jobs.entries[2].adapter = broken
+    manager.begin_step([Activate(2, 1)])
+    (failed,) = manager.reports()
+    assert (failed.key, failed.error.code) == (2, "L005")
+    step(manager, adapters[0], adapters[1])
+    assert punica_indices(manager) == [0, -1]
+    assert wrong_answers(manager, adapters[0]) == []
+
+
 def test_a_dummy_is_never_computed_in_an_adapters_name(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager(slots=2)
     bring(manager, adapters[0])

@@ -149,8 +149,10 @@ class Operators:
             packed = known.packed[key] = PackedModule(a, b, output_slices, offset)
         return packed, known
 
-    def reserve(self, x: Any, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int) -> None:
+    def reserve(self, x: Any, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int) -> bool:
         """Take, for a moment, the memory that a batch of up to these rows would need if the batch had adapters.
+
+        Returns False where a batch as large has been here before, or a graph is captured.
 
         vLLM profiles memory with the largest batch, without adapters, and gives all memory that was unused then to the
         KV cache.
@@ -158,7 +160,7 @@ class Operators:
         rows = x.shape[0]
         known = self._known.get(a[0].data_ptr())
         if (known is not None and rows <= known.reserved_rows) or _capturing():
-            return
+            return False
         module, known = self.module(a, b, output_slices, offset)
         known.reserved_rows = rows
         plans = (self.table.invariant(),) if self.batch_invariant else self.table.plans
@@ -166,6 +168,12 @@ class Operators:
         most = max(plan.shrink.splits * min(rows, plan.max_rows) for plan in within)
         # Not kept: PyTorch's allocator keeps the block, and vLLM's profile counts the peak.
         torch.empty(most, module.slices, module.max_rank, dtype=torch.float32, device=x.device)
+        return True
+
+    def reachable_plans(self, rows: int, n_in: int, n_out: int) -> list[Plan]:
+        """Return the plans of all batches of up to `rows` rows."""
+        sizes = sorted({min(rows, plan.max_rows) for plan in self.table.plans})
+        return list(dict.fromkeys(self.plan(size, n_in, n_out) for size in sizes))
 
     def takes_dense_path(self, y: Any, x: Any, batch: Any) -> bool:
         """Whether the host may and should compute this batch by plain products."""
@@ -226,7 +234,12 @@ def lora_linear(
     operators = in_use(batch[3])
     # No row has an adapter, as in vLLM's profiling run: nothing to add.
     if not batch[1]:
-        operators.reserve(x, a, b, output_slices, offset)
+        if operators.reserve(x, a, b, output_slices, offset):
+            module, known = operators.module(a, b, output_slices, offset)
+            x, chunks = _rows(x, module), Chunks.over(order, table, module.slots, 1)
+            # Each kernel runs on one row without an adapter, which changes nothing: none is compiled while serving.
+            for plan in operators.reachable_plans(x.shape[0], x.shape[1], module.widest):
+                _compute(y[:1], x[:1], module, known, chunks, plan, scale, add_inputs=add_inputs)
         return
     module, known = operators.module(a, b, output_slices, offset)
     x = _rows(x, module)
@@ -248,6 +261,12 @@ def lora_linear(
         return
     chunks = Chunks.over(order, table, module.slots, batch[0])
     plan = operators.plan(x.shape[0], x.shape[1], module.widest)
+    _compute(y, x, module, known, chunks, plan, scale, add_inputs=add_inputs)
+
+
+def _compute(
+    y: Any, x: Any, module: PackedModule, known: _Known, chunks: Chunks, plan: Plan, scale: float, *, add_inputs: bool
+) -> None:
     if plan.fused is not None:
         fused(y, x, module, known.device, chunks, plan.chunk, plan.fused, scale, add_inputs=add_inputs)
         return

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.messages import AdapterSpec, Command
+from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.request_queue import AdapterQueue, Order, Places
 from lora_plugins.vllm_patches.answer_messages import VERSIONS, aborted_output, refused_output
@@ -330,14 +330,22 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Update as vLLM does, with the workers' reports, and errors for requests that were refused."""
-        # Before vLLM takes the step's output: tokens sampled from NaN must reach no client.
-        without_numbers = self._finite_answers.without_numbers(self.requests, model_runner_output)
-        for request in without_numbers:
-            self._end_without_numbers(request)
+        # Before vLLM takes the step's output: tokens sampled from NaN, or of no weights, must reach no client.
+        reports = attached(model_runner_output, StepReports).reports
+        errors: dict[Any, LoRAPluginsError] = {
+            request: no_numbers(request.lora_request.lora_name, "an answer")
+            for request in self._finite_answers.without_numbers(self.requests, model_runner_output)
+        }
+        lost = {report.key: report.error for report in reports if isinstance(report, Failed) and report.key}
+        for request in self.running if lost else ():
+            if request.lora_request is not None and request.lora_request.lora_int_id in lost:
+                errors[request] = lost[request.lora_request.lora_int_id]
+        for request in errors:
+            self._end_without_tokens(request)
         outputs, now = super().update_from_output(scheduler_output, model_runner_output), time.monotonic()
         self._end_dropped()
-        for request in without_numbers:
-            _answer(outputs, request, no_numbers(request.lora_request.lora_name, "an answer"))
+        for request, error in errors.items():
+            _answer(outputs, request, error)
         for of_client in outputs.values():
             for output in of_client.outputs:
                 if (versions := self._versions.get(output.request_id)) is not None:
@@ -345,7 +353,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                 if output.finish_reason is not None and self._has_ended(output.request_id):
                     self._forget(output.request_id)
         self.planner.carried_out(attached(scheduler_output, StepCommands).commands)
-        self.planner.reported(attached(model_runner_output, StepReports).reports, now)
+        self.planner.reported(reports, now)
         slots = self.planner.state.slots.total
         # `schedule` skips a waiting request whose adapter would be the first above `max_loras` in the batch, and
         # asserts the number (vllm/v1/core/sched/scheduler.py, 0.32); pointed slots are more.
@@ -368,7 +376,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             if not is_queued and self.requests.get(request.request_id) is request:
                 self.planner.ended([request.request_id], time.monotonic())
 
-    def _end_without_numbers(self, request: Any) -> None:
+    def _end_without_tokens(self, request: Any) -> None:
         from vllm.v1.request import RequestStatus
 
         # Before the end: vLLM forgets which blocks a finished request had.

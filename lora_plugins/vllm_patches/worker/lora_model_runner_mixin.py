@@ -84,8 +84,15 @@ def require_planned(manager: Any) -> Any:
     """Return the manager of a worker, in every step.
 
     Raises:
-        InvalidSettings: the manager takes no commands from the scheduler.
+        InvalidSettings: the manager is missing, or takes no commands from the scheduler.
     """
+    if manager is None:
+        # Without a word the plan would be dropped, and requests would wait for slots that nobody writes.
+        raise InvalidSettings(
+            "a worker with LoRA, but without a manager at model_runner.lora_manager",
+            expected="a model runner with vLLM's LoRAModelRunnerMixin",
+            remedy="serve with a tested release of vLLM, or leave lora_lru_manager out of VLLM_PLUGINS",
+        )
     if not hasattr(manager, "begin_step"):
         raise _not_planned(type(manager), "put in the place of ours")
     return manager

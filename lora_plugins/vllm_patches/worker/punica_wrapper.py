@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from typing import Any
 
+from lora_plugins import __version__
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.ranks import at_once
@@ -52,14 +54,27 @@ def architecture(platform: Any) -> str | None:
 
 
 def use_wrapper(dotted_name: str) -> None:
-    """Have vLLM make the punica wrapper of this name, and register layers with the wrapper."""
+    """Have vLLM make the punica wrapper of this name, register layers with it, and compile models apart for it."""
+    from vllm.config.lora import LoRAConfig
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
     # On the class: vLLM pickles no platform, and each process finds its own `current_platform`.
     setattr(platform, _OURS, True)
     platform.get_punica_wrapper = classmethod(lambda _: dotted_name)
+    wrap(LoRAConfig, "compute_hash", _of_our_kernels)
     register_layers()
+
+
+def _of_our_kernels(original: Any) -> Any:
+    def compute_hash(self: Any) -> str:
+        from vllm.platforms import current_platform
+
+        # A compiled model calls the operators of the wrapper that it was traced with, whatever a later start chooses.
+        factors = original(self), current_platform.get_punica_wrapper(), __version__
+        return hashlib.sha256(repr(factors).encode()).hexdigest()
+
+    return compute_hash
 
 
 def register_layers() -> None:
@@ -113,6 +128,12 @@ LEDGER = (
         "are called, to choose the kernels",
         why="vLLM makes every layer's kernels from this dotted name, in every process",
         remove="vLLM lets a plugin name its LoRA kernels",
+    ),
+    Patch(
+        "vllm.config.lora: LoRAConfig.compute_hash(self)",
+        what="wrapped where our wrapper is made: the wrapper's name and our version are part of the hash",
+        why="a restart with other kernels would load the model that was compiled with the earlier ones",
+        remove="vLLM's hash has the name of the punica wrapper",
     ),
     Patch(
         "vllm.lora.layers.base: BaseLayerWithLoRA.set_mapping(self, punica_wrapper)",

@@ -54,10 +54,12 @@ def manager_of(worker: Any) -> Any:
     """Return our manager in a worker; None where LoRA is off.
 
     Raises:
-        InvalidSettings: another package has replaced the manager.
+        InvalidSettings: another package has replaced the manager, or a worker with LoRA has none where vLLM's has.
     """
     manager = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
-    return None if manager is None else lora_model_runner_mixin.require_planned(manager)
+    if manager is None and worker.vllm_config.lora_config is None:
+        return None
+    return lora_model_runner_mixin.require_planned(manager)
 
 
 def _initialising(original: Any) -> Any:
@@ -75,10 +77,10 @@ def _executing(original: Any) -> Any:
         manager = manager_of(self.worker)
         if manager is None:
             return original(self, scheduler_output)
-        has_batch = bool(scheduler_output.total_num_scheduled_tokens)
-        manager.begin_step(attached(scheduler_output, StepCommands).commands, has_batch=has_batch)
+        manager.begin_step(attached(scheduler_output, StepCommands).commands)
         # Commands come first: the batch may need a slot that this step's commands write.
         output = original(self, scheduler_output)
+        has_batch = bool(scheduler_output.total_num_scheduled_tokens)
         has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
         wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
         # None: vLLM calls `sample_tokens` next, whose output carries the reports.
@@ -167,7 +169,7 @@ LEDGER = (
             WorkerWrapperBase{worker, vllm_config}
             WorkerWrapperBase.init_device(self)
             WorkerWrapperBase.execute_model(self, scheduler_output)
-            WorkerBase{model_runner}
+            WorkerBase{model_runner, vllm_config}
             WorkerBase.sample_tokens(self, grammar_output)
         vllm.v1.outputs:
             EMPTY_MODEL_RUNNER_OUTPUT

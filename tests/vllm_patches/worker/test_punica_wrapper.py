@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lora_plugins.vllm_patches.worker import punica_wrapper
 SCRIPT = """
 import json, os, sys
 from lora_plugins.kernels.compiled import build
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -43,6 +45,7 @@ for line in sys.stdin:
             "untouched": wrapped is original,
             "wrapped_once": getattr(wrapped, "__wrapped__", None) is original,
             "error": error,
+            "hash": VllmConfig(lora_config=LoRAConfig(lora_dtype="float16")).compute_hash(),
         }), flush=True)
         os._exit(0)
     os.wait()
@@ -93,13 +96,20 @@ def outcomes():
 )
 def test_our_wrapper_is_made_where_the_plugin_is_named(outcomes, env, wrapper):
     wanted = {"wrapper": wrapper, "untouched": False, "wrapped_once": True, "error": ""}
-    assert outcomes[env] == {**wanted, "products": 0}
+    assert outcomes[env] == {**wanted, "products": 0, "hash": ANY}
 
 
 @pytest.mark.parametrize("env", ["others", "all", "named, vllm", "named, without a compiler"])
 def test_elsewhere_vllm_is_as_without_us(outcomes, env):
     wanted = {"wrapper": VLLMS_OWN, "untouched": True, "wrapped_once": False, "error": ""}
-    assert outcomes[env] == {**wanted, "products": 0}
+    assert outcomes[env] == {**wanted, "products": 0, "hash": outcomes["others"]["hash"]}
+
+
+def test_each_wrapper_has_compiled_models_of_its_own(outcomes):
+    """vLLM keeps compiled models by this hash, and they call the operators of the wrapper that they were made for."""
+    of_wrapper = {outcome["wrapper"]: outcome["hash"] for outcome in outcomes.values()}
+    assert len(of_wrapper) > 1
+    assert len(set(of_wrapper.values())) == len(of_wrapper)
 
 
 def test_startup_fails_with_kernels_that_cannot_be_had(outcomes):

@@ -30,13 +30,11 @@ class Manager:
     def __init__(self, events: list[str]) -> None:
         self.events, self.commands = events, []
         self.waited_s: list[float] = []
-        self.had_batch: list[bool] = []
         self.slots, self.has_told_slots = Slots(2, 3), True
 
-    def begin_step(self, commands: Any, *, has_batch: bool = False) -> None:
+    def begin_step(self, commands: Any) -> None:
         self.events.append("commands")
         self.commands += commands
-        self.had_batch.append(has_batch)
 
     def reports(self, wait_s: float = 0.0) -> list[Any]:
         self.waited_s.append(wait_s)
@@ -49,6 +47,7 @@ class Worker(WorkerBase):
     def __init__(self, output: Any, sampled: Any = None, *, lora: bool = True) -> None:
         self.events: list[str] = []
         self.output, self.sampled = output, sampled
+        self.vllm_config = SimpleNamespace(lora_config=object() if lora else None)
         self.model_runner = SimpleNamespace(lora_manager=Manager(self.events)) if lora else SimpleNamespace()
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -103,7 +102,6 @@ def test_commands_come_before_the_batch_and_reports_with_its_output() -> None:
     assert of.events == ["commands", "batch"]
     assert of.model_runner.lora_manager.commands == ["command"]
     assert attached(found, StepReports).reports == (REPORT,), "executors pickle both"
-    assert of.model_runner.lora_manager.had_batch == [True]
 
 
 def test_vllms_shared_empty_output_is_copied() -> None:
@@ -113,7 +111,6 @@ def test_vllms_shared_empty_output_is_copied() -> None:
     assert attached(EMPTY_MODEL_RUNNER_OUTPUT, StepReports) == StepReports()
     assert found == copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
     assert of.model_runner.lora_manager.waited_s == [worker_base.EMPTY_STEP_WAIT_S]
-    assert of.model_runner.lora_manager.had_batch == [False]
 
 
 def test_an_empty_step_beside_other_ranks_is_short() -> None:
@@ -149,7 +146,6 @@ def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
     wrapped = wrapper(Worker(output()))
     assert wrapped.lora_plugins_step([COMMAND], 0.0) == [REPORT]
     assert wrapped.worker.model_runner.lora_manager.commands == [COMMAND]
-    assert wrapped.worker.model_runner.lora_manager.had_batch == [False]
 
 
 def test_a_worker_says_what_it_has_slots_of() -> None:
@@ -234,3 +230,13 @@ def test_a_manager_put_there_later_is_named_in_a_step() -> None:
     wrapped.worker.model_runner.lora_manager = LoadsNothing()
     with pytest.raises(InvalidSettings, match="LoadsNothing"):
         wrapped.execute_model(batch())
+
+
+def test_a_worker_with_lora_and_no_manager_is_an_error() -> None:
+    """As after a rename in vLLM: without one, commands would be dropped without a word."""
+    runner = vars(Worker(output()).model_runner)
+    wrapped = wrapper(Worker(output(), sampled=output()))
+    wrapped.worker.model_runner = SimpleNamespace(manager_of_lora=runner["lora_manager"])
+    for call in (wrapped.execute_model, wrapped.sample_tokens, lambda _: wrapped.lora_plugins_step([COMMAND], 0.0)):
+        with pytest.raises(InvalidSettings, match="without a manager at"):
+            call(batch(COMMAND))
