@@ -72,19 +72,14 @@ def have_one_leave(
             pool.passed_on_at = now
             for adapter in [it for it in state.leaving if it in pool.owners and it not in state.draining]:
                 state.leave(adapter, None)
-    if state.reserved_for is not None:
-        _reserve(state, state.reserved_for, now)
-    elif without_room:
-        first = without_room[0]
-        if first.waits_since is None:
+    if state.reserved_for is None:
+        if not without_room or without_room[0].waits_since is None:
             return next_at
-        look_at = max(state.made_room_at, first.waits_since) + share_s(state, patience_s)
+        look_at = max(state.made_room_at, without_room[0].waits_since) + share_s(state, patience_s)
         if look_at > now:
             return min(next_at, look_at)
-        _reserve(state, first, now)
-        if any(it.can_be_displaced for it in state.draining):
-            return now  # the next step has the room
-    return next_at
+    is_unused = _reserve(state, state.reserved_for or without_room[0], now)
+    return now if is_unused else next_at  # the next step has the room
 
 
 def share_s(state: PlannerState, patience_s: float) -> float:
@@ -116,10 +111,11 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
     return float("inf")
 
 
-def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
+def _reserve(state: PlannerState, adapter: Adapter, now: float) -> bool:
     """Choose adapters to evict, once unused, for `adapter`: later arrivals, then the fewest running requests.
 
     The choice stands until the load: without a reservation, requests would use freed room before enough room is free.
+    Returns whether one of those that were chosen now runs nothing.
     """
     state.reserved_for = adapter
     gone = [it.key for it in state.draining if it.key not in state.cache.idle]
@@ -127,7 +123,7 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
     # Idle adapters may go at any time, so only the rest has to drain.
     places_over, bytes_over = places_over - len(state.cache.idle), bytes_over - state.cache.idle_bytes
     if places_over <= 0 and bytes_over <= 0:
-        return
+        return False
     residents = [state.adapters[key] for key in state.cache.sizes_bytes if key not in state.cache.idle]
     residents = [it for it in residents if not it.is_unevictable and it not in state.draining]
     behind = [it for it in residents if it.can_be_displaced and it.order > adapter.order]
@@ -147,3 +143,4 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> None:
         else:
             state.draining[other] = None
             state.leave(other, now if other.leaving_since is None else other.leaving_since)
+    return any(other.can_be_displaced for other in chosen)

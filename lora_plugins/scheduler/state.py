@@ -430,7 +430,8 @@ class PlannerState:
         """Note that the workers have an adapter in host memory; an adapter that takes more than the room is evicted."""
         self.end_job(adapter)
         adapter.residency = LOADED
-        self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
+        is_current = self.generations.key_of(adapter.spec.engine_id) == adapter.key
+        self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s, is_current=is_current)
         # Files may say less than the weights take: others are evicted for the rest, or else this adapter.
         victims = self.cache.victims(())
         for key in [adapter.key] if victims is None else victims:

@@ -179,3 +179,18 @@ def test_a_session_that_its_stale_output_ends_frees_its_slot(make_engine: Make) 
     for _ in range(20):
         engine.step()
     assert len(engine.tokens_of("other")) == 3
+
+
+def test_room_reserved_during_a_load_is_taken_once_loaded(make_world: Worlds) -> None:
+    """The loaded adapter runs nothing, and gives way at once to a request of a better priority."""
+    world = make_world(max_loras=1, max_cpu_loras=1, policy="priority")
+    engine = world.engine
+    engine.holds_back = True
+    world.add("low", 1, priority=1)
+    world.step()
+    world.add("high", 2, priority=0)
+    for _ in range(40):  # more than the planner's patience
+        world.step()
+    engine.holds_back = False
+    engine.run()
+    assert len(engine.tokens_of("high")) == len(engine.tokens_of("low")) == 3
