@@ -72,7 +72,7 @@ class HostCache:
         self.used_bytes += size_bytes
 
     def loaded(self, key: int, spec: AdapterSpec, size_bytes: int, cost_s: float, *, is_current: bool = True) -> None:
-        """Count an adapter's real size, as workers report the size; later requests find a generation that `is_current`."""
+        """Count an adapter's real size, as workers report the size; later requests find what `is_current`."""
         if is_current:
             self.known_bytes[spec.engine_id] = spec, size_bytes
         if len(self.known_bytes) > _REMEMBERED:
