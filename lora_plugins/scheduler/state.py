@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -431,6 +432,8 @@ class PlannerState:
         self.end_job(adapter)
         adapter.residency = LOADED
         is_current = self.generations.key_of(adapter.spec.engine_id) == adapter.key
+        if not is_current:
+            adapter.spec = replace(adapter.spec, size_bytes=size_bytes)
         self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s, is_current=is_current)
         # Files may say less than the weights take: others are evicted for the rest, or else this adapter.
         victims = self.cache.victims(())
