@@ -18,7 +18,8 @@ class HostCache:
 
     Attributes:
         max_bytes: None for no limit. max_adapters: vLLM's `--max-cpu-loras`.
-        sizes_bytes: of present adapters. known_bytes: spec and size at the last load, by engine id.
+        sizes_bytes: of present adapters. known_bytes: spec and size of the current generation at
+            its last load, by engine id.
         idle: keys of adapters that may be evicted at any time. idle_bytes: their sum.
     """
 
@@ -70,9 +71,10 @@ class HostCache:
         self.sizes_bytes[key] = size_bytes
         self.used_bytes += size_bytes
 
-    def loaded(self, key: int, spec: AdapterSpec, size_bytes: int, cost_s: float) -> None:
-        """Count an adapter's real size, as workers report the size."""
-        self.known_bytes[spec.engine_id] = spec, size_bytes
+    def loaded(self, key: int, spec: AdapterSpec, size_bytes: int, cost_s: float, *, is_current: bool = True) -> None:
+        """Count an adapter's real size, as workers report the size; later requests find the generation `is_current`."""
+        if is_current:
+            self.known_bytes[spec.engine_id] = spec, size_bytes
         if len(self.known_bytes) > _REMEMBERED:
             del self.known_bytes[next(iter(self.known_bytes))]
         self.set_idle(key, is_idle=False)

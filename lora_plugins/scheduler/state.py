@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -236,6 +237,7 @@ class PlannerState:
             self.generations.restore(engine_id, before.key)
             if not before.is_retired:
                 self.current[engine_id] = before
+                self.cache.known_bytes[engine_id] = before.spec, self.cache.expected_bytes(before.spec)
         for request_id in [it for it, held in adapter.held.items() if has_same or not held.is_bound]:
             self.hold_elsewhere(adapter, before, request_id)
         self.touched[before] = None
@@ -423,7 +425,10 @@ class PlannerState:
         """Note that the workers have an adapter in host memory; an adapter that takes more than the room is evicted."""
         self.end_job(adapter)
         adapter.residency = LOADED
-        self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s)
+        is_current = self.generations.key_of(adapter.spec.engine_id) == adapter.key
+        if not is_current:
+            adapter.spec = replace(adapter.spec, size_bytes=size_bytes)
+        self.cache.loaded(adapter.key, adapter.spec, size_bytes, cost_s, is_current=is_current)
         # Files may say less than the weights take: others are evicted for the rest, or else this adapter.
         victims = self.cache.victims(())
         for key in [adapter.key] if victims is None else victims:

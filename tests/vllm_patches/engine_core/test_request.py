@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 
-from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.messages import AdapterSpec, Load
 from lora_plugins.vllm_patches.answer_messages import error_in
 from lora_plugins.vllm_patches.engine_core import engine_core
 from tests.vllm_patches.engine_bed import BLOCK, Engine, make_scheduler, vllm_config
@@ -175,3 +176,25 @@ def test_collective_rpc_while_the_engine_is_made(monkeypatch) -> None:
     core = object.__new__(EngineCore)
     core.model_executor = SimpleNamespace(collective_rpc=lambda method, *_, **__: ["done"])
     assert core.collective_rpc("update_max_model_len", args=(1024,)) == ["done"]
+
+
+def test_a_late_load_of_the_version_before_is_nobody_elses(bed) -> None:
+    """Its requests waited through the pause in which the next version was loaded; later both are evicted."""
+    engine = bed(max_loras=1, max_cpu_loras=1)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.scheduler.add_request(asked("before", V1))
+    engine.scheduler.planner.load(version(V2), time.monotonic())
+    engine.run()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+    assert last_loaded(engine) == V1
+    engine.scheduler.add_request(request_of("evicts", 1))
+    engine.run()
+    engine.scheduler.add_request(asked("after", V2))
+    engine.run()
+    assert last_loaded(engine) == V2
+    assert len(engine.tokens_of("before")) == len(engine.tokens_of("after")) == 3
+
+
+def last_loaded(engine: Engine) -> str:
+    return [command.spec.path for command in engine.commands if isinstance(command, Load)][-1]
