@@ -339,12 +339,14 @@ class Planner:
         adapters = [adapter for adapter in state.adapters.values() if adapter.spec.engine_id == engine_id]
         state.cache.known_bytes.pop(engine_id, None)
         futures = [Future[None]() for _ in adapters]
+        # First for all: the first that goes may take another along.
         for adapter, future in zip(adapters, futures, strict=True):
             adapter.retirements.append(future)
             adapter.replaces = None
             if refusal is None:
                 state.removing.setdefault(adapter, []).append(future)
-            else:
+        for adapter in adapters:
+            if refusal is not None:
                 state.go_on(adapter, now)
                 state.fail(adapter, refusal)
             self._retire(adapter, now)

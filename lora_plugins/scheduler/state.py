@@ -238,6 +238,7 @@ class PlannerState:
             self.generations.restore(engine_id, before.key)
             if not before.is_retired:
                 self.current[engine_id] = before
+                self.cache.known_bytes[engine_id] = before.spec, self.cache.expected_bytes(before.spec)
         for request_id in [it for it, held in adapter.held.items() if has_same or not held.is_bound]:
             self.hold_elsewhere(adapter, before, request_id)
         self.touched[before] = None

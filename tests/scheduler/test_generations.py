@@ -198,3 +198,20 @@ def test_what_has_run_is_admitted_before_what_was_held() -> None:
     engine.pause = Pause.NONE
     engine.go_on("adapter-1")
     assert (engine.step(), engine.began)[1] == [runs, waits]
+
+
+def test_each_removal_is_answered_beside_a_request_refused_just_before() -> None:
+    """A request for a removed id leaves a generation without anything, which the next plan would forget."""
+    engine = engine_with(slots=2, max_adapters=4)
+    engine.submit(1, tokens=100)
+    engine.run(1)
+    planner, gone = engine.planner, AdapterNotFound("removed", adapter="adapter-1")
+    planner.load(replace(spec(1), path="/new"), engine.now)
+    engine.run(1)  # the first still runs
+    assert engine.running
+    removals = [planner.retire(1, engine.now, gone, is_last=True)]
+    planner.arrived(spec(1), "late", Request("late", spec(1), 1, 0, "", engine.now), engine.now)
+    removals.append(planner.retire(1, engine.now))
+    engine.run(60)
+    assert all(removal.done() for removal in removals)
+    assert not planner.state.removing
