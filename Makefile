@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-life wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-life wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -128,6 +128,9 @@ bench-manager: set-up ## the adapter manager against vLLM's: admission, stalls, 
 
 bench-queue: set-up ## waits under overload and the cost of a step, in vLLM's scheduler alone and with ours (1 minute)
 	@VLLM_PLUGINS= $(RUN) -m benchmarks.queue
+
+bench-overload: set-up ## first tokens of cold adapters on servers that a flood fills, vLLM's manager beside ours (6 minutes)
+	@$(RUN) -m benchmarks.overload
 
 bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, against vLLM's order
 	@$(RUN) -m benchmarks.admission
