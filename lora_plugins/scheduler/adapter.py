@@ -234,6 +234,7 @@ class Generations:
         # Bounded: every version that is ever served has an id.
         self._keys: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by engine id
         self._engine_ids: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by key
+        self._weights_keys: LRUCache[int, int] = LRUCache(_REMEMBERED)  # of moved generations, by key
 
     def begin(self, engine_id: int) -> None:
         """Begin another generation, under a key that batches have never seen."""
@@ -247,6 +248,14 @@ class Generations:
     def key_of(self, engine_id: int) -> int:
         """The key of the current generation."""
         return int(self._keys.get(engine_id, engine_id))
+
+    def move(self, key: int, weights_key: int) -> None:
+        """Note that a generation has the weights of another from now on, after an eviction and another load too."""
+        self._weights_keys[key] = weights_key
+
+    def weights_key_of(self, key: int) -> int:
+        """The key of the generation that brought the weights of a generation."""
+        return int(self._weights_keys.get(key, key))
 
     def engine_id_of(self, key: int) -> int:
         """The engine id of a generation, current or not."""

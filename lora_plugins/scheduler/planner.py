@@ -459,7 +459,9 @@ class Planner:
         if begins or (evicted is not None and evicted[0].path != spec.path):
             state.generations.begin(engine_id)
         key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals
-        adapter = state.adapters[key] = Adapter(spec, key, weights_key=key, is_retired=is_retired, replaces=replaces)
+        weights_key = state.generations.weights_key_of(key)
+        adapter = Adapter(spec, key, weights_key=weights_key, is_retired=is_retired, replaces=replaces)
+        state.adapters[key] = adapter
         if not is_retired:
             state.current[engine_id] = adapter
         return adapter

@@ -216,6 +216,7 @@ class PlannerState:
             self.cache.reserve(before.key, size_bytes)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
         before.spec, before.weights_key = adapter.spec, adapter.key
+        self.generations.move(before.key, adapter.key)
         before.load_s, before.rank, before.is_instant = adapter.load_s, adapter.rank, adapter.is_instant
         before.residency = LOADED
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
