@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from lora_plugins.scheduler.stats import FoundIn
 
 NOWHERE = (False,) * 6
 _REMEMBERED = 10_000
+_MOST_GONE = 64
 _LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
 LONGEST_DRAIN_S = 60.0  # clients choose their requests' names: a name for all requests must not keep a slot for ever
 
@@ -215,6 +216,9 @@ class Adapter:
         self.held[request_id] = held
         self.begun_count += held.has_run
         heappush(self._orders, (held.order, request_id))
+        if len(self._orders) > 2 * len(self.held) + _MOST_GONE:  # nobody asks for the order while requests run
+            self._orders = [(it.order, key) for key, it in self.held.items()]
+            heapify(self._orders)
 
     def unhold(self, request_id: str) -> Held:
         """Remove a waiting request."""

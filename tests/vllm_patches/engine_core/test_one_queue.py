@@ -194,3 +194,14 @@ def test_room_reserved_during_a_load_is_taken_once_loaded(make_world: Worlds) ->
     engine.holds_back = False
     engine.run()
     assert len(engine.tokens_of("high")) == len(engine.tokens_of("low")) == 3
+
+
+def test_a_hot_adapter_remembers_no_request_that_has_gone(make_engine: Make) -> None:
+    """It never runs out of requests, so nobody asks for its place among those that wait."""
+    engine = make_engine()
+    for number in range(300):
+        engine.scheduler.add_request(request(f"hot-{number}", 1))
+        engine.step()
+    (hot,) = engine.scheduler.planner.state.adapters.values()
+    assert hot.is_in_flight
+    assert len(hot._orders) < 100
