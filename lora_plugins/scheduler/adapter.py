@@ -103,6 +103,7 @@ class Adapter:
         waits_since: since when vLLM passes over the first request for want of the adapter, or calls wait; None where
             the adapter runs requests.
         leaving_since: since when other clients' requests do not run, so that slot or room passes on.
+        leaves_for: the priority of who waits for its place: requests of a better priority still run.
         takes_parts: whether parts of clients' running requests run while the adapter leaves.
         running_on: the group of held requests that run even while the adapter leaves.
         is_pinned: keeps host memory and slot without any request.
@@ -129,6 +130,7 @@ class Adapter:
     calls: list[LoadCall] = field(default_factory=list)
     waits_since: float | None = None
     leaving_since: float | None = None
+    leaves_for: int = 0
     takes_parts: bool = True
     running_on: RunningOn = field(default_factory=RunningOn)
     is_pinned: bool = False
