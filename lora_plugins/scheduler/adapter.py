@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from lora_plugins.scheduler.stats import FoundIn
 
 NOWHERE = (False,) * 8
 _REMEMBERED = 10_000
+_MOST_GONE = 64
 _LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
 LONGEST_DRAIN_S = 60.0  # clients choose their requests' names: a name for all requests must not keep a slot for ever
 
@@ -102,6 +103,7 @@ class Adapter:
         waits_since: since when vLLM passes over the first request for want of the adapter, or calls wait; None where
             the adapter runs requests.
         leaving_since: since when other clients' requests do not run, so that slot or room passes on.
+        leaves_for: the priority of who waits for its place: requests of a better priority still run.
         takes_parts: whether parts of clients' running requests run while the adapter leaves.
         running_on: the group of held requests that run even while the adapter leaves.
         is_pinned: keeps host memory and slot without any request.
@@ -128,6 +130,7 @@ class Adapter:
     calls: list[LoadCall] = field(default_factory=list)
     waits_since: float | None = None
     leaving_since: float | None = None
+    leaves_for: int = 0
     takes_parts: bool = True
     running_on: RunningOn = field(default_factory=RunningOn)
     is_pinned: bool = False
@@ -215,6 +218,9 @@ class Adapter:
         self.held[request_id] = held
         self.begun_count += held.has_run
         heappush(self._orders, (held.order, request_id))
+        if len(self._orders) > 2 * len(self.held) + _MOST_GONE:  # nobody asks for the order while requests run
+            self._orders = [(it.order, key) for key, it in self.held.items()]
+            heapify(self._orders)
 
     def unhold(self, request_id: str) -> Held:
         """Remove a waiting request."""
@@ -234,6 +240,7 @@ class Generations:
         # Bounded: every version that is ever served has an id.
         self._keys: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by engine id
         self._engine_ids: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by key
+        self._weights_keys: LRUCache[int, int] = LRUCache(_REMEMBERED)  # of moved generations, by key
 
     def begin(self, engine_id: int) -> None:
         """Begin another generation, under a key that batches have never seen."""
@@ -247,6 +254,14 @@ class Generations:
     def key_of(self, engine_id: int) -> int:
         """The key of the current generation."""
         return int(self._keys.get(engine_id, engine_id))
+
+    def move(self, key: int, weights_key: int) -> None:
+        """Note that a generation has the weights of another from now on, after an eviction and another load too."""
+        self._weights_keys[key] = weights_key
+
+    def weights_key_of(self, key: int) -> int:
+        """The key of the generation that brought the weights of a generation."""
+        return int(self._weights_keys.get(key, key))
 
     def engine_id_of(self, key: int) -> int:
         """The engine id of a generation, current or not."""

@@ -12,7 +12,8 @@ finds the current generation, and a later generation is loaded beside the curren
 - Adapters are loaded, and get slots, in the order in which vLLM would run their first requests. Where vLLM passes over
   adapters and no slot has passed on for max(patience, 2 * the mean run) / the running adapters, the adapter with the
   fewest running requests leaves: only requests that have run before, and parts of its running requests, still join. No
-  adapter leaves for requests of a worse priority than its own; the last that takes any request stays, unless no other
+  adapter leaves for requests of a worse priority than its own, and requests of a better priority than the one it
+  leaves for still run; the last that takes any request stays, unless no other
   runs.
 - A wanted adapter is loaded at once, unless enough adapters wait in host memory to take all slots before. An adapter
   that finds no room for the time above gets room reserved: as few adapters as needed drain, and do not begin again.
@@ -460,7 +461,9 @@ class Planner:
         if begins or (evicted is not None and evicted[0].path != spec.path):
             state.generations.begin(engine_id)
         key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals
-        adapter = state.adapters[key] = Adapter(spec, key, weights_key=key, is_retired=is_retired, replaces=replaces)
+        weights_key = state.generations.weights_key_of(key)
+        adapter = Adapter(spec, key, weights_key=weights_key, is_retired=is_retired, replaces=replaces)
+        state.adapters[key] = adapter
         if not is_retired:
             state.current[engine_id] = adapter
         return adapter

@@ -89,6 +89,9 @@ def share_s(state: PlannerState, patience_s: float) -> float:
 
 
 def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], now: float, patience_s: float) -> float:
+    best = waiting[0].order[1]
+    for adapter in [it for it in state.leaving if it in pool.running and it.leaves_for > best]:
+        state.leave(adapter, adapter.leaving_since, best)
     running, leaving = len(pool.running), sum(it in pool.running for it in state.leaving)
     # The last adapter that takes requests stays, unless no adapter would leave.
     while len(waiting) > leaving and (running - leaving > 1 or running - leaving == running == 1):
@@ -104,7 +107,7 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
             return float("inf")
         # `look_at`, not `now`: in a late step as many adapters leave as steps in time would have made leave.
         pool.passed_on_at = look_at
-        state.leave(min(taking, key=lambda it: len(it.running)), now)
+        state.leave(min(taking, key=lambda it: len(it.running)), now, priority)
         leaving += 1
     if len(waiting) <= leaving:
         pool.passed_on_at = now
@@ -142,5 +145,5 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> bool:
             places_over, bytes_over = places_over + 1, bytes_over + sizes_bytes[other.key]
         else:
             state.draining[other] = None
-            state.leave(other, now if other.leaving_since is None else other.leaving_since)
+            state.leave(other, now if other.leaving_since is None else other.leaving_since, adapter.order[1])
     return any(other.can_be_displaced for other in chosen)

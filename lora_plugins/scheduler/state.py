@@ -171,13 +171,16 @@ class PlannerState:
             _keep(self.pool_of(adapter).running, adapter, is_in=in_flight and not is_pinned)
         adapter.waits_in, adapter.kept_in = waits, kept_in
 
-    def leave(self, adapter: Adapter, since: float | None) -> None:
-        """Have an adapter take no requests of other clients from a time on; None: the adapter takes any again."""
-        adapter.leaving_since, adapter.takes_parts = since, True
+    def leave(self, adapter: Adapter, since: float | None, priority: int = 0) -> None:
+        """Have an adapter take no requests of other clients from a time on; None: the adapter takes any again.
+
+        `priority` is of the request that waits: requests of a better priority still run.
+        """
+        adapter.leaving_since, adapter.leaves_for, adapter.takes_parts = since, priority, True
         _keep(self.leaving, adapter, is_in=since is not None)
-        clients = adapter.clients if since is not None else ()
-        for request_id, held in adapter.held.items() if clients else ():
-            if held.client in clients and not held.runs_on:
+        clients = adapter.clients if since is not None else set[str]()
+        for request_id, held in adapter.held.items() if since is not None else ():
+            if not held.runs_on and (held.client in clients or held.order[1] < priority):
                 held.runs_on = True
                 self.regrouped[request_id] = held.request
         self.touched[adapter] = None
@@ -186,7 +189,7 @@ class PlannerState:
         """Have a leaving adapter take no parts of clients' running requests any more."""
         adapter.takes_parts = False
         for request_id, held in adapter.held.items():
-            if held.runs_on and not held.has_run:
+            if held.runs_on and not (held.has_run or held.order[1] < adapter.leaves_for):
                 held.runs_on = False
                 self.regrouped[request_id] = held.request
 
@@ -217,6 +220,7 @@ class PlannerState:
             self.cache.reserve(before.key, size_bytes)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
         before.spec, before.weights_key = adapter.spec, adapter.key
+        self.generations.move(before.key, adapter.key)
         before.load_s, before.rank, before.is_instant = adapter.load_s, adapter.rank, adapter.is_instant
         before.residency = LOADED
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
@@ -280,8 +284,10 @@ class PlannerState:
 
     def hold(self, adapter: Adapter, request_id: str, held: Held) -> None:
         """Have a request wait for an adapter."""
-        is_leaving = adapter.leaving_since is not None and adapter.takes_parts
-        held.runs_on = held.has_run or (is_leaving and held.client in adapter.clients)
+        held.runs_on = held.has_run
+        if adapter.leaving_since is not None and not held.has_run:
+            is_part = adapter.takes_parts and held.client in adapter.clients
+            held.runs_on = is_part or held.order[1] < adapter.leaves_for
         adapter.hold(request_id, held)
         self.of_request[request_id] = adapter
         self.held_count += 1

@@ -92,10 +92,9 @@ def has_kv_cache(request: Any) -> bool:
     return bool(request.num_computed_tokens) and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-def has_weights_of(request: Any, adapter: Adapter | None, spec: AdapterSpec) -> bool:
-    """Return whether a request was computed with the weights that this generation has, or had when evicted."""
-    key = request.lora_request.lora_int_id
-    return weights_path(request) == _path_of(spec, key if adapter is None else adapter.weights_key)
+def has_weights(request: Any, spec: AdapterSpec, weights_key: int) -> bool:
+    """Return whether a request was computed with these weights of its generation."""
+    return weights_path(request) == _path_of(spec, weights_key)
 
 
 def is_beam(request_id: str) -> bool:

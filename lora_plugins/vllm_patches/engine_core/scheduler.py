@@ -29,7 +29,7 @@ from lora_plugins.vllm_patches.engine_core.request import (
     assign,
     has_begun,
     has_kv_cache,
-    has_weights_of,
+    has_weights,
     hash_again,
     is_beam,
     is_in_store,
@@ -153,8 +153,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         generations, key = self.planner.state.generations, session.lora_request.lora_int_id
         spec = self.specs.known(generations.engine_id_of(key))
         is_current = spec is not None and generations.key_of(spec.engine_id) == key
-        adapter = self.planner.state.adapters.get(key)
-        if spec is None or not is_current or not has_weights_of(session, adapter, spec):
+        if spec is None or not is_current or not has_weights(session, spec, generations.weights_key_of(key)):
             self.planner.state.refuse(session, _replaced(session))
         else:
             self._waits(session, spec, order, is_other=False)

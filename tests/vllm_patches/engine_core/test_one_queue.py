@@ -194,3 +194,46 @@ def test_room_reserved_during_a_load_is_taken_once_loaded(make_world: Worlds) ->
     engine.holds_back = False
     engine.run()
     assert len(engine.tokens_of("high")) == len(engine.tokens_of("low")) == 3
+
+
+def test_a_hot_adapter_remembers_no_request_that_has_gone(make_engine: Make) -> None:
+    """It never runs out of requests, so nobody asks for its place among those that wait."""
+    engine = make_engine()
+    for number in range(300):
+        engine.scheduler.add_request(request(f"hot-{number}", 1))
+        engine.step()
+    (hot,) = engine.scheduler.planner.state.adapters.values()
+    assert hot.is_in_flight
+    assert len(hot._orders) < 100
+
+
+def leaving_world(make_world: Worlds) -> World:
+    """The only slot's adapter runs a long request, and leaves for a request of the same priority."""
+    world = make_world(max_loras=1, max_cpu_loras=8, policy="priority", is_instant=False)
+    world.add("low", 1, tokens=58, priority=1)
+    for _ in range(3):
+        world.step()
+    world.add("waits", 2, priority=1)
+    while not world.engine.scheduler.planner.state.leaving:
+        world.step()
+    return world
+
+
+def test_a_leaving_adapter_runs_requests_of_a_better_priority(make_world: Worlds) -> None:
+    world = leaving_world(make_world)
+    world.add("high", 1, priority=0)
+    for _ in range(4):
+        world.step()
+    assert "high" in world.waits_s
+    assert "low" in world.engine.scheduler.requests
+    assert "waits" not in world.waits_s
+
+
+def test_a_leaving_adapter_starves_nobody_of_that_priority(make_world: Worlds) -> None:
+    world = leaving_world(make_world)
+    world.add("other", 3, priority=0)
+    for number in range(400):
+        if number % 4 == 0:
+            world.add(f"high-{number}", 1, tokens=8, priority=0)
+        world.step()
+    assert world.waits_s["other"] < 6.0

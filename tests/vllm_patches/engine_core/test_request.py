@@ -198,3 +198,16 @@ def test_a_late_load_of_the_version_before_is_nobody_elses(bed) -> None:
 
 def last_loaded(engine: Engine) -> str:
     return [command.spec.path for command in engine.commands if isinstance(command, Load)][-1]
+
+
+def test_moved_and_evicted_weights_keep_their_keys(bed) -> None:
+    """The caller has written other weights to the directory, and nobody may find the keys of the first."""
+    engine, path = bed(max_loras=1, max_cpu_loras=2), "/written/again"
+    begin(engine, asked("a", path, prompt=36, tokens=24))
+    load(engine, path, is_other=True, moves=True)
+    engine.run()
+    for number in (1, 2):
+        engine.scheduler.add_request(request_of(f"evicts-{number}", number))
+        engine.run()
+    begin(engine, asked("b", path, prompt=36))
+    assert from_cache(engine, "b") == 0
