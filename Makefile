@@ -8,7 +8,7 @@ RUN := .venv/bin/python
 .PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-life wheel clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 set-up: ## make .venv with an engine that this machine can run
 	@$(PYTHON) tools/set_up.py

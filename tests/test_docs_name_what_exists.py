@@ -43,7 +43,7 @@ CLASS = re.compile(r"(?:[A-Z][a-z0-9]+){2,}")
 CLASS_OF_MODULE = re.compile(r"[a-z_]+(?:\.[a-z_]+)*\.[A-Z]\w*[a-z]\w*")
 SETTING = re.compile(r"\b_?LORA_PLUGINS_[A-Z0-9_]*[A-Z0-9]")
 BEGIN = r"(?:^|[|&(;$] ?|-- |sudo |exec )"  # of a command on a line
-TARGET = re.compile(rf"{BEGIN}make ([a-z][a-z-]*)", re.MULTILINE)
+TARGET = re.compile(rf"{BEGIN}make ([a-z][a-z0-9-]*)", re.MULTILINE)
 COMMAND = re.compile(rf"{BEGIN}lora-plugins (?:--?\w[\w-]* )*([a-z][a-z-]*)", re.MULTILINE)
 RUN_MODULE = re.compile(rf"python -m ((?:{'|'.join(OURS)})(?:\.\w+)*)")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*(?:\(\))?")
@@ -86,7 +86,7 @@ ELSEWHERE_ON = {
 
 @cache
 def make_targets() -> frozenset[str]:
-    return frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return frozenset(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 @cache

@@ -59,7 +59,7 @@ def have_one_leave(
 ) -> float:
     """Have one more adapter take no further requests, where others wait and neither slot nor room became free.
 
-    Returns when to look again: others wait for a while first. `waiting`: for slots, as `give_slots` returns. `without_room`:
+    Returns when to look again: others wait for a while first. `waiting`: for slots (`give_slots`). `without_room`:
     for room in the host cache, in order.
     """
     next_at = float("inf")

@@ -46,6 +46,7 @@ NOT_ASKED = {
     "test_pages_go_on_at_whichever_server_is_asked": NO_ADMIN,
     "test_a_change_of_an_unexpected_version_is_refused": NO_ADMIN,
     "test_a_push_that_is_no_adapter_changes_nothing": NO_ADMIN,
+    "test_a_stalled_push_stops_no_other": NO_ADMIN,
     "test_a_uri_is_loaded_and_a_refused_one_leaves_nothing": NO_ADMIN,
     "test_an_unload_with_a_deadline_ends_requests_everywhere": NO_ADMIN,
     "test_vllms_own_endpoints_reach_every_server": NO_ADMIN,

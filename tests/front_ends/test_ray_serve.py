@@ -39,6 +39,7 @@ NOT_ASKED = {
     "test_a_broken_update_leaves_the_old_version_serving": ONE,
     "test_a_change_of_an_unexpected_version_is_refused": ONE,
     "test_a_push_that_is_no_adapter_changes_nothing": ONE,
+    "test_a_stalled_push_stops_no_other": ONE,
     "test_a_uri_is_loaded_and_a_refused_one_leaves_nothing": ONE,
     "test_prefetch_brings_an_adapter_into_host_memory": ONE,
     "test_an_unload_with_a_deadline_ends_requests_everywhere": ONE,
