@@ -90,7 +90,7 @@ def share_s(state: PlannerState, patience_s: float) -> float:
 
 def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], now: float, patience_s: float) -> float:
     best = waiting[0].order[1]
-    for adapter in [it for it in state.leaving if it in pool.running and it.leaves_for > best]:
+    for adapter in [it for it in state.leaving if it in pool.running and it.leaves_for != best]:
         state.leave(adapter, adapter.leaving_since, best)
     running, leaving = len(pool.running), sum(it in pool.running for it in state.leaving)
     # The last adapter that takes requests stays, unless no adapter would leave.

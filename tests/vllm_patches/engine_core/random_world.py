@@ -101,7 +101,8 @@ class World:
         workers = Workers(
             slots, self._steps_of, self._fails, lambda it: instant == "all" or (instant == "odd" and it % 2)
         )
-        blocks = choose.choice([6, 8, 12, 20, 64])
+        # In vLLM, sessions that wait with their KV cache for more blocks are never preempted, and may stand still.
+        blocks = max(choose.choice([6, 8, 12, 20, 64]), 300 * self.has["sessions"])
         self.scheduler = scheduler = make_scheduler(config, kind, blocks=blocks)
         self.engine = SlowEngine(scheduler, workers, slots if pointed else None, lag=int(self.is_async))
         scheduler.structured_output_manager.accept_tokens = lambda *_: True
@@ -277,6 +278,8 @@ class World:
 
     def _call(self, kind: str, lora: int) -> Any:
         choose, core = self.choose, self.core
+        if lora in self.retired and kind not in ("remove", "retire", "unpin"):
+            return None  # API servers give the id to no other version
         if kind in ("other", "in place", "remove", "retire", "load"):
             self.changed.add(lora)
         if kind == "other":
