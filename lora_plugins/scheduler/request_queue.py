@@ -25,34 +25,34 @@ _MOST_GONE = 64
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _Waiting:
     order: Order
     request: Any
     group: Hashable
     is_in: bool = True
 
-    def __lt__(self, other: _Entry) -> bool:
+    def __lt__(self, other: _Waiting) -> bool:
         return self.order < other.order
 
 
-class _Group:
+class _WaitingGroup:
     """The waiting requests of one group, the first at hand."""
 
     def __init__(self) -> None:
-        self._heap: list[_Entry] = []
+        self._heap: list[_Waiting] = []
         self._count = 0
 
     @property
-    def first(self) -> _Entry:
+    def first(self) -> _Waiting:
         while not self._heap[0].is_in:
             heappop(self._heap)
         return self._heap[0]
 
-    def add(self, entry: _Entry) -> None:
+    def add(self, entry: _Waiting) -> None:
         heappush(self._heap, entry)
         self._count += 1
 
-    def discard(self, entry: _Entry) -> bool:
+    def discard(self, entry: _Waiting) -> bool:
         """Take out an entry, and return whether any is left."""
         entry.is_in = False
         self._count -= 1
@@ -87,7 +87,7 @@ class QueueOrder:
         return rank, request.priority, request.arrival_time, request.request_id
 
 
-class Places:
+class QueuePlaces:
     """What the queues of one scheduler share.
 
     Args:
@@ -131,10 +131,10 @@ class AdapterQueue:
     Number and iteration are of all requests, truth and head of requests that may run.
     """
 
-    def __init__(self, places: Places, rank: int) -> None:
+    def __init__(self, places: QueuePlaces, rank: int) -> None:
         self._places, self._rank = places, rank
-        self._entries: dict[str, _Entry] = {}
-        self._groups: dict[Hashable, _Group] = {}
+        self._entries: dict[str, _Waiting] = {}
+        self._groups: dict[Hashable, _WaitingGroup] = {}
 
     def add_request(self, request: Any) -> None:
         """Add a request at its place."""
@@ -158,9 +158,9 @@ class AdapterQueue:
 
     def _put(self, request: Any, group: Hashable, order: Order) -> None:
         self._discard(request.request_id)
-        entry = self._entries[request.request_id] = _Entry(order, request, group)
+        entry = self._entries[request.request_id] = _Waiting(order, request, group)
         if group is not CLOSED:
-            self._groups.setdefault(group, _Group()).add(entry)
+            self._groups.setdefault(group, _WaitingGroup()).add(entry)
 
     def _discard(self, request_id: str) -> bool:
         if (entry := self._entries.pop(request_id, None)) is None:
@@ -232,7 +232,7 @@ class AdapterQueue:
     def __contains__(self, request: Any) -> bool:
         return request.request_id in self._entries
 
-    def _first(self) -> _Entry | None:
+    def _first(self) -> _Waiting | None:
         firsts = [self._groups[None].first] if None in self._groups else []
         if len(self._groups) > len(firsts):
             firsts += [self._groups[group].first for group in self._places.open_groups if group in self._groups]

@@ -33,7 +33,7 @@ class Body:
     sender: Share
 
 
-class Room:
+class BodyRoom:
     """The room of one body, until the end of the block: empty temporary directories, whose names announce the bytes."""
 
     def __init__(self, store: Store, most_bytes: int | None) -> None:
@@ -95,12 +95,12 @@ class Arrivals:
         """The share of a sender in the store's budget; None without a budget."""
         return None if self._store.max_bytes is None else int(sender.part * self._store.max_bytes)
 
-    async def pieces(self, body: Body, room: Room) -> AsyncIterator[bytes]:
+    async def pieces(self, body: Body, room: BodyRoom) -> AsyncIterator[bytes]:
         """The pieces of a body, which grow its room; only waits for the sender count as time.
 
         Raises:
             SlowBody: a MiB, or the whole body, takes too long.
-            OutOfMemory, NoFreeSlot: of `Room.grow`.
+            OutOfMemory, NoFreeSlot: of `BodyRoom.grow`.
         """
         await room.grow(body.size_bytes or 0, _STEP_BYTES if body.size_bytes is None else 0)
         size_bytes = self._max_body_bytes if body.size_bytes is None else body.size_bytes

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from lora_plugins.errors import NoFreeSlot, PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
-from lora_plugins.server.arrivals import Arrivals, Body, Room
+from lora_plugins.server.arrivals import Arrivals, Body, BodyRoom
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.store.errors import FullDisk, store_errors
@@ -130,7 +130,7 @@ class Pushes:
             placed = time.perf_counter()
             # Another push may have changed the served version during the wait.
             self._lifecycle.check_pushed(name, expects)
-            room = Room(self._lifecycle.server.resolver.store, self._arrivals.most_bytes(body.sender))
+            room = BodyRoom(self._lifecycle.server.resolver.store, self._arrivals.most_bytes(body.sender))
             async with self._directory(room) as directory, room:
                 with store_errors():
                     body_sha256 = await receive(self._arrivals.pieces(body, room), directory)
@@ -172,7 +172,7 @@ class Pushes:
                 of_name.changed.notify_all()
 
     @asynccontextmanager
-    async def _directory(self, room: Room) -> AsyncIterator[Path]:
+    async def _directory(self, room: BodyRoom) -> AsyncIterator[Path]:
         """A directory of the store for the files received, removed at the end."""
         store = self._lifecycle.server.resolver.store
         directory = store.layout.new_temporary(store.processes.me())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
-from lora_plugins.scheduler.request_queue import CLOSED, AdapterQueue, Order, Places, QueueOrder
+from lora_plugins.scheduler.request_queue import CLOSED, AdapterQueue, Order, QueueOrder, QueuePlaces
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Bed:
         def enter(request: Waiting, rank: int, is_front: bool) -> tuple[Any, Order]:
             return request.group, (order.at_front if is_front else order.at_end)(request, rank)
 
-        self.places = Places(enter, lambda request: request.group, self.open_groups)
+        self.places = QueuePlaces(enter, lambda request: request.group, self.open_groups)
         self.ours, self.vllms = AdapterQueue(self.places, 1), create_request_queue(self.policy)
 
     def may_run(self) -> list[Waiting]:
