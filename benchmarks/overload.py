@@ -3,7 +3,7 @@
     python -m benchmarks.overload [--rounds N] [--keep]
 
 Both servers are up at once, with our resolver and kernels; stretches alternate between them. 14 adapters share two
-slots and four rows; 24 clients ask for the base model all the time, and every second a request asks for an adapter.
+slots and four rows; 48 clients ask for the base model all the time, and every second a request asks for an adapter.
 With `--keep` the rows go to benchmarks/results/overload.json.
 """
 
@@ -28,8 +28,8 @@ from testbed.models import PROMPT, edit_config
 from testbed.server import Server
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
 
-ADAPTERS, SLOTS, ROWS, CLIENTS = 14, 2, 4, 24
-STRETCH_S, TOKENS, EVERY_S, LONGEST_S = 45.0, 60, 1.0, 300.0
+ADAPTERS, SLOTS, ROWS, CLIENTS = 14, 2, 4, 48
+STRETCH_S, TOKENS, EVERY_S, LONGEST_S = 60.0, 200, 1.0, 300.0
 
 
 def body(model: str) -> dict[str, object]:
