@@ -188,9 +188,11 @@ class Reconciler:
                 except Exception:  # noqa: BLE001 - ask for the other names all the same
                     logger.exception("Looking for a newer version of adapter '%s' failed", name)
                 error = None if adapter.last_error is None else adapter.last_error[0]
-                if not isinstance(error, SourceUnavailable):
+                # Whoever has swapped or unloaded the adapter meanwhile has asked its source, too.
+                is_there = self._lifecycle.registry.get(name) is adapter
+                if not is_there or not isinstance(error, SourceUnavailable):
                     self._stale.pop(name, None)
-                if isinstance(error, AdapterNotFound) and self._lifecycle.registry.get(name) is adapter:
+                if isinstance(error, AdapterNotFound) and is_there:
                     self._unload_soon(name, None)
 
         await asyncio.gather(*(ask(name, adapter) for name, adapter in list(self._stale.items())))

@@ -261,6 +261,20 @@ async def test_a_version_served_by_its_digest_is_restored(
     assert again.resolver.asked == [], "no source has a name like this"
 
 
+@runs
+async def test_what_an_outage_outlives_is_waited_for_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    world = restoring(path, SourceUnavailable("no answer"))
+    start = reconciling(world, Settings(restore="1"), ServedFile(path))
+    await start.start()
+    following = asyncio.create_task(start.follow())
+    await asyncio.sleep(101)  # the source has not answered
+    await world.lifecycle.unload("sql", timeout_s=1, block=False)
+    world.resolver.has["lost"] = Version("new")
+    await asyncio.wait_for(following, 200)
+    assert served(world) == {"lost": "new"}
+
+
 @pytest.mark.parametrize("fault", [SourceUnavailable, OutOfMemory, LoRAPluginsError])
 @runs
 async def test_what_a_fault_keeps_away_stays_in_the_file(tmp_path: Path, fault: type[LoRAPluginsError]) -> None:
