@@ -21,6 +21,7 @@ from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc
 from lora_plugins.vllm_patches.engine_core.pausing import pause
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, request
+from tests.vllm_patches.put_back import put_back
 
 KEPT, NEW, RUNS = PauseState.PAUSED_ALL, PauseState.PAUSED_NEW, PauseState.UNPAUSED
 MODES = {"abort": NEW, "wait": NEW, "keep": KEPT}
@@ -39,17 +40,11 @@ class Executor:
 
 
 @pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = {kind: dict(vars(kind)) for kind in (EngineCore, EngineCoreProc)}
-    engine_core.patch()
-    engine_core_proc.patch()
-    yield
-    for kind, attributes in before.items():
-        for name in set(vars(kind)) - attributes.keys():
-            delattr(kind, name)
-        for name, value in attributes.items():
-            if vars(kind)[name] is not value:
-                setattr(kind, name, value)
+def patched() -> Iterator[None]:
+    with put_back(EngineCore, EngineCoreProc):
+        engine_core.patch()
+        engine_core_proc.patch()
+        yield
 
 
 def core_of(engine: Engine) -> Any:

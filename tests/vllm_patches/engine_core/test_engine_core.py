@@ -33,21 +33,16 @@ from lora_plugins.scheduler.messages import (
 from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.utilities import then
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
+from tests.vllm_patches.put_back import put_back
 
 BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
 
 
 @pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("add_lora", "remove_lora", "pin_lora", "list_loras", "collective_rpc"):
-        monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # to be put back
-    before = dict(vars(EngineCore))
-    engine_core.patch()
-    yield
-    for name in set(vars(EngineCore)) - before.keys():
-        delattr(EngineCore, name)
-    for name in ("add_lora", "remove_lora", "pin_lora", "list_loras", "collective_rpc", "sleep", "wake_up"):
-        setattr(EngineCore, name, before[name])
+def patched() -> Iterator[None]:
+    with put_back(EngineCore):
+        engine_core.patch()
+        yield
 
 
 class Executor:

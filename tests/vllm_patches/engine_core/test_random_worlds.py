@@ -17,23 +17,18 @@ from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc
 from tests.repetitions import times
 from tests.vllm_patches.engine_bed import vllm_config
 from tests.vllm_patches.engine_core.random_world import World
+from tests.vllm_patches.put_back import put_back
 
 CHUNKS = 4
 WORLDS = times(10_000, short=240)
 
 
 @pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = {kind: dict(vars(kind)) for kind in (EngineCore, EngineCoreProc)}
-    engine_core.patch()
-    engine_core_proc.patch()
-    yield
-    for kind, attributes in before.items():
-        for name in set(vars(kind)) - attributes.keys():
-            delattr(kind, name)
-        for name, value in attributes.items():
-            if vars(kind)[name] is not value:
-                setattr(kind, name, value)
+def patched() -> Iterator[None]:
+    with put_back(EngineCore, EngineCoreProc):
+        engine_core.patch()
+        engine_core_proc.patch()
+        yield
 
 
 def options_of(base: Path) -> Callable[[Any], Any]:

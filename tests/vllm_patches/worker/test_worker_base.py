@@ -20,6 +20,7 @@ from lora_plugins.scheduler.messages import Activated, Slots
 from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.worker import worker_base
 from lora_plugins.worker.manager import PlannedWorkerLoRAManager
+from tests.vllm_patches.put_back import put_back
 
 COMMAND, REPORT = object(), Activated(1, 0.5)
 
@@ -65,16 +66,9 @@ class MadeLater(AsyncModelRunnerOutput):
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
-    objects = (WorkerBase, WorkerWrapperBase, lora_model_runner_mixin.LoRAModelRunnerMixin)
-    before = [dict(vars(one)) for one in objects]
-    worker_base.patch()
-    yield
-    for one, names in zip(objects, before, strict=True):
-        for name in [*vars(one)]:
-            if name not in names:
-                delattr(one, name)
-            elif vars(one)[name] is not names[name]:
-                setattr(one, name, names[name])
+    with put_back(WorkerBase, WorkerWrapperBase, lora_model_runner_mixin.LoRAModelRunnerMixin):
+        worker_base.patch()
+        yield
 
 
 def wrapper(of: Worker, *, ranks: int = 1) -> Any:
