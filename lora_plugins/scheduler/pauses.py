@@ -86,8 +86,8 @@ class Pauses:
         """Return the clients' requests of a name with a part in flight, perhaps with a waiting part too."""
         clients = {client for adapter in self.in_flight(name) for client in adapter.clients}
         if with_waiting:
-            of_name = [adapter for adapter in self._state.adapters.values() if adapter.spec.name == name]
-            held = [held for adapter in of_name for held in (*adapter.held.values(), *adapter.stopped.values())]
+            adapters = self._state.of_name(name)
+            held = [held for adapter in adapters for held in (*adapter.held.values(), *adapter.stopped.values())]
             clients |= {it.client for it in held} | {client for client, _ in self._pauses[name].held.values()}
         return clients - {""}
 
@@ -126,7 +126,7 @@ class Pauses:
         """Begin a pause, or change its mode; return the ids of all requests that the name has by now."""
         pause = self._pauses.setdefault(name, _Pause(mode))
         pause.mode = mode
-        adapters = [it for it in self._state.adapters.values() if it.spec.name == name]
+        adapters = self._state.of_name(name)
         return [*pause.held, *(key for it in adapters for key in (*it.stopped, *it.held, *it.running))]
 
     def resume(self, name: str) -> list[Any]:
@@ -163,5 +163,4 @@ class Pauses:
 
     def in_flight(self, name: str) -> list[Adapter]:
         """Return the generations of a name that run requests, or have requests that have run and go on."""
-        of_name = [adapter for adapter in self._state.adapters.values() if adapter.spec.name == name]
-        return [adapter for adapter in of_name if adapter.is_in_flight or adapter.begun_count]
+        return [it for it in self._state.of_name(name) if it.is_in_flight or it.begun_count]

@@ -220,7 +220,7 @@ class Planner:
 
     def go_on(self, name: str, now: float, clients: Collection[str] | None = None) -> None:
         """Note that the pause of a name has ended, perhaps for these clients only: stopped requests wait to run."""
-        for adapter in [it for it in self.state.adapters.values() if it.stopped and it.spec.name == name]:
+        for adapter in [it for it in self.state.of_name(name) if it.stopped]:
             self.state.go_on(adapter, now, clients)
             self._changed(adapter, now)
 

@@ -112,6 +112,10 @@ class PlannerState:
         """Return the current generation, if used, loaded, or wanted."""
         return self.adapters.get(self.generations.key_of(engine_id))
 
+    def of_name(self, name: str) -> list[Adapter]:
+        """Return all generations of a name."""
+        return [adapter for adapter in self.adapters.values() if adapter.spec.name == name]
+
     @property
     def closed_count(self) -> int:
         """How many requests wait for the load of their adapter, or for a slot."""

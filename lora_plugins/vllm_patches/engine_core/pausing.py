@@ -21,7 +21,7 @@ def pause(scheduler: Any, name: str, mode: PauseMode) -> list[str]:
     Requests that have not run wait for the resume, too, and with `KEEP` all others.
     """
     request_ids = scheduler.pauses.pause(name, mode)
-    for adapter in [it for it in scheduler.planner.state.adapters.values() if it.spec.name == name]:
+    for adapter in scheduler.planner.state.of_name(name):
         if mode is PauseMode.KEEP:
             for request_id in list(adapter.running):
                 _preempt(scheduler, scheduler.requests[request_id])
