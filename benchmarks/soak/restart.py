@@ -25,8 +25,9 @@ from testbed.server import Server
 
 # An API server whose engine has died ends by itself.
 LONGEST_END_S = 60.0
+_FULL_S = 2.0
 _OUTAGE_S = 5.0  # for which clients ask while no source answers
-_WRITTEN_S = 2.0  # what is served is written half a second after it has changed
+_WRITTEN_S = 2.0  # what is served is written half a second after it has changed, a second after a failed write
 
 
 class Lives:
@@ -78,11 +79,13 @@ class Lives:
     ) -> None:
         """Kill one process while clients ask, and start the next server; nobody changes anything meanwhile.
 
-        The disk is not full then, and the neighbour removes what nobody uses while there is no server.
+        The disk is full until shortly before, so that what has changed since is written down after a failed write. The
+        neighbour removes what nobody uses while there is no server.
 
         With `in_outage` no source answers from before the kill until after the start. What was served, and whose bytes
         are sound, is served all the same.
         """
+        await disk.fill(_FULL_S)
         async with AsyncExitStack() as quiet:
             for one in world.names:
                 await quiet.enter_async_context(one.lock)

@@ -18,6 +18,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -39,7 +40,8 @@ LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap shows a change after about a minute
 RETRY_S = 4.0  # with the time for which a fault is remembered, less than 5 s
 _LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that a hanging source stops no other source
 _WRITE_DELAY_S = 0.5
-_WRITE_PAUSE = 10  # times as long as the last write took, so that 100,000 names are not written all the time
+_WRITE_AGAIN_S = 1.0  # after a failed write, for example on a full disk
+_WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,000 names are not written all the time
 # The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
 # stop the event loop for 20 ms.
 _Fields = tuple[str | bool | None, ...]
@@ -74,8 +76,10 @@ class Reconciler:
         self._content = b""
         self._refused: tuple[bytes, InvalidSettings] | None = None  # the last content with an error, and the error
         self._reported: DeclaredSetReconciled | None = None
-        self._is_written = True
+        self._is_written, self._is_unwritable = True, False
         self._writing: asyncio.Task[None] | None = None
+        # A thread of its own: those of `to_thread` are few, and may all be fetching.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lora-plugins-served")
         self._waiting: list[asyncio.Future[None]] = []  # calls of `written`
         self._is_awaited = asyncio.Event()
         self._is_started = False
@@ -353,23 +357,43 @@ class Reconciler:
         await asyncio.wait([waiting], timeout=_WRITE_DELAY_S)
 
     async def _write(self) -> None:
-        """Write at once, then later changes together: one writer at a time, so that the last state wins."""
+        """Write at once, then later changes together: one writer at a time, so that the last state wins.
+
+        A failed write is repeated until the file holds what is served: no later change may come to ask for a write.
+        """
         while not self._is_written:
             self._is_written, waiting, self._waiting = True, self._waiting, []
             self._is_awaited.clear()
-            started = time.perf_counter()
             served = await self._what_is_served()
             try:
-                await asyncio.to_thread(self._served.write, itertools.starmap(DesiredAdapter, served))
+                loop = asyncio.get_running_loop()
+                least_s, pause_s = _WRITE_DELAY_S, await loop.run_in_executor(self._writer, self._write_file, served)
             except OSError as error:
-                logger.warning("What is served cannot be written to %s: %s", self._served.path, error)
+                self._is_written, least_s, pause_s = False, _WRITE_AGAIN_S, 0.0
+                self._note_unwritable(error)
+            else:
+                self._note_unwritable(None)
             for one in waiting:
                 one.set_result(None)
-            pause_s = _WRITE_PAUSE * (time.perf_counter() - started)
             await asyncio.sleep(pause_s)
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, _WRITE_DELAY_S - pause_s)):
+                async with asyncio.timeout(max(0.0, least_s - pause_s)):
                     await self._is_awaited.wait()
+
+    def _write_file(self, served: Iterable[_Fields]) -> float:
+        """Write the served names, and return for how many seconds no further write may begin."""
+        # Not the time on the clock: a thread that waits for the disk or for a processor takes nothing from others.
+        started = time.thread_time()
+        self._served.write(itertools.starmap(DesiredAdapter, served))
+        return _WRITE_PAUSE * (time.thread_time() - started)
+
+    def _note_unwritable(self, error: OSError | None) -> None:
+        """Log when writing begins to fail, and when the file is written again."""
+        if error is not None and not self._is_unwritable:
+            logger.warning("What is served cannot be written to %s: %s", self._served.path, error)
+        elif error is None and self._is_unwritable:
+            logger.info("What is served is written to %s again", self._served.path)
+        self._is_unwritable = error is not None
 
     async def _what_is_served(self) -> list[_Fields]:
         """The served names, collected in steps; changes in between come with the next write."""

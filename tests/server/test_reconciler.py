@@ -23,7 +23,7 @@ from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 from tests.server.test_swapping import load_in_place
 from tests.server.world import Request, Version, World, serving
-from tests.virtual_time import runs
+from tests.virtual_time import VirtualTimeLoop, runs
 
 LONGEST_S = 240.0  # for what comes for certain
 
@@ -380,6 +380,66 @@ async def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, caplog: pytes
         await asyncio.sleep(0.1)
     assert "cannot be written" in caplog.text
     assert await world.ask("sql") == "/store/sql"
+
+
+@runs
+async def test_a_change_on_a_full_disk_is_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No later change need come: a kill a second after the disk has room again loses nothing."""
+    folder = tmp_path / "file"
+    folder.touch()
+    world, file = world_with("sql"), ServedFile(folder / "served.json")
+    with caplog.at_level(logging.INFO, "vllm.lora_plugins"):
+        await reconciling(world, Settings(preload=("sql",)), file).start()
+        await asyncio.sleep(10)
+        folder.unlink()
+        folder.mkdir()
+        await asyncio.sleep(1)
+    assert file.read() == [DesiredAdapter("sql")]
+    assert [text for text in caplog.messages if "written to" in text] == [
+        f"What is served cannot be written to {file.path}: [Errno 17] File exists: '{folder}'",
+        f"What is served is written to {file.path} again",
+    ]
+
+
+def test_fetches_in_every_thread_delay_no_write(tmp_path: Path) -> None:
+    ends = threading.Event()
+
+    async def run() -> None:  # in real time, with real threads
+        world, file = world_with("sql"), ServedFile(tmp_path / "served.json")
+        await reconciling(world, Settings(preload=("sql",)), file).start()
+        fetching = [asyncio.create_task(asyncio.to_thread(ends.wait, LONGEST_S)) for _ in range(64)]
+        try:
+            await world.lifecycle.pin("sql")
+            async with asyncio.timeout(LONGEST_S / 2):
+                while file.read() != [DesiredAdapter("sql", is_pinned=True)]:
+                    await asyncio.sleep(0.005)
+        finally:
+            ends.set()
+            await asyncio.gather(*fetching)
+
+    asyncio.run(run())
+
+
+@runs
+async def test_a_slow_disk_delays_the_next_write_by_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause after a write follows the processor's time of the write, not the time on the clock."""
+    world, file = world_with("sql", "chat"), ServedFile(tmp_path / "served.json")
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    write = file.write
+
+    def slowly(served: Iterable[DesiredAdapter]) -> None:
+        loop.now += 0.3
+        write(served)
+
+    monkeypatch.setattr(file, "write", slowly)
+    await reconciling(world, Settings(preload=("sql",)), file).start()
+    await asyncio.sleep(10)
+    await world.lifecycle.pin("sql")
+    await asyncio.sleep(0.1)
+    await world.lifecycle.load("chat")
+    await asyncio.sleep(1)
+    assert len(file.read()) == 2
 
 
 @runs
