@@ -73,6 +73,9 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._finite_answers = FiniteAnswers(self.planner.state.of_request, rows_are_requests=rows_are_requests)
         # The versions that compute an answer, each with its first token, unless only the version asked for computes.
         self._versions: dict[str, list[tuple[str, int]]] = {}
+        # Moves whose first batch has not come back: its number, and the weights. Batches come back in their order.
+        self._moves: dict[str, list[tuple[int, str]]] = {}
+        self._scheduled_count = self._updated_count = 0
         self._waiting_with_kv: dict[str, Any] = {}
         self._counts_loads = True
         super().__init__(vllm_config, *args, **kwargs)
@@ -228,6 +231,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def _forget(self, request_id: str) -> None:
         self._versions.pop(request_id, None)
+        self._moves.pop(request_id, None)
         self.pauses.ended(request_id)
 
     def resume(self, name: str) -> None:
@@ -253,6 +257,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         commands = self.plan()
         self._places.begin_step()
         output = super().schedule(*args, **kwargs)
+        self._scheduled_count += 1
         self._has_scheduled()
         if commands:
             attach(output, StepCommands(tuple(commands)))
@@ -314,11 +319,11 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             name = request.request_id
             if not (request.num_computed_tokens or request.num_output_tokens):
                 assign(request, adapter)
+                self._moves.pop(name, None)
                 self._versions[name] = [(weights_of(adapter), 0)]
                 continue
-            versions = self._versions.setdefault(name, [(name_of(weights_path(request)), 0)])
-            begins_at = request.num_output_tokens + request.num_output_placeholders  # computed, or on the way
-            versions.append((weights_of(adapter), begins_at))
+            self._versions.setdefault(name, [(name_of(weights_path(request)), 0)])
+            self._moves.setdefault(name, []).append((self._scheduled_count, weights_of(adapter)))
             move(request, adapter, self.hash_block_size)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -329,6 +334,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Update as vLLM does, with the workers' reports, and errors for requests that were refused."""
+        self._begin_versions()
         # Before vLLM takes the step's output: tokens sampled from NaN, or of no weights, must reach no client.
         reports = attached(model_runner_output, StepReports).reports
         errors: dict[Any, LoRAPluginsError] = {
@@ -362,6 +368,18 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._answer_refused(outputs)
         self.answer_calls()
         return outputs
+
+    def _begin_versions(self) -> None:
+        """Have moved weights begin at the first token that is still to come, once their first batch has come back.
+
+        Only then is it known: vLLM rejects drafts, and drops or delivers what was under way at a preemption.
+        """
+        for name, moves in list(self._moves.items()):
+            while moves and moves[0][0] <= self._updated_count:
+                self._versions[name].append((moves.pop(0)[1], self.requests[name].num_output_tokens))
+            if not moves:
+                del self._moves[name]
+        self._updated_count += 1
 
     def _end_dropped(self) -> None:
         """Free the places of sessions that vLLM has dropped from its queues, and that never run again.
