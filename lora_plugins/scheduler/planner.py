@@ -312,6 +312,7 @@ class Planner:
             adapter = self.state.current[spec.engine_id]
             adapter.is_pinned = True
             self._changed(adapter, now)
+            self._undo_pin_of_last_slot(adapter, now)
             self._refuse_what_never_fits(now)
         return future
 

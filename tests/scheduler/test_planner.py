@@ -387,6 +387,18 @@ def test_a_pin_takes_not_the_last_slot_for_copies() -> None:
     engine.check_nothing_left()
 
 
+def test_a_pin_of_a_loaded_adapter_takes_not_the_last_slot() -> None:
+    engine = engine_with(is_instant=False, slots=1, pointed=4)
+    engine.submit(1)
+    engine.run_until_idle()
+    pin = engine.planner.pin(spec(1), engine.now)
+    assert isinstance(pin.exception(timeout=0), NoFreeSlot)
+    request = engine.submit(2)
+    engine.run_until_idle()
+    assert request.ended_at is not None
+    engine.check_nothing_left()
+
+
 def test_retiring_is_done_when_the_last_generation_has_gone() -> None:
     engine = engine_with(slots=2)
     old = engine.submit(1, tokens=40)

@@ -298,7 +298,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
         status, request.status = request.status, RequestStatus.RUNNING  # which `_preempt_request` asserts
         for queue in self.queues:
-            queue.remove_requests([request])
+            if request in queue:
+                queue.remove_request(request)  # not `remove_requests`: vLLM has not dropped the session
         self._preempt_request(request, time.monotonic(), drop_stale_output=True)
         request.status = status  # the workers get a session's next part as a new request
 

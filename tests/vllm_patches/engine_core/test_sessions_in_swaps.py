@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 
 from lora_plugins.scheduler.messages import AdapterSpec, Move
 from lora_plugins.scheduler.pauses import PauseMode
@@ -25,8 +26,8 @@ NAME = "adapter-7"
 def bed(request: pytest.FixtureRequest, base: Path) -> Callable[..., Engine]:
     """An engine with a prefix cache."""
 
-    def make(*, blocks: int = 64) -> Engine:
-        config = vllm_config(base, is_async=request.param, max_loras=2, max_cpu_loras=4)
+    def make(*, blocks: int = 64, max_loras: int = 2) -> Engine:
+        config = vllm_config(base, is_async=request.param, max_loras=max_loras, max_cpu_loras=4)
         config.cache_config.enable_prefix_caching = True
         return Engine(make_scheduler(config, blocks=blocks), lag=int(request.param))
 
@@ -144,3 +145,22 @@ def test_a_part_that_comes_in_a_pause_is_answered(bed: Callable[..., Engine]) ->
     engine.scheduler.resume(NAME)
     engine.run()
     assert len(engine.tokens_of("s")) == 25
+
+
+def test_a_part_that_comes_in_vllms_pause_keeps_its_adapter(bed: Callable[..., Engine]) -> None:
+    """Another adapter has the slot: the session frees its KV cache in the pause, and runs in the step after it."""
+    engine = bed(max_loras=1)
+    engine.scheduler.add_request(asked("s", tokens=3, resumable=True))
+    engine.run()
+    engine.scheduler.add_request(request("other", 8))
+    engine.run()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.scheduler.add_request(asked("s", prompt=3, tokens=20, resumable=True))
+    engine.step()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    while len(engine.tokens_of("s")) < 10:
+        engine.step()
+        runs = {it.request_id for it in engine.scheduler.running}
+        assert runs <= engine.scheduler.planner.state.of_request.keys()
+    engine.run()
+    assert len(engine.tokens_of("s")) == 23
