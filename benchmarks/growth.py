@@ -186,8 +186,8 @@ def measure(name: str, kind: Kind, server: Server, store: Path, part: float) -> 
         "faults": faults,
         "seen": [{key: round(value, 1) for key, value in one.items()} for one in seen],
     }
-    print(f"{name:<34}{row['requests']:>7}{row['a second']:>7}/s{growth_kb:>9.1f} KB/1,000 {log_bytes:>7.0f} B log", end="")
-    print(f"  {dict(statuses)}  {', '.join(faults) or 'flat'}", flush=True)
+    line = f"{name:<34}{row['requests']:>7}{row['a second']:>7}/s{growth_kb:>9.1f} KB/1,000 {log_bytes:>7.0f} B log"
+    print(f"{line}  {dict(statuses)}  {', '.join(faults) or 'flat'}", flush=True)
     return row
 
 

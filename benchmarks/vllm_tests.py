@@ -104,7 +104,8 @@ def with_residents(original):
         original(self, *args, **kwargs)
         planner = self.planner
         for number in range(1, int(os.environ["ADAPTERS"]) + 1):
-            planner.load(AdapterSpec(number, f"adapter-{number}", f"/store/{number}", size_bytes=1), 0.0, needs_slot=True)
+            spec = AdapterSpec(number, f"adapter-{number}", f"/store/{number}", size_bytes=1)
+            planner.load(spec, 0.0, needs_slot=True)
         while commands := planner.plan(0.0).commands:
             loads = [Loaded(it.job, 1, True, 0.01, rank=8) for it in commands if isinstance(it, Load)]
             planner.reported(loads, 0.0)

@@ -387,7 +387,7 @@ def test_a_pin_takes_not_the_last_slot_for_copies() -> None:
     engine.check_nothing_left()
 
 
-def test_a_pin_of_a_loaded_adapter_takes_not_the_last_slot() -> None:
+def test_a_loaded_adapters_pin_takes_not_the_last_slot() -> None:
     engine = engine_with(is_instant=False, slots=1, pointed=4)
     engine.submit(1)
     engine.run_until_idle()
