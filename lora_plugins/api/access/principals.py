@@ -28,6 +28,8 @@ _refusal: ContextVar[Callable[[], NotAllowed]] = ContextVar("lora_plugins_refusa
 # Routes of this package; of vLLM; and, in vLLM's development mode, the route to every method of the workers.
 _LORAS = "/v1/loras"
 _ADMIN_PATHS = (_LORAS, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
+# With a policy also: they end requests by id, whosever they are. Without one, routers on other machines call them.
+_ABORT_PATHS = ("/inference/v1/abort_requests", "/abort_requests")
 
 
 def label_of_request() -> str | None:
@@ -74,7 +76,7 @@ class KnowPrincipal:
         ours = self._administrators
         principal = ours.principal(scope)
         # Refuse here, before vLLM reads the body, which may be gigabytes of a push.
-        if not principal.is_admin and (paths := _admin_paths(scope)):
+        if not principal.is_admin and (paths := _admin_paths(scope, has_policy=ours.policy is not None)):
             if not all(_may_call(principal, scope, path) for path in paths):
                 await _forbid(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
                 return
@@ -88,13 +90,14 @@ class KnowPrincipal:
             _refusal.reset(tokens[1])
 
 
-def _admin_paths(scope: Scope) -> list[str]:
+def _admin_paths(scope: Scope, *, has_policy: bool) -> list[str]:
+    closed = _ADMIN_PATHS + _ABORT_PATHS if has_policy else _ADMIN_PATHS
     path, root = scope["path"], scope.get("root_path", "")
     # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
     return [
         candidate
         for candidate in (path, path.removeprefix(root))
-        if any(candidate == admin or candidate.startswith(f"{admin}/") for admin in _ADMIN_PATHS)
+        if any(candidate == admin or candidate.startswith(f"{admin}/") for admin in closed)
     ]
 
 

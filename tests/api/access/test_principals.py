@@ -192,3 +192,13 @@ def test_a_key_pushes_below_its_own_prefix(method: str, path: str) -> None:
 def test_a_key_that_pushes_may_nothing_else(method: str, path: str, query: bytes) -> None:
     app, sent = ask(TRAINER, method=method, path=path, query=query)
     assert (app.seen, sent[0]["status"]) == ([], 403)
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/abort_requests"])
+def test_with_a_policy_only_administrators_end_requests_by_id(path: str) -> None:
+    """The ids may be another tenant's: a caller chooses its own with X-Request-Id, and others may guess it."""
+    for headers in ([], [("authorization", "Bearer key-a")], [TRAINER]):
+        app, sent = ask(*headers, path=path)
+        assert (app.seen, sent[0]["status"]) == ([], 403)
+    app, _ = ask(("authorization", "Bearer key-root"), path=path)
+    assert app.seen == ["root"] * 3
