@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from lora_plugins.ledger import Patch
+from lora_plugins.vllm_patches.worker import lora_state
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
-    """Have embeddings with adapters see their tokens in one row; a second call changes nothing."""
+    """Have embeddings see their tokens in one row, and heads the adapter of each row; a second call changes nothing."""
     from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
     wrap(VocabParallelEmbeddingWithLoRA, "forward", _in_one_row)
+    lora_state.patch()  # which every plugin needs too
 
 
 def _in_one_row(original: Any) -> Any:

@@ -1,0 +1,77 @@
+"""Model Runner V2 gives each row of logits the adapter of the row's request, beside drafts too.
+
+A request with drafts has a row of logits for each draft and one more. `LoraState.make_lora_inputs`
+(vllm/v1/worker/gpu/lora_utils.py, 0.30 to 0.33) names one adapter for each request: with speculation the adapters of
+`lm_head` meet other requests' rows on GPUs, and vLLM's CPU kernels raise. vLLM's first runner repeats them by row.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from lora_plugins.ledger import Patch
+from lora_plugins.vllm_patches.wrapping import wrap
+
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+_ROWS = "_lora_plugins_rows"  # an attribute of LoraState: how many rows of logits each request of the batch has
+
+
+def patch() -> None:
+    """Have every runner of this process repeat adapters by row; a second call changes nothing."""
+    from vllm.v1.worker.gpu.lora_utils import LoraState
+
+    wrap(LoraState, "__init__", _beside_its_runner)
+    wrap(LoraState, "make_lora_inputs", _by_row)
+
+
+def _beside_its_runner(original: Any) -> Any:
+    """A runner makes its LoraState: only processes with a runner have imported the runner's module."""
+
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        runner: Any = sys.modules.get(_RUNNER)
+        if runner is not None:
+            wrap(runner.GPUModelRunner, "prepare_inputs", _counting_rows)
+
+    return initialise
+
+
+def _counting_rows(original: Any) -> Any:
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = original(self, *args, **kwargs)
+        setattr(self.lora_state, _ROWS, np.diff(batch.cu_num_logits_np))
+        return batch
+
+    return prepare_inputs
+
+
+def _by_row(original: Any) -> Any:
+    def make_lora_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        of_requests, *others = original(self, *args, **kwargs)
+        rows = vars(self).pop(_ROWS, None)
+        # A vLLM that repeats them itself has as many as there are rows of logits.
+        if rows is None or len(of_requests) == rows.sum():
+            return of_requests, *others
+        return tuple(np.repeat(of_requests, rows)), *others
+
+    return make_lora_inputs
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.v1.worker.gpu.lora_utils:
+            LoraState.__init__(self, max_num_reqs)
+            LoraState.make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens)
+        vllm.v1.worker.gpu.model_runner:
+            GPUModelRunner.prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, ...)
+        vllm.v1.worker.gpu.input_batch: InputBatch{cu_num_logits_np}
+        """,
+        what="wrapped: the adapters of requests are repeated for each row of logits that prepare_inputs has counted",
+        why="with speculation a request has several rows, and adapters of lm_head would meet other requests' rows",
+        remove="make_lora_inputs of Model Runner V2 takes the rows of each request",
+    ),
+)

@@ -1,0 +1,86 @@
+"""The adapters that Model Runner V2 names for a batch: one for each row of logits, beside drafts too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.worker.gpu.lora_utils import LoraState
+
+from lora_plugins.vllm_patches.worker import lora_state
+from tests.vllm_patches.put_back import put_back
+
+ADAPTERS = [7, 0, 8]  # engine ids of three requests; the second is of the base model
+TOKENS = np.array([3, 5, 1])  # the second prefills
+
+
+class State:
+    """A LoraState as a runner has it, with the requests in the batch from last to first."""
+
+    def __init__(self) -> None:
+        self.lora_state = LoraState(max_num_reqs=4)
+        for index, id_ in enumerate(ADAPTERS):
+            self.lora_state.add_request(f"{index}", index, LoRARequest(f"{id_}", id_, "/none") if id_ else None)
+
+    def inputs(self) -> Any:
+        return self.lora_state.make_lora_inputs(["2", "1", "0"], np.array([2, 1, 0]), TOKENS[::-1])
+
+
+@pytest.fixture
+def prepare_inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`prepare_inputs(runner, rows)` as a patched runner does it: vLLM's own needs a device and a model."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    def prepared(self: Any, rows: list[int]) -> Any:
+        return SimpleNamespace(cu_num_logits_np=np.cumsum([0, *rows]))
+
+    with put_back(GPUModelRunner, LoraState):
+        monkeypatch.setattr(GPUModelRunner, "prepare_inputs", prepared)
+        for _ in range(2):
+            lora_state.patch()
+            State()
+        yield GPUModelRunner.prepare_inputs
+        monkeypatch.undo()
+
+
+def test_vllm_itself_names_an_adapter_for_each_request_only() -> None:
+    """Where this fails, vLLM may name one for each row: compare `lora_state`, which could go then."""
+    of_rows, of_tokens, active = State().inputs()
+    assert of_rows == (8, 0, 7)
+    assert of_tokens == (8, 0, 0, 0, 0, 0, 7, 7, 7)
+    assert {request.lora_int_id for request in active} == {7, 8}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([1, 1, 3], (8, 0, 7, 7, 7)),
+        ([3, 1, 2], (8, 8, 8, 0, 7, 7)),
+        ([1, 1, 1], (8, 0, 7)),
+        ([0, 0, 2], (7, 7)),  # diffusion: a prefill has no logits
+    ],
+)
+def test_each_row_of_logits_has_the_adapter_of_its_request(
+    prepare_inputs: Any, rows: list[int], expected: tuple[int, ...]
+) -> None:
+    state = State()
+    unchanged = state.inputs()
+    prepare_inputs(state, rows)
+    assert state.inputs() == (expected, *unchanged[1:])
+    assert state.inputs() == unchanged  # rows are those of one batch
+
+
+def test_a_process_without_a_runner_imports_none() -> None:
+    script = (
+        "import sys; from lora_plugins.vllm_patches.worker import lora_state; lora_state.patch();"
+        "from vllm.v1.worker.gpu.lora_utils import LoraState; LoraState(2);"
+        "assert 'vllm.v1.worker.gpu.model_runner' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
