@@ -458,10 +458,12 @@ class Planner:
         replaces = state.current.get(engine_id) or state.known(engine_id)
         if replaces is not None and not begins:
             return replaces
-        evicted = state.cache.known_bytes.get(engine_id)
-        if begins or (evicted is not None and evicted[0].path != spec.path):
+        evicted, is_retired = state.cache.known_bytes.get(engine_id), engine_id in self._refusals
+        # Of a retired id nobody may know the last weights: a request from before the removal may have an earlier path.
+        is_other = is_retired if evicted is None else evicted[0].path != spec.path
+        if begins or is_other:
             state.generations.begin(engine_id)
-        key, is_retired = state.generations.key_of(engine_id), engine_id in self._refusals
+        key = state.generations.key_of(engine_id)
         weights_key = state.generations.weights_key_of(key)
         adapter = Adapter(spec, key, weights_key=weights_key, is_retired=is_retired, replaces=replaces)
         state.adapters[key] = adapter

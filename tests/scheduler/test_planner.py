@@ -399,6 +399,21 @@ def test_a_loaded_adapters_pin_takes_not_the_last_slot() -> None:
     engine.check_nothing_left()
 
 
+def test_requests_of_a_retired_id_get_a_key_of_their_own() -> None:
+    """A request that a pause held may have an earlier path than the weights that batches know under the last key."""
+    engine = engine_with(slots=2)
+    engine.submit(1)
+    engine.run_until_idle()
+    retired = engine.planner.retire(1, engine.now, is_last=True)
+    engine.run_until_idle()
+    assert retired.done()
+    late = engine.submit(replace(spec(1), path="/earlier"))
+    assert [adapter.key for adapter in engine.planner.state.adapters.values()] != [1]
+    engine.run_until_idle()
+    assert late.ended_at is not None
+    engine.check_nothing_left()
+
+
 def test_retiring_is_done_when_the_last_generation_has_gone() -> None:
     engine = engine_with(slots=2)
     old = engine.submit(1, tokens=40)
