@@ -399,7 +399,7 @@ def test_a_loaded_adapters_pin_takes_not_the_last_slot() -> None:
     engine.check_nothing_left()
 
 
-def test_requests_of_a_retired_id_get_a_key_of_their_own() -> None:
+def test_a_removed_ids_late_requests_get_a_new_key() -> None:
     """A request that a pause held may have an earlier path than the weights that batches know under the last key."""
     engine = engine_with(slots=2)
     engine.submit(1)
