@@ -9,6 +9,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from testbed import v2_runner
+from testbed import drafts, v2_runner
 from testbed.bed import MAX_TOKENS, Bed, prepare
 from testbed.client import PLAIN_HTTP
 from testbed.models import PROMPT, edit_config
@@ -30,6 +31,7 @@ from tests.repetitions import times
 SLOTS = 2
 LONG_TOKENS = 24
 STREAMS = 8
+HUGE = "huge"  # its numbers overflow
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,21 @@ class V2:
         fresh.rename(self.root / name)
 
 
+@contextmanager
+def v2_server(home: Path, *arguments: str) -> Iterator[V2]:
+    bed = prepare()
+    shutil.copytree(bed.adapters, home / "adapters")
+    edit_config(shutil.copytree(bed.adapters / "sql", home / "adapters" / HUGE), lora_alpha=1e30)
+    environment = {**v2_runner.ENVIRONMENT, "VLLM_LOGGING_LEVEL": "DEBUG", "LORA_PLUGINS_CHECK_FINITE": "0"}
+    arguments = (*v2_runner.ARGUMENTS, "--max-loras", f"{SLOTS}", *arguments)
+    with admin_server(bed, home, *arguments, **environment) as server:
+        yield V2(server, bed, home / "adapters")
+
+
 @pytest.fixture(scope="module")
 def v2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[V2]:
-    bed, home = prepare(), tmp_path_factory.mktemp("v2")
-    shutil.copytree(bed.adapters, home / "adapters")
-    environment = {**v2_runner.ENVIRONMENT, "VLLM_LOGGING_LEVEL": "DEBUG"}
-    with admin_server(bed, home, *v2_runner.ARGUMENTS, "--max-loras", f"{SLOTS}", **environment) as server:
-        yield V2(server, bed, home / "adapters")
+    with v2_server(tmp_path_factory.mktemp("v2")) as server:
+        yield server
 
 
 def test_the_server_runs_what_cuda_users_run(v2: V2) -> None:
@@ -88,6 +98,20 @@ def test_more_adapters_than_slots_answer_as_peft_does(v2: V2) -> None:
             return await asyncio.gather(*(tokens_of(client, name) for name in [*names, *names]))
 
     assert asyncio.run(ask()) == [v2.bed.answers[original] for original in [*names.values()] * 2]
+
+
+def test_an_adapter_without_numbers_ends_alone(v2: V2) -> None:
+    healthy = [None, "sql", "chat", "team/poet"]
+
+    async def ask() -> tuple[httpx.Response, list[list[int]]]:
+        async with v2.client() as client:
+            refused = asyncio.create_task(client.post("/v1/completions", json=body(HUGE, MAX_TOKENS)))
+            answers = await asyncio.gather(*(tokens_of(client, name or str(v2.bed.base)) for name in healthy))
+            return await refused, answers
+
+    refused, answers = asyncio.run(ask())
+    assert (refused.status_code, "NaN" in refused.text, HUGE in refused.text) == (400, True, True), refused.text
+    assert answers == [v2.bed.answers[name] for name in healthy]
 
 
 async def stream(client: httpx.AsyncClient, name: str) -> tuple[list[int], list[tuple[str, int]]]:
@@ -140,6 +164,14 @@ def test_streams_that_move_say_which_version_made_which_tokens(v2: V2) -> None:
             wrong.append(([place for _, place in spans], missed))
     assert sum(len(spans) > 1 for _, spans in answers) >= STREAMS, "too few have moved"
     assert not wrong, f"{len(wrong)} of {len(answers)}"
+
+
+@pytest.mark.nightly
+def test_streams_that_move_beside_drafts_say_the_same(tmp_path: Path) -> None:
+    few = list(range(60, 64))  # the adapters choose next to none of what the draft says: nearly all is rejected later
+    draft = {"method": "draft_model", "model": str(drafts.model(prepare().base, tmp_path / "draft", few))}
+    with v2_server(tmp_path, "--speculative-config", json.dumps({**draft, "num_speculative_tokens": 3})) as server:
+        test_streams_that_move_say_which_version_made_which_tokens(server)
 
 
 def test_a_pause_stops_one_adapter_and_all_others_run(v2: V2) -> None:
