@@ -21,11 +21,12 @@ def install_resolver(process: Process) -> None:
         return
     from lora_plugins.vllm_patches import model_modules
     from lora_plugins.vllm_patches.api_server import anthropic, app, base_serving, lora_resolver, openai_serving_models
-    from lora_plugins.vllm_patches.worker import vocab_parallel_embedding
+    from lora_plugins.vllm_patches.worker import lora_state, vocab_parallel_embedding
 
     for patch in (
         model_modules.patch,
         vocab_parallel_embedding.patch,
+        lora_state.patch,
         openai_serving_models.patch,
         base_serving.patch,
         anthropic.patch,
@@ -58,13 +59,14 @@ def install_manager(process: Process) -> None:
         stream_logs,
     )
     from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc, scheduler
-    from lora_plugins.vllm_patches.worker import model_runner, vocab_parallel_embedding, worker_base
+    from lora_plugins.vllm_patches.worker import lora_state, model_runner, vocab_parallel_embedding, worker_base
     from lora_plugins.worker.slot_copy import patch_set_lora
     from lora_plugins.worker.weights_file import patch_safetensors
 
     in_order = (
         # Layers and requests first: later patches make and compare layers and requests.
         vocab_parallel_embedding.patch,
+        lora_state.patch,
         patch_set_lora,  # the classes, before there are layers: lora_kernels wraps each layer
         patch_safetensors,
         lora_request.distinguish_versions,
@@ -96,8 +98,9 @@ def install_kernels(process: Process) -> None:
         InvalidSettings: the chosen kernels cannot be had on this machine.
     """
     from lora_plugins.vllm_patches.api_server import app
-    from lora_plugins.vllm_patches.worker import punica_wrapper, vocab_parallel_embedding
+    from lora_plugins.vllm_patches.worker import lora_state, punica_wrapper, vocab_parallel_embedding
 
     punica_wrapper.patch(process.settings)
     vocab_parallel_embedding.patch()
+    lora_state.patch()
     app.patch()

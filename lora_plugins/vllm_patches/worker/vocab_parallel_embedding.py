@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from lora_plugins.ledger import Patch
-from lora_plugins.vllm_patches.worker import lora_state
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
@@ -18,7 +17,6 @@ def patch() -> None:
     from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
     wrap(VocabParallelEmbeddingWithLoRA, "forward", _in_one_row)
-    lora_state.patch()  # which every plugin needs too
 
 
 def _in_one_row(original: Any) -> Any:
