@@ -459,8 +459,9 @@ class Planner:
         if replaces is not None and not begins:
             return replaces
         evicted, is_retired = state.cache.known_bytes.get(engine_id), engine_id in self._refusals
-        # Of a retired id nobody may know the last weights: a request from before the removal may have an earlier path.
-        is_other = is_retired if evicted is None else evicted[0].path != spec.path
+        # Of a retired id nobody knows the last weights: a request from before may have the path of earlier weights.
+        has_had_others = is_retired and state.generations.key_of(engine_id) != engine_id
+        is_other = has_had_others if evicted is None else evicted[0].path != spec.path
         if begins or is_other:
             state.generations.begin(engine_id)
         key = state.generations.key_of(engine_id)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numpy as np
-
 from lora_plugins.ledger import Patch
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -42,7 +40,7 @@ def _beside_its_runner(original: Any) -> Any:
 def _counting_rows(original: Any) -> Any:
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(self, *args, **kwargs)
-        setattr(self.lora_state, _ROWS, np.diff(batch.cu_num_logits_np))
+        setattr(self.lora_state, _ROWS, batch.cu_num_logits_np[1:] - batch.cu_num_logits_np[:-1])
         return batch
 
     return prepare_inputs
@@ -55,7 +53,8 @@ def _by_row(original: Any) -> Any:
         # A vLLM that repeats them itself has as many as there are rows of logits.
         if rows is None or len(of_requests) == rows.sum():
             return of_requests, *others
-        return tuple(np.repeat(of_requests, rows)), *others
+        by_row = [one for one, count in zip(of_requests, rows.tolist(), strict=True) for _ in range(count)]
+        return tuple(by_row), *others
 
     return make_lora_inputs
 
