@@ -50,8 +50,8 @@ def _by_row(original: Any) -> Any:
     def make_lora_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         of_requests, *others = original(self, *args, **kwargs)
         rows = vars(self).pop(_ROWS, None)
-        # A vLLM that repeats them itself has as many as there are rows of logits.
-        if rows is None or len(of_requests) == rows.sum():
+        # Without drafts each request has one row. A vLLM that repeats adapters itself names more than one a request.
+        if rows is None or (rows == 1).all() or len(of_requests) != len(rows):
             return of_requests, *others
         by_row = [one for one, count in zip(of_requests, rows.tolist(), strict=True) for _ in range(count)]
         return tuple(by_row), *others

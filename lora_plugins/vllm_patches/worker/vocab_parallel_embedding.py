@@ -13,7 +13,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
-    """Have embeddings see their tokens in one row, and heads the adapter of each row; a second call changes nothing."""
+    """Have embeddings with adapters see their tokens in one row; a second call changes nothing."""
     from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
     wrap(VocabParallelEmbeddingWithLoRA, "forward", _in_one_row)

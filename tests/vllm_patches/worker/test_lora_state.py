@@ -64,6 +64,7 @@ def test_vllm_itself_names_an_adapter_for_each_request_only() -> None:
         ([3, 1, 2], (8, 8, 8, 0, 7, 7)),
         ([1, 1, 1], (8, 0, 7)),
         ([0, 0, 2], (7, 7)),  # diffusion: a prefill has no logits
+        ([0, 1, 2], (0, 7, 7)),  # as many rows as requests
     ],
 )
 def test_each_row_of_logits_has_the_adapter_of_its_request(
