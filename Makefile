@@ -173,7 +173,7 @@ bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: reg
 bench-life: set-up ## the life of an adapter, from events of a real server; writes docs/images/life.svg (3 minutes)
 	@$(RUN) -m benchmarks.life
 
-bench-growth: set-up ## what a server keeps of 100,000 requests that never come again: memory, threads, files, series (15 minutes)
+bench-growth: set-up ## what a server keeps of 100,000 requests that never come again: memory, threads, files, series
 	@$(RUN) -m benchmarks.growth
 
 wheel: set-up ## build dist/*.whl with CPU kernels for x86-64 and aarch64 (needs gcc-aarch64-linux-gnu)

@@ -1,9 +1,9 @@
 """What grows in a server while one thing is done to it many thousand times: `make bench-growth`.
 
 One real server serves one adapter. Strangers ask for names that nobody has, in each form that a name may have; clients
-leave in the midst of their answers; an administrator pushes, loads, unloads, blocks, pins and pauses names, and so on:
-each with names that never come again. After each third the processes' memory, threads and descriptors are read, their
-children, the log, the series and bytes of `/metrics`, and the files of the store.
+leave in the midst of their answers; an administrator pushes, loads, unloads, pins and pauses: each with names that
+never come again. After each third the processes' memory, threads and descriptors are read, their children, the log, the
+series and bytes of `/metrics`, and the files of the store.
 
 A first third fills caches that have a bound. What the last third adds is growth: shown for each 1,000 requests, and
 refused above `MOST_KB`, or where threads, descriptors, children or series grew. The worker's memory is noted, and not
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import hashlib
 import shutil
 import sys
@@ -41,7 +40,7 @@ MOST_KB = 400.0  # of API server and engine, for each 1,000 requests of the last
 QUIET_S = 3.0
 SETTLED = ("threads", "files", "children", "series")
 SLACK = {"threads": 16, "files": 6, "children": 1, "series": 4}
-Act = Callable[[httpx.AsyncClient, int], Awaitable[object]]
+Act = Callable[[httpx.AsyncClient, int], Awaitable[int]]
 
 
 class Kind(NamedTuple):
@@ -85,15 +84,18 @@ def calls(*steps: tuple[str, str]) -> Act:
     return act
 
 
+async def then_unloaded(client: httpx.AsyncClient, answer: httpx.Response, kind: str, number: int) -> int:
+    if answer.is_success:
+        answer = await client.delete(f"/v1/loras/{kind}-{number}")
+    return answer.status_code
+
+
 def pushes(bed: Bed, adapter: str) -> Act:
     files = {path.name: path.read_bytes() for path in (bed.adapters / adapter).glob("adapter_*")}
 
     async def act(client: httpx.AsyncClient, number: int) -> int:
         some = [("files", (name, content)) for name, content in files.items()]
-        answer = await client.put(f"/v1/loras/pushed-{number}", files=some)
-        if answer.status_code >= 300:
-            return answer.status_code
-        return (await client.delete(f"/v1/loras/pushed-{number}")).status_code
+        return await then_unloaded(client, await client.put(f"/v1/loras/pushed-{number}", files=some), "pushed", number)
 
     return act
 
@@ -101,9 +103,7 @@ def pushes(bed: Bed, adapter: str) -> Act:
 def loads(uri: str) -> Act:
     async def act(client: httpx.AsyncClient, number: int) -> int:
         answer = await client.post("/v1/loras", json={"lora_name": f"loaded-{number}", "source": {"uri": uri}})
-        if answer.status_code >= 300:
-            return answer.status_code
-        return (await client.delete(f"/v1/loras/loaded-{number}")).status_code
+        return await then_unloaded(client, answer, "loaded", number)
 
     return act
 
@@ -150,25 +150,24 @@ def read(server: Server, store: Path) -> dict[str, float]:
     }
 
 
-async def do(url: str, act: Act, numbers: range) -> Counter[str]:
+async def do(url: str, act: Act, numbers: range) -> Counter[int]:
     """So many at once; returns how each was answered."""
-    found, left = Counter[str](), iter(numbers)
+    found, left = Counter[int](), iter(numbers)
     limits = httpx.Limits(max_connections=AT_ONCE)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
 
         async def some() -> None:
             for number in left:
-                found[str(await act(client, number))] += 1
+                found[await act(client, number)] += 1
 
         await asyncio.gather(*(some() for _ in range(AT_ONCE)))
     return found
 
 
 def measure(name: str, kind: Kind, server: Server, store: Path, part: float) -> dict[str, Any]:
-    third, seen, statuses, began = max(AT_ONCE, int(kind.count * part / 3)), [], Counter[str](), time.monotonic()
+    third, seen, statuses, began = max(AT_ONCE, int(kind.count * part / 3)), [], Counter[int](), time.monotonic()
     for number in range(3):
         statuses += asyncio.run(do(server.url, kind.act, range(number * third, (number + 1) * third)))
-        gc.collect()
         time.sleep(QUIET_S)
         seen.append(read(server, store))
     last = {key: seen[2][key] - seen[1][key] for key in seen[2]}
@@ -176,7 +175,7 @@ def measure(name: str, kind: Kind, server: Server, store: Path, part: float) -> 
     log_bytes = last["log bytes"] / third
     faults = [key for key in SETTLED if last[key] > SLACK[key]]
     faults += ["memory"] * (growth_kb > MOST_KB) + ["log"] * (log_bytes > kind.log_bytes + 300)
-    faults += [f"status {status}" for status in statuses if int(status) not in kind.answers]
+    faults += [f"status {status}" for status in statuses if status not in kind.answers]
     row = {
         "what": name,
         "requests": 3 * third,

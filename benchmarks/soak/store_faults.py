@@ -43,23 +43,28 @@ class FullDisk:
         while self._disk is not None and not done.is_set():
             await asyncio.sleep(self._rng.expovariate(1 / pause_s))
             lasts_s, per_1000 = _MOST_S * self._rng.random(), self._rng.choice((300, 1000))
-            if not done.is_set():
-                await self.fill(lasts_s, per_1000)
+            async with self.idle:
+                if done.is_set():
+                    return
+                await self._fill(self._disk, lasts_s, per_1000)
 
-    async def fill(self, lasts_s: float, per_1000: int = 1000) -> None:
-        """Let so many of 1,000 writes fail for a time."""
-        if self._disk is None:
-            return
-        async with self.idle:
-            self._journal.write("fault", "disk full", "store", lasts_s, per_1000=per_1000)
-            if per_1000 < 1000:  # where no write is done, nothing shows that a removal would help: all stays
-                self._may_give_way()
-            full = self._world.oracle.causes.add(Cause("disk full", DISK, time.monotonic(), refusals=DISK_IS_FULL))
-            with self._disk.failing(errno.ENOSPC, per_1000, ENOSPC_CALLS):
-                await asyncio.sleep(lasts_s)
-            full.ended = time.monotonic() + AFTER_S
-            if per_1000 < 1000:
-                self._may_give_way()
+    async def fill(self, lasts_s: float) -> None:
+        """Let every write fail for a time."""
+        if self._disk is not None:
+            async with self.idle:
+                await self._fill(self._disk, lasts_s, 1000)
+
+    async def _fill(self, disk: Interposer, lasts_s: float, per_1000: int) -> None:
+        """Let so many of 1,000 writes fail for a time. The caller holds `idle`."""
+        self._journal.write("fault", "disk full", "store", lasts_s, per_1000=per_1000)
+        if per_1000 < 1000:  # where no write is done, nothing shows that a removal would help: all stays
+            self._may_give_way()
+        full = self._world.oracle.causes.add(Cause("disk full", DISK, time.monotonic(), refusals=DISK_IS_FULL))
+        with disk.failing(errno.ENOSPC, per_1000, ENOSPC_CALLS):
+            await asyncio.sleep(lasts_s)
+        full.ended = time.monotonic() + AFTER_S
+        if per_1000 < 1000:
+            self._may_give_way()
 
     def _may_give_way(self) -> None:
         for one in self._world.names:

@@ -376,22 +376,15 @@ def test_small_loads_delay_no_room_for_a_large_adapter() -> None:
     assert large.wait_s < 5
 
 
-def test_a_pin_takes_not_the_last_slot_for_copies() -> None:
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_pin_takes_not_the_last_slot_for_copies(is_loaded: bool) -> None:
     engine = engine_with(is_instant=False, slots=1, pointed=4)
-    pin = engine.planner.pin(spec(1), engine.now)  # whether it costs a copy is known when it is loaded
-    engine.run(1)
-    assert isinstance(pin.exception(timeout=0), NoFreeSlot)
-    request = engine.submit(2)
-    engine.run_until_idle()
-    assert request.ended_at is not None
-    engine.check_nothing_left()
-
-
-def test_a_loaded_adapters_pin_takes_not_the_last_slot() -> None:
-    engine = engine_with(is_instant=False, slots=1, pointed=4)
-    engine.submit(1)
-    engine.run_until_idle()
+    if is_loaded:
+        engine.submit(1)
+        engine.run_until_idle()
     pin = engine.planner.pin(spec(1), engine.now)
+    if not is_loaded:
+        engine.run(1)  # only the load shows whether the pin takes a slot for copies
     assert isinstance(pin.exception(timeout=0), NoFreeSlot)
     request = engine.submit(2)
     engine.run_until_idle()

@@ -101,6 +101,28 @@ def request(name: str, lora: int | None = None, *, tokens: int = 3, prompt: int 
     )
 
 
+def make_keys() -> None:
+    """Choose the root of the keys of prefix caches: once for an engine, or its requests share no prefix."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256)
+
+
+def request_with_path(name: str, path: str, lora: int = 7, *, token_ids: list[int] | None = None, **more: Any) -> Any:
+    """A request for the version at a path, with keys for the prefix cache (`make_keys`), perhaps of these tokens."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+    one = request(name, lora, block_hasher=get_request_block_hasher(BLOCK, sha256), **more)
+    one.lora_request.lora_path = path
+    if token_ids is not None:
+        one.prompt_token_ids[:] = one._all_token_ids[:] = token_ids
+    one.block_hashes.clear()  # which `Request` makes of prompt and path
+    one.update_block_hashes()
+    return one
+
+
 class Engine:
     """Steps of an engine, `lag` of them under way at a time.
 

@@ -6,16 +6,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 
 from lora_plugins.scheduler.messages import AdapterSpec, Load
 from lora_plugins.vllm_patches.answer_messages import error_in
 from lora_plugins.vllm_patches.engine_core import engine_core
-from tests.vllm_patches.engine_bed import BLOCK, Engine, make_scheduler, vllm_config
+from tests.vllm_patches.engine_bed import BLOCK, Engine, make_keys, make_scheduler, vllm_config
 from tests.vllm_patches.engine_bed import request as request_of
+from tests.vllm_patches.engine_bed import request_with_path as asked
 from tests.worker.small_model import base_directory
 
 V1, V2 = "/store/" + "1" * 64, "/store/" + "2" * 64
@@ -30,18 +29,10 @@ def bed(request, tmp_path):
     def make(blocks: int = 64, **config) -> Engine:
         options = vllm_config(base_directory(tmp_path), is_async=request.param, **config)
         options.cache_config.enable_prefix_caching = True
-        init_none_hash(sha256)
+        make_keys()
         return Engine(make_scheduler(options, blocks=blocks), lag=int(request.param))
 
     return make
-
-
-def asked(name: str, path: str, **more):
-    one = request_of(name, 7, block_hasher=get_request_block_hasher(BLOCK, sha256), **more)
-    one.lora_request.lora_path = path
-    one.block_hashes.clear()
-    one.update_block_hashes()
-    return one
 
 
 def load(engine: Engine, path: str, steps: int = 4, **more) -> None:
@@ -156,11 +147,7 @@ def test_what_a_session_computes_on_is_no_prefix_of_others(bed, how: str) -> Non
     engine.run()
     tokens = list(session._all_token_ids)
     for name, length in (("first block", 17), ("all", len(tokens))):
-        one = asked(name, V2, prompt=length)
-        one._all_token_ids[:] = one.prompt_token_ids[:] = tokens[:length]
-        one.block_hashes.clear()
-        one.update_block_hashes()
-        begin(engine, one)
+        begin(engine, asked(name, V2, prompt=length, token_ids=tokens[:length]))
     assert from_cache(engine, "all") <= 16, "what V2 computed from V1's KV cache is under V2's keys"
 
 

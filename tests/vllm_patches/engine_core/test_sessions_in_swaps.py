@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 
 from lora_plugins.scheduler.messages import AdapterSpec, Move
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.answer_messages import VERSIONS
 from lora_plugins.vllm_patches.engine_core.pausing import pause
-from tests.vllm_patches.engine_bed import BLOCK, Engine, make_scheduler, request, vllm_config
+from tests.vllm_patches.engine_bed import (
+    BLOCK,
+    Engine,
+    make_keys,
+    make_scheduler,
+    request,
+    request_with_path,
+    vllm_config,
+)
 
 V1, V2, V3 = ("/store/" + digit * 64 for digit in "123")
 NAME = "adapter-7"
@@ -29,20 +35,14 @@ def bed(request: pytest.FixtureRequest, base: Path) -> Callable[..., Engine]:
     def make(*, blocks: int = 64, max_loras: int = 2) -> Engine:
         config = vllm_config(base, is_async=request.param, max_loras=max_loras, max_cpu_loras=4)
         config.cache_config.enable_prefix_caching = True
+        make_keys()
         return Engine(make_scheduler(config, blocks=blocks), lag=int(request.param))
 
     return make
 
 
-def asked(name: str, path: str = V1, *, token_ids: list[int] | None = None, **more: Any) -> Any:
-    init_none_hash(sha256)
-    one = request(name, 7, block_hasher=get_request_block_hasher(BLOCK, sha256), **more)
-    one.lora_request.lora_path = path
-    if token_ids is not None:
-        one.prompt_token_ids[:] = one._all_token_ids[:] = token_ids
-    one.block_hashes.clear()  # which `Request` makes of prompt and path
-    one.update_block_hashes()
-    return one
+def asked(name: str, path: str = V1, **more: Any) -> Any:
+    return request_with_path(name, path, **more)
 
 
 def step_until(engine: Engine, is_reached: Callable[[], bool]) -> None:

@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
 from lora_plugins.scheduler.messages import AdapterSpec, Load, Move
-from tests.vllm_patches.engine_bed import BLOCK, Engine, make_scheduler, vllm_config
-from tests.vllm_patches.engine_bed import request as request_of
+from tests.vllm_patches.engine_bed import Engine, make_keys, make_scheduler, request_with_path, vllm_config
 from tests.worker.small_model import base_directory
 
 PATHS = ["/store/" + f"{number}" * 64 for number in range(1, 4)]
@@ -97,17 +94,8 @@ def engine_of(case: Case, base: Path, rng: random.Random) -> TellingEngine:
         )
     options = vllm_config(base, is_async=case.is_async, max_loras=2, max_cpu_loras=4, **more)
     options.cache_config.enable_prefix_caching = True
-    init_none_hash(sha256)
+    make_keys()
     return TellingEngine(make_scheduler(options, blocks=case.blocks), case, rng)
-
-
-def asked(name: str, prompt: int) -> Any:
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    one = request_of(name, 7, block_hasher=hasher, tokens=TOKENS, prompt=prompt)
-    one.lora_request.lora_path = PATHS[0]
-    one.block_hashes.clear()
-    one.update_block_hashes()
-    return one
 
 
 def named(said: list[tuple[str, int]], position: int) -> int:
@@ -123,7 +111,7 @@ def test_each_token_is_named_after_its_weights(case: Case, tmp_path: Path) -> No
         engine = engine_of(case, base, rng)
         names = [f"request-{number}" for number in range(case.requests)]
         for name in names:
-            engine.scheduler.add_request(asked(name, rng.randint(4, 20)))
+            engine.scheduler.add_request(request_with_path(name, PATHS[0], tokens=TOKENS, prompt=rng.randint(4, 20)))
         loads = dict(zip(sorted(rng.sample(range(2, 20), 2)), PATHS[1:], strict=True))
         sent = 0
         for step in range(400):
