@@ -7,6 +7,7 @@ import itertools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
 from testbed.models import PROMPT
 from testbed.server import Server
+from tests.e2e.access_table import BLOCKED, observed
 from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 from tests.e2e.standing_still import LONGEST_S, in_state, in_the_midst_of, is_held, seen
 
@@ -51,6 +53,11 @@ class Guarded:
 
     server: Server
     bed: Bed
+    client: httpx.Client  # with one connection, and so with one of several API servers
+
+    def ask(self, method: str, path: str, key: str | None, *, headers: Any = None, **more: Any) -> httpx.Response:
+        bearer = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return self.client.request(method, path, headers={**bearer, **(headers or {})}, **more)
 
     def post(self, path: str, key: str | None, **body: Any) -> httpx.Response:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -71,16 +78,21 @@ def guarded(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guar
     home = tmp_path_factory.mktemp("guarded")
     for name, like in ADAPTERS.items():
         shutil.copytree(bed.adapters / like, home / "adapters" / name)
+    for name in BLOCKED:
+        shutil.copytree(bed.adapters / "sql", home / "adapters" / name)
     (home / "policy.toml").write_text(POLICY)
     with lora_server(
         bed,
         home,
-        *("--max-loras", "2", "--enable-scale-out", "--api-key", *KEYS),
+        *("--max-loras", "2", "--enable-scale-out", "--enable-tokenizer-info-endpoint", "--api-key", *KEYS),
         plugins=(RESOLVER, MANAGER, KERNELS, ADMIN),
         LORA_PLUGINS_POLICY=str(home / "policy.toml"),
         VLLM_SERVER_DEV_MODE="1",  # /pause and /resume
+        VLLM_ENABLE_RESPONSES_API_STORE="1",
     ) as server:
-        yield Guarded(server, bed)
+        one = httpx.Limits(max_connections=1)
+        with httpx.Client(base_url=server.url, timeout=LONGEST_S, limits=one) as client:
+            yield Guarded(server, bed, client)
 
 
 def test_each_key_gets_right_answers_and_sees_its_adapters_only(guarded: Guarded) -> None:
@@ -230,6 +242,35 @@ def test_a_tenant_over_its_share_waits_for_itself(guarded: Guarded) -> None:
     assert answers["shared"] == answers["root"] == right[ADAPTERS["shared"]]
     assert answers["team-b/sql"] == right[ADAPTERS["team-b/sql"]]
     assert answers["long"][:MAX_TOKENS] == right[ADAPTERS["team-a/sql"]]
+
+
+def test_who_reaches_what_is_the_table_of_the_docs(guarded: Guarded) -> None:
+    for name in BLOCKED:
+        assert guarded.ask("DELETE", f"/v1/loras/{name}?block=true", "key-root").status_code == 200
+    guarded.answer("team-b/sql", "key-b")
+    table = observed(guarded.ask, guarded.ask("GET", "/v1/loras/team-b/sql", "key-root").json()["digest"])
+    page = Path(__file__).parents[2] / "docs/guides/access.md"
+    assert table in page.read_text(), f"{page.name} has another table; this one was seen:\n{table}"
+
+
+def test_a_stored_response_is_its_keys_alone(guarded: Guarded) -> None:
+    """Ids are the callers' own choice, so that others may guess them, or take them."""
+
+    def ask(key: str, text: str, **more: Any) -> httpx.Response:
+        body = {"model": "shared", "input": text, "max_output_tokens": 1, **more}
+        return guarded.ask("POST", "/v1/responses", key, json=body)
+
+    def read(key: str) -> httpx.Response:
+        return guarded.ask("GET", "/v1/responses/resp_job-1", key)
+
+    first = ask("key-a", "x", request_id="resp_job-1").raise_for_status().json()
+    assert read("key-a").json() == first
+    assert [read(key).status_code for key in KEYS] == [200, 404, 404, 404]
+    assert ask("key-b", "x", previous_response_id="resp_job-1").status_code == 404
+    assert guarded.ask("POST", "/v1/responses/resp_job-1/cancel", "key-b").status_code == 404
+    ask("key-b", "another", request_id="resp_job-1", max_output_tokens=2).raise_for_status()
+    assert read("key-a").json() == first
+    assert ask("key-a", "x", previous_response_id="resp_job-1").status_code == 200
 
 
 def test_the_log_names_tenants_and_no_key(guarded: Guarded) -> None:

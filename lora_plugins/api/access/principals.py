@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
 from lora_plugins.api.access.policy import Principal
+from lora_plugins.api.access.tenants_routes import is_tenants
 from lora_plugins.errors import NotAllowed
 from lora_plugins.server.shares import Share
 
@@ -25,11 +26,9 @@ _PUSHERS = {"PUT": ("",), "GET": ("",), "DELETE": ("",), "POST": ("/pause", "/re
 # Makes the refusal for this request's caller on a route for administrators.
 _refusal: ContextVar[Callable[[], NotAllowed]] = ContextVar("lora_plugins_refusal", default=forbidden)
 
-# Routes of this package; of vLLM; and, in vLLM's development mode, the route to every method of the workers.
+# Without a policy: routes of this package; of vLLM; and, in vLLM's development mode, of every method of the workers.
 _LORAS = "/v1/loras"
 _ADMIN_PATHS = (_LORAS, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
-# With a policy also: they end requests by id, whosever they are. Without one, routers on other machines call them.
-_ABORT_PATHS = ("/inference/v1/abort_requests", "/abort_requests")
 
 
 def label_of_request() -> str | None:
@@ -76,8 +75,8 @@ class KnowPrincipal:
         ours = self._administrators
         principal = ours.principal(scope)
         # Refuse here, before vLLM reads the body, which may be gigabytes of a push.
-        if not principal.is_admin and (paths := _admin_paths(scope, has_policy=ours.policy is not None)):
-            if not all(_may_call(principal, scope, path) for path in paths):
+        if not principal.is_admin and _is_administrators(scope, has_policy=ours.policy is not None):
+            if not _may_call(principal, scope):
                 await _forbid(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
                 return
             principal = replace(principal, is_admin=True)  # for this call, which is of the principal's own name
@@ -90,18 +89,22 @@ class KnowPrincipal:
             _refusal.reset(tokens[1])
 
 
-def _admin_paths(scope: Scope, *, has_policy: bool) -> list[str]:
-    closed = _ADMIN_PATHS + _ABORT_PATHS if has_policy else _ADMIN_PATHS
+def _path(scope: Scope) -> str:
+    """The path that routes are compared with, as Starlette has it (`get_route_path`)."""
     path, root = scope["path"], scope.get("root_path", "")
     # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
-    return [
-        candidate
-        for candidate in (path, path.removeprefix(root))
-        if any(candidate == admin or candidate.startswith(f"{admin}/") for admin in closed)
-    ]
+    return str(path.removeprefix(root) if path.startswith(f"{root}/") else path)
 
 
-def _may_call(principal: Principal, scope: Scope, path: str) -> bool:
+def _is_administrators(scope: Scope, *, has_policy: bool) -> bool:
+    path = _path(scope)
+    if has_policy:
+        return not is_tenants("WEBSOCKET" if scope["type"] == "websocket" else scope["method"], path)
+    return any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN_PATHS)
+
+
+def _may_call(principal: Principal, scope: Scope) -> bool:
+    path = _path(scope)
     name = path.removeprefix(f"{_LORAS}/")
     # A pin takes a slot from all others for good; `?pin` alone is a pin too.
     if name == path or scope["type"] != "http" or b"pin" in parse_qs(scope.get("query_string", b""), True):

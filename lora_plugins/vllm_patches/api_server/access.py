@@ -14,7 +14,7 @@ from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.vllm_patches.api_server import base_serving, openai_serving_models
+from lora_plugins.vllm_patches.api_server import base_serving, openai_serving_models, openai_serving_responses
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 
 
@@ -40,6 +40,7 @@ def install(app: Any, process: Process) -> None:
     openai_serving_models.patch()
     if policy is not None:
         base_serving.patch_check()
+        openai_serving_responses.patch_stores()
     process.lets_in_administrators_only = True
     process.policy = policy
     _log_who_administers(administrators)

@@ -50,11 +50,12 @@ class App:
 
 def ask(
     *headers: tuple[str, str],
-    path: str = "/v1/x",
+    path: str = "/v1/completions",
     kind: str = "http",
     method: str = "POST",
     root_path: str = "",
     query: bytes = b"",
+    administrators: Administrators | None = None,
 ) -> tuple[App, list[dict[str, Any]]]:
     app, sent = App(), []
 
@@ -70,7 +71,7 @@ def ask(
         "root_path": root_path,
         "query_string": query,
     }
-    asyncio.run(KnowPrincipal(app, Administrators(POLICY))(scope, None, send))
+    asyncio.run(KnowPrincipal(app, administrators or Administrators(POLICY))(scope, None, send))
     return app, sent
 
 
@@ -93,7 +94,7 @@ def ask(
     ],
 )
 def test_whose_request_it_is_wherever_its_code_runs(kind, headers, label):
-    app, sent = ask(*headers, kind=kind)
+    app, sent = ask(*headers, kind=kind, path="/v1/realtime" if kind == "websocket" else "/v1/completions")
     assert app.seen == [label] * 3
     assert sent == []
     assert principal_of_request.get() is None
@@ -115,13 +116,22 @@ def test_requests_at_one_time_are_not_mixed_up():
     async def run() -> None:
         middleware = KnowPrincipal(answer, Administrators(POLICY))
         scopes = [
-            {"type": "http", "path": f"/{key}", "headers": [(b"authorization", f"Bearer {key}".encode())]}
+            {
+                "type": "http",
+                "method": "GET",
+                "path": f"/v1/responses/{key}",
+                "headers": [(b"authorization", f"Bearer {key}".encode())],
+            }
             for key in ("key-a", "key-root", "nobody")
         ]
         await asyncio.gather(*(middleware(scope, None, None) for scope in scopes))
 
     asyncio.run(run())
-    assert seen == {"/key-a": "a", "/key-root": "root", "/nobody": "(default)"}
+    assert seen == {
+        "/v1/responses/key-a": "a",
+        "/v1/responses/key-root": "root",
+        "/v1/responses/nobody": "(default)",
+    }
     assert app.seen == []
 
 
@@ -143,15 +153,60 @@ def test_administrators_routes_are_closed_to_others(path, method):
     assert app.seen == ["root"] * 3
 
 
-@pytest.mark.parametrize("path", ["/v1/lorasx", "/v1/models", "/v1/models/v1/loras", "/", "", "/loras"])
-def test_other_routes_are_open(path):
-    app, sent = ask(path=path)
+@pytest.mark.parametrize(
+    ("method", "path", "root_path"),
+    [
+        ("GET", "/v1/models", ""),
+        ("HEAD", "/health", ""),
+        ("GET", "/metrics/", ""),
+        ("GET", "/v1/responses/resp_1", ""),
+        ("POST", "/v1/responses/resp_1/cancel", ""),
+        ("POST", "/api/v1/completions", "/api"),
+        ("POST", "/v1/completions", "/api"),
+    ],
+)
+def test_tenants_routes_are_open(method, path, root_path):
+    app, sent = ask(method=method, path=path, root_path=root_path)
     assert app.seen == ["(default)"] * 3
     assert sent == []
 
 
-def test_a_websocket_to_an_administrators_route_is_closed():
-    app, (closed,) = ask(kind="websocket", path="/v1/loras")
+NOT_A_TENANTS = [
+    ("POST", "/v1/models"),
+    ("DELETE", "/v1/responses/resp_1"),
+    ("GET", "/v1/responses/a/b"),
+    ("GET", "/v1/completions"),
+    ("GET", "/metricsx"),
+    ("POST", "/v1/completions/"),
+    ("POST", "//v1/completions"),
+    ("POST", "/v1/completionsx"),
+    ("POST", "/v1/completions\n"),
+    ("GET", "/v1/lorasx"),
+    ("GET", "/v1/models/v1/loras"),
+    ("GET", "/"),
+    ("GET", ""),
+    ("POST", "/apiv1/completions"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), NOT_A_TENANTS)
+def test_every_other_route_is_administrators(method, path):
+    for root_path in ("", "/api", "/v1"):
+        app, (start, _) = ask(method=method, path=path, root_path=root_path)
+        assert (app.seen, start["status"]) == ([], 403)
+    app, _ = ask(("authorization", "Bearer key-root"), method=method, path=path)
+    assert app.seen == ["root"] * 3
+
+
+@pytest.mark.parametrize("path", ["/pause", "/v1/lorasx", "/"])
+def test_without_a_policy_the_other_routes_are_open(path):
+    app, sent = ask(path=path, administrators=Administrators(key="the-key"))
+    assert (app.seen, sent) == (["(other)"] * 3, [])
+
+
+@pytest.mark.parametrize("path", ["/v1/loras", "/v1/completions", "/v2/realtime"])
+def test_a_websocket_to_an_administrators_route_is_closed(path):
+    app, (closed,) = ask(kind="websocket", path=path)
     assert app.seen == []
     assert closed == {"type": "websocket.close", "code": 1008}
 
@@ -192,13 +247,3 @@ def test_a_key_pushes_below_its_own_prefix(method: str, path: str) -> None:
 def test_a_key_that_pushes_may_nothing_else(method: str, path: str, query: bytes) -> None:
     app, sent = ask(TRAINER, method=method, path=path, query=query)
     assert (app.seen, sent[0]["status"]) == ([], 403)
-
-
-@pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/abort_requests"])
-def test_with_a_policy_only_administrators_end_requests_by_id(path: str) -> None:
-    """The ids may be another tenant's: a caller chooses its own with X-Request-Id, and others may guess it."""
-    for headers in ([], [("authorization", "Bearer key-a")], [TRAINER]):
-        app, sent = ask(*headers, path=path)
-        assert (app.seen, sent[0]["status"]) == ([], 403)
-    app, _ = ask(("authorization", "Bearer key-root"), path=path)
-    assert app.seen == ["root"] * 3

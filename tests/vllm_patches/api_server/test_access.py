@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from lora_plugins.api.access.policy import Principal
@@ -39,6 +39,7 @@ keys = ["key-root"]
 admin = true
 """
 KEYS = ["key-a", "key-b", "key-root", "unlisted"]
+ROUTES = {"base": "/v1/completions", "pooling": "/v1/embeddings"}  # what every key reaches
 EXISTING = ("team-a/sql", "team-b/sql", "team-b/chat", "team-b/v1.2", "shared", "public/x", "audio", "secret")
 
 
@@ -102,9 +103,11 @@ class World:
         lora_routes.attach_router(app)
         logging.root.setLevel(level)  # a library of SageMaker's that vLLM imports here sets it
 
-        @app.post("/v1/use/{kind}")
-        async def use(kind: str, body: dict[str, Any]) -> Any:
+        @app.post(ROUTES["base"])
+        @app.post(ROUTES["pooling"])
+        async def use(asked: Request, body: dict[str, Any]) -> Any:
             """What vLLM's handlers do with a request before it goes to the engine."""
+            kind = next(kind for kind, path in ROUTES.items() if path == asked.url.path)
             serving, request = self.servings[kind], SimpleNamespace(**body)
             refused = await serving._check_model(request)
             if refused is not None:
@@ -135,7 +138,7 @@ class World:
         return asyncio.run(go())
 
     def use(self, name: Any, key: str | None = "key-a", kind: str = "base", **more: Any) -> httpx.Response:
-        return self.send("POST", f"/v1/use/{kind}", key, json={"model": name, **more})
+        return self.send("POST", ROUTES[kind], key, json={"model": name, **more})
 
     def load(self, *names: str) -> None:
         for name in names:
@@ -425,7 +428,7 @@ def test_without_any_key_no_other_machine_may(process, tmp_path, vllm_as_it_was,
     assert text.startswith("[L008] found a caller ")
     assert "set LORA_PLUGINS_ADMIN_KEY for the server" in text
     assert world.send("DELETE", "/adapters/new", client=client).json()["error"]["message"] == text
-    assert world.send("POST", "/v1/use/base", client=client, json={"model": "shared"}).json() == {"adapter": "shared"}
+    assert world.send("POST", ROUTES["base"], client=client, json={"model": "shared"}).json() == {"adapter": "shared"}
 
 
 def test_with_an_admin_key_loopback_needs_it_too(process, tmp_path, vllm_as_it_was):

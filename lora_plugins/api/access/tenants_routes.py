@@ -1,0 +1,47 @@
+"""The routes that an access policy leaves to everybody; every other route is an administrator's.
+
+Routes of vLLM 0.30 to 0.33. One that a later release adds, or another endpoint plugin, is an administrator's until it
+stands here: it may change the engine, or other tenants' work.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Use one model, which the policy checks, or none at all.
+_USES_A_MODEL = """
+/v1/completions /v1/completions/render /v1/completions/derender
+/v1/chat/completions /v1/chat/completions/batch /v1/chat/completions/render /v1/chat/completions/derender
+/v1/responses /v1/responses/render /v1/responses/ID/cancel
+/v1/messages /v1/messages/count_tokens /v1/messages/render
+/cohere/v2/chat /cohere/v2/chat/render
+/v1/audio/transcriptions /v1/audio/translations
+/v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank
+/generative_scoring /v1/systemone /v1/decisions
+/inference/v1/generate /invocations /tokenize /detokenize
+"""
+# `/metrics` also answers below it, for Prometheus; the pages of the documentation come with files of their own.
+_READS = """
+/v1/models /v1/responses/ID /tokenizer_info /health /load /version /metrics /metrics/REST
+/docs /docs/oauth2-redirect /redoc /openapi.json /static/REST
+"""
+
+
+def _matching(routes: str) -> re.Pattern[str]:
+    return re.compile(
+        "|".join(re.escape(route) for route in routes.split()).replace("ID", "[^/]+").replace("REST", ".*")
+    )
+
+
+_BY_METHOD = {
+    "POST": _matching(_USES_A_MODEL + "/ping"),
+    "GET": _matching(_READS + "/ping"),
+    "HEAD": _matching(_READS + "/ping"),
+    "WEBSOCKET": _matching("/v1/realtime"),
+}
+
+
+def is_tenants(method: str, path: str) -> bool:
+    """Whether every key reaches a route; `path` is below the root path, and `method` is `WEBSOCKET` for those."""
+    routes = _BY_METHOD.get(method)
+    return routes is not None and routes.fullmatch(path) is not None
