@@ -64,6 +64,7 @@ ADMIN_CALLS: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/v1/load_lora_adapter", {"lora_name": "by-path", "lora_path": "/x"}),
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql"}),
     ("POST", "/collective_rpc", {"method": "get_lora_metrics"}),
+    ("POST", "/collective_rpc%0A", {"method": "get_lora_metrics"}),  # for Starlette the same route
 )
 
 

@@ -93,7 +93,9 @@ def _path(scope: Scope) -> str:
     """The path that routes are compared with, as Starlette has it (`get_route_path`)."""
     path, root = scope["path"], scope.get("root_path", "")
     # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
-    return str(path.removeprefix(root) if path.startswith(f"{root}/") else path)
+    path = str(path.removeprefix(root) if path.startswith(f"{root}/") else path)
+    # Starlette's patterns end in `$`, which also matches before a last line feed (`%0a`).
+    return path.removesuffix("\n")
 
 
 def _is_administrators(scope: Scope, *, has_policy: bool) -> bool:
@@ -106,8 +108,9 @@ def _is_administrators(scope: Scope, *, has_policy: bool) -> bool:
 def _may_call(principal: Principal, scope: Scope) -> bool:
     path = _path(scope)
     name = path.removeprefix(f"{_LORAS}/")
+    query = scope.get("query_string", b"").decode("latin-1")
     # A pin takes a slot from all others for good; `?pin` alone is a pin too.
-    if name == path or scope["type"] != "http" or b"pin" in parse_qs(scope.get("query_string", b""), True):
+    if name == path or scope["type"] != "http" or "pin" in parse_qs(query, True):
         return False
     ends = [end for end in _PUSHERS.get(scope["method"], ()) if name.endswith(end)]
     return any(principal.may_push(name.removesuffix(end)) for end in ends)
