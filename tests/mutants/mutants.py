@@ -108,6 +108,27 @@ MUTANTS = (
         ("tests/api/access/test_name_patterns.py",),
     ),
     Mutant(
+        "api: a line feed after a path hides the route",
+        "lora_plugins/api/access/principals.py",
+        'return path.removesuffix("\\n")',
+        "return path",
+        ("tests/api/access/test_principals.py",),
+    ),
+    Mutant(
+        "api: one store of responses for all keys",
+        "lora_plugins/vllm_patches/api_server/openai_serving_responses.py",
+        "self._of.setdefault(label_of_request(), {})",
+        "self._of.setdefault(None, {})",
+        ("tests/vllm_patches/api_server/test_openai_serving_responses.py",),
+    ),
+    Mutant(
+        "api: with a policy, tenants reach every route",
+        "lora_plugins/api/access/principals.py",
+        "    if has_policy:\n        return not is_tenants(",
+        "    if has_policy:\n        return not path and not is_tenants(",
+        ("tests/api/access/test_principals.py",),
+    ),
+    Mutant(
         "kernels: an adapter's rank is one less",
         "lora_plugins/kernels/ranks.py",
         "        return tuple(min(int(lora_a.shape[0]), most) for most in largest)",
