@@ -218,6 +218,7 @@ class Store:
         looks for room counts both.
         """
         with contextlib.suppress(OSError), self.leases.guard("room"):
+            self._sweep_temporaries()
             room = give_way(
                 self.layout,
                 self.leases,
@@ -295,6 +296,7 @@ class Store:
         for temporary in self._unremoved.copy():
             self.remove_temporary(temporary)
         with self.leases.guard("room"):
+            self._sweep_temporaries()  # the room announced by a process that has died since the start is free
             make_room(
                 self.layout,
                 self.leases,
@@ -575,12 +577,7 @@ class Store:
 
     def _sweep(self) -> None:
         """Remove files and directories that dead processes have left."""
-        for temporary in self.layout.temporaries():
-            if self.processes.is_gone(temporary.process):
-                if temporary.path.is_dir():
-                    shutil.rmtree(temporary.path, ignore_errors=True)
-                else:
-                    temporary.path.unlink(missing_ok=True)
+        self._sweep_temporaries()
         for entry in list(os.scandir(self.layout.folder("locks"))):
             if not entry.name.endswith(".guard"):
                 remove_if_dead(Path(entry.path), self.processes)
@@ -595,6 +592,15 @@ class Store:
             self.leases.sweep()
         else:
             threading.Thread(target=self._sweep_later, daemon=True, name="lora-plugins-open").start()
+
+    def _sweep_temporaries(self) -> None:
+        for temporary in self.layout.temporaries():
+            if self.processes.is_gone(temporary.process):
+                if temporary.path.is_dir():
+                    shutil.rmtree(temporary.path, ignore_errors=True)
+                else:
+                    with contextlib.suppress(OSError):
+                        temporary.path.unlink()
 
     def _sweep_later(self) -> None:
         """Do the slow part of opening a large store, so that neither the start nor the first fetch waits."""

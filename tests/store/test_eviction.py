@@ -21,7 +21,7 @@ from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import MANIFEST_FILE
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, check, obtain
+from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
 
 SIZE = sum(map(len, adapter_files().values()))
 GIB = 1 << 30
@@ -237,3 +237,13 @@ def test_what_is_not_leased_yet_is_not_shared(full, monkeypatch) -> None:
     assert store.leases.acquire(digest, "name")
     assert shared == [False]
     assert store.leases.share(digest, "request")
+
+
+@pytest.mark.parametrize("is_full_disk", [False, True])
+def test_the_room_of_a_dead_process_is_free(tmp_path: Path, is_full_disk: bool) -> None:
+    store = Store(tmp_path / "store", max_bytes=SIZE)
+    store.layout.new_temporary("0-0.1.1", SIZE).mkdir()
+    if is_full_disk:
+        assert store.give_way(1, 0).is_there
+        assert leftovers(store) == []
+    assert obtain(store, DownloadSpec(adapter_files())).fetched
