@@ -65,7 +65,7 @@ class ServedFile:
             OSError: the store cannot be written.
         """
         self.path.with_suffix(_COPIED).unlink(missing_ok=True)
-        for age_s, path in self._others(f"{'[0-9a-f]' * 64}.*"):
+        for age_s, path in self._others(f"*{'[0-9a-f]' * 64}.*"):  # earlier releases left files that begin with a dot
             if age_s > _KEPT_S:
                 path.unlink(missing_ok=True)
 
@@ -97,16 +97,20 @@ class ServedFile:
         others = self._others(f"{base}.*.json")
         living = [path for age_s, path in others if age_s <= _ENDED_S]
         for age_s, path in others:
-            if age_s > _ENDED_S and (not living or (age_s <= _JUST_ENDED_S and not self.prefers_living)):
+            mark = path.with_suffix(_COPIED)
+            is_first = not living or (age_s <= _JUST_ENDED_S and not self.prefers_living)
+            if age_s > _ENDED_S and is_first and not mark.exists():
+                # Copy first: the mark of a killed process would keep the list from all replicas.
+                replace_small(self.path, path.read_text())
                 with suppress(FileExistsError):
                     # `exist_ok=False` decides between two replicas that start at once: only one makes the mark.
-                    path.with_suffix(_COPIED).touch(exist_ok=False)
-                    replace_small(self.path, path.read_text())
+                    mark.touch(exist_ok=False)
                     return
-        if living:
-            living[0].with_suffix(_COPIED).touch()
+                self.path.unlink()
         of_earlier_release = self.path.with_name(f"{base}.json")
         replace_small(self.path, (living[0] if living else of_earlier_release).read_text())
+        if living:
+            living[0].with_suffix(_COPIED).touch()
 
     def read(self) -> list[DesiredAdapter]:
         """The entries written last; fewer or none, with a warning, where the file cannot be read."""

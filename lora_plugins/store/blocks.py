@@ -90,7 +90,6 @@ class Blocks:
             if text is None:
                 return  # lifted meanwhile
             replace_small(self._file(name), text)
-            sync_directory(self._folder)
             self._seen.add(name)
             # `hold` may have blocked the name again during the write; the newer block is then still to be written.
             if self._unwritten[name] == text:

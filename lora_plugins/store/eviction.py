@@ -204,22 +204,20 @@ def remove(layout: Layout, leases: Leases, digest: str) -> bool:
     with leases.guard(digest):
         if leases.holders(digest):
             return False
+        # Before the adapter: what a killed process leaves then belongs to an adapter, which the next removal finds.
+        shutil.rmtree(layout.folder("leases") / digest, ignore_errors=True)
+        for path in filter(None, (_index_of(layout, digest), layout.folder("uses") / digest)):
+            path.unlink(missing_ok=True)
         # Rename under the guard, delete outside: a delete of gigabytes must not block other leases. A killed process
         # leaves a directory that the next start sweeps.
         removed = layout.new_quarantine(digest, ".removed")
-        index = _index_of(layout, digest)
         try:
             os.rename(layout.adapter(digest), removed)
         except FileNotFoundError:
             return True
-        shutil.rmtree(layout.folder("leases") / digest, ignore_errors=True)
-        if index is not None:
-            index.unlink(missing_ok=True)
     shutil.rmtree(removed, ignore_errors=True)
-    # `damaged` goes too: the mark describes the removed copy, not the next copy.
-    for folder in ("uses", "damaged"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(layout.folder(folder) / digest)
+    # The mark describes the removed copy, not the next copy.
+    (layout.folder("damaged") / digest).unlink(missing_ok=True)
     return True
 
 

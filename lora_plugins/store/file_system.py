@@ -22,6 +22,7 @@ import fcntl
 import os
 import pwd
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from lora_plugins.errors import InvalidSettings
 
 # Errors of link and flock on file systems without hard links or locks.
 _MISSING = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOLCK})
+_umask_is_read = threading.Lock()
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a local disk"
 
 
@@ -152,11 +154,14 @@ def check_owners(root: Path) -> None:
             )
 
 
-def close_to_others(root: Path) -> None:
-    """Make a new root this user's alone, unless the umask gives new files to the group too (umask 002)."""
-    mode = stat.S_IMODE(root.stat().st_mode)
-    if not mode & stat.S_IWGRP:
-        root.chmod(mode & ~0o077)
+def make_root(root: Path) -> None:
+    """Make a new root, this user's alone unless umask or default ACL give new files to the group too (umask 002).
+
+    The root has its mode from the start: the next start of a killed process takes the root as it is.
+    """
+    root.parent.mkdir(parents=True, exist_ok=True)
+    is_shared = not _umask() & stat.S_IWGRP or has_default_acl(root.parent)
+    root.mkdir(mode=0o777 if is_shared else 0o700, exist_ok=True)
 
 
 def name_of(user: int) -> str:
@@ -200,6 +205,7 @@ def _components(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _umask() -> int:
     """Read the umask; os.umask can only set, so for a moment other threads make files for this user alone."""
-    found = os.umask(0o077)
-    os.umask(found)
+    with _umask_is_read:
+        found = os.umask(0o077)
+        os.umask(found)
     return found

@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -35,7 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.adapter.names import HEXADECIMAL, is_prefix
-from lora_plugins.store.file_system import check_owners, close_to_others
+from lora_plugins.store.file_system import check_owners, make_root
+from lora_plugins.store.processes import this_process
 
 MANIFEST_FILE = "manifest.json"
 PRESSURE_FILE = ".pressure"
@@ -73,11 +75,16 @@ class Layout:
             OSError: a folder cannot be made.
         """
         check_owners(self.root)
-        if not self.root.is_dir():
-            self.root.mkdir(parents=True, exist_ok=True)
-            close_to_others(self.root)
+        made = [path for path in (self.root, *self.root.parents) if not path.is_dir()]
+        if made:
+            make_root(self.root)
         for name in _FOLDERS:
-            self.folder(name).mkdir(parents=True, exist_ok=True)
+            self.folder(name).mkdir(exist_ok=True)
+        for path in made:
+            with contextlib.suppress(
+                OSError
+            ):  # a folder of others, in which this user may make files but read no names
+                sync_directory(path.parent)
 
     def make_again(self) -> list[str]:
         """Make the folders that somebody (say a cleaner of old files) has removed; returns the names made.
@@ -198,24 +205,26 @@ def write_small(path: Path, pieces: Iterable[str], temporary: Path, *, is_durabl
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:  # a full disk
+    except BaseException:  # a full disk, say
         temporary.unlink(missing_ok=True)
         raise
 
 
 def replace_small(path: Path, *pieces: str) -> None:
-    """Replace a file by a whole new file of these pieces, and make the file's folder, if the root is there.
+    """Replace a file in one of the store's folders, which is made if the root is there; survives a power cut.
+
+    Adapters published before survive too: the file may name them.
 
     Raises:
-        OSError: the file cannot be written; the earlier file stays.
+        OSError: the file cannot be written; the earlier file stays, unless only the last sync has failed.
     """
-    path.parent.mkdir(exist_ok=True)
-    # Replicas in separate containers may have one process id, so the name has random characters too.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    try:
-        write_small(path, pieces, temporary)
-    finally:
-        temporary.unlink(missing_ok=True)
+    layout = Layout(path.parent.parent)
+    temporary = layout.new_temporary(this_process())
+    for folder in (path.parent, temporary.parent):
+        folder.mkdir(exist_ok=True)
+    sync_directory(layout.root)
+    write_small(path, pieces, temporary)
+    sync_directory(path.parent)
 
 
 @functools.cache

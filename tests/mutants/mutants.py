@@ -49,7 +49,7 @@ MUTANTS = (
         "lora_plugins/store/layout.py",
         "            os.fchmod(descriptor, 0o444)\n        os.fsync(descriptor)",
         "            os.fchmod(descriptor, 0o444)",
-        ("tests/store/test_power_cut.py",),
+        ("tests/store/test_crash_points.py",),
     ),
     Mutant(
         "store: the last holder keeps its lease",
