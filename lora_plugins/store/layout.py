@@ -81,9 +81,8 @@ class Layout:
         for name in _FOLDERS:
             self.folder(name).mkdir(exist_ok=True)
         for path in made:
-            with contextlib.suppress(
-                OSError
-            ):  # a folder of others, in which this user may make files but read no names
+            # In a folder of others this user may perhaps make files, and read no names.
+            with contextlib.suppress(OSError):
                 sync_directory(path.parent)
 
     def make_again(self) -> list[str]:
