@@ -1,7 +1,8 @@
 """An event loop whose time passes only while nothing can run: a test of waits then has one outcome, on every machine.
 
 A sleep of a minute takes no time, and a machine that stops for three seconds takes none away from anybody. What the
-loop hands to threads runs at once, in the loop's own thread, so that nothing depends on who is scheduled first.
+loop hands to threads runs in the loop's own thread, so that nothing depends on who is scheduled first: at once, or
+after times that a test chooses. As in a thread, work that has begun goes on after its caller's cancellation.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ Result = TypeVar("Result")
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` and, in a run, `time.monotonic()` and `time.perf_counter()` move by waiting only, and that at once."""
+    """`time()` and, in a run, `time.monotonic()` and `time.perf_counter()` move by waiting only, and that at once.
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    Attributes:
+        thread_s: how long work waits for a thread, and how long a thread takes.
+    """
+
+    def __init__(self, thread_s: Callable[[], float] = lambda: 0.0) -> None:
+        self.now, self.thread_s = 0.0, thread_s
         super().__init__(_Waiting(self))
 
     def time(self) -> float:
@@ -31,15 +36,24 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         done = self.create_future()
 
-        def finish() -> None:
-            if done.cancelled():
-                return
-            try:
-                done.set_result(func(*args))
-            except Exception as error:
-                done.set_exception(error)
+        def begin() -> None:
+            if not done.cancelled():
+                self.call_later(run_s, finish) if (run_s := self.thread_s()) else finish()
 
-        self.call_soon(finish)
+        def finish() -> None:
+            try:
+                result = func(*args)
+            except Exception as error:
+                if not done.cancelled():
+                    done.set_exception(error)
+            else:
+                if not done.cancelled():
+                    done.set_result(result)
+
+        if wait_s := self.thread_s():
+            self.call_later(wait_s, begin)
+        else:
+            self.call_soon(begin)
         return done
 
 
@@ -51,20 +65,27 @@ class _Waiting(selectors.DefaultSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> Any:
+        if ready := super().select(0):
+            return ready  # what has been sent over a socket of this process is here already
         if timeout is None:
             raise RuntimeError("every task waits for another one: nothing will ever happen")
         self._loop.now += max(timeout, 0.0)
-        return super().select(0)
+        return []
 
 
-def run_in_virtual_time(main: Coroutine[Any, Any, Result], *, longest_s: float = LONGEST_S) -> Result:
+def run_in_virtual_time(
+    main: Coroutine[Any, Any, Result],
+    *,
+    longest_s: float = LONGEST_S,
+    thread_s: Callable[[], float] = lambda: 0.0,
+) -> Result:
     """As `asyncio.run`; raises TimeoutError once it has taken `longest_s` of virtual time."""
 
     async def bounded() -> Result:
         async with asyncio.timeout(longest_s):
             return await main
 
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(thread_s)) as runner:
         loop = runner.get_loop()
         with mock.patch.multiple(time, monotonic=loop.time, perf_counter=loop.time):
             return runner.run(bounded())
@@ -106,3 +127,10 @@ def run_until_late(
             return await task
 
     return asyncio.run(hurried())
+
+
+def let_threads_take(seconds: float) -> None:
+    """Have all work for threads wait so long for a thread, and take as long, on the running loop."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.thread_s = lambda: seconds

@@ -39,11 +39,11 @@ class Copies:
     """The copies of one API server.
 
     Attributes:
-        on_unload: called after names were unloaded to make room.
+        on_change: called after names were swapped to newer versions, or unloaded to make room.
     """
 
     def __init__(self, server: ApiServer) -> None:
-        self.on_unload: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._server = server
         self._registry, self._resolver, self._store = server.registry, server.resolver, server.resolver.store
         budgets_bytes = (self._store.max_bytes, self._resolver.settings.host_max_bytes)
@@ -98,7 +98,13 @@ class Copies:
 
     async def has(self, name: str, version: ResolvedAdapter) -> bool:
         """Whether the store still has a version with sound bytes; leases the version for the name if so."""
-        return await asyncio.to_thread(self._store.acquire_sound, version.digest, name) is not None
+        loop = asyncio.get_running_loop()
+        leasing = loop.run_in_executor(None, self._store.acquire_sound, version.digest, name)
+        try:
+            return await asyncio.shield(leasing) is not None
+        except asyncio.CancelledError:  # the thread goes on, perhaps behind an unload of the name
+            leasing.add_done_callback(lambda _: self._server.forget(name, version))
+            raise
 
     async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> VersionChange:
         """Swap to the newest version at the source; replace and load a damaged copy again, even by the same version.
@@ -119,6 +125,8 @@ class Copies:
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
             raise
         self._tried_at.pop(adapter.name, None)
+        if change.is_swap:
+            self.on_change()
         return change
 
     async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
@@ -164,10 +172,10 @@ class Copies:
     async def relieve(self) -> None:
         """End leases of names for adapters without running requests, so that the store may remove the copies.
 
-        Pinned adapters keep their leases. A name keeps the lease of its fixed digest, and of a version that is the only
-        copy: no source may have the version any more. A name `NAME@DIGEST` is unloaded: the next request loads the
-        version again, as long as the store has a copy. A trainer that samples from each of its versions would otherwise
-        fill the store.
+        Pinned adapters keep their leases. A name keeps the lease of its fixed digest, of a version that is the only
+        copy, and, while the name changes, of earlier versions: no source may have the version any more. A name
+        `NAME@DIGEST` is unloaded: the next request loads the version again, as long as the store has a copy. A trainer
+        that samples from each of its versions would otherwise fill the store.
         """
         used_at, adapters = self._server.planner.used_at, self._registry.all()
         idle = [
@@ -176,8 +184,15 @@ class Copies:
             for version in adapter.versions
             if not adapter.is_pinned and version.digest != adapter.held_digest
             if not (adapter.is_only_copy and version is adapter.version)
+            if version is adapter.version or not self._server.vllm.lock(adapter.name).locked()
         ]
-        await asyncio.to_thread(self._store.end_leases, idle)
+        # The names' leases end now, not when a thread has the time: by then a name may need its version.
+        ending = object()
+        for digest, name, _ in idle:
+            with suppress(KeyError):
+                self._store.leases.hand_over(digest, name, ending)
+        ended = [(digest, ending, used_at) for digest, _, used_at in idle]
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._store.end_leases, ended))
         versions = [adapter for adapter in adapters if adapter.is_by_digest]
         if versions:
             await self._unload_idle(versions)
@@ -193,7 +208,7 @@ class Copies:
                 self._registry.remove(adapter.name)
                 unloading.append(self._server.drain(adapter, no_longer_served(adapter.name)))
         if unloading:
-            self.on_unload()
+            self.on_change()
         await asyncio.gather(*unloading)
 
     async def _replace(self, adapter: ServedAdapter) -> None:
@@ -269,12 +284,15 @@ class Copies:
         self._note_damage(adapter)
         # The second try replaces a copy that `is_sound` has just found damaged.
         for _ in range(2):
-            newest = await self._newest(adapter, held_digest)
-            if await asyncio.to_thread(self._store.is_sound, newest.digest):
+            newest, is_sound = await self._newest(adapter, held_digest), False
+            try:
+                is_sound = await asyncio.to_thread(self._store.is_sound, newest.digest)
+            finally:
+                if not is_sound:
+                    self._server.release(adapter.name, newest)
+            if is_sound:
                 return newest
             self._note_damage(adapter)
-        # Two damaged copies in a row: give up, and keep no lease of the last copy.
-        self._server.release(adapter.name, newest)
         raise DamagedCopy.of(newest.digest, "it cannot be replaced")
 
     async def _newest(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:

@@ -45,7 +45,7 @@ class Lifecycle:
         self.registry, self.planner = server.registry, server.planner
         self.copies = copies or Copies(server)
         self.on_change: Callable[[], None] = lambda: None
-        self.copies.on_unload = lambda: self.on_change()  # noqa: PLW0108 - another function by then
+        self.copies.on_change = lambda: self.on_change()  # noqa: PLW0108 - another function by then
         self.written: Callable[[], Awaitable[None]] = _nothing
         self.resolving: SingleFlight[str, Any] = SingleFlight()
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
@@ -246,6 +246,11 @@ class Lifecycle:
         """
         # Lift the block only after the load has succeeded, and only the block seen before the load: a block of
         # meanwhile holds. Under the name's lock, or the poller would unload the name because of the block.
+        is_blocked = seen is not None and name in self.registry.blocked  # else another load has ended it meanwhile
+        if is_blocked and (before := self.registry.remove(name)) is not None:
+            # The block's own unload has not come yet, and the engines refuse what it retires.
+            self.server.in_background(self.server.drain(before, blocked(name)))
+            self.on_change()
         yield
         blocks = self.registry.blocked
         with store_errors():
@@ -331,7 +336,7 @@ class Lifecycle:
             self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
         # The name itself too: a load under way may put it into the table while the lock is awaited.
         names = {name, *(adapter.name for adapter in served)}
-        freeing = [self.server.in_background(self._free(one, refusal, timeout_s)) for one in names]
+        freeing = [self.server.in_background(self._free(one, refusal, timeout_s, if_blocked=True)) for one in names]
         with store_errors():
             await asyncio.to_thread(blocks.write, name)
         done, pending = await asyncio.wait(freeing, timeout=_FREED_S if timeout_s is None else timeout_s + ABORT_S)
@@ -365,15 +370,11 @@ class Lifecycle:
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             _require_version(name, adapter, expects)
-            held_digest = adapter.held_digest
+            change = await self._refresh(adapter, moves=moves)
+            # Only now: after a failure the version stays fixed, and so leased; no source may have it, as after a push.
             if adapter.given_path is None:
                 adapter.held_digest = None
-            try:
-                return await self._refresh(adapter, moves=moves)
-            except AdapterNotFound:
-                # No source has the name, as after a push: the version stays fixed, and so leased.
-                adapter.held_digest = held_digest
-                raise
+            return change
 
     async def poll(self, name: str) -> None:
         """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted.
@@ -452,8 +453,8 @@ class Lifecycle:
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             adapter.is_pinned = False
-            await self.planner.unpin(adapter.engine_id)
-        self.on_change()
+            self.on_change()
+            await asyncio.shield(self.server.in_background(self.planner.unpin(adapter.engine_id)))
         return adapter
 
     async def _pin(self, adapter: ServedAdapter) -> None:
@@ -527,8 +528,6 @@ class Lifecycle:
         # A name loaded by its path stays at the bytes read there, and the poller leaves the name alone.
         if adapter.given_path is not None:
             adapter.held_digest = adapter.version.digest
-        if change.is_swap:
-            self.on_change()
         return change
 
     def _check_name(self, name: str) -> None:

@@ -134,8 +134,8 @@ class PlannerClient:
         """
         try:
             await self._answers("lora_plugins_pin", _spec(request, uri))
-        except LoRAPluginsError:
-            # Some engines may have pinned the adapter already.
+        except BaseException:
+            # Some engines may have pinned the adapter already; if the caller leaves, all will.
             await self.unpin(request.lora_int_id)
             raise
 

@@ -197,7 +197,7 @@ class Reconciler:
                 if not is_there or not isinstance(error, SourceUnavailable):
                     self._stale.pop(name, None)
                 if isinstance(error, AdapterNotFound) and is_there:
-                    self._unload_soon(name, None)
+                    self._unload_soon(name, None, adapter.digest)
 
         await asyncio.gather(*(ask(name, adapter) for name, adapter in list(self._stale.items())))
         if asked and not self._stale:
@@ -248,19 +248,19 @@ class Reconciler:
             if name not in targets:
                 self._unload_soon(name, serving)
 
-    def _unload_soon(self, name: str, serving: asyncio.Task[None] | None) -> None:
-        task = asyncio.create_task(self._unload(name, serving))
+    def _unload_soon(self, name: str, serving: asyncio.Task[None] | None, expects: str | None = None) -> None:
+        task = asyncio.create_task(self._unload(name, serving, expects))
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
 
-    async def _unload(self, name: str, serving: asyncio.Task[None] | None) -> None:
+    async def _unload(self, name: str, serving: asyncio.Task[None] | None, expects: str | None) -> None:
         # The cancelled load must end first, or it would put the name back after the unload.
         if serving is not None:
             await asyncio.wait([serving])
         try:
             if self._lifecycle.registry.get(name) is not None:
-                await self._lifecycle.unload(name, block=False)
-        except LoRAPluginsError as error:  # another caller has unloaded the name at the same moment
+                await self._lifecycle.unload(name, block=False, expects=expects)
+        except LoRAPluginsError as error:  # another caller has unloaded or swapped the name at the same moment
             logger.debug("Adapter '%s' was not unloaded: %s", name, error)
 
     # --- adapters to serve ---

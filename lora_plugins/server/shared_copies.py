@@ -83,11 +83,9 @@ class FollowedCopies(Copies):
         if self._store.share(request.lora_path, holder):
             return True
         name = request.lora_name
-        if await asyncio.to_thread(self._store.acquire, digest, name) is None:
-            return False
-        is_shared = self._store.share(request.lora_path, holder)
-        # The name may have got another version while the thread leased this copy; `changed` came too early to release.
-        present = self._follower.table.get(name)
-        if present is None or present.lora_path != request.lora_path:
-            self._store.release(name, request.lora_path)
-        return is_shared
+        leasing = asyncio.get_running_loop().run_in_executor(None, self._store.acquire, digest, name)
+        try:
+            return await asyncio.shield(leasing) is not None and self._store.share(request.lora_path, holder)
+        finally:
+            # The name may get another version while the thread leases this copy: `changed` came too early to release.
+            leasing.add_done_callback(lambda _: self.changed(name, request))

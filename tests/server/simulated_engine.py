@@ -10,10 +10,11 @@ import asyncio
 import itertools
 import pickle
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
@@ -39,6 +40,7 @@ class Worker:
     size_bytes: int = 10
     is_instant: bool = True
     broken: LoRAPluginsError | None = None
+    broken_paths: set[str] | None = None  # None for all
     paths: dict[int, str] = field(default_factory=dict)  # in host memory or on their way, by key
     loaded: set[int] = field(default_factory=set)
     slots: dict[int, int] = field(default_factory=dict)  # key by slot
@@ -80,7 +82,7 @@ class Worker:
 
     def _end(self, key: int, report: Report) -> Report:
         if isinstance(report, Loaded):
-            if self.broken is not None:
+            if self.broken is not None and (self.broken_paths is None or self.paths[key] in self.broken_paths):
                 self._jobs = [job for job in self._jobs if job[1] != key]
                 return Failed(report.job, self.broken)
             self.loaded.add(key)
@@ -108,8 +110,13 @@ class _Scheduler(AdmittingScheduler):
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
+        # vLLM's requests, none of which waits with a KV cache.
+        self.requests: dict[str, Any] = defaultdict(lambda: SimpleNamespace(num_computed_tokens=0))
         self.specs = AdapterSpecs(planner.state)
         self.pauses = Pauses(planner.state)
+
+    def regroup(self, *_: Any) -> None:
+        """Nothing: no request waits in a queue of vLLM's."""
 
 
 class SimulatedEngine:

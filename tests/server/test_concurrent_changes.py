@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from lora_plugins import process as process_module
-from lora_plugins.errors import AdapterNotFound, NoFreeSlot
+from lora_plugins.errors import AdapterNotFound, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import Events
 from lora_plugins.process import Process
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.served_file import ServedFile
+from lora_plugins.server.swapping import ChangeReason
 from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.vllm_patches.api_server import openai_serving_models
@@ -213,3 +214,72 @@ async def test_unloading_what_is_not_there_stays_vllms_answer(monkeypatch: pytes
     assert (await unload("sql")).error.code == 404
     with pytest.raises(AdapterNotFound):
         await world.lifecycle.unload("sql", block=False, timeout_s=1)
+
+
+@runs
+@pytest.mark.parametrize("fault", ["an outage", "a client that leaves"])
+async def test_a_refresh_that_fails_leaves_a_version_fixed(fault: str) -> None:
+    """Else the poller undid the rollback, and a fetch in need of room took the only copy of a pushed version."""
+    world = World()
+    served = await serving(world, "aa", "bb")
+    await world.lifecycle.roll_back("sql")
+    if fault == "an outage":
+        world.resolver.has["sql"] = SourceUnavailable("no answer")
+        with pytest.raises(SourceUnavailable):
+            await world.lifecycle.refresh("sql")
+    else:
+        world.resolver.hung.add("sql")
+        refresh = asyncio.create_task(world.lifecycle.refresh("sql"))
+        await asyncio.sleep(0.5)
+        assert served.held_digest == "aa", "what the list for the next start says meanwhile"
+        refresh.cancel()
+        await asyncio.wait([refresh])
+    assert served.held_digest == "aa"
+
+
+@runs
+async def test_loads_that_end_one_block_leave_one_another() -> None:
+    """All have seen the block, which the first ended."""
+    world = World()
+    served = await serving(world, "aa")
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
+    changes = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(3)))
+    assert [change.reason for change in changes] == [ChangeReason.LOADED, *[ChangeReason.UNCHANGED] * 2]
+    assert world.lifecycle.registry.require("sql") is not served
+
+
+@runs
+async def test_a_client_that_leaves_an_unpin_unpins() -> None:
+    world = World()
+    served = await serving(world, "aa")
+    await world.lifecycle.pin("sql")
+    unpin = asyncio.create_task(world.lifecycle.unpin("sql"))
+    await asyncio.sleep(0)
+    unpin.cancel()
+    await world.settled()
+    assert (served.is_pinned, world.engine.pinned) == (False, set())
+
+
+@runs
+async def test_a_client_that_leaves_a_pin_pins_nothing() -> None:
+    world = World(slots=2)
+    served = await serving(world, "aa", "bb")  # not in a slot yet
+    pin = asyncio.create_task(world.lifecycle.pin("sql"))
+    await asyncio.sleep(0.001)
+    pin.cancel()
+    await world.settled()
+    assert (served.is_pinned, world.engine.pinned) == (False, set())
+
+
+@runs
+async def test_a_load_behind_a_block_of_the_same_moment_holds() -> None:
+    """The load saw the block, and took the lock before the unload of the block, which then undid the load."""
+    world = World()
+    await serving(world, "aa")
+    block = asyncio.create_task(world.lifecycle.unload("sql", block=True, timeout_s=1))
+    load = asyncio.create_task(world.lifecycle.load("sql"))
+    await asyncio.gather(block, load)
+    await world.settled()
+    world.lifecycle.registry.blocked.refuse("sql")
+    assert await world.ask("sql") == "/store/aa"
+    assert (world.in_workers, world.lifecycle.registry.draining) == ({"aa"}, {})

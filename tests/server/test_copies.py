@@ -6,6 +6,7 @@ import asyncio
 import gc
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.test_damage import flip
 from tests.resolvers.test_resolver import FakeSource, RecordingResolver
 from tests.server.world import World
-from tests.virtual_time import runs
+from tests.virtual_time import let_threads_take, runs
 
 GOOD = adapter_files()
 LAST_BIT = 8 * len(GOOD[WEIGHTS_FILE]) - 1
@@ -344,3 +345,75 @@ async def test_a_rollback_from_a_damaged_version_needs_no_source(make_bed) -> No
     await bed.world.lifecycle.roll_back("sql")
     assert (adapter.version.digest, adapter.is_damaged, adapter.last_error) == (old, False, None)
     assert bed.resolver.store.digest_at(await bed.world.ask("sql")) == old
+
+
+@runs
+async def test_what_a_request_has_fetched_is_written_down(make_bed) -> None:
+    """A start after a kill began with the version before."""
+    bed = make_bed()
+    adapter = await bed.load()
+    before, written = adapter.digest, bed.world.written
+    await bed.copies.relieve()
+    shutil.rmtree(adapter.version.path)
+    bed.source.answers["sql"] = adapter_files(revision="2")
+    await bed.world.ask("sql")
+    assert adapter.digest != before
+    assert bed.world.written == written + 1
+
+
+@runs
+async def test_a_request_that_leaves_leaves_no_lease(make_bed) -> None:
+    """A thread goes on, and leased the copy after the unload had ended the name's leases."""
+    bed = make_bed()
+    adapter = await bed.load()
+    await bed.copies.relieve()
+    let_threads_take(0.01)
+    asking = asyncio.create_task(bed.world.ask("sql"))
+    await asyncio.sleep(0.015)
+    asking.cancel()
+    await bed.world.lifecycle.unload("sql", block=False)
+    await asyncio.sleep(1)
+    assert asking.cancelled()
+    assert not bed.resolver.store.leases.is_ours(adapter.version.digest)
+
+
+@runs
+async def test_a_newer_version_that_cannot_be_read_is_not_leased(make_bed, monkeypatch) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    store, before = bed.resolver.store, adapter.digest
+    bed.source.answers["sql"] = adapter_files(revision="2")
+    newest = await bed.resolver.latest("sql", None, "/base")
+    store.release("sql", newest.path)
+    await bed.world.settled()
+    is_sound, looks = store.is_sound, Counter[str]()
+
+    def fails(digest: str, **options: float) -> bool:
+        looks[digest] += 1
+        if digest == newest.digest and looks[digest] > 1:  # the resolver has found it sound
+            raise SourceUnavailable("its disk")
+        return is_sound(digest, **options)
+
+    monkeypatch.setattr(store, "is_sound", fails)
+    with pytest.raises(SourceUnavailable):
+        await bed.world.lifecycle.refresh("sql")
+    await bed.world.settled()
+    assert (looks[newest.digest], adapter.digest) == (2, before)
+    assert (store.leases.is_ours(before), store.leases.is_ours(newest.digest)) == (True, False)
+
+
+@runs
+@pytest.mark.parametrize("after_ms", range(0, 70, 3))
+async def test_a_rollback_keeps_its_copy_while_room_is_made(make_bed, after_ms: int) -> None:
+    """No source may have it any more: it was evicted behind the answer."""
+    bed = make_bed()
+    adapter = await bed.load()
+    bed.source.answers["sql"] = adapter_files(revision="2")
+    await bed.world.lifecycle.refresh("sql")
+    let_threads_take(0.01)
+    rolling = asyncio.create_task(bed.world.lifecycle.roll_back("sql"))
+    await asyncio.sleep(after_ms / 1e3)
+    await bed.copies.relieve()
+    await rolling
+    await asyncio.sleep(1)
+    assert bed.resolver.store.is_leased("sql", adapter.version.path)

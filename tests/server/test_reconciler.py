@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -206,6 +207,31 @@ async def test_a_restored_name_gone_from_its_source_is_unloaded(tmp_path: Path) 
     await asyncio.wait_for(start.follow(), 2 * RETRY_S)
     await asyncio.sleep(1)
     assert (served(world), ServedFile(path).read()) == ({}, [])
+
+
+@runs
+async def test_what_is_pushed_as_its_source_says_gone_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unload waited for the lock behind the push, and took the answered push away."""
+    path = tmp_path / "served.json"
+    world = restoring(path, None)
+    start = reconciling(world, Settings(restore="1"), ServedFile(path))
+    await start.start()
+
+    async def pushed(*_: object) -> Version:
+        await asyncio.sleep(0.1)
+        world.resolver.needed.add(("sql", "pushed"))
+        return Version("pushed")
+
+    monkeypatch.setattr(world.resolver, "pushed", pushed)
+    world.resolver.hung.add("sql")
+    following = asyncio.create_task(start.follow())
+    await asyncio.sleep(0.1)
+    push = asyncio.create_task(world.lifecycle.take("sql", SimpleNamespace(name="sql")))
+    await asyncio.sleep(0.1)
+    world.resolver.hung.clear()
+    await asyncio.gather(push, following)
+    await asyncio.sleep(1)
+    assert served(world) == {"sql": "pushed"}
 
 
 @runs

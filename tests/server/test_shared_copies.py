@@ -24,12 +24,12 @@ from tests.resolvers.sources.contract import content
 from tests.resolvers.test_damage import flip
 from tests.server.test_copies import GOOD, LAST_BIT, Bed
 from tests.server.world import Server
-from tests.virtual_time import runs
+from tests.virtual_time import let_threads_take, runs
 
 
 async def leases(store: Store, digest: str) -> bool:
     """Whether this process leases it, once threads have removed the leases that have ended."""
-    for _ in range(2):
+    for _ in range(4):
         await asyncio.sleep(0)
     return store.leases.is_ours(digest)
 
@@ -180,3 +180,20 @@ async def test_what_was_unloaded_meanwhile_is_the_engines_to_answer(beside: Besi
     shutil.rmtree(adapter.version.path)
     async with beside.copies.using(request) as taken:
         assert taken is request
+
+
+@runs
+async def test_a_request_that_leaves_leaves_no_lease(beside: Beside) -> None:
+    """A thread goes on, and leased the copy after the name had ended its leases: nobody ever ended this one."""
+    adapter = await beside.leader.load()
+    assert adapter.version is not None
+    request = beside.request
+    let_threads_take(0.01)
+    asking = asyncio.create_task(beside.copies.using(request).__aenter__())
+    await asyncio.sleep(0.015)
+    asking.cancel()
+    del beside.following.table["sql"]
+    beside.copies.changed("sql", request)
+    await asyncio.sleep(1)
+    assert asking.cancelled()
+    assert not beside.leases.is_ours(adapter.version.digest)
