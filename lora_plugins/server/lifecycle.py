@@ -74,7 +74,6 @@ class Lifecycle:
                 adapter.uri, adapter.held_digest = uri, None
             else:
                 change = VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
-        self.on_change()
         return change
 
     async def declare(
@@ -207,7 +206,6 @@ class Lifecycle:
                     if pins:  # the same bytes were served before, perhaps without a pin
                         await self._pin(adapter)
             adapter.uri, adapter.held_digest = None, version.digest
-        self.on_change()
         return change
 
     def check_pushed(self, name: str, expects: str | None) -> None:
@@ -250,8 +248,8 @@ class Lifecycle:
         if is_blocked and (before := self.registry.remove(name)) is not None:
             # The block's own unload has not come yet, and the engines refuse what it retires.
             self.server.in_background(self.server.drain(before, blocked(name)))
-            self.on_change()
         yield
+        self.on_change()
         blocks = self.registry.blocked
         with store_errors():
             has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)

@@ -22,7 +22,7 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.vllm_patches.api_server import openai_serving_models
 from tests.server.world import Request, Version, World, serving
-from tests.virtual_time import runs
+from tests.virtual_time import let_threads_take, runs
 
 
 @runs
@@ -246,6 +246,22 @@ async def test_loads_that_end_one_block_leave_one_another() -> None:
     changes = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(3)))
     assert [change.reason for change in changes] == [ChangeReason.LOADED, *[ChangeReason.UNCHANGED] * 2]
     assert world.lifecycle.registry.require("sql") is not served
+
+
+@runs
+async def test_a_load_that_its_client_leaves_is_written_down() -> None:
+    world = World()
+    await serving(world, "aa")
+    await world.lifecycle.unload("sql", block=True, timeout_s=1)
+    let_threads_take(0.05)
+    written = world.written
+    load = asyncio.create_task(world.lifecycle.load("sql"))
+    await asyncio.sleep(0.06)
+    assert world.lifecycle.registry.get("sql") is not None
+    load.cancel()
+    await asyncio.sleep(1)
+    assert (load.cancelled(), world.written) == (True, written + 1)
+    assert await world.ask("sql") == "/store/aa"
 
 
 @runs
