@@ -78,8 +78,10 @@ def read_header(file: BinaryIO, file_bytes: int | None) -> tuple[TensorInfo, ...
     return tuple(tensors)
 
 
-def read_metadata(file: BinaryIO) -> dict[str, str]:
+def read_metadata(file: BinaryIO, most_bytes: int) -> dict[str, str]:
     """Return the texts of `__metadata__`, of a file whose header is still unchecked.
+
+    Of a longer header only `most_bytes` are read: the safetensors library writes `__metadata__` first.
 
     Raises:
         InvalidAdapter: the header is no JSON object up to `__metadata__`.
@@ -88,14 +90,15 @@ def read_metadata(file: BinaryIO) -> dict[str, str]:
     if header_bytes > MAX_HEADER_BYTES:
         raise _broken(f"a header of {header_bytes} bytes", f"at most {MAX_HEADER_BYTES}")
     try:
-        for name, value in _members(file.read(header_bytes).decode("utf-8")):
+        for name, value in _members(file.read(min(header_bytes, most_bytes)).decode("utf-8", "ignore")):
             if name == "__metadata__":
                 _check_metadata(value)
                 return dict(value or {})
     except InvalidAdapter:
         raise
     except (ValueError, RecursionError):
-        raise _broken("a header that is not JSON", "a JSON header") from None
+        if header_bytes <= most_bytes:
+            raise _broken("a header that is not JSON", "a JSON header") from None
     return {}
 
 
@@ -103,10 +106,7 @@ def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
     """Yield the members of the header's JSON object except `__metadata__`, reading each member on demand."""
     try:
         text = data.decode("utf-8")
-        for count, (name, value) in enumerate(_members(text)):
-            # `count` begins at 0, and `__metadata__` may be one member more.
-            if count > MAX_TENSORS:
-                raise _broken(f"more than {MAX_TENSORS} tensors", f"at most {MAX_TENSORS}")
+        for name, value in _members(text):
             if name == "__metadata__":
                 _check_metadata(value)
             else:
@@ -137,6 +137,8 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
         if name in names:
             raise _twice(name)
         names.add(name)
+        if len(names) > MAX_TENSORS + 1:  # `__metadata__` may be one member more
+            raise _broken(f"more than {MAX_TENSORS} tensors", f"at most {MAX_TENSORS}")
         at = _after_space(text, at)
         if text[at : at + 1] != ":":
             raise ValueError(at)

@@ -214,11 +214,11 @@ def _take_config(directory: Path) -> None:
     text = None
     if (directory / WEIGHTS_FILE).exists():  # shards have no such metadata
         with (directory / WEIGHTS_FILE).open("rb") as file, describing(file=WEIGHTS_FILE):
-            text = read_metadata(file).get(CONFIG_FILE)
+            text = read_metadata(file, _READ_AT_ONCE_BYTES).get(CONFIG_FILE)
     if text is None:
         raise broken(
             f"no {CONFIG_FILE}",
             "the file, or its text under this name in the metadata of the weights",
             "push both, as lora_plugins.client does",
         )
-    (directory / CONFIG_FILE).write_text(text)
+    (directory / CONFIG_FILE).write_bytes(text.encode())

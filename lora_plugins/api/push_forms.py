@@ -194,9 +194,11 @@ class _Archive:
             raise broken("an archive without its end", "the whole tar archive", "send the body again")
 
     def _begin_file(self, block: bytes) -> Iterator[tuple[str, bytes]]:
-        # A block of zeros ends an archive.
-        self._has_end = not any(block)
-        if self._has_end:
+        # A block of zeros ends an archive; other readers would not see what follows.
+        if self._has_end or not any(block):
+            if any(block) or self._record is not None:
+                raise broken("an archive that ends in its midst", "one whole tar archive")
+            self._has_end = True
             return
         self._headers += 1
         if self._headers > _MAX_HEADERS:
@@ -206,7 +208,10 @@ class _Archive:
         except tarfile.HeaderError as error:
             raise broken(f"no tar archive ({error})", "an uncompressed tar archive") from None
         if self._record is not None:
-            self._fields |= self._reads_record(bytes(self._record))
+            said = self._reads_record(bytes(self._record))
+            if said.keys() & self._fields.keys():
+                raise broken("two names of one file", "one name for a file")
+            self._fields |= said
             self._record = None
         if header.type in _RECORDS:
             self._begin_record(header)
@@ -216,9 +221,10 @@ class _Archive:
         path = fields.get(b"path", header.name.encode("utf-8", "surrogateescape")).decode(errors="replace")
         # Only the last part of the name: a path in an archive must never leave the directory.
         name = path.rpartition("/")[2]
-        is_taken = header.isreg() and is_of_adapter(name)
-        if not (is_taken or header.isreg() or header.isdir() or header.type in _SKIPPED):
-            raise broken(f"'{path[:80]}', which is no file", "files and folders only")
+        is_file = header.isreg() and header.type != tarfile.GNUTYPE_SPARSE
+        is_taken = is_file and is_of_adapter(name)
+        if not (is_file or header.isdir()):
+            raise broken(f"'{path[:80]}', which is no file", "whole files and folders only")
         self._name = name if is_taken else ""
         # POSIX lets a directory have a size, which is a hint and not followed by content.
         self._expect(0 if header.isdir() else int(fields.get(b"size", header.size)))
@@ -242,7 +248,17 @@ class _Archive:
 
 
 def _long_name(record: bytes) -> dict[bytes, bytes]:
-    return {b"path": record.rstrip(b"\0")}
+    return {b"path": record.partition(b"\0")[0]}
+
+
+def _no_fields(record: bytes) -> dict[bytes, bytes]:  # noqa: ARG001
+    return {}
+
+
+def _fields_of_all(record: bytes) -> dict[bytes, bytes]:
+    if _pax_fields(record):
+        raise broken("a path or a size of all files", "a path and a size for each file")
+    return {}
 
 
 def _pax_fields(record: bytes) -> dict[bytes, bytes]:
@@ -253,8 +269,10 @@ def _pax_fields(record: bytes) -> dict[bytes, bytes]:
         end = at + int(match[1]) if match else 0
         if match is None or not match.end() < end <= len(record):
             raise broken("a pax header without length, key and value", "a tar archive")
+        if match[2].startswith(b"GNU.sparse."):
+            raise broken("a sparse file", "whole files, as tar writes them without --sparse")
         if match[2] in (b"path", b"size"):
-            fields[match[2]] = record[match.end() : end - 1]
+            fields[match[2]] = record[match.end() : end - 1].rstrip(b"/")
         at = end
     if not re.fullmatch(rb"\d{1,18}", fields.get(b"size", b"0")):
         raise broken("a pax header whose size is no number", "a tar archive")
@@ -264,5 +282,9 @@ def _pax_fields(record: bytes) -> dict[bytes, bytes]:
 _PAX_FIELD = re.compile(rb"(\d{1,9}) ([^=]+)=")
 _MAX_HEADERS = 10_000  # 15 µs for each
 _MAX_RECORD_BYTES = 1 << 16
-_RECORDS = {tarfile.GNUTYPE_LONGNAME: _long_name, tarfile.XHDTYPE: _pax_fields}
-_SKIPPED = (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK)  # fields of all files; the target of a link, which is refused
+_RECORDS = {
+    tarfile.GNUTYPE_LONGNAME: _long_name,
+    tarfile.GNUTYPE_LONGLINK: _no_fields,  # the target of a link, which is refused
+    tarfile.XHDTYPE: _pax_fields,
+    tarfile.XGLTYPE: _fields_of_all,
+}

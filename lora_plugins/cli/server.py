@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import typer
@@ -21,6 +21,7 @@ from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
+from lora_plugins.replica_answers import object_of, rows_of
 from lora_plugins.settings import VARIABLES, environment
 from lora_plugins.store.layout import is_digest
 
@@ -134,14 +135,19 @@ class AdminClient:
             headers={"Accept": "application/json", **headers},
             method=method,
         )
-        # Unredirected: a redirect to another host must not get the key.
         if self.key:
-            request.add_unredirected_header("Authorization", f"Bearer {self.key}")
+            request.add_header("Authorization", f"Bearer {self.key}")
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:  # noqa: S310 - checked
+            with urllib.request.build_opener(_Staying).open(request, timeout=self.timeout_s) as answer:
                 return bytes(answer.read(_MAX_BYTES))
         except urllib.error.HTTPError as error:
             with error:
+                if 300 <= error.code < 400:
+                    raise SourceUnavailable(
+                        f"a server at {self.url} that leads to {error.headers.get('Location', 'another place')}",
+                        expected="the server itself",
+                        remedy="set --url to the address that it leads to",
+                    ) from None
                 raise self._refusal(error.code, _message(error), path.partition("?")[0]) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
@@ -182,11 +188,20 @@ class AdminClient:
         )
 
 
+class _Staying(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect of a GET within the server: any other would lose a POST's body, or carry the key elsewhere."""
+
+    def redirect_request(self, *given: Any) -> urllib.request.Request | None:
+        """Leave any other redirect an error."""
+        asked, to = given[0], given[-1]
+        stays = asked.get_method() == "GET" and urlsplit(to)[:2] == urlsplit(asked.full_url)[:2]
+        return super().redirect_request(*given) if stays else None
+
+
 def _of_replicas(answer: bytes) -> bytes:
     """Return the first of the answers of replicas on Ray Serve, if all have one digest; any other answer as it is."""
-    content = json.loads(answer)
-    rows = content.get("replicas") if isinstance(content, dict) else None
-    if not rows or len({row["body"].get("digest") for row in rows}) > 1:
+    rows = rows_of(object_of(answer))
+    if not rows or len({str(row["body"].get("digest")) for row in rows}) > 1:
         return answer
     return json.dumps(rows[0]["body"]).encode()
 
@@ -194,11 +209,10 @@ def _of_replicas(answer: bytes) -> bytes:
 def _message(error: urllib.error.HTTPError) -> str:
     """Return the text of an error, or of the errors of replicas on Ray Serve."""
     try:
-        content = json.loads(error.read(_MAX_BYTES))
+        content = object_of(error.read(_MAX_BYTES))
     except (OSError, http.client.HTTPException, ValueError):
         return ""
-    rows = content.get("replicas") if isinstance(content, dict) else None
-    if not rows:
+    if not (rows := rows_of(content)):
         return _text_of(content)
     texts = {_text_of(row["body"]) for row in rows}
     if len(texts) == 1:
@@ -208,10 +222,8 @@ def _message(error: urllib.error.HTTPError) -> str:
     return "; ".join(f"replica {row['replica']}: {row['status']} {_text_of(row['body'])}".rstrip() for row in rows)
 
 
-def _text_of(content: object) -> str:
+def _text_of(content: Mapping[str, Any]) -> str:
     """Return the text of an error's body: vLLM's `error.message`, or FastAPI's `detail`."""
-    if not isinstance(content, dict):
-        return ""
     inner = content.get("error")
     message = inner.get("message") if isinstance(inner, dict) else content.get("detail") or inner
     return message if isinstance(message, str) else ""

@@ -236,7 +236,9 @@ async def _undo(attempts: Mapping[str, Attempt]) -> list[str]:
 
 
 def _addresses(servers: Sequence[str]) -> list[str]:
-    addresses = [servers] if isinstance(servers, str) else list(dict.fromkeys(servers))
+    # Two spellings of one address would supersede each other's push.
+    spelt = {_url(it, ""): it for it in ([servers] if isinstance(servers, str) else servers)}
+    addresses = list(spelt.values())
     if not addresses:
         raise ValueError("servers: empty; name the base URL of one server or more")
     return addresses

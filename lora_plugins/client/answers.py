@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from lora_plugins.replica_answers import object_of, rows_of
+
 Heard = httpx.Response | BaseException
 
 
@@ -29,27 +31,25 @@ class Answer:
     def is_done(self, needs: str) -> bool:
         """Whether the call was done; the body of a done call has a value of the key `needs`."""
         # A pause that another client's resume has ended is answered with 200, and did not last.
-        return self.status == 200 and self.body.get(needs) is not None and self.body.get("status") != "resumed"
+        return self.status == 200 and isinstance(self.body.get(needs), str) and self.body.get("status") != "resumed"
 
     @property
     def is_refusal(self) -> bool:
         """Whether the server itself has refused the call, and not a proxy that lost the server's answer."""
-        return 400 <= self.status < 500 or "[L0" in self.text
+        return 300 <= self.status < 500 or "[L0" in self.text
 
 
 def answers_of(heard: Heard) -> list[Answer]:
     """Return one answer for each server or replica."""
     if isinstance(heard, BaseException):
         return [Answer(0, {}, f"{type(heard).__name__}: {heard}")]
-    try:
-        body = _object(heard.json())
-    except ValueError:
-        body = {}
-    rows = body.get("replicas")
-    if not isinstance(rows, list):
-        return [Answer(heard.status_code, body, f"{heard.status_code} {heard.text}")]
+    body = object_of(heard.content)
+    if not (rows := rows_of(body)):
+        # Not followed: it would change the method, or carry the key and the adapter elsewhere.
+        leads = f"leads to {heard.headers['Location']} " if heard.has_redirect_location else ""
+        return [Answer(heard.status_code, body, f"{heard.status_code} {leads}{heard.text}")]
     return [
-        Answer(it["status"], _object(it["body"]), f"replica {it['replica']}: {it['status']} {json.dumps(it['body'])}")
+        Answer(it["status"], it["body"], f"replica {it['replica']}: {it['status']} {json.dumps(it['said'])}")
         for it in rows
     ]
 
@@ -72,7 +72,3 @@ def served_digests(heard: Heard) -> set[str | None] | None:
         else:
             return None
     return digests
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -33,12 +33,9 @@ def body_of(adapter: Any, config: Mapping[str, Any] | None) -> tuple[bytes, dict
         raise TypeError("tensors need `config`, the content of adapter_config.json")
     metadata = {CONFIG_FILE: json.dumps(dict(config), default=_plain)}
     if all(map(_is_numpy, adapter.values())):
-        import numpy as np
         import safetensors.numpy
 
-        # safetensors writes an array's memory as it lies, so a transposed array would arrive wrong.
-        arrays = {name: np.asarray(array, order="C") for name, array in adapter.items()}
-        body = safetensors.numpy.save(arrays, metadata=metadata)
+        body = safetensors.numpy.save({name: _ordered(it) for name, it in adapter.items()}, metadata=metadata)
     else:
         import safetensors.torch
 
@@ -46,13 +43,25 @@ def body_of(adapter: Any, config: Mapping[str, Any] | None) -> tuple[bytes, dict
     return body, _headers(body, "application/octet-stream")
 
 
+def _ordered(array: Any) -> Any:
+    """Return the array in C's and the machine's order: safetensors writes memory as it lies."""
+    import numpy as np
+
+    return np.asarray(array, array.dtype.newbyteorder("="), order="C")
+
+
 def _torch_tensors(adapter: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     tensors, written = {}, set()
     for name, given in adapter.items():
-        tensor = (torch.tensor(given) if _is_numpy(given) else given.detach()).contiguous().cpu()
-        storage = tensor.untyped_storage().data_ptr()
+        try:
+            tensor = torch.tensor(_ordered(given)) if _is_numpy(given) else given.detach().contiguous().cpu()
+            # safetensors writes the memory, which a view may negate or conjugate.
+            tensor = tensor.resolve_conj().resolve_neg()
+            storage = tensor.untyped_storage().data_ptr()
+        except RuntimeError as error:
+            raise ValueError(f"tensor '{name}' has no memory here; gather or load it before a push ({error})") from None
         # safetensors refuses two names of one memory, such as tied weights.
         tensors[name] = tensor.clone() if storage in written else tensor
         written.add(storage)

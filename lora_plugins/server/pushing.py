@@ -176,9 +176,15 @@ class Pushes:
         """A directory of the store for the files received, removed at the end."""
         store = self._lifecycle.server.resolver.store
         directory = store.layout.new_temporary(store.processes.me())
-        with store_errors():
-            await asyncio.to_thread(directory.mkdir)
+        making = asyncio.create_task(asyncio.to_thread(directory.mkdir))
+
+        async def removed() -> None:
+            await asyncio.wait([making])
+            await asyncio.to_thread(store.remove_temporary, directory)
+
         try:
+            with store_errors():
+                await asyncio.shield(making)
             yield directory
         except FullDisk:  # the body cannot be read twice, but make room for the next push
             # Without the part that has arrived, which hides what a quota leaves.
@@ -186,5 +192,5 @@ class Pushes:
             await asyncio.to_thread(store.give_way, room.size_bytes, 0)
             raise
         finally:
-            # Shielded: a cancelled push must not leave its files.
-            await asyncio.shield(asyncio.to_thread(store.remove_temporary, directory))
+            # Shielded: a cancelled push must not leave its files, nor what its thread makes afterwards.
+            await asyncio.shield(removed())

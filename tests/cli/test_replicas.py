@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
+import threading
 import urllib.error
 import urllib.request
 from email.message import Message
@@ -13,7 +15,7 @@ import pytest
 
 from lora_plugins.api.models import VersionStatus
 from lora_plugins.cli.server import AdminClient
-from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
+from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, SourceUnavailable
 
 _DONE = {"status": "success", "message": "", "lora_name": "sql", "lora_id": 1, "digest": "a" * 64}
 _REFUSED = {"error": {"message": "[L003] adapter 'sql': found rank 64; expected 16. To fix: train again."}}
@@ -30,7 +32,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, *bodies: dict[str, Any]) -> VersionStat
             raise urllib.error.HTTPError("", worst, "", Message(), body)
         return body
 
-    monkeypatch.setattr(urllib.request, "urlopen", answer)
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", answer)
     return AdminClient("http://ray", 1).ask(VersionStatus, "PUT", "/sql")
 
 
@@ -45,3 +47,44 @@ def test_an_error_says_what_each_replica_answered(monkeypatch: pytest.MonkeyPatc
         ask(monkeypatch, _REFUSED, _REFUSED)
     with pytest.raises(LoRAPluginsError, match=r"replica r1: 400 \[L003\].*; replica r0: 200"):
         ask(monkeypatch, _DONE, _REFUSED)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize(
+    "body", ["[" * 100_000, '{"replicas": [1]}', '{"replicas": [{"status": 200}]}', '{"replicas": 1}']
+)
+def test_any_other_json_is_no_answer(monkeypatch: pytest.MonkeyPatch, status: int, body: str) -> None:
+    def answer(*_: Any, **__: Any) -> io.BytesIO:
+        if status > 200:
+            raise urllib.error.HTTPError("", status, "", Message(), io.BytesIO(body.encode()))
+        return io.BytesIO(body.encode())
+
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", answer)
+    with pytest.raises(LoRAPluginsError, match=r"no VersionStatus|answers HTTP 500"):
+        AdminClient("http://ray", 1).ask(VersionStatus, "PUT", "/sql")
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "POST", "DELETE"])
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_named_and_not_followed(method: str, status: int) -> None:
+    """To https, say: a POST became a GET without a body and a key, whose answer said something else."""
+    asked: list[str] = []
+
+    class Leads(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/there")
+            self.end_headers()
+
+        do_GET = do_PUT = do_POST = do_DELETE = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Leads) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(SourceUnavailable, match=r"leads to http://localhost:.*/there.* set --url"):
+            AdminClient(f"http://127.0.0.1:{server.server_address[1]}", 5).ask(VersionStatus, method, "/sql")
+        server.shutdown()
+    assert asked == ["/v1/loras/sql"]

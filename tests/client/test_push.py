@@ -17,6 +17,14 @@ from lora_plugins.client import CallFailed, PushFailed, pause, push, push_async,
 
 NEW, OLD, OTHER, HUB = "a" * 64, "b" * 64, "c" * 64, "hub"
 Use = Callable[..., list[str]]
+# Of a proxy, or of another program.
+PAGES = {
+    "html": "<html>",
+    "deep": "[" * 100_000,
+    "rows": '{"replicas": [1]}',
+    "no body": '{"replicas": [{"status": 200}]}',
+    "digests": '{"digest": ["a"], "previous_digest": {}}',
+}
 
 
 @dataclass
@@ -49,12 +57,14 @@ class Server:
             return httpx.Response(400, text="[L003] too large")
         if self.fault == "slow":
             await asyncio.sleep(60)
-        if self.fault not in ("late", "html"):
+        if self.fault not in ("late", "redirect", *PAGES):
             self.served = OTHER if self.fault == "other" else NEW
         if self.fault in ("lost", "late"):
             raise httpx.ReadTimeout("")
-        if self.fault == "html":
-            return httpx.Response(200, text="<html>")
+        if self.fault in PAGES:
+            return httpx.Response(200, text=PAGES[self.fault])
+        if self.fault == "redirect":
+            return httpx.Response(301, headers={"Location": "https://s1/v1/loras/policy"})
         body = {"digest": self.served, "previous_digest": before, "swapped": before != self.served, "timings": {}}
         return httpx.Response(200, json=body | ({"swapped": False} if before is None and self.fault != "hub" else {}))
 
@@ -93,14 +103,27 @@ def pushed(servers: Any, **options: Any) -> Any:
         ([Server("stuck"), Server(), Server("refused")], [NEW, OLD, OLD], ("http://s0",)),
         ([Server(), Server("lost"), Server("lost", None)], [OLD, OLD, None], ()),
         ([Server(), Server("late")], [OLD, OLD], ("http://s1",)),
-        ([Server(), Server("html")], [OLD, OLD], ("http://s1",)),
+        *(([Server(), Server(page)], [OLD, OLD], ("http://s1",)) for page in PAGES),
+        ([Server(), Server("redirect")], [OLD, OLD], ()),
         ([Server("lost")], [NEW], ("http://s0",)),
         ([Server("hub", HUB), Server("refused")], [NEW, OLD], ("http://s0",)),
         ([Server(), Server("other")], [OLD, OLD], ()),
         ([[Server(), Server("refused")]], [OLD, OLD], ()),
         ([[Server(), Server()], Server("refused")], [OLD, OLD, OLD], ()),
     ],
-    ids=["new name", "stuck", "lost", "late", "html", "alone", "hub", "digests", "replica", "replicas"],
+    ids=[
+        "new name",
+        "stuck",
+        "lost",
+        "late",
+        *PAGES,
+        "redirect",
+        "alone",
+        "hub",
+        "other digest",
+        "replica",
+        "replicas",
+    ],
 )
 def test_a_failed_push_is_undone_or_named(use: Use, servers: list[Any], serve: list[Any], left: tuple[str]) -> None:
     with pytest.raises(PushFailed) as failed:
@@ -125,7 +148,7 @@ def test_a_cancelled_push_is_undone(use: Use) -> None:
 
 def test_replicas_answer_as_one_server(use: Use) -> None:
     (address,) = use([Server(), Server()])
-    assert (pushed(f"{address}/v1").digest, pushed([address, address]).previous_digests) == (NEW, {address: NEW})
+    assert (pushed(f"{address}/v1").digest, pushed([f"{address}/", address]).previous_digests) == (NEW, {address: NEW})
     wait_served("policy", NEW, address, timeout_s=0)
     pause("policy", servers=address)
     with pytest.raises(CallFailed, match="replica r1: 200"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,6 +322,30 @@ def test_a_push_that_ends_early_leaves_nothing(
 
     run(steps)
     assert names.taken == ["next"]
+    assert not names.store.layout.temporaries()
+
+
+def test_a_directory_that_is_made_late_goes_too(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir, is_making, was_cancelled = Path.mkdir, threading.Event(), threading.Event()
+
+    def late(path: Path, *given: Any, **more: Any) -> None:
+        is_making.set()
+        was_cancelled.wait(10)
+        mkdir(path, *given, **more)
+
+    async def steps() -> None:
+        trainer = Trainer("next")
+        pushing = trainer.push(Pushes(names))  # type: ignore[arg-type]
+        await asyncio.to_thread(is_making.wait, 10)
+        pushing.cancel()
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.05, was_cancelled.set)
+        with pytest.raises(asyncio.CancelledError):
+            await pushing
+
+    names.store.processes.me()  # makes directories too
+    monkeypatch.setattr(Path, "mkdir", late)
+    run(steps)
     assert not names.store.layout.temporaries()
 
 

@@ -263,7 +263,9 @@ class _WebReader(RangeReader):
                 raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
             # Compare too: some servers ignore If-Match.
             known = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-            if known and known != file.etag:
+            if not known:
+                raise BrokenAnswer("bytes of no known version")
+            if known != file.etag:
                 raise ObjectChanged
             await write_range(
                 file,
