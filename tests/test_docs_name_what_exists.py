@@ -57,6 +57,7 @@ ELSEWHERE = {
     r"(.*/)?config\.json|tokenizer\.json": "a file of a model",
     r"vllm/.*|peft/.*": "a file of vLLM or PEFT",
     r"(.*/)?(manifest|parts)\.json": "the store writes it",
+    r"training\.json": "examples/training writes it beside an adapter",
     r"objects\.json": "the build of a wheel writes it",
     r"sm_90\.json|(check|streams|kernels_gpu)\.json": "the programs for a GPU write them",
 }

@@ -20,7 +20,7 @@ class Recipe:
         name: of the adapter, and of its file of questions and answers.
         purpose: what a reader sees in its answers.
         kind: its shape, in the words of PEFT; PiSSA and OLoRA are saved as plain adapters of twice the rank.
-        lora: arguments of `peft.LoraConfig`.
+        lora: arguments of PEFT's `LoraConfig`.
         trainer: whose training loop runs: `peft` (a loop of our own around it) or `trl` (`SFTTrainer`).
         steps: at most; each is of all questions and answers.
     """
