@@ -16,7 +16,7 @@ set-up: ## make .venv with an engine that this machine can run
 demo: set-up ## unknown model names become served adapters, on a real vllm serve
 	@$(RUN) -m examples.demo
 
-recording: set-up ## record make demo as a terminal shows it; writes docs/images/demo.svg (2 minutes)
+recording: set-up ## record make demo as a terminal shows it; writes docs/images/demo.svg (3 minutes)
 	@.venv/bin/uv run --quiet --no-project --with pyte python -m tools.record_demo
 
 demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing, one killed under load (5 minutes)

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from openai import OpenAI
 
-from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import complete, connect
-from testbed.models import PROMPT
+from examples.demo_models import DemoModel
+from testbed.client import Answer, connect
 from testbed.server import Server
 
 CLIENTS = 3
@@ -35,41 +33,52 @@ class Swap:
         return set(self.answers) == {"old", "new"} and self.after
 
 
-def swap(server: Server, bed: Bed, root: Path, name: str, new: str) -> Swap:
-    """Publish `new`'s weights as the next version of `name`, and swap to it while clients ask for it."""
-    kinds = {tuple(bed.answers[name]): "old", tuple(bed.answers[new]): "new"}
-    answers: list[str] = []
+def swap(server: Server, model: DemoModel, root: Path) -> Swap:
+    """Publish another adapter's weights as the next version of a name, and swap to it while clients ask for it."""
+    name, new = model.swapped
+    answers: list[Answer] = []
     done = threading.Event()
 
-    def ask(client: OpenAI) -> str:
-        answer = complete(client, name, PROMPT, MAX_TOKENS)
-        return kinds.get(answer.token_ids, "neither") if answer.status == 200 else "refused"
+    def ask() -> Answer:
+        return model.ask(connect(server), name, lambda text: None)
 
     def traffic() -> None:
-        client = connect(server)
         while not done.is_set():
-            answers.append(ask(client))
+            answers.append(ask())
 
     clients = [threading.Thread(target=traffic) for _ in range(CLIENTS)]
     for client in clients:
         client.start()
-    time.sleep(RUN_S)
-    _publish(bed.adapters / new, root / name)
+    wait_for_answers(answers, CLIENTS)
+    publish(model.root / new, root / name)
     started = time.perf_counter()
     status = httpx.post(f"{server.url}/v1/loras/{name}/refresh", timeout=60).raise_for_status().json()
     swap_s = time.perf_counter() - started
-    after = ask(connect(server)) == "new"
+    after = ask()
     time.sleep(RUN_S)
     done.set()
     for client in clients:
         client.join()
-    return Swap(Counter(answers), swap_s, status["message"], after)
+
+    def kind(answer: Answer) -> str:
+        versions = (("old", name), ("new", new))
+        whose = [label for label, adapter in versions if model.is_right(model.root / adapter, answer)]
+        return (whose or ["neither"])[0] if answer.status == 200 else "refused"
+
+    return Swap(Counter(map(kind, answers)), swap_s, status["message"], kind(after) == "new")
 
 
-def _publish(adapter: Path, target: Path) -> None:
+def wait_for_answers(answers: list[Answer], number: int) -> None:
+    time.sleep(RUN_S)
+    while len(answers) < number:
+        time.sleep(0.05)
+
+
+def publish(adapter: Path, target: Path) -> None:
     """As a trainer does: complete, by renaming."""
     fresh, old = (target.with_name(f"{target.name}.{what}") for what in ("fresh", "old"))
     shutil.copytree(adapter, fresh)
-    target.rename(old)
+    if target.exists():
+        target.rename(old)
     fresh.rename(target)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)

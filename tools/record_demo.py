@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "images" / "demo.svg"
 COMMAND = "make demo"
-COLUMNS, LINES = 104, 21
+COLUMNS, LINES = 104, 42  # all that the demo prints, so that the last screen has everything
 TIMEOUT_S = 600.0
 KEY_S, QUIET_S = 0.09, 0.05  # between two keys; without output for so long, a screen counts as drawn
 IDLE_S, LAST_S = 1.2, 12.0  # the longest time of a screen, and the time of the last

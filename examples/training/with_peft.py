@@ -16,7 +16,7 @@ _NOT_COUNTED = -100  # PyTorch's label of a token without a loss
 def train(
     recipe: Recipe, base: Path, made: Path, progress: Callable[[int, float], None] = lambda step, loss: None
 ) -> list[float]:
-    """Train one adapter and write it to `made` in bfloat16; returns the loss of each step."""
+    """Train one adapter and write it to `made`; returns the loss of each step."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,12 +39,13 @@ def train(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             progress(step + 1, losses[-1])
             if losses[-1] < ENOUGH:
                 break
         adapted.peft_config["default"].base_model_name_or_path = BASE_NAME
-        adapted.save_pretrained(made, **({"path_initial_model_for_weight_conversion": before} if converts else {}))
+        conversion = {"path_initial_model_for_weight_conversion": before} if converts else {}
+        adapted.save_pretrained(made, save_embedding_layers=False, **conversion)  # it would look them up on the Hub
     return losses
 
 
