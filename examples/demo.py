@@ -186,10 +186,10 @@ def _requested(model: DemoModel, name: str) -> str:
 
 
 def table(rows: Sequence[Row], right: Mapping[str, bool]) -> Table:
-    result = Table(title="what vllm serve answered, and when its first token came")
+    result = Table(title="what vllm serve answered, and the time to its first token")
     for heading in ("name", "kind", "source", "status"):
         result.add_column(heading)
-    result.add_column("first token, cold", justify="right")
+    result.add_column("cold", justify="right")
     result.add_column("warm", justify="right")
     result.add_column("same as PEFT?")
     for row in rows:
