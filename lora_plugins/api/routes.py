@@ -333,10 +333,13 @@ async def rollback(
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Go back to the version before, or to a kept version, and stay there until the next refresh or push."""
-    body = body or RollbackRequest()
+    body, principal = body or RollbackRequest(), principal_of_request.get()
+    own = principal is not None and principal.is_pusher
     async with _changing(lifecycle) as began:
         # The digests of the answer come with the change itself: another call may change the name meanwhile.
-        change = await lifecycle.roll_back(lora_name, body.digest, expects=_expected(if_match), moves=body.moves)
+        change = await lifecycle.roll_back(
+            lora_name, body.digest, expects=_expected(if_match), moves=body.moves, of_any_name=not own
+        )
     return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
 
 

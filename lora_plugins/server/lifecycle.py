@@ -396,12 +396,18 @@ class Lifecycle:
                 return
 
     async def roll_back(
-        self, name: str, digest: str | None = None, *, expects: str | None = None, moves: bool = False
+        self,
+        name: str,
+        digest: str | None = None,
+        *,
+        expects: str | None = None,
+        moves: bool = False,
+        of_any_name: bool = True,
     ) -> VersionChange:
         """Go back to the version before, or to the version whose digest begins with `digest`, and stay there.
 
         The name keeps its last `KEPT_VERSIONS`; the store may still have older versions. A beginning of a digest
-        matches only versions that this name has had.
+        matches only versions that this name has had, and so does a whole one without `of_any_name`.
 
         Raises:
             VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.
@@ -413,12 +419,13 @@ class Lifecycle:
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
             if version is not None and not await self.copies.has(name, version):
                 version = None
+            of_any_name = of_any_name and digest is not None and is_digest(digest)
             if version is None and digest is not None:
-                version = await self.server.resolver.of_digest(name, digest, of_any_name=is_digest(digest))
+                version = await self.server.resolver.of_digest(name, digest, of_any_name=of_any_name)
             if version is None:
                 kept = ", ".join(version.digest[:12] for version in adapter.previous) or "none"
                 raise AdapterNotFound(
-                    _no_version(digest),
+                    _no_version(digest, of_any_name=of_any_name),
                     expected=f"one of those kept: {kept}",
                     remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
@@ -548,10 +555,10 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
     )
 
 
-def _no_version(digest: str | None) -> str:
+def _no_version(digest: str | None, *, of_any_name: bool) -> str:
     if digest is None:
         return "no version before this one"
-    return "no such version in the store" if is_digest(digest) else "no such version of this name since the start"
+    return "no such version in the store" if of_any_name else "no such version of this name since the start"
 
 
 def _has_digest(adapter: ServedAdapter, digest: str) -> bool:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from lora_plugins.api.access.policy import Policy
 from lora_plugins.errors import SlowBody
 from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import Lifecycle
@@ -28,18 +29,27 @@ from tests.cli.admin_server import KEY, AdminServer, admin_server
 OLD, NEW = "aa" * 32, "bb" * 32
 
 
+TRAINER_KEY = "trainer-key"
+TRAINERS = Policy.parse(f"""
+[tenants.trainer]
+keys = ["{TRAINER_KEY}"]
+adapters = []
+pushes = ["sql-*"]
+""")
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[AdminServer]:
-    with admin_server(metrics=False) as running:
+    with admin_server(policy=TRAINERS, metrics=False) as running:
         yield running
 
 
-def post(server: AdminServer, path: str, *if_match: str, body: str = "") -> tuple[int, str]:
+def post(server: AdminServer, path: str, *if_match: str, body: str = "", key: str = KEY) -> tuple[int, str]:
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
     connection.putrequest("POST", f"/v1/loras{path}")
     headers: Sequence[tuple[str, str]] = [("If-Match", text) for text in if_match]
     more = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-    for name, value in (*headers, ("Authorization", f"Bearer {KEY}"), *more):
+    for name, value in (*headers, ("Authorization", f"Bearer {key}"), *more):
         connection.putheader(name, value)
     connection.endheaders(body.encode())
     with connection.getresponse() as answer:
@@ -79,6 +89,23 @@ def test_what_is_no_digest_is_refused(server, name, texts, change):
     status, said = post(server, path, *texts, body=body)
     assert (status, "found If-Match:" in said) == (400, True)
     assert post(server, f"/{name}/refresh", OLD)[0] == 200, "nothing has changed"
+
+
+def test_a_pusher_rolls_back_to_versions_of_its_name(server, name):
+    others, absent = "cc" * 32, "dd" * 32
+    server.publish("operators", "c")
+    assert post(server, "", body='{"lora_name": "operators"}')[0] == 200
+    assert post(server, f"/{name}/refresh")[0] == 200
+
+    def roll_back(digest: str, key: str) -> tuple[int, str]:
+        return post(server, f"/{name}/rollback", body=f'{{"digest": "{digest}"}}', key=key)
+
+    refused = roll_back(others, TRAINER_KEY)
+    assert (refused[0], "[L002]" in refused[1]) == (404, True)
+    assert refused == roll_back(absent, TRAINER_KEY)
+    assert roll_back(OLD, TRAINER_KEY)[0] == roll_back(NEW, TRAINER_KEY)[0] == 200
+    assert roll_back(others, KEY)[0] == 200
+    assert (roll_back(NEW, KEY)[0], roll_back(others, TRAINER_KEY)[0]) == (200, 200), "the name has had it now"
 
 
 class _Pushes:

@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from lora_plugins.api.access.administrators import Administrators
+from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.api.routes import router
 from lora_plugins.observability.engine_metrics import families
@@ -37,7 +38,7 @@ class _OfPlanner:
 class AdminServer:
     """One server; `world` is what it serves from, to be changed through `has` only."""
 
-    def __init__(self, *, key: str | None, metrics: bool) -> None:
+    def __init__(self, *, administrators: Administrators, metrics: bool) -> None:
         self.world: World
         self.loop: asyncio.AbstractEventLoop
         self.has: dict[str, object] = {}
@@ -58,7 +59,7 @@ class AdminServer:
             CountEvents(registry, 10)
             registry.register(_OfPlanner())  # type: ignore[arg-type]
             app.mount("/metrics", make_asgi_app(registry))
-        app.add_middleware(KnowPrincipal, administrators=Administrators(key=key))
+        app.add_middleware(KnowPrincipal, administrators=administrators)
         init_exception_handler(app)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
 
@@ -84,9 +85,9 @@ class AdminServer:
 
 
 @contextmanager
-def admin_server(*, key: str | None = KEY, metrics: bool = True) -> Iterator[AdminServer]:
+def admin_server(*, key: str | None = KEY, policy: Policy | None = None, metrics: bool = True) -> Iterator[AdminServer]:
     """Run one until the block ends."""
-    made = AdminServer(key=key, metrics=metrics)
+    made = AdminServer(administrators=Administrators(policy, key), metrics=metrics)
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
     made.wait()

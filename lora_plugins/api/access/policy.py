@@ -85,7 +85,8 @@ class Principal:
     """The origin of a request: a tenant of the policy, or everybody else.
 
     `label` is for logs; `share` limits the part of host memory, store and look-ups that running requests may use;
-    `pushes` covers the adapters that the principal may push, at most `pushes_per_minute` (None: no limit).
+    `pushes` covers the adapters that the principal may push, at most `pushes_per_minute` (None: no limit);
+    `is_pusher`: an administrator for this call only, of a name that `pushes` covers.
     """
 
     label: str
@@ -94,6 +95,7 @@ class Principal:
     share: float = 1.0
     pushes: tuple[NamePattern, ...] = ()
     pushes_per_minute: int | None = None
+    is_pusher: bool = False
 
     def may_use(self, name: str) -> bool:
         """Whether requests may name this adapter."""

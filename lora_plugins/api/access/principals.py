@@ -79,7 +79,7 @@ class KnowPrincipal:
             if not _may_call(principal, scope):
                 await _forbid(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
                 return
-            principal = replace(principal, is_admin=True)  # for this call, which is of the principal's own name
+            principal = replace(principal, is_admin=True, is_pusher=True)
         # Context variables follow the request into its tasks, but not into other requests.
         tokens = principal_of_request.set(principal), _refusal.set(lambda: ours.refusal(scope))
         try:
