@@ -17,7 +17,7 @@ from lora_plugins.log import logger
 from lora_plugins.server.follower import Follower, gone
 from lora_plugins.server.frames import Frame, receive, send
 from lora_plugins.server.leader import Leader
-from lora_plugins.server.response import Asgi, Message, Receive, Send
+from lora_plugins.server.response import Asgi, Message, Receive, Send, route_path
 
 # Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
 _PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
@@ -106,12 +106,8 @@ def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
 
 
 def _is_carried(scope: Message) -> bool:
-    path, root = scope["path"], scope.get("root_path", "")
-    return any(
-        candidate == carried or candidate.startswith(f"{carried}/")
-        for candidate in (path, path.removeprefix(root))
-        for carried in _PATHS
-    )
+    path = route_path(scope)
+    return any(path == carried or path.startswith(f"{carried}/") for carried in _PATHS)
 
 
 def _when_all_have(leader: Leader, send_: Send) -> Send:

@@ -28,6 +28,15 @@ _LONGEST_WARNING = 1000  # characters
 _FIRST_ERROR = 400  # HTTP status
 
 
+def route_path(scope: Message) -> str:
+    """The path that routes are compared with, as Starlette has it (`get_route_path`)."""
+    path, root = scope["path"], scope.get("root_path", "")
+    # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
+    path = str(path.removeprefix(root) if path.startswith(f"{root}/") else path)
+    # Starlette's patterns end in `$`, which also matches before a last line feed (`%0a`).
+    return path.removesuffix("\n")
+
+
 @dataclass(eq=False, slots=True)
 class Response:
     """The response to the present request.

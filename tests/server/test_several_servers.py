@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route, Router
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.server import frames
@@ -386,12 +388,18 @@ class Application:
             await send({"type": "http.response.body", "body": part, "more_body": part != b"!"})
 
 
-async def asked(app: Any, method: str, path: str, body: list[bytes], *, leaves: bool = False) -> list[Any]:
+async def _created(_: Any) -> PlainTextResponse:
+    return PlainTextResponse("made", 201)
+
+
+async def asked(
+    app: Any, method: str, path: str, body: list[bytes], *, leaves: bool = False, root_path: str = ""
+) -> list[Any]:
     """What an application sends for a request whose body comes in pieces."""
     messages = [{"type": "http.request", "body": part, "more_body": part is not body[-1]} for part in body]
     sent: list[Any] = []
     scope = {
-        "type": "http", "http_version": "1.1", "method": method, "scheme": "http", "path": path, "root_path": "",
+        "type": "http", "http_version": "1.1", "method": method, "scheme": "http", "path": path, "root_path": root_path,
         "raw_path": path.encode(), "query_string": b"x=%20", "headers": [(b"authorization", b"Bearer \xff")],
         "client": ("192.0.2.7", 1), "server": ("127.0.0.1", 8000), "app": object(),
     }  # fmt: skip
@@ -461,12 +469,27 @@ def test_an_answer_waits_for_a_follower_that_still_writes(tmp_path: Path) -> Non
     run(tmp_path, steps, at_once)
 
 
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/api/v1/load_lora_adapter", "/v1/loras/sql", "/v1/models"])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_what_routes_match_is_carried(tmp_path: Path, path: str, end: str) -> None:
+    async def made(scope: Any, receive: Any, send: Any) -> None:
+        await Router([Route(path.removeprefix("/api"), _created, methods=["POST"])])(scope, receive, send)
+
+    async def steps(some: Servers) -> None:
+        carrying = CarryToLeader(not_asked, lambda: follower, _answer)
+        follower = await some.join()
+        sent = await asked(carrying, "POST", path + end, [b""], root_path="/api")
+        assert sent[0]["status"] == 201
+
+    run(tmp_path, steps, made)
+
+
 def test_what_serves_is_not_carried(tmp_path: Path) -> None:
     app = Application()
 
     async def steps(some: Servers) -> None:
         follower = await some.join()
-        for path in ("/v1/completions", "/v1/loras-of-another", "/health"):
+        for path in ("/v1/completions", "/v1/loras-of-another", "/health", "/v1/models\n\n"):
             sent = await asked(CarryToLeader(app, lambda: follower, _answer), "POST", path, [b""])
             assert sent[0]["status"] == 201
         assert not has_started(tmp_path, os.getpid())

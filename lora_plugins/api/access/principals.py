@@ -13,6 +13,7 @@ from lora_plugins.api.access.administrators import Administrators, Scope, forbid
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.tenants_routes import is_tenants
 from lora_plugins.errors import NotAllowed
+from lora_plugins.server.response import route_path
 from lora_plugins.server.shares import Share
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -89,24 +90,15 @@ class KnowPrincipal:
             _refusal.reset(tokens[1])
 
 
-def _path(scope: Scope) -> str:
-    """The path that routes are compared with, as Starlette has it (`get_route_path`)."""
-    path, root = scope["path"], scope.get("root_path", "")
-    # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
-    path = str(path.removeprefix(root) if path.startswith(f"{root}/") else path)
-    # Starlette's patterns end in `$`, which also matches before a last line feed (`%0a`).
-    return path.removesuffix("\n")
-
-
 def _is_administrators(scope: Scope, *, has_policy: bool) -> bool:
-    path = _path(scope)
+    path = route_path(scope)
     if has_policy:
         return not is_tenants("WEBSOCKET" if scope["type"] == "websocket" else scope["method"], path)
     return any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN_PATHS)
 
 
 def _may_call(principal: Principal, scope: Scope) -> bool:
-    path = _path(scope)
+    path = route_path(scope)
     name = path.removeprefix(f"{_LORAS}/")
     query = scope.get("query_string", b"").decode("latin-1")
     # A pin takes a slot from all others for good; `?pin` alone is a pin too.
