@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
@@ -71,7 +72,9 @@ class AdapterResolver:
         self._push_source = PushSource()
         self.known = KnownVersions(settings, store)
         self._versions = VersionStore(settings, events, store, self.known)
-        self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(self._nobody_waits)
+        self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(lambda it: self._nobody_waits(it.resolved))
+        # Flights that nobody joins: a cancelled caller's lease must not stay, and a thread may yet take the lease.
+        self._alone: SingleFlight[object, Any] = SingleFlight(self._nobody_waits)
         self._finding: SingleFlight[Key, LookedUp] = SingleFlight()
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
 
@@ -163,7 +166,12 @@ class AdapterResolver:
         Raises:
             LoRAPluginsError: the adapter cannot be served.
         """
-        return (await self._serve(Query(adapter.name), self._push_source, adapter, base_path))[0]
+
+        async def serve() -> ResolvedAdapter:
+            return (await self._serve(Query(adapter.name), self._push_source, adapter, base_path))[0]
+
+        served: ResolvedAdapter = await self._alone.run(object(), serve)
+        return served
 
     async def latest(self, name: str, uri: str | None, base_path: str) -> ResolvedAdapter | None:
         """The newest version of an adapter that `look_up` once returned; `uri` may also be the path of a `snapshot`.
@@ -194,11 +202,15 @@ class AdapterResolver:
         Raises:
             LoRAPluginsError: the version does not fit the served model.
         """
+
+        async def find() -> ResolvedAdapter | None:
+            base, asker = await self._described_base(), self.principal()
+            versions = self._versions
+            return await versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name, principal=asker)
+
         with describing(adapter=name):
-            base = await self._described_base()
-            return await self._versions.of_digest(
-                name, digest_prefix, base, of_any_name=of_any_name, principal=self.principal()
-            )
+            found: ResolvedAdapter | None = await self._alone.run(object(), find)
+        return found
 
     async def restored(self, name: str, uri: str | None, digest: str, place: str) -> ResolvedAdapter | None:
         """The version that the server before this one served, verified and leased for `name`; no source is asked.
@@ -243,8 +255,8 @@ class AdapterResolver:
             self.known.note_located(query.key, looked.located)
         return looked
 
-    def _nobody_waits(self, looked: LookedUp) -> None:
-        if (resolved := looked.resolved) is not None:
+    def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
+        if resolved is not None:
             # A name's lease may be in use by another request, so the server decides; other leases are nobody else's.
             if resolved.holder is None:
                 self.on_abandoned(resolved)

@@ -7,6 +7,7 @@ import errno
 import functools
 import json
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.resolvers.fetch_places import FetchesBusy
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.store.layout import replace_small
+from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.verification import process as process_module
@@ -328,6 +330,72 @@ def test_a_damaged_version_is_not_found(make):
     (first.path / "manifest.json").chmod(0o600)
     (first.path / "manifest.json").write_text("{")
     assert of_digest(resolver, "sql", first.digest) is None
+
+
+@pytest.mark.parametrize("call", ["push", "by digest", "restore"])
+@pytest.mark.parametrize("delay_s", [None, 0.0, 0.02])
+def test_a_call_cancelled_in_any_await_leaves_no_lease(make, tmp_path, monkeypatch, call, delay_s):
+    source = FakeSource("s3", {"sql": GOOD})
+    resolver = make(source)
+    resolver.on_abandoned = lambda version: resolver.store.release(version.name, version.path)
+    version, acquire = resolver.ask(), Leases.acquire
+    directory = tmp_path / "pushed"
+    directory.mkdir()
+    for name, data in GOOD.items():
+        (directory / name).write_bytes(data)
+
+    def slowly(*given):
+        time.sleep(0.05)  # a cancellation meets the thread in the midst
+        return acquire(*given)
+
+    def begin():
+        if call == "push":
+            return resolver.pushed(PushedAdapter.of("policy", directory, "1"), BASE.path)
+        if call == "restore":
+            return resolver.restored("sql", None, version.digest, str(source))
+        return resolver.of_digest("sql", version.digest)
+
+    async def run() -> None:
+        for last in range(1, 50):
+            await ended(*(resolver.store.release(name, version.path) for name in ("sql", "policy")))
+            asking = asyncio.create_task(cancelled_at(begin(), last, delay_s))
+            await asyncio.wait([asking])
+            if not asking.cancelled():
+                return
+            await asyncio.sleep(0.2)  # for the lease of a thread that has begun
+            deadline = time.monotonic() + 2
+            while resolver.store.leases.is_ours(version.digest):
+                assert time.monotonic() < deadline, f"the lease is left after await {last}"
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(Leases, "acquire", slowly)
+    asyncio.run(run())
+
+
+async def ended(*releases) -> None:
+    await asyncio.gather(*(release for release in releases if release is not None))
+
+
+@types.coroutine
+def cancelled_at(work, last: int, delay_s: float | None):
+    """Run `work`, cancelled in its await number `last`, so many seconds after its begin; None: as it begins."""
+    task, count = asyncio.current_task(), 0
+    answer = functools.partial(work.send, None)
+    while True:
+        try:
+            awaited = answer()
+        except StopIteration as end:
+            return end.value
+        count += 1
+        if count == last and delay_s is None:
+            task.cancel()
+        elif count == last:
+            asyncio.get_running_loop().call_later(delay_s, task.cancel)
+        try:
+            yield awaited
+            answer = functools.partial(work.send, None)
+        except BaseException as error:
+            answer = functools.partial(work.throw, error)
 
 
 def test_a_pickle_by_digest_is_refused_where_not_allowed(make):
