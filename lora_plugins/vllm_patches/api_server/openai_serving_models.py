@@ -263,8 +263,9 @@ def _unloading(original: Any) -> Any:
         adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
         if adapter is not None:
             lifecycle.on_change()
+            is_free = await lifecycle.server.drain(adapter, no_longer_served(name))
             await lifecycle.written()
-            if not await lifecycle.server.drain(adapter, no_longer_served(name)):
+            if not is_free:
                 return f"{result} Requests that still run keep its memory until they end."
         return result
 

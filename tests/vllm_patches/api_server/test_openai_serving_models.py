@@ -363,6 +363,20 @@ async def test_an_unload_frees_what_vllm_takes_out(
 
 
 @runs
+async def test_an_unload_frees_although_its_client_leaves(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    await models.load("mine", "/by/hand")
+    world.lifecycle.written = asyncio.Event().wait
+    unloading = asyncio.create_task(models.unload("mine"))
+    await world.settled()
+    unloading.cancel()
+    await asyncio.wait([unloading])
+    await world.settled()
+    assert (unloading.cancelled(), world.in_workers, world.table.lora_requests) == (True, set(), {})
+
+
+@runs
 async def test_an_unload_whose_requests_do_not_end_says_so(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = of_this_world(World(drain_timeout_s=1))
     models = Models(world)
