@@ -189,7 +189,8 @@ class AdapterResolver:
             newest = replace(self._query(name, uri), force_refresh=True)
         except AdapterNotFound:
             return None
-        return (await self._flights.run(newest, lambda: self._resolve(newest, base_path))).version()
+        # Not shared: the source may have answered an earlier caller, who has left, before the change.
+        return (await self._flights.run((newest, object()), lambda: self._resolve(newest, base_path))).version()
 
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
         """A version that the store still has, verified and leased for `name`; no source is asked.

@@ -60,6 +60,36 @@ def push(resolver: RecordingResolver, directory: Path, files: dict[str, bytes]):
 # --- the newest version
 
 
+class SlowToEnd(FakeSource):
+    """Has all bytes of a fetch, and ends the fetch later."""
+
+    async def fetch(self, located, arriving) -> None:
+        end, self.gate = self.gate, None
+        await super().fetch(located, arriving)
+        if end is not None:
+            await end.wait()
+
+
+def test_a_refresh_asks_again_although_a_cancelled_one_still_fetches(make):
+    source = SlowToEnd("s3", {"sql": GOOD})
+    resolver = make(source)
+
+    async def run() -> None:
+        source.gate = end = asyncio.Event()
+        first = asyncio.create_task(resolver.latest("sql", None, BASE.path))
+        while not source.fetched_files:
+            await asyncio.sleep(0.001)
+        first.cancel()
+        await asyncio.wait([first])
+        source.answers["sql"] = turned()
+        second = asyncio.create_task(resolver.latest("sql", None, BASE.path))
+        await asyncio.sleep(0.05)
+        end.set()
+        assert content((await second).path) == turned()
+
+    asyncio.run(run())
+
+
 def test_a_refresh_asks_the_source_whatever_it_answered_before(make):
     source = FakeSource("s3")
     resolver = make(source)
@@ -106,7 +136,7 @@ def test_another_sources_outage_does_not_hide_a_new_version(make):
     assert content(newest(resolver).path) == turned()
 
 
-def test_refreshes_share_one_answer_but_not_an_earlier_one(make):
+def test_refreshes_share_a_fetch_but_no_earlier_answer(make):
     source = FakeSource("s3", {"sql": GOOD})
     resolver = make(source)
 
@@ -121,7 +151,7 @@ def test_refreshes_share_one_answer_but_not_an_earlier_one(make):
         assert len({each.digest for each in await asyncio.gather(early, *refreshes)}) == 1
 
     asyncio.run(run())
-    assert source.asked == ["sql"] * 2
+    assert source.asked == ["sql"] * 6
     assert source.fetched == ["sql"]
 
 
