@@ -86,7 +86,7 @@ def flip(at: int, *, in_object: bool = False) -> Fault:
 
 
 def relabelled(headers: Mapping[str, str]) -> Fault:
-    """Pass the answer on with these headers in the place of its own, such as another ETag."""
+    """Pass the answer on with these headers in the place of its own, such as another ETag; without the empty ones."""
     return Fault("relabelled", headers=headers)
 
 

@@ -213,6 +213,8 @@ class FaultProxy(Listener):
             if name.lower() not in _HOP_BY_HOP:
                 response.headers.add(name, value)
         response.headers.update(fault.headers)
+        for name in (name for name, value in fault.headers.items() if not value):
+            del response.headers[name]
         announced = upstream.headers.get("Content-Length")
         length = None if announced is None else int(announced) + fault.length_delta
         if length is not None:

@@ -88,6 +88,7 @@ LASTING: dict[str, tuple[Fault, str, tuple[str, ...]]] = {
     "a proxy's 404 in ranges": (faults.status(404, PAGE), WEIGHTS_PATH, ("malformed", "HTTP 404", WEIGHTS_FILE)),
     "a proxy's 410": (faults.status(410, PAGE), LIST, ("malformed", "HTTP 410", "proxies")),
     "another ETag in ranges": (faults.relabelled({"ETag": f'"{"0" * 32}"'}), WEIGHTS_PATH, ("changed", WEIGHTS_FILE)),
+    "no ETag in ranges": (faults.relabelled({"ETag": ""}), WEIGHTS_PATH, ("malformed", WEIGHTS_FILE)),
     "denied ranges": (faults.denied(), WEIGHTS_PATH, ("denies", WEIGHTS_FILE)),
     "reset": (faults.reset(), WEIGHTS_PATH, ("broke off", WEIGHTS_FILE)),
     "short": (faults.short(10), WEIGHTS_PATH, ("broke off", WEIGHTS_FILE)),
