@@ -65,6 +65,8 @@ class AdminClient:
     key: str | None = field(default_factory=_key_of_environment, repr=False)
 
     def __post_init__(self) -> None:
+        if "@" in self.url:
+            raise UsageProblem(f"--url with a login, which errors would show: set {ADMIN_KEY} in its place")
         try:
             parts = urlsplit(self.url)
         except ValueError:

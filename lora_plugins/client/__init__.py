@@ -117,7 +117,7 @@ async def push_async(
         name: the model name of requests.
         adapter: a PEFT directory, or a mapping from tensor names to tensors, which needs `config`.
         config: the content of adapter_config.json.
-        servers: base URLs, or one; of servers, or of applications on Ray Serve.
+        servers: base URLs without a login, or one; of servers, or of applications on Ray Serve.
         key: of an administrator.
         if_match: the digest that each server must serve now, `*` for any.
         mode: `finish`, or `inflight`: running requests go on with the new version.
@@ -241,6 +241,8 @@ def _addresses(servers: Sequence[str]) -> list[str]:
     addresses = list(spelt.values())
     if not addresses:
         raise ValueError("servers: empty; name the base URL of one server or more")
+    if any("@" in it for it in addresses):
+        raise ValueError("servers: a login in an address, which errors and logs would show; give the key as `key`")
     return addresses
 
 

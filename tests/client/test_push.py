@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from lora_plugins import client
-from lora_plugins.client import CallFailed, PushFailed, pause, push, push_async, wait_served
+from lora_plugins.client import CallFailed, PushFailed, pause, push, push_async, resume, wait_served
 
 NEW, OLD, OTHER, HUB = "a" * 64, "b" * 64, "c" * 64, "hub"
 Use = Callable[..., list[str]]
@@ -166,3 +167,15 @@ def test_waiting_ends_for_a_served_digest_alone(use: Use, monkeypatch: pytest.Mo
     for call in (pushed, lambda none: wait_served("policy", OLD, none)):
         with pytest.raises(ValueError, match="servers: empty"):
             call([])
+
+
+LOGINS = ["http://user:secret@127.0.0.1:9", "http://user:secret@[", "user:secret@h:9", "http://user:a/secret@h"]
+
+
+@pytest.mark.parametrize("address", LOGINS)
+@pytest.mark.parametrize("call", [pause, resume, wait_served, pushed], ids=lambda it: it.__name__)
+def test_no_error_shows_a_login(call: Callable[..., Any], address: str) -> None:
+    further = {pause: ("policy",), resume: ("policy",), wait_served: ("policy", OLD)}.get(call)
+    with pytest.raises(ValueError, match=r"login.*`key`") as raised:
+        call([address]) if further is None else call(*further, servers=[address], timeout_s=0.1)
+    assert "secret" not in "".join(traceback.format_exception(raised.value))
