@@ -42,6 +42,7 @@ async def receive(
     content_bytes: int | None,
     max_bytes: int,
     content_digest: str = "",
+    content_encoding: str = "",
 ) -> str:
     """Write the adapter in a body to `directory`; returns the body's SHA-256 in hexadecimal.
 
@@ -52,11 +53,14 @@ async def receive(
         content_bytes: Content-Length; None for a chunked body.
         max_bytes: size limit of the body.
         content_digest: the Content-Digest header (RFC 9530), compared where it has SHA-256 or SHA-512.
+        content_encoding: the Content-Encoding header; every coding is refused.
 
     Raises:
         InvalidAdapter: the body is no adapter, too large, or does not match Content-Digest.
         OSError: a file cannot be written.
     """
+    if content_encoding not in ("", "identity"):
+        raise broken(f"Content-Encoding: {content_encoding[:80]}", "no coding", "send the body uncompressed")
     # Always compute SHA-256: the digest of the body is the version of the push.
     promised = _promised(content_digest)
     hashes = {name: hashlib.new(_ALGORITHMS[name]) for name in ("sha-256", *promised)}

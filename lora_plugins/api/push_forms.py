@@ -206,7 +206,7 @@ class _Archive:
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            raise broken(f"no tar archive ({error})", "an uncompressed tar archive") from None
+            raise broken(f"no tar archive ({error})", "a tar archive", "pack the adapter without compression") from None
         if self._record is not None:
             said = self._reads_record(bytes(self._record))
             if said.keys() & self._fields.keys():

@@ -198,6 +198,7 @@ async def push(
             content_bytes=content_bytes,
             max_bytes=lifecycle.server.resolver.settings.max_adapter_bytes,
             content_digest=", ".join(headers.getlist("content-digest")),
+            content_encoding=", ".join(headers.getlist("content-encoding")),
         )
 
     principal = principal_of_request.get()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gzip
 import hashlib
 import io
 import itertools
@@ -141,6 +142,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "parts without their end": (FORMS["parts"][0], parts(FILES, end=""), "without its end"),
     "no parts": (FORMS["parts"][0], ONE_FILE, "no multipart body"),
     "no archive": ("application/x-tar", ONE_FILE, "no tar archive"),
+    "a compressed archive": ("application/x-tar", gzip.compress(archive(FILES)), "without compression"),
     "half an archive": ("application/x-tar", archive(FILES)[:-9000], "without its end"),
     "a name too long": ("application/x-tar", archive(FILES, folder="x" * 70_000), "header of 70"),
     "a negative size": ("application/x-tar", header(b"", size=-600), "a file of -600 bytes"),
@@ -256,6 +258,14 @@ def test_content_digest_is_compared(take, header: str) -> None:
 def test_another_content_digest_is_refused(take, algorithms: tuple[str, ...]) -> None:
     with pytest.raises(InvalidAdapter, match=r"another sha-.*the one of Content-Digest"):
         take(ONE_FILE, "", content_digest=digest_header(ONE_FILE + b"x", *algorithms))
+
+
+def test_a_content_coding_is_refused_by_name(take) -> None:
+    for coding, body in (("gzip", gzip.compress(ONE_FILE)), ("br", ONE_FILE), ("gzip, identity", ONE_FILE)):
+        with pytest.raises(InvalidAdapter, match=f"Content-Encoding: {coding};.*uncompressed"):
+            take(body, "", content_encoding=coding)
+        assert not hasattr(take, "received"), "nothing is read"
+    take(ONE_FILE, "", content_encoding="identity")
 
 
 @pytest.mark.parametrize("header", ["sha-256", "sha-256=abc", "sha-256=:a:", "sha-256=:AA==:x"])
