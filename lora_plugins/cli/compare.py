@@ -94,10 +94,13 @@ class CompletionServer:
     def __init__(self, url: str, timeout_s: float) -> None:
         import httpx  # the import takes a tenth of a second, and other commands do without
 
+        from lora_plugins.client import DIRECT
+
         AdminClient(url, timeout_s)  # raises where `url` is no address
         self._url = url.rstrip("/").removesuffix("/v1")
         key = environment().get("VLLM_API_KEY")
-        self._client = httpx.Client(timeout=timeout_s, headers={"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(timeout=timeout_s, headers=headers, mounts=DIRECT)
         self._failures = (httpx.HTTPError, httpx.InvalidURL, ValueError)
 
     def base_model(self) -> str:

@@ -30,6 +30,7 @@ DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
 _KEYS = (ADMIN_KEY, "VLLM_API_KEY")
 
 _PATH = "/v1/loras"
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _PAGE = 5_000  # names; a few megabytes
 _MAX_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 300
@@ -140,7 +141,9 @@ class AdminClient:
         if self.key:
             request.add_header("Authorization", f"Bearer {self.key}")
         try:
-            with urllib.request.build_opener(_Staying).open(request, timeout=self.timeout_s) as answer:
+            # As `DIRECT` of the client: no proxy for this machine.
+            direct = [urllib.request.ProxyHandler({})] if urlsplit(self.url).hostname in _THIS_MACHINE else []
+            with urllib.request.build_opener(_Staying, *direct).open(request, timeout=self.timeout_s) as answer:
                 return bytes(answer.read(_MAX_BYTES))
         except urllib.error.HTTPError as error:
             with error:

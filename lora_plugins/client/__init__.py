@@ -28,6 +28,8 @@ from lora_plugins.client.attempt import Attempt
 from lora_plugins.client.body import body_of
 
 _T = TypeVar("_T")
+# `mounts` of httpx's clients: a proxy of the environment would get the key, and ask its own machine.
+DIRECT = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
 
 
 class CallFailed(Exception):
@@ -250,7 +252,7 @@ def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     # Reading certificates takes as long as sending a small adapter, and plain HTTP needs no certificates.
     needs_certificates = any(server.startswith("https:") for server in servers)
-    return httpx.AsyncClient(headers=headers, timeout=timeout_s, verify=needs_certificates)
+    return httpx.AsyncClient(headers=headers, timeout=timeout_s, verify=needs_certificates, mounts=DIRECT)
 
 
 def _url(server: str, name: str) -> str:

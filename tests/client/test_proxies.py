@@ -1,0 +1,115 @@
+"""Calls of trainers and commands behind a proxy of the environment: a real one, on loopback."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lora_plugins.cli.compare import CompletionServer
+from lora_plugins.cli.server import AdminClient
+from lora_plugins.client import CallFailed, wait_served
+from lora_plugins.errors import SourceUnavailable
+
+DIGEST = "a" * 64
+ELSEWHERE = "server.invalid:8000"
+
+
+class Listening:
+    """A proxy and a server in one: notes what is asked of it, and answers for every host."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(f"{self.path} {self.headers.get('Authorization')}")
+                body = json.dumps({"digest": DIGEST, "state": "serving", "data": [{"id": "base"}]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_CONNECT(self) -> None:
+                asked.append(f"CONNECT {self.path} {self.headers.get('Authorization')}")
+                self.send_error(403)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[[], Listening]]:
+    made: list[Listening] = []
+
+    def start() -> Listening:
+        made.append(Listening())
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.server.shutdown()
+        one.server.server_close()
+
+
+@pytest.fixture
+def proxy(listen: Callable[[], Listening], monkeypatch: pytest.MonkeyPatch) -> Listening:
+    """Of all URLs, as far as the environment says."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    made = listen()
+    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{made.port}")
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    monkeypatch.delenv("LORA_PLUGINS_ADMIN_KEY", raising=False)
+    return made
+
+
+CALLS: dict[str, Callable[[str], object]] = {
+    "client": lambda url: wait_served("policy", DIGEST, [url], key="key", timeout_s=5),
+    "command": lambda url: AdminClient(url, 5).text("/v1/loras/policy"),
+    "compare": lambda url: CompletionServer(url, 5).base_model(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_proxy_of_the_environment_is_used(proxy: Listening, call: str) -> None:
+    CALLS[call](f"http://{ELSEWHERE}")
+    assert [it.partition("/v1")[0] for it in proxy.asked] == [f"http://{ELSEWHERE}"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_proxy_of_https_never_sees_the_key(proxy: Listening, call: str) -> None:
+    with pytest.raises((SourceUnavailable, CallFailed, TimeoutError)):
+        CALLS[call](f"https://{ELSEWHERE}")
+    assert set(proxy.asked) == {f"CONNECT {ELSEWHERE} None"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("call", CALLS)
+def test_no_proxy_sees_a_call_to_this_machine(
+    proxy: Listening, listen: Callable[[], Listening], call: str, host: str
+) -> None:
+    """The proxy would get the key, and ask its own machine."""
+    server = listen()
+    CALLS[call](f"http://{host}:{server.port}")
+    assert (proxy.asked, len(server.asked)) == ([], 1)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_proxy_sees_what_the_environment_excludes(
+    proxy: Listening, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "server.invalid")
+    with pytest.raises((SourceUnavailable, CallFailed, TimeoutError)):
+        CALLS[call](f"http://{ELSEWHERE}")
+    assert proxy.asked == []
