@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -13,6 +15,7 @@ from lora_plugins.cli.compare import CompletionServer
 from lora_plugins.cli.server import AdminClient
 from lora_plugins.client import CallFailed, wait_served
 from lora_plugins.errors import SourceUnavailable
+from lora_plugins.ray.server_process import ServerProcess
 
 DIGEST = "a" * 64
 ELSEWHERE = "server.invalid:8000"
@@ -112,4 +115,27 @@ def test_no_proxy_sees_what_the_environment_excludes(
     monkeypatch.setenv("NO_PROXY", "server.invalid")
     with pytest.raises((SourceUnavailable, CallFailed, TimeoutError)):
         CALLS[call](f"http://{ELSEWHERE}")
+    assert proxy.asked == []
+
+
+SERVER = """
+import sys, http.server
+http.server.BaseHTTPRequestHandler.do_GET = lambda it: (it.send_response(200), it.end_headers())
+class Server(http.server.HTTPServer):
+    allow_reuse_port = True
+Server(("127.0.0.1", int(sys.argv[-1])), http.server.BaseHTTPRequestHandler).serve_forever()
+"""
+
+
+def test_no_proxy_sees_a_replicas_calls_to_its_server(proxy: Listening) -> None:
+    async def run() -> None:
+        server = ServerProcess((sys.executable, "-c", SERVER), {})
+        try:
+            async with asyncio.timeout(30):
+                await server.wait_until_healthy()
+        finally:
+            server.end()
+            await server.client.aclose()
+
+    asyncio.run(run())
     assert proxy.asked == []
