@@ -109,10 +109,10 @@ MUTANTS = (
     ),
     Mutant(
         "api: a line feed after a path hides the route",
-        "lora_plugins/api/access/principals.py",
+        "lora_plugins/server/response.py",
         'return path.removesuffix("\\n")',
         "return path",
-        ("tests/api/access/test_principals.py",),
+        ("tests/api/access/test_principals.py", "tests/server/test_several_servers.py"),
     ),
     Mutant(
         "api: one store of responses for all keys",
