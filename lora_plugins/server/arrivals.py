@@ -17,6 +17,7 @@ from typing import Self, cast
 from lora_plugins.errors import NoFreeSlot, OutOfMemory, SlowBody
 from lora_plugins.resolvers.places import Most, PlaceLimits, Places
 from lora_plugins.server.shares import Share
+from lora_plugins.store.layout import discard
 from lora_plugins.store.store import Store, fetch_timeout_s
 
 _AT_ONCE, _OF_ONE, _WAITING = 8, 4, 10_000
@@ -70,7 +71,7 @@ class BodyRoom:
     async def release(self) -> None:
         """End the room, which whoever takes the bytes over has again."""
         for announced in self._announced:
-            await asyncio.to_thread(self._store.remove_temporary, announced)
+            await asyncio.to_thread(discard, announced)
 
 
 class Arrivals:

@@ -22,6 +22,7 @@ from lora_plugins.server.arrivals import Arrivals, Body, BodyRoom
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.store.errors import FullDisk, store_errors
+from lora_plugins.store.layout import discard
 
 _MINUTE_S = 60.0
 # Writes the pieces of a body to a directory; returns the SHA-256 of the whole body.
@@ -180,7 +181,7 @@ class Pushes:
 
         async def removed() -> None:
             await asyncio.wait([making])
-            await asyncio.to_thread(store.remove_temporary, directory)
+            await asyncio.to_thread(discard, directory)
 
         try:
             with store_errors():
@@ -188,7 +189,7 @@ class Pushes:
             yield directory
         except FullDisk:  # the body cannot be read twice, but make room for the next push
             # Without the part that has arrived, which hides what a quota leaves.
-            await asyncio.to_thread(store.remove_temporary, directory)
+            await asyncio.to_thread(discard, directory)
             await asyncio.to_thread(store.give_way, room.size_bytes, 0)
             raise
         finally:

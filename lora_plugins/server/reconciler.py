@@ -35,6 +35,7 @@ from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.server.served_file import KEEP_S, ServedFile
 from lora_plugins.settings import Settings
+from lora_plugins.store.errors import store_errors
 
 LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap shows a change after about a minute
 RETRY_S = 4.0  # with the time for which a fault is remembered, less than 5 s
@@ -98,6 +99,7 @@ class Reconciler:
 
         Raises:
             InvalidSettings: the file of declared adapters has an error.
+            SourceUnavailable, OutOfMemory: the list of the last server cannot be read or copied at the moment.
         """
         started, path = time.perf_counter(), self._settings.adapters_file
         deadline_s = self._settings.fetch_timeout_s  # for all adapters together: a hanging source must not add up
@@ -171,11 +173,12 @@ class Reconciler:
 
     async def _restore(self) -> None:
         pieces, count = self._served.pieces(), 0
-        while piece := await asyncio.to_thread(next, pieces, None):
-            self._targets |= {adapter.name: Target(adapter) for adapter in piece}
-            count += len(piece)
-            if count >= _FROZEN_FROM:  # vLLM freezes too, once started
-                gc.freeze()
+        with store_errors():
+            while piece := await asyncio.to_thread(next, pieces, None):
+                self._targets |= {adapter.name: Target(adapter) for adapter in piece}
+                count += len(piece)
+                if count >= _FROZEN_FROM:  # vLLM freezes too, once started
+                    gc.freeze()
 
     async def _ask_for_newer(self) -> None:
         """Ask the sources for newer versions of restored adapters, until each source has answered once.

@@ -113,11 +113,15 @@ class ServedFile:
             living[0].with_suffix(_COPIED).touch()
 
     def read(self) -> list[DesiredAdapter]:
-        """The entries written last; fewer or none, with a warning, where the file cannot be read."""
+        """The entries written last; fewer or none, with a warning, where the file is malformed.
+
+        Raises:
+            OSError: the file cannot be read at the moment: who took it for empty would write it so.
+        """
         return [adapter for piece in self.pieces() for adapter in piece]
 
     def pieces(self) -> Iterator[list[DesiredAdapter]]:
-        """The entries in pieces, each of which takes a thread a few milliseconds."""
+        """The entries in pieces, each of which takes a thread a few milliseconds; raises as `read`."""
         try:
             self._begin()
             with self.path.open("rb") as file:
@@ -125,7 +129,7 @@ class ServedFile:
                 yield from _by_lines(file) if first == _FIRST_LINE else [_of_document(first + file.read())]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("What was served before cannot be read from %s: %s", self.path, error)
 
     def write(self, served: Iterable[DesiredAdapter]) -> None:

@@ -27,6 +27,7 @@ import errno
 import functools
 import hashlib
 import os
+import shutil
 import stat
 import time
 from bisect import bisect_left
@@ -50,6 +51,7 @@ _FOLDERS = (
     *("uses", "damaged", "quarantine", "served", "blocked"),
 )
 _MADE_AGAIN = tuple(name for name in _FOLDERS if name != "blocked")  # an empty `.blocked` would end all blocks
+_unremoved: set[Path] = set()  # what `discard` could not remove, say from a read-only store or without a descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class Layout:
     def make_again(self) -> list[str]:
         """Make the folders that somebody (say a cleaner of old files) has removed; returns the names made.
 
+        What `discard` could not remove before goes now.
+
         Raises:
             FileNotFoundError: no folder is there: the store is away, and the next mount would hide a folder made now.
         """
@@ -96,6 +100,8 @@ class Layout:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
         for name in missing:
             self.folder(name).mkdir(exist_ok=True)
+        for path in _unremoved.copy():
+            discard(path)
         return missing
 
     def folder(self, name: str) -> Path:
@@ -205,8 +211,27 @@ def write_small(path: Path, pieces: Iterable[str], temporary: Path, *, is_durabl
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:  # a full disk, say
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
         raise
+
+
+def discard(path: Path) -> None:
+    """Remove a lock, or a temporary file or directory, of this process: now, or as soon as the store can be written.
+
+    Until then a lock would keep others from a fetch, and a directory would keep the room that its name announces.
+    """
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)
+        os.lstat(path)
+    except FileNotFoundError:
+        _unremoved.discard(path)
+        return
+    except OSError:
+        pass
+    _unremoved.add(path)
 
 
 def replace_small(path: Path, *pieces: str) -> None:

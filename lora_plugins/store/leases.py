@@ -36,6 +36,7 @@ class Leases:
         self._lock = threading.RLock()  # of the three above; event loops take it, so nobody asks the disk under it
         self._files = threading.RLock()  # of this process's lease files
         processes.on_silence = self._assert_again
+        processes.on_beat = self._look
 
     def guard(self, digest: str) -> FileLock:
         """The lock of a lease or a removal of an adapter, held for moments, so that neither overtakes the other.
@@ -55,6 +56,14 @@ class Leases:
         if "leases" in self._layout.make_again():
             self._assert_again()
         self._processes.wake()
+
+    def _look(self) -> None:
+        """Do as `make_again`, also where another process has made the folder of leases again."""
+        self.make_again()
+        with self._lock:
+            leased = next(iter(self._leased), None)  # one stands for all: who removes files of others, removes all
+        if leased is not None and not (self._folder(leased) / self._processes.me()).exists():
+            self._assert_again()
 
     def _assert_again(self) -> None:
         """Write all leases of this process again, but leases of adapters that are gone."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from lora_plugins.errors import SourceUnavailable
+from lora_plugins.store.layout import discard
 from lora_plugins.store.processes import Processes
 
 _FIRST_WAIT_S = 0.01
@@ -46,9 +47,9 @@ async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeo
         try:
             yield
         finally:
-            _unlink(path)
+            discard(path)
     finally:
-        _unlink(temporary)
+        discard(temporary)
 
 
 async def _taken(temporary: Path, path: Path, processes: Processes) -> bool:
@@ -60,7 +61,7 @@ async def _taken(temporary: Path, path: Path, processes: Processes) -> bool:
         await asyncio.wait([trying])
         # The thread may have taken the lock after the cancellation, and nobody would ever release the lock.
         if trying.exception() is None and trying.result():
-            _unlink(path)
+            discard(path)
         raise
 
 
@@ -73,11 +74,6 @@ def remove_if_dead(path: Path, processes: Processes) -> None:
         with FileLock(path.with_name("takeover.guard"), timeout=30):
             if not processes.is_alive(_owner(path)):
                 os.unlink(path)
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _owner(path: Path) -> str:

@@ -27,6 +27,7 @@ class Processes:
     Attributes:
         on_silence: called in a thread after a silence of this process, and again if the call raises OSError: others may
             have taken this process for dead meanwhile.
+        on_beat: called in a thread before each beat.
     """
 
     def __init__(self, folder: Path, *, silent_s: float = SILENT_S, beat_s: float = BEAT_S) -> None:
@@ -36,6 +37,7 @@ class Processes:
         self._guard = threading.Lock()
         self._me, self._beating_pid = "", 0
         self.on_silence: Callable[[], None] | None = None
+        self.on_beat: Callable[[], None] = lambda: None
         self._beating = threading.RLock()
         # `_beat_at` is of the file system's clock; CLOCK_BOOTTIME goes on while the machine is suspended, unlike
         # time.monotonic() on Linux.
@@ -115,8 +117,9 @@ class Processes:
     def _beat(self, name: str) -> None:
         while os.getpid() == self._beating_pid or self._beating_pid == 0:
             time.sleep(self._beat_s)
-            with contextlib.suppress(OSError):  # a store that is away for a while must not end the thread
-                self._beat_once(name)
+            for beat in (self.on_beat, lambda: self._beat_once(name)):
+                with contextlib.suppress(OSError):  # a store that is away for a while must not end the thread
+                    beat()
 
     def _beat_once(self, name: str) -> None:
         with self._beating:

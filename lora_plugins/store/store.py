@@ -28,6 +28,7 @@ from lora_plugins.store.layout import (
     PRESSURE_FILE,
     Layout,
     Published,
+    discard,
     is_digest,
     make_durable,
     start_syncing,
@@ -102,7 +103,6 @@ class Store:
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
-        self._unremoved: set[Path] = set()  # temporary directories whose removal failed, say for want of a descriptor
         self._fetch_timeout_s = fetch_timeout_s
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
         try_file_system(probe, link, folder=self.layout.folder("tmp"))
@@ -154,7 +154,7 @@ class Store:
         finally:
             if giving is not None:
                 await asyncio.wait([giving])  # a cancelled fetch must not leave what its thread makes afterwards
-                await asyncio.to_thread(self.remove_temporary, directory)
+                await asyncio.to_thread(discard, directory)
 
     async def _obtain(
         self,
@@ -201,15 +201,7 @@ class Store:
             return await asyncio.to_thread(self._publish, wanted, download, check, holder, converted)
         finally:
             await asyncio.to_thread(download.finish_quietly)
-            await asyncio.to_thread(self.remove_temporary, directory)
-
-    def remove_temporary(self, directory: Path) -> None:
-        """Remove a temporary directory now, or before the next fetch announces its needs; its bytes count till then."""
-        shutil.rmtree(directory, ignore_errors=True)
-        if directory.exists():
-            self._unremoved.add(directory)
-        else:
-            self._unremoved.discard(directory)
+            await asyncio.to_thread(discard, directory)
 
     def give_way(self, needed_bytes: int, needed_files: int, kept: str = "", directory: Path | None = None) -> Room:
         """Call `give_way` of `full_disk.py`; `Room.NONE` where the store cannot be read.
@@ -293,8 +285,6 @@ class Store:
 
     def _make_room(self, directory: Path, needed_bytes: int) -> None:
         """Make room, and the directory whose name announces the bytes, under one lock: the next fetch counts both."""
-        for temporary in self._unremoved.copy():
-            self.remove_temporary(temporary)
         with self.leases.guard("room"):
             self._sweep_temporaries()  # the room announced by a process that has died since the start is free
             make_room(

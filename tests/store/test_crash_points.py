@@ -34,6 +34,7 @@ from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.store import processes
 from lora_plugins.store import store as store_module
+from lora_plugins.store.layout import discard
 from lora_plugins.store.store import Store
 from tests.repetitions import IS_LONG, times
 from tests.store.common import DownloadSpec, adapter_files, check, obtain
@@ -161,7 +162,7 @@ def push(store: Store) -> None:
     pushed = PushedAdapter.of("sql", directory, "ab" * 32)
     stored = asyncio.run(store.obtain(pushed, partial(PushSource().fetch, pushed), check))
     ServedFile.of_store(store.layout.root, "base", "me").write([DesiredAdapter("sql", held_digest=stored.digest)])
-    store.remove_temporary(directory)
+    discard(directory)
 
 
 def lease(store: Store) -> None:
