@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import Settings
+from lora_plugins.store.errors import FULL
 from lora_plugins.store.store import Store
 
 
@@ -26,5 +27,7 @@ def open_store(settings: Settings) -> Store:
         raise InvalidSettings(
             f"a store below {settings.store_dir} that answers '{error.strerror or type(error).__name__}'",
             expected="a directory that can be written",
-            remedy="set LORA_PLUGINS_STORE_DIR to this user's, or share it by a group: lora-plugins explain L007",
+            remedy="free space or inodes there, by hand if need be: each directory named by a digest is an adapter"
+            if error.errno in FULL
+            else "set LORA_PLUGINS_STORE_DIR to this user's, or share it by a group: lora-plugins explain L007",
         ) from error

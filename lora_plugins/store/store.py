@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.store.blocks import Blocks
-from lora_plugins.store.errors import FullDisk, is_damage, store_errors
+from lora_plugins.store.errors import FULL, FullDisk, is_damage, store_errors
 from lora_plugins.store.eviction import make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.full_disk import Room, give_way
@@ -104,9 +104,18 @@ class Store:
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
         self._fetch_timeout_s = fetch_timeout_s
+        try:
+            self._try()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._sweep()  # what dead processes have left takes inodes
+            self._try()
+        self._sweep()
+
+    def _try(self) -> None:
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
         try_file_system(probe, link, folder=self.layout.folder("tmp"))
-        self._sweep()
 
     def find(self, uri: str, version: str, form: str = "") -> StoredAdapter[Any] | None:
         """The published adapter of this version, as the source has it or in an engine's form; None unless complete."""

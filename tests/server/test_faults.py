@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -29,7 +30,7 @@ from typing import Any, Self
 
 import pytest
 
-from lora_plugins.errors import ErrorKind, LoRAPluginsError, SourceUnavailable, kind_of
+from lora_plugins.errors import ErrorKind, InvalidSettings, LoRAPluginsError, SourceUnavailable, kind_of
 from lora_plugins.events import Events
 from lora_plugins.resolvers.known_versions import KnownVersions
 from lora_plugins.server.arrivals import Body
@@ -39,6 +40,7 @@ from lora_plugins.server.served_file import ServedFile
 from lora_plugins.server.shares import Share
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import pending_bytes
+from lora_plugins.store.opening import open_store
 from lora_plugins.store.store import Store
 from tests.make import adapter_files, content, put
 from tests.repetitions import times
@@ -459,3 +461,17 @@ async def test_a_list_that_cannot_be_read_now_is_there_later(tmp_path: Path) -> 
         await restarted.reconciler.start()
     await asyncio.sleep(5)
     assert await of_next_start(tmp_path, OPERATIONS["pin"]) == []
+
+
+def test_a_start_takes_the_inodes_that_dead_processes_have_left(disk: Path) -> None:
+    """As after a crash: each served name has left a lease, and each fetch a directory."""
+    code = "import os, sys; from pathlib import Path; from lora_plugins.store.store import Store; "
+    code += "it = Store(Path(sys.argv[1])); me = it.processes.me(); "
+    code += "[it.layout.new_temporary(me).mkdir() for _ in 'abc']; os._exit(0)"
+    subprocess.run([sys.executable, "-c", code, disk / "store"], check=True)
+    with full(disk, 0):
+        assert not Store(disk / "store").layout.temporaries()
+        (disk / "others" / "more").mkdir()
+        fill(disk / "others" / "more", 0)
+        with pytest.raises(InvalidSettings, match="free space or inodes"):
+            open_store(Settings(store_dir=disk / "store"))
