@@ -78,8 +78,8 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def keep(name: str, rows: object, **further: object) -> Path:
-    """Write `results/<name>.json`, with what else there is to say, and return its path."""
-    path = RESULTS / f"{name}.json"
+def keep(name: str, rows: object, *, folder: Path = RESULTS, **further: object) -> Path:
+    """Write `<name>.json`, with what else there is to say, and return its path."""
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({**circumstances(), **further, "rows": rows}, indent=1) + "\n")
     return path

@@ -96,22 +96,21 @@ def _measure(
 ) -> list[dict]:
     rows: list[dict] = []
     for arm in running:
-        asyncio.run(_stretch(arm, adapters, serving, wanted[-1], -1, 2.0))
+        asyncio.run(stretch(arm, adapters, serving, wanted[-1], -1, 2.0))
     memory = {arm.name: worker_memory(arm) for arm in running}
-    for stretch in range(stretches):
+    for number in range(stretches):
         for at, traffic in enumerate(wanted):
             for turn in range(len(running)):
-                arm = running[(stretch + at + turn) % len(running)]
+                arm = running[(number + at + turn) % len(running)]
                 time.sleep(REST_S)
-                answered = asyncio.run(_stretch(arm, adapters, serving, traffic, stretch, stretch_s))
-                shares = sum(one.share(RAMP_S, stretch_s) for one in answered)
+                answered = asyncio.run(stretch(arm, adapters, serving, traffic, number, stretch_s))
                 row = {
                     "serving": serving.name,
                     "slots": kind,
                     "traffic": traffic.name,
                     "arm": arm.name,
-                    "stretch": stretch,
-                    "requests_per_s": round(shares / (stretch_s - RAMP_S), 3),
+                    "stretch": number,
+                    "requests_per_s": requests_per_s(answered, stretch_s),
                     "worker_memory": memory[arm.name],
                     # Columns of all requests, one text each, so that the file stays short.
                     "adapter": " ".join(str(one.adapter) for one in answered),
@@ -125,9 +124,10 @@ def _measure(
     return rows
 
 
-async def _stretch(
+async def stretch(
     arm: Arm, adapters: list[Path], serving: Serving, traffic: Traffic, seed: int, stretch_s: float
 ) -> list[Answered]:
+    """What was answered to the clients of a stretch; `seed` gives what they ask for."""
     answered: list[Answered] = []
     shared = traffic.draws(serving.adapters, serving.tokens, seed)
     began = time.perf_counter()
@@ -143,6 +143,11 @@ async def _stretch(
 
     await asyncio.gather(*(client(number) for number in range(traffic.clients)))
     return answered
+
+
+def requests_per_s(answered: Sequence[Answered], stretch_s: float) -> float:
+    """How many were answered a second, after the first one."""
+    return round(sum(one.share(RAMP_S, stretch_s) for one in answered) / (stretch_s - RAMP_S), 3)
 
 
 def worker_memory(arm: Arm) -> dict[str, int]:

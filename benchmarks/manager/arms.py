@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,13 @@ def environment(arm: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def servers(arms: Sequence[str], base: Path, home: Path, arguments: Sequence[str]) -> Iterator[list[Arm]]:
+def servers(
+    arms: Sequence[str],
+    base: Path,
+    home: Path,
+    arguments: Sequence[str],
+    environment_of: Callable[[str], Mapping[str, str]] = environment,
+) -> Iterator[list[Arm]]:
     """All arms' servers at once; those that are not asked wait on a socket. So measurements can alternate quickly."""
     with contextlib.ExitStack() as stack:
         running = []
@@ -52,7 +58,7 @@ def servers(arms: Sequence[str], base: Path, home: Path, arguments: Sequence[str
                     base,
                     home / f"{arm}.log",
                     arguments=("--enable-lora", "--max-model-len", "1024", "--disable-uvicorn-access-log", *arguments),
-                    env=environment(arm),
+                    env=environment_of(arm),
                 )
             )
             # On a machine that others use too, a niceness counts within a session only.

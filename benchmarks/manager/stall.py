@@ -13,7 +13,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +59,22 @@ def measure(
                 for _ in range(arrivals):
                     arrived += 1
                     links.append(bed.link(source, Path(home) / f"cold-{arrived}"))
-                measured = asyncio.run(_block(arm, str(base), links, disk=disk))
+                measured = asyncio.run(block_of(arm, str(base), links, disk=disk))
                 if block >= 0:
                     rows += [{"arm": arm.name, "size_mb": size_mb, "rank": rank, "block": block, **r} for r in measured]
 
 
-async def _block(arm: Arm, base: str, adapters: list[Path], *, disk: bool) -> list[dict]:
-    streams: list[list[float]] = [[] for _ in range(STREAMS)]
+async def block_of(
+    arm: Arm,
+    base: str,
+    adapters: list[Path],
+    *,
+    disk: bool,
+    count: int = STREAMS,
+    bring: Callable[[int, str, str], Awaitable[None]] = load,
+) -> list[dict]:
+    """A row for each kind of arrival of each adapter, beside `count` streams; `bring` makes an adapter known."""
+    streams: list[list[float]] = [[] for _ in range(count)]
     running = [asyncio.create_task(stream(arm.port, base, 900, times)) for times in streams]
     rows = []
     try:
@@ -75,7 +84,7 @@ async def _block(arm: Arm, base: str, adapters: list[Path], *, disk: bool) -> li
         for directory in adapters:
             if disk:
                 bed.drop_page_cache(directory)
-            rows += [await _arrival(arm, directory, base, streams, quiet, kind) for kind in KINDS]
+            rows += [await _arrival(arm, directory, base, streams, quiet, kind, bring) for kind in KINDS]
         if any(task.done() for task in running):
             raise RuntimeError("a steady stream ended too early")
     finally:
@@ -86,12 +95,18 @@ async def _block(arm: Arm, base: str, adapters: list[Path], *, disk: bool) -> li
 
 
 async def _arrival(
-    arm: Arm, directory: Path, base: str, streams: list[list[float]], quiet: list[float], kind: str
+    arm: Arm,
+    directory: Path,
+    base: str,
+    streams: list[list[float]],
+    quiet: list[float],
+    kind: str,
+    bring: Callable[[int, str, str], Awaitable[None]],
 ) -> dict:
     faults = _major_faults(arm)
     started = time.perf_counter()
     if kind == "cold":
-        await load(arm.port, directory.name, str(directory))
+        await bring(arm.port, directory.name, str(directory))
     loaded = time.perf_counter()
     answer: list[float] = []
     await stream(arm.port, base if kind == "base" else directory.name, COLD_TOKENS, answer, prompt=COLD_PROMPT)
