@@ -72,6 +72,7 @@ async def block_of(
     disk: bool,
     count: int = STREAMS,
     bring: Callable[[int, str, str], Awaitable[None]] = load,
+    kinds: Sequence[str] = KINDS,
 ) -> list[dict]:
     """A row for each kind of arrival of each adapter, beside `count` streams; `bring` makes an adapter known."""
     streams: list[list[float]] = [[] for _ in range(count)]
@@ -84,7 +85,7 @@ async def block_of(
         for directory in adapters:
             if disk:
                 bed.drop_page_cache(directory)
-            rows += [await _arrival(arm, directory, base, streams, quiet, kind, bring) for kind in KINDS]
+            rows += [await _arrival(arm, directory, base, streams, quiet, kind, bring) for kind in kinds]
         if any(task.done() for task in running):
             raise RuntimeError("a steady stream ended too early")
     finally:

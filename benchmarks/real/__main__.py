@@ -47,11 +47,11 @@ class Part:
 
 
 PARTS = {
-    "decode": Part("Decoding, 16 streams", speed.decode, speed.decode_figures, 45, 240),
-    "prefill": Part("Prefill of 16 prompts of 512 tokens", speed.prefill, speed.prefill_figures, 60, 300),
+    "decode": Part("Decoding, 16 streams", speed.decode, speed.decode_figures, 40, 240),
+    "prefill": Part("Prefill of 16 prompts of 512 tokens", speed.prefill, speed.prefill_figures, 55, 300),
     "latency": Part("First token of an idle server", first_token.latency, first_token.latency_figures, 50, 180),
-    "cold": Part("Cold beside streams", first_token.cold, first_token.cold_figures, 110, 300),
-    "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 75, 300),
+    "cold": Part("Cold beside streams", first_token.cold, first_token.cold_figures, 100, 300),
+    "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 70, 300),
     "thousand": Part("1,000 adapters in host memory", many.thousand, many.thousand_figures, 60, 360),
     "limits": Part("Limits of a step", limits.measure, limits.figures, 30, 180),
 }

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from benchmarks.manager.arms import Arm, servers
 from benchmarks.record import ROOT
+from testbed.models import edit_config
 
-NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the adapters say that they were trained on
+NAME = "SmolLM2-135M-Instruct"
 SHIPPED = ROOT / "examples" / "adapters"
 # In this order they are dealt to streams; the first is the case of one adapter.
 TRAINED = ("pirate", "haiku", "json", "french", "sql", "librarian", "thinker", "verdict")
@@ -22,9 +23,10 @@ MAX_RANK = 32
 SMALL = ("pirate", "librarian", "verdict", "french")  # ranks 4 and 8 on q_proj and v_proj, 0.5 to 0.7 MB
 SMALL_RANK = 8
 STREAMS = 16
-OURS, STOCK = "ours", "stock"
+OURS, COPIES, STOCK = "ours", "ours, copied slots", "stock"
 PLUGINS = {
     OURS: "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
+    COPIES: "lora_filesystem_resolver,lora_lru_manager,lora_admin",  # vLLM's kernels, so a slot is written as on a GPU
     STOCK: "stock_filesystem_resolver",
 }
 
@@ -63,6 +65,8 @@ class Bed:
                 shutil.copytree(source, directory)
             else:
                 perturb(source, directory, number)
+            # vLLM's own resolver finds only adapters of the name that the server was started with, a path.
+            edit_config(directory, base_model_name_or_path=str(self.base))
             made.append(directory)
         return made
 
@@ -80,7 +84,7 @@ class Bed:
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(self.root),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-            "LORA_PLUGINS_STORE_DIR": str(self.home / "store"),
+            "LORA_PLUGINS_STORE_DIR": str(self.home / f"store of {arm}"),
         }
 
 

@@ -1,6 +1,7 @@
 """Seconds to the first token of an adapter that is on the disk, in host memory, or in a slot; and beside streams.
 
 `latency`: one request after the other to an idle server; before each, the server's own list says where the adapter is.
+Two servers in turn: with our kernels a slot points to host memory, with vLLM's a slot is written as on a GPU.
 `cold`: an adapter that the server has never heard of comes while eight streams of the base model run, with our plugins
 and on vLLM with its own resolver, both servers up at once, in blocks that alternate (`benchmarks.manager.stall`).
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -18,21 +21,37 @@ from benchmarks.manager import bed as manager_bed
 from benchmarks.manager import stall
 from benchmarks.manager.arms import Arm
 from benchmarks.manager.client import stream
-from benchmarks.real.bed import MAX_RANK, NAME, OURS, STOCK, Bed, Figure
+from benchmarks.real.bed import COPIES, MAX_RANK, NAME, OURS, STOCK, Bed, Figure
 from benchmarks.real.many import parallel
 from testbed.client import PLAIN_HTTP
 
 PROMPT = list(range(1000, 1016))
 TIERS = {"disk": (), "slot": ("store", "host", "slot"), "host": ("store", "host")}
 LABELS = {"base": "no adapter", "disk": "on the disk, never asked for", "host": "in host memory", "slot": "in a slot"}
-ADAPTERS, BLOCKS, ARRIVALS, STREAMS = 120, 5, 3, 8
+KINDS = ("cold", "base")  # of arrivals beside streams
+ADAPTERS, BLOCKS, ARRIVALS, STREAMS = 120, 5, 4, 8
 COLD_GOAL, GAP_GOAL = 0.5, 1.7
 
 
 def latency(bed: Bed, rows: list[dict]) -> None:
     adapters = bed.adapters(5 if bed.is_quick else ADAPTERS)
     slots = ("--max-loras", "2", "--max-cpu-loras", str(len(adapters)), "--max-lora-rank", str(MAX_RANK))
-    with bed.servers([OURS], *slots) as (arm,), httpx.Client(base_url=arm.server.url, verify=PLAIN_HTTP) as client:
+    with bed.servers((OURS, COPIES), *slots) as running:
+        for arm in running:  # touches what no other adapter does again
+            asyncio.run(parallel(arm, [NAME, adapters[0].name]))
+        until = time.monotonic() + bed.seconds
+        for number in range(1, len(adapters)):
+            if not bed.is_quick and time.monotonic() > until:
+                break
+            for turn in range(len(running)):
+                arm = running[(number + turn) % len(running)]
+                rows += _asked(arm, adapters[: number + 1])
+
+
+def _asked(arm: Arm, adapters: Sequence[Path]) -> list[dict]:
+    """The base, the last adapter twice, and of those before it the last one that is in no slot."""
+    name, rows = adapters[-1].name, []
+    with httpx.Client(base_url=arm.server.url, verify=PLAIN_HTTP) as client:
 
         def tiers(name: str) -> tuple[str, ...]:
             answer = client.get(f"/v1/loras/{name}")
@@ -41,23 +60,17 @@ def latency(bed: Bed, rows: list[dict]) -> None:
         def ask(name: str, where: str) -> None:
             if where in TIERS and (found := tiers(name)) != TIERS[where]:
                 raise RuntimeError(f"{name} is expected at {where}, and found at {found}")
-            rows.append({"where": where, "first_token_s": asyncio.run(first_token_s(arm, name))})
+            rows.append({"arm": arm.name, "where": where, "first_token_s": asyncio.run(first_token_s(arm, name))})
 
-        for _ in range(3):
-            asyncio.run(first_token_s(arm, NAME))
-        asyncio.run(first_token_s(arm, adapters[0].name))  # touches what no other adapter does again
-        earlier = [adapters[0].name]
-        until = time.monotonic() + bed.seconds
-        for directory in adapters[1:]:
-            if time.monotonic() > until:
-                break
-            manager_bed.drop_page_cache(directory)
-            ask(NAME, "base")
-            ask(directory.name, "disk")
-            ask(directory.name, "slot")
-            if (name := next((it for it in reversed(earlier) if tiers(it) == TIERS["host"]), None)) is not None:
-                ask(name, "host")
-            earlier.append(directory.name)
+        manager_bed.drop_page_cache(adapters[-1])
+        ask(NAME, "base")
+        ask(name, "disk")
+        ask(name, "slot")
+        # The compiled kernels point to host memory: every adapter there has a slot.
+        out = (before.name for before in reversed(adapters[:-1]) if tiers(before.name) == TIERS["host"])
+        if arm.name == COPIES and (other := next(out, None)) is not None:
+            ask(other, "host")
+    return rows
 
 
 async def first_token_s(arm: Arm, name: str) -> float:
@@ -69,12 +82,13 @@ async def first_token_s(arm: Arm, name: str) -> float:
 
 def latency_figures(rows: list[dict]) -> list[Figure]:
     found = []
-    for where, label in LABELS.items():
-        each = [row["first_token_s"] * 1e3 for row in rows if row["where"] == where]
-        if each:
-            p50, p99 = np.percentile(each, [50, 99])
-            spread = f"{min(each):.0f} to {max(each):.0f} ms, n={len(each)}"
-            found.append(Figure(f"first token, {label}: p50, p99", f"{p50:.0f}, {p99:.0f} ms", spread))
+    for arm in (OURS, COPIES):
+        for where, label in LABELS.items():
+            each = [row["first_token_s"] * 1e3 for row in rows if (row["arm"], row["where"]) == (arm, where)]
+            if each:
+                p50, p99 = np.percentile(each, [50, 99])
+                spread = f"{min(each):.0f} to {max(each):.0f} ms, n={len(each)}"
+                found.append(Figure(f"{arm}: first token, {label}: p50, p99", f"{p50:.0f}, {p99:.0f} ms", spread))
     return found
 
 
@@ -96,7 +110,7 @@ def cold(bed: Bed, rows: list[dict]) -> None:
                 adapters = [next(fresh) for _ in range(arrivals)]
                 time.sleep(stall.SETTLE_S)
                 measured = asyncio.run(
-                    stall.block_of(arm, NAME, adapters, disk=True, count=STREAMS, bring=_found_by_its_name)
+                    stall.block_of(arm, NAME, adapters, disk=True, count=STREAMS, bring=_found_by_its_name, kinds=KINDS)
                 )
                 rows += [{"arm": arm.name, "block": number, **row} for row in measured]
 
@@ -114,7 +128,7 @@ def cold_figures(rows: list[dict]) -> list[Figure]:
         )
         for block in {row["block"] for row in of_arm}:
             medians[arm, block] = statistics.median(row["first_token_s"] for row in of_arm if row["block"] == block)
-        for kind in stall.KINDS:
+        for kind in KINDS:
             of_kind = stall.summary([row for row in rows if (row["arm"], row["kind"]) == (arm, kind)])
             is_goal = (arm, kind) == (OURS, "cold")
             found.append(
