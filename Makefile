@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-life bench-growth wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-life bench-growth bench-real wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -175,6 +175,10 @@ bench-life: set-up ## the life of an adapter, from events of a real server; writ
 
 bench-growth: set-up ## what a server keeps of 100,000 requests that never come again: memory, threads, files, series
 	@$(RUN) -m benchmarks.growth
+
+PARTS =
+bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, 1,000 of them (15 minutes; PARTS="decode cold", QUICK=1)
+	@$(RUN) -m benchmarks.real $(PARTS) $(if $(QUICK),--quick)
 
 wheel: set-up ## build dist/*.whl with CPU kernels for x86-64 and aarch64 (needs gcc-aarch64-linux-gnu)
 	@$(RUN) tools/build_wheel.py

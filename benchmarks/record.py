@@ -79,7 +79,7 @@ def _cpu_model() -> str:
 
 
 def keep(name: str, rows: object, *, folder: Path = RESULTS, **further: object) -> Path:
-    """Write `<name>.json`, with what else there is to say, and return its path."""
+    """Write `results/<name>.json`, or one in `folder`, with what else there is to say, and return its path."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps({**circumstances(), **further, "rows": rows}, indent=1) + "\n")
     return path

