@@ -49,6 +49,13 @@ class BaseMatch(StrEnum):
     OFF = "off"
 
 
+class AdapterChat(StrEnum):
+    """Whose chat template and end tokens an adapter's requests get."""
+
+    ADAPTER = "adapter"
+    BASE = "base"
+
+
 class Kernels(StrEnum):
     """Which kernels compute adapters."""
 
@@ -87,6 +94,9 @@ class Settings:
     ([verification](verification.md#base-model))."""
     base_aliases: tuple[str, ...] = required("LORA_PLUGINS_BASE_ALIASES", NAMES, "")
     """Further names, separated by commas, under which adapters may know the served base model."""
+    adapter_chat: AdapterChat = required("LORA_PLUGINS_ADAPTER_CHAT", member(AdapterChat), "adapter")
+    """Whose chat template, special tokens and end tokens an adapter's requests get: the `adapter`'s, where the adapter
+    brings them, or always the `base` model's ([chats](../guides/chat.md))."""
     follow_symlinks: bool = required("LORA_PLUGINS_FOLLOW_SYMLINKS", FLAG, "0")
     """`1`: serve files outside the root, if a symlink below the root points there."""
     allow_pickle: bool = required("LORA_PLUGINS_ALLOW_PICKLE", FLAG, "0")

@@ -54,6 +54,7 @@ OTHERS = ("vllm.", "subprocess.", "package.")  # modules that are not ours
 ELSEWHERE = {
     r"adapters?\.(txt|yaml)|policy\.toml|compose\.ya?ml|role\.yaml": "a user writes it",
     r"(.*/)?adapter_(config\.json|model\.(safetensors|bin))|.*\.safetensors\.index\.json": "a file of an adapter",
+    r"(tokenizer|generation)_config\.json": "a file of an adapter, or of a model",
     r"(.*/)?config\.json|tokenizer\.json": "a file of a model",
     r"vllm/.*|peft/.*": "a file of vLLM or PEFT",
     r"(.*/)?(manifest|parts)\.json": "the store writes it",

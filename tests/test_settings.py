@@ -14,6 +14,7 @@ from lora_plugins.settings import (
     OWN_VARIABLES,
     SOURCES,
     VARIABLES,
+    AdapterChat,
     BaseMatch,
     Kernels,
     Settings,
@@ -23,6 +24,7 @@ from tools import write_settings_doc
 
 DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
 VALID = [
+    ("LORA_PLUGINS_ADAPTER_CHAT", "Base", "adapter_chat", AdapterChat.BASE),
     ("LORA_PLUGINS_BASE_MATCH", "strict", "base_match", BaseMatch.STRICT),
     ("LORA_PLUGINS_BASE_MATCH", " Compatible ", "base_match", BaseMatch.COMPATIBLE),
     ("LORA_PLUGINS_BASE_MATCH", "OFF", "base_match", BaseMatch.OFF),
@@ -100,6 +102,7 @@ VALID = [
     ("LORA_PLUGINS_METRICS_ADAPTERS", "", "metrics_adapters", 200),
 ]
 INVALID = [
+    *[("LORA_PLUGINS_ADAPTER_CHAT", text) for text in ("", "strict", "adapter,base")],
     *[("LORA_PLUGINS_BASE_MATCH", text) for text in ("", "loose", "strict,off")],
     *[
         (name, text)

@@ -1,0 +1,96 @@
+"""What an adapter brings for chats, read from Transformers' files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.adapter.chat import (
+    CHAT_FILES,
+    GENERATION_FILE,
+    MAX_BYTES,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    Chat,
+    read_chat,
+)
+from lora_plugins.errors import InvalidAdapter
+
+
+def write(directory: Path, **files: Any) -> Path:
+    names = {"template": TEMPLATE_FILE, "tokenizer": TOKENIZER_FILE, "generation": GENERATION_FILE}
+    for kind, content in files.items():
+        (directory / names[kind]).write_text(content if isinstance(content, str) else json.dumps(content))
+    return directory
+
+
+def test_without_files_a_chat_is_empty(tmp_path: Path) -> None:
+    assert read_chat(tmp_path) == Chat()
+
+
+def test_template_tokens_and_ends_are_read(tmp_path: Path) -> None:
+    tokens = {"eos_token": "<|end|>", "bos_token": {"content": "<s>", "lstrip": False}, "pad_token": None}
+    write(tmp_path, tokenizer={**tokens, "chat_template": "{{ messages }}"}, generation={"eos_token_id": [2, 7]})
+    assert read_chat(tmp_path) == Chat("{{ messages }}", None, {"bos_token": "<s>", "eos_token": "<|end|>"}, (2, 7))
+
+
+def test_the_template_file_comes_before_the_key(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "tools"}]
+    write(tmp_path, tokenizer={"chat_template": named})
+    assert read_chat(tmp_path).template_for(has_tools=False) == "old"
+    assert read_chat(tmp_path).template_for(has_tools=True) == "tools"
+    write(tmp_path, template="new")
+    assert {read_chat(tmp_path).template_for(has_tools=has) for has in (True, False)} == {"new"}
+
+
+def test_transformers_own_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """A tokenizer that Transformers saves, with the template as file and as key."""
+    from transformers import AutoTokenizer
+
+    from testbed.models import write_tokenizer
+
+    write_tokenizer(tmp_path / "base", 300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    for saves_file in (True, False):
+        tokenizer.save_pretrained(tmp_path / str(saves_file), save_jinja_files=saves_file)
+        chat = read_chat(tmp_path / str(saves_file))
+        assert chat.template == tokenizer.chat_template
+        assert chat.special_tokens.items() <= tokenizer.special_tokens_map.items()
+        assert chat.special_tokens["eos_token"] == tokenizer.eos_token
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (TEMPLATE_FILE, b"\xff\xfe"),
+        (TOKENIZER_FILE, b"{"),
+        (TOKENIZER_FILE, b"[]"),
+        (TOKENIZER_FILE, b"[" * 100_000),
+        (TOKENIZER_FILE, b'{"chat_template": 3}'),
+        (TOKENIZER_FILE, b'{"chat_template": [{"name": "default"}]}'),
+        (TOKENIZER_FILE, b'{"eos_token": 7}'),
+        (GENERATION_FILE, b'{"eos_token_id": "7"}'),
+        (GENERATION_FILE, b'{"eos_token_id": -1}'),
+        (GENERATION_FILE, b'{"eos_token_id": true}'),
+        (GENERATION_FILE, json.dumps({"eos_token_id": list(range(101))}).encode()),
+        (GENERATION_FILE, b'{"eos_token_id": 1' + b"0" * 5000 + b"}"),
+    ],
+)
+def test_what_transformers_never_writes_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidAdapter) as refused:
+        read_chat(tmp_path)
+    assert refused.value.file == name
+    assert "LORA_PLUGINS_ADAPTER_CHAT=base" in refused.value.remedy
+
+
+@pytest.mark.parametrize("name", CHAT_FILES)
+def test_files_over_the_limit_are_not_read(name: str, tmp_path: Path) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(MAX_BYTES[name] + 1)
+    with pytest.raises(InvalidAdapter, match=f"{MAX_BYTES[name] + 1} bytes"):
+        read_chat(tmp_path)
