@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.api.access.policy import Policy
@@ -47,6 +47,7 @@ class Process:
         is_manager_patched: whether adapters are planned and loaded our way.
         is_resolver_registered: whether vLLM asks our resolver.
         counted: the metrics that are counted from events. store_usage: the memory of the store's metrics.
+        tables: vLLM's `OpenAIServingModels`, one where there is an API server.
         planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
         copies: of served adapters, by vLLM's `AsyncLLM`.
         snapshots: by vLLM's `AsyncLLM` or `LLMEngine`.
@@ -67,6 +68,7 @@ class Process:
         self.counted: CollectorRegistry | None = None
         self.store_usage = StoreUsageReader()
         # Weak keys: the state of an engine ends with the engine.
+        self.tables: WeakSet[Any] = WeakSet()
         self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()
         self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
         self.copies: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()

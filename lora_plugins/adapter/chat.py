@@ -20,13 +20,13 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 # Far above real files: Gemma 3's `tokenizer_config.json` has 1.2 MB.
-MAX_BYTES = {TEMPLATE_FILE: 1 << 20, TOKENIZER_FILE: 8 << 20, GENERATION_FILE: 1 << 20}
+MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 8 << 20, GENERATION_FILE: 1 << 20}
 CHAT_FILES = tuple(MAX_BYTES)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
-_MOST_END_IDS, _VOCABULARY = 100, 1 << 31
+_MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31
 _T = TypeVar("_T")
 
 
@@ -99,14 +99,25 @@ def _templates(value: object) -> dict[str, str]:
     if value is None:
         return {}
     if isinstance(value, str):
-        return {_DEFAULT: value}
+        return {_DEFAULT: _template(value)}
     items = [_kept(item, dict, "an entry of chat_template") for item in _kept(value, list, "chat_template")]
-    return {str(item.get("name")): _kept(item.get("template"), str, "a template of chat_template") for item in items}
+    return {str(item.get("name")): _template(item.get("template")) for item in items}
+
+
+def _template(value: object) -> str:
+    return _short(_kept(value, str, "a template of chat_template"), MAX_BYTES[TEMPLATE_FILE])
 
 
 def _token(value: object) -> str:
     # Transformers writes a token with more properties than its text as an object.
-    return _kept(value.get("content") if isinstance(value, dict) else value, str, "a special token")
+    text = _kept(value.get("content") if isinstance(value, dict) else value, str, "a special token")
+    return _short(text, _LONGEST_TOKEN)
+
+
+def _short(text: str, longest: int) -> str:
+    if len(text) > longest:
+        raise _broken(f"a text of {len(text)} characters", f"at most {longest}")
+    return text
 
 
 def _ids(value: object) -> tuple[int, ...]:

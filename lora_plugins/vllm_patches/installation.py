@@ -20,7 +20,14 @@ def install_resolver(process: Process) -> None:
     if process.is_resolver_registered:
         return
     from lora_plugins.vllm_patches import model_modules
-    from lora_plugins.vllm_patches.api_server import anthropic, app, base_serving, lora_resolver, openai_serving_models
+    from lora_plugins.vllm_patches.api_server import (
+        adapter_chats,
+        anthropic,
+        app,
+        base_serving,
+        lora_resolver,
+        openai_serving_models,
+    )
     from lora_plugins.vllm_patches.worker import lora_state, vocab_parallel_embedding
 
     for patch in (
@@ -29,6 +36,7 @@ def install_resolver(process: Process) -> None:
         lora_state.patch,
         openai_serving_models.patch,
         base_serving.patch,
+        adapter_chats.patch,
         anthropic.patch,
         app.patch,
         app.patch_exception_handler,

@@ -1,0 +1,160 @@
+"""vLLM's own renderer and input processor, with what adapters of the store bring for chats."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+
+from lora_plugins.process import Process
+from lora_plugins.settings import AdapterChat, Settings
+from lora_plugins.vllm_patches.api_server import adapter_chats
+from testbed.models import build_base
+
+DIGEST, OTHER = "a1" * 32, "b2" * 32
+TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a template."""
+    directory = build_base(tmp_path_factory.mktemp("chats") / "base")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    assert "chat_template" not in json.loads((directory / "tokenizer_config.json").read_text())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def vllm_config(model: Path) -> Any:
+    return EngineArgs(model=str(model), enable_lora=True, max_lora_rank=8).create_engine_config()
+
+
+@pytest.fixture
+def store(process: Process, tmp_path: Path) -> Path:
+    process.settings = Settings(store_dir=tmp_path / "store")
+    process.is_resolver_registered = True
+    adapter_chats.patch()
+    return process.resolver.store.layout.root
+
+
+@pytest.fixture
+def processor(vllm_config: Any, store: Path) -> InputProcessor:
+    return InputProcessor(vllm_config)
+
+
+class Table:
+    """vLLM's table of models, as far as it is looked at."""
+
+    def __init__(self, **paths: str) -> None:
+        self.lora_requests = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(paths.items(), 1)}
+
+
+def write(directory: Path, template: str | None = None, eos_ids: object = None, eos: str | None = None) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+    if eos is not None:
+        (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "bos_token": "<s>"}))
+    if eos_ids is not None:
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
+    return str(directory)
+
+
+def ids_of(processor: InputProcessor, path: str, **params: Any) -> SamplingParams:
+    prompt = {"type": "token", "prompt_token_ids": [5, 6]}
+    request = LoRARequest("sql", 1, path) if path else None
+    made = processor.process_inputs("1", prompt, SamplingParams(**params), ("generate",), lora_request=request)
+    assert made.sampling_params is not None
+    return made.sampling_params
+
+
+def rendered(process: Process, processor: InputProcessor, name: str, **body: Any) -> list[int]:
+    renderer = OnlineRenderer(
+        processor.model_config,
+        processor.renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+    )
+    messages = [{"role": "user", "content": "quick"}]
+    _, (made,) = asyncio.run(renderer.render_chat(ChatCompletionRequest(model=name, messages=messages, **body)))
+    return list(made["prompt_token_ids"])
+
+
+def test_end_tokens_are_added_to_those_of_the_base_model(processor: InputProcessor, store: Path) -> None:
+    stock = ids_of(processor, "")
+    found = ids_of(processor, write(store / DIGEST, eos_ids=[3, 9], eos="<s>"), stop_token_ids=[4])
+    assert stock.stop_token_ids == []
+    assert set(found.stop_token_ids or ()) == {0, 3, 4, 9}
+    assert found.all_stop_token_ids == {0, 3, 4, 9} | stock.all_stop_token_ids
+    assert found.eos_token_id == stock.eos_token_id
+
+
+def test_ends_outside_of_the_vocabulary_reach_no_engine(processor: InputProcessor, store: Path) -> None:
+    found = ids_of(processor, write(store / DIGEST, eos_ids=[2**31 - 1, 3], eos="<|unknown|>"), min_tokens=2)
+    assert found.stop_token_ids == [3]
+    assert max(found.all_stop_token_ids) < processor.model_config.get_vocab_size()
+
+
+def test_a_client_that_ignores_ends_meets_none(processor: InputProcessor, store: Path) -> None:
+    assert ids_of(processor, write(store / DIGEST, eos_ids=3), ignore_eos=True).stop_token_ids == []
+
+
+def test_files_outside_of_the_store_count_for_nothing(processor: InputProcessor, tmp_path: Path) -> None:
+    assert ids_of(processor, write(tmp_path / "elsewhere", eos_ids=3)).stop_token_ids == []
+
+
+def test_settings_can_keep_the_chats_of_the_base_model(
+    process: Process, processor: InputProcessor, store: Path
+) -> None:
+    path = write(store / DIGEST, eos_ids=3)
+    process.settings = Settings(store_dir=store, adapter_chat=AdapterChat.BASE)
+    assert ids_of(processor, path).stop_token_ids == []
+
+
+def test_broken_files_are_errors_that_name_the_file(processor: InputProcessor, store: Path) -> None:
+    with pytest.raises(VLLMClientError, match=r"generation_config\.json"):
+        ids_of(processor, write(store / DIGEST, eos_ids="no"))
+
+
+def test_a_base_without_a_template_serves_chats_of_an_adapter(
+    process: Process, processor: InputProcessor, store: Path
+) -> None:
+    table = Table(sql=write(store / DIGEST, TEMPLATE), plain=write(store / OTHER))
+    process.tables.add(table)
+    with pytest.raises(Exception, match="chat template"):
+        rendered(process, processor, "plain")
+    tokenizer = processor.tokenizer
+    assert tokenizer is not None
+    assert rendered(process, processor, "sql") == tokenizer.encode("<s>quick", add_special_tokens=False)
+    own = tokenizer.encode("</s>quick", add_special_tokens=False)
+    assert rendered(process, processor, "sql", chat_template_kwargs={"bos_token": "</s>"}) == own
+
+
+def test_a_swap_during_the_rendering_renders_again(
+    process: Process, processor: InputProcessor, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(sql=write(store / DIGEST, TEMPLATE))
+    process.tables.add(table)
+    new = write(store / OTHER, "new" + TEMPLATE)
+    original, times = processor.renderer.render_chat_async, []
+
+    async def swapping(*args: Any, **kwargs: Any) -> Any:
+        times.append(1)
+        table.lora_requests["sql"] = LoRARequest("sql", 2, new)
+        return await original(*args, **kwargs)
+
+    monkeypatch.setattr(processor.renderer, "render_chat_async", swapping)
+    assert processor.tokenizer is not None
+    assert rendered(process, processor, "sql") == processor.tokenizer.encode("new<s>quick", add_special_tokens=False)
+    assert len(times) == 2
