@@ -97,6 +97,9 @@ class Settings:
     adapter_chat: AdapterChat = required("LORA_PLUGINS_ADAPTER_CHAT", member(AdapterChat), "adapter")
     """Whose chat template, special tokens and end tokens an adapter's requests get: the `adapter`'s, where the adapter
     brings them, or always the `base` model's ([chats](../guides/chat.md))."""
+    adapter_fields: str = required("LORA_PLUGINS_ADAPTER_FIELDS", choice("refuse", "ignore"), "refuse")
+    """A request for the base model that names an adapter in a field of other servers (`lora_adapter`, `adapter_id`,
+    `lora_path`, `lora_name`): `refuse` it, or `ignore` the field as vLLM does."""
     follow_symlinks: bool = required("LORA_PLUGINS_FOLLOW_SYMLINKS", FLAG, "0")
     """`1`: serve files outside the root, if a symlink below the root points there."""
     allow_pickle: bool = required("LORA_PLUGINS_ALLOW_PICKLE", FLAG, "0")

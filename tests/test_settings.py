@@ -24,6 +24,7 @@ from tools import write_settings_doc
 
 DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
 VALID = [
+    ("LORA_PLUGINS_ADAPTER_FIELDS", "ignore", "adapter_fields", "ignore"),
     ("LORA_PLUGINS_ADAPTER_CHAT", "Base", "adapter_chat", AdapterChat.BASE),
     ("LORA_PLUGINS_BASE_MATCH", "strict", "base_match", BaseMatch.STRICT),
     ("LORA_PLUGINS_BASE_MATCH", " Compatible ", "base_match", BaseMatch.COMPATIBLE),
@@ -102,6 +103,7 @@ VALID = [
     ("LORA_PLUGINS_METRICS_ADAPTERS", "", "metrics_adapters", 200),
 ]
 INVALID = [
+    *[("LORA_PLUGINS_ADAPTER_FIELDS", text) for text in ("no", "1")],
     *[("LORA_PLUGINS_ADAPTER_CHAT", text) for text in ("", "strict", "adapter,base")],
     *[("LORA_PLUGINS_BASE_MATCH", text) for text in ("", "loose", "strict,off")],
     *[

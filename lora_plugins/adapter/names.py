@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lora_plugins.errors import AdapterNotFound
@@ -89,6 +90,20 @@ def why_absent(text: str) -> AdapterNotFound | None:
         remedy="correct the revision, or rename the adapter where '@' belongs to its name",
         adapter=text,
     )
+
+
+def with_base_name(text: str, base_names: Iterable[str]) -> AdapterNotFound | None:
+    """Return the error for `BASE:sql` and the like, as other servers name adapters; None for other names."""
+    for base in base_names:
+        if text.startswith(base) and len(text) > len(base) + 1 and text[len(base)] in ":_/@+-":
+            rest = text[len(base) + 1 :]
+            return AdapterNotFound(
+                f"the base model's name '{base}' before a name",
+                expected="the adapter's own name",
+                remedy=f'ask for "model": "{rest}", if that is the adapter',
+                adapter=text,
+            )
+    return None
 
 
 def is_prefix(text: str) -> bool:

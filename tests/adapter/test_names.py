@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lora_plugins.adapter.names import MAX_CHARACTERS, MAX_SEGMENT_BYTES, AdapterName, adapter_id
+from lora_plugins.adapter.names import MAX_CHARACTERS, MAX_SEGMENT_BYTES, AdapterName, adapter_id, with_base_name
 from lora_plugins.errors import AdapterNotFound
 
 # What attacks are made of, so that most drawn names come close to the grammar's edges.
@@ -128,3 +128,20 @@ def test_adapter_ids_are_stable_distinct_and_fit_vllm():
     assert len(ids) == 2000
     assert min(ids) >= 1
     assert max(ids) < 2**31
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("base:sql", "sql"),
+        ("base_a/b", "a/b"),
+        ("other/base@x", "x"),
+        ("base", None),
+        ("base:", None),
+        ("baseline", None),
+    ],
+)
+def test_a_base_models_name_before_a_name_is_seen(text, rest):
+    error = with_base_name(text, ["base", "other/base"])
+    assert (error is None) == (rest is None)
+    assert error is None or f'"model": "{rest}"' in error.remedy

@@ -134,6 +134,7 @@ def observed(ask: Ask, digest: str) -> str:
 
     assert [_used(who, use_by_header) for who in PRINCIPALS] == cells["POST /invocations"]
     cells["GET /v1/models"] = [_listed(who, ask("GET", "/v1/models", key), full) for who, key in PRINCIPALS.items()]
+    cells["GET /v1/models/{name}"] = [_carded(who, ask, full) for who in PRINCIPALS]
     for method, path in OF_A_RESPONSE:
         cells[f"{method} {path}"] = [_responded(ask, who, method, path) for who in PRINCIPALS]
     for method, path in OF_A_NAME:
@@ -164,6 +165,19 @@ def _listed(who: str, answer: httpx.Response, full: Callable[[str], str]) -> str
     listed = {card["id"] for card in answer.json()["data"]}
     shown = {name for name in (*EVERYTHING, *HIDDEN) if full(name) in listed}
     return _word(who, shown | {name for name in OWN.get(who, EVERYTHING) if "@" in name})  # which no list shows
+
+
+def _carded(who: str, ask: Ask, full: Callable[[str], str]) -> str:
+    """Whose cards are shown, and that all others are answered as one name that does not exist is."""
+    answers = {
+        it: ask("GET", f"/v1/models/{quote(full(it))}", PRINCIPALS[who]) for it in (*sorted(EVERYTHING), *HIDDEN)
+    }
+    shown = {name for name, answer in answers.items() if answer.status_code == 200}
+    told = {(it.status_code, it.text.replace(full(name), "")) for name, it in answers.items() if name not in shown}
+    if not shown:
+        return " ".join(sorted({f"{status}" for status, _ in told}))
+    assert len(told) == 1, told
+    return _word(who, shown | {name for name in OWN.get(who, EVERYTHING) if "@" in name})
 
 
 def _responded(ask: Ask, who: str, method: str, path: str) -> str:

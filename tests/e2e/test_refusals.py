@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from testbed.bed import MAX_TOKENS
@@ -15,6 +16,27 @@ def test_unknown_name_is_vllms_own_404(world: World) -> None:
     answer = complete(world.client, "nobody/has-this", PROMPT, 1)
     assert answer.status == 404
     assert "The model `nobody/has-this` does not exist." in answer.error
+
+
+@pytest.mark.parametrize("mark", [":", "_", "/"])
+def test_a_base_models_name_before_an_adapters_is_explained(world: World, mark: str) -> None:
+    answer = complete(world.client, f"{world.base}{mark}sql", PROMPT, 1)
+    assert answer.status == 404
+    assert 'ask for "model": "sql"' in answer.error
+
+
+@pytest.mark.parametrize("field", ["lora_adapter", "adapter_id", "lora_path", "lora_name"])
+def test_an_adapter_in_a_field_of_other_servers_is_refused(world: World, field: str) -> None:
+    def asked(model: str, value: str) -> httpx.Response:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 1, field: value}
+        return httpx.post(f"{world.server.url}/v1/completions", json=body, timeout=60)
+
+    refused = asked(world.base, "sql")
+    assert refused.status_code == 400
+    for text in ("L003", f'"{field}": "sql"', 'send "model": "sql"', "LORA_PLUGINS_ADAPTER_FIELDS=ignore"):
+        assert text in refused.json()["error"]["message"]
+    assert asked("sql", "sql").status_code == 200
+    assert asked(world.base, "").status_code == 200
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import openai
 import pytest
 
 from testbed.bed import MAX_TOKENS
@@ -37,6 +38,18 @@ def test_cold_adapters_are_listed_in_spite_of_an_outage(world: World) -> None:
     with s3_outage(world):
         time.sleep(2)
         assert cold <= listed()
+
+
+def test_a_model_has_a_card_before_and_after_its_first_request(world: World) -> None:
+    base = world.client.models.retrieve(world.base)
+    for name in ("static", "deep/er/cloud", "acme/poet@v1"):
+        card = world.client.models.retrieve(name)
+        assert (card.id, card.parent, card.max_model_len) == (name, world.base, base.max_model_len)  # type: ignore[attr-defined]
+    with pytest.raises(openai.NotFoundError, match="The model `nobody/has-this` does not exist"):
+        world.client.models.retrieve("nobody/has-this")
+    cards = {card.id: card for card in world.client.models.list()}
+    assert {card.max_model_len for card in cards.values()} == {base.max_model_len}  # type: ignore[attr-defined]
+    assert cards["static"].root == world.client.models.retrieve("static").root  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ _USES_A_MODEL = """
 """
 # `/metrics` also answers below it, for Prometheus; the pages of the documentation come with files of their own.
 _READS = """
-/v1/models /v1/responses/ID /tokenizer_info /health /load /version /metrics /metrics/REST
+/v1/models /v1/models/REST /v1/responses/ID /tokenizer_info /health /load /version /metrics /metrics/REST
 /docs /docs/oauth2-redirect /redoc /openapi.json /static/REST
 """
 

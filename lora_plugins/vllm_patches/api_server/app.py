@@ -15,6 +15,7 @@ from lora_plugins.process import this_process
 from lora_plugins.server.carrying import CarryToLeader
 from lora_plugins.server.response import AnswerForAdapters
 from lora_plugins.vllm_patches.api_server.metrics import serve_metrics
+from lora_plugins.vllm_patches.api_server.model_card import add_route
 from lora_plugins.vllm_patches.api_server.roles import folder_of
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -42,6 +43,7 @@ def _attaching(original: Any) -> Any:
         if process.is_resolver_registered or process.is_manager_patched:
             # The middleware added last is outside what was added before: a follower's requests go to the leader before
             # our other parts. vLLM adds CORS, authentication, request ids and --middleware later, so outside of ours.
+            add_route(app)
             app.add_middleware(AnswerForAdapters, answer=_answer)
             if folder_of(app) is not None:
                 app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer_ours)

@@ -16,7 +16,7 @@ from typing import Any
 
 from lora_plugins.api.access.principals import label_of_request, principal_of_request
 from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
@@ -26,6 +26,9 @@ from lora_plugins.store.blocks import blocked
 from lora_plugins.vllm_patches.answer_messages import VERSIONS
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.wrapping import wrap
+
+# Of production-stack, Text Generation Inference, LoRAX and SGLang.
+_FIELDS_OF_OTHERS = ("lora_adapter", "adapter_id", "lora_path", "lora_name")
 
 
 def patch() -> None:
@@ -127,6 +130,23 @@ def _refuse_unloaded(serving: Any, request: Any) -> None:
     raise http_error((blocked if is_blocked else no_longer_served)(name)) from None
 
 
+def _refuse_unread_fields(_serving: Any, request: Any, adapter: Any) -> Any:
+    """Refuse a request for the base model with an adapter in a field of other servers, which vLLM does not read."""
+    if adapter is None and this_process().settings.adapter_fields == "refuse":
+        given = getattr(request, "model_extra", None) or {}
+        for name in _FIELDS_OF_OTHERS:
+            if given.get(name):
+                value = str(given[name])[:200]
+                raise http_error(
+                    IncompatibleAdapter(
+                        f'"{name}": "{value}", which vLLM does not read: the base model would answer',
+                        expected="the adapter's name as the model",
+                        remedy=f'send "model": "{value}", or set LORA_PLUGINS_ADAPTER_FIELDS=ignore',
+                    )
+                ) from None
+    return adapter
+
+
 def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:
     """Refuse a blocked adapter in vLLM's table: another server of the store blocked the name, or its unload waits."""
     process = this_process()
@@ -164,7 +184,7 @@ def _hold_stream(_serving: Any, request: Any, adapter: Any) -> Any:
 
 
 # In order: an adapter that policy withholds is neither noted nor held.
-_OF_PICKED = (_withhold, _refuse_blocked, _note_version, _hold_stream)
+_OF_PICKED = (_refuse_unread_fields, _withhold, _refuse_blocked, _note_version, _hold_stream)
 
 
 def _filling(original: Any) -> Any:

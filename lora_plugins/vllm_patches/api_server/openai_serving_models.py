@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import Any
 
-from lora_plugins.adapter.names import is_prefix, why_absent
+from lora_plugins.adapter.names import is_prefix, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
@@ -27,6 +27,7 @@ from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_o
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving
+from lora_plugins.vllm_patches.api_server.model_card import card_of
 from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leader, take_role
 from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
 from lora_plugins.vllm_patches.wrapping import wrap
@@ -196,7 +197,8 @@ def _resolving(original: Any) -> Any:
             result = await original(self, lora_name)
         error = getattr(result, "error", None)  # an attribute of an ErrorResponse
         if error is not None and error.code == AdapterNotFound.http_status and this_process().is_resolver_registered:
-            reason = why_absent(lora_name)
+            base_names = [path.name for path in self.base_model_paths]
+            reason = with_base_name(lora_name, base_names) or why_absent(lora_name)
             if reason is not None:
                 raise http_error(reason)
         return result
@@ -291,6 +293,8 @@ def _listing(original: Any) -> Any:
             listed.data = [card for card in listed.data if not _is_by_digest(registry.get(card.id))]
         listed.data = [card for card in listed.data if self.is_base_model(card.id) or may_use(card.id)]
         await _add_cold(self, listed.data)
+        for card in listed.data:
+            card.max_model_len = self.model_config.max_model_len
         return listed
 
     return show_available_models
@@ -316,11 +320,7 @@ async def _add_cold(models: Any, cards: list[Any]) -> None:
         lambda name: name not in shown and not models.is_base_model(name) and may_use(name),
     )
     blocked = process.resolver.store.blocks.among(names)
-    cards += (
-        base.model_copy(update={"id": name, "root": name, "parent": base.id, "max_model_len": None})
-        for name in names
-        if name not in blocked
-    )
+    cards += (card_of(base, name) for name in names if name not in blocked)
 
 
 WRAPPERS = {

@@ -73,7 +73,8 @@ class Models(OpenAIServingModels):
         self.lora_resolver_lock = world.server.locks
         self.lora_resolvers = [Resolver(world)]
         self.lora_id_counter = SimpleNamespace(inc=lambda _: next(world.server.ids))
-        self.model_config = SimpleNamespace(model="/base")
+        self.model_config = SimpleNamespace(model="/base", max_model_len=64)
+        self.base_model_paths = [SimpleNamespace(name="base")]
         self.registry = SimpleNamespace(is_base_model=world.server.is_base_model)
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> Any:
@@ -276,7 +277,7 @@ async def test_what_sources_have_is_listed_where_asked_for(process: Process, col
     process.resolver.store.blocks.hold("team/chat")
     assert await ids(models) == ["base", "sql", "other/secret", "team/poet"]
     card = (await models.show_available_models()).data[-1]
-    assert (card.root, card.parent, card.max_model_len) == ("team/poet", "base", None)
+    assert (card.root, card.parent, card.max_model_len) == ("team/poet", "base", 64)
     for fewer in ({"list_models": "served"}, {"runtime_lora_updating": False}):
         process.settings = replace(process.settings, **{"list_models": "all", "runtime_lora_updating": True} | fewer)
         assert await ids(models) == ["base", "sql"]
