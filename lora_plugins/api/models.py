@@ -102,6 +102,15 @@ class LastError(BaseModel):
     at: float = Field(description="seconds since 1970")
 
 
+class ChatView(BaseModel):
+    """What an adapter brings for chats in the place of the base model's, or beside it."""
+
+    template: bool = Field(description="whether it has a chat template of its own")
+    special_tokens: dict[str, str] = Field(description="for its template, by their names there")
+    end_token: str | None = Field(description="that ends its answers, beside the base model's")
+    end_ids: list[int] = Field(description="of further end tokens")
+
+
 class AdapterView(BaseModel):
     """One adapter as this server knows it."""
 
@@ -129,6 +138,7 @@ class AdapterView(BaseModel):
         default_factory=list, description="versions that a rollback can go to, the last one first"
     )
     last_error: LastError | None = None
+    chat: ChatView | None = Field(default=None, description="null in lists, and where it brings nothing")
     warnings: list[str] = Field(
         default_factory=list, description="that it was trained on another base model, by the names of both"
     )

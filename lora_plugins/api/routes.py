@@ -17,6 +17,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
+from lora_plugins.adapter.chat import Chat
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, served_state, views_of
@@ -24,6 +25,7 @@ from lora_plugins.api.models import (
     AdapterList,
     AdapterStatus,
     AdapterView,
+    ChatView,
     LoadAdapterRequest,
     PushStatus,
     PushTimings,
@@ -41,7 +43,7 @@ from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import not_served
+from lora_plugins.server.registry import ServedAdapter, not_served
 from lora_plugins.server.shares import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.store.layout import is_digest
@@ -234,11 +236,28 @@ async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
         adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
         state = ServedState.DRAINING
     if adapter is not None:
-        return (await views_of([adapter], [state], lifecycle, await lifecycle.planner.states()))[0]
+        view = (await views_of([adapter], [state], lifecycle, await lifecycle.planner.states()))[0]
+        view.chat = await _chat_view(adapter, lifecycle)
+        return view
     if lora_name in registry.blocked:
         return blocked_view(lora_name, lifecycle)
     # 404 as vLLM answers for unknown models.
     raise http_error(not_served(lora_name))
+
+
+async def _chat_view(adapter: ServedAdapter, lifecycle: Lifecycle) -> ChatView | None:
+    try:
+        chat = await lifecycle.server.resolver.chats.read(adapter.request.lora_path)
+    except LoRAPluginsError as error:
+        raise http_error(error) from None
+    if chat == Chat():
+        return None
+    return ChatView(
+        template=chat.template is not None,
+        special_tokens=dict(chat.special_tokens),
+        end_token=chat.special_tokens.get("eos_token"),
+        end_ids=list(chat.end_ids),
+    )
 
 
 @router.delete("/{lora_name:path}")

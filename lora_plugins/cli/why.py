@@ -157,6 +157,10 @@ def _steps_of_server(view: AdapterView, url: str) -> Iterator[Step]:
     if view.state is not ServedState.BLOCKED:
         facts = f"{size(view.size_bytes)}, in {', '.join(view.tiers) or 'no tier'}"
         yield Step("version", "ok", f"{_version(view)}, {'' if view.rank is None else f'rank {view.rank}, '}{facts}")
+    if view.chat is not None:
+        template = "its own template" if view.chat.template else "the base model's template"
+        ends = [view.chat.end_token or "", *map(str, view.chat.end_ids)]
+        yield Step("chat", "ok", f"{template}; ends at {', '.join(filter(None, ends)) or 'the end of the base model'}")
     if view.pinned_digest:
         stays = f"stays at {view.pinned_digest[:SHOWN_CHARACTERS]}"
         if view.source == PUSHED:

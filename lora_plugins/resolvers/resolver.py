@@ -26,6 +26,7 @@ from lora_plugins.events import (
     StoreDamaged,
     StoreEvicted,
 )
+from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.single_flight import SingleFlight
@@ -71,6 +72,7 @@ class AdapterResolver:
         self._describing = asyncio.Lock()
         self._push_source = PushSource()
         self.known = KnownVersions(settings, store)
+        self.chats = Chats(settings, store.layout)
         self._versions = VersionStore(settings, events, store, self.known)
         self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(lambda it: self._nobody_waits(it.resolved))
         # Flights that nobody joins: a cancelled caller's lease must not stay, and a thread may yet take the lease.

@@ -217,6 +217,18 @@ def test_what_the_client_says_of_ends_wins(chats: Chats) -> None:
     assert stopped.choices[0].token_ids == full[: full.index(full[2]) + 1]
 
 
+def test_the_server_says_which_chats_it_serves(chats: Chats) -> None:
+    with httpx.Client(base_url=chats.server.url, verify=PLAIN_HTTP, timeout=60) as client:
+        for name in ("plain", "all"):
+            client.put(f"/v1/loras/{name}").raise_for_status()
+        plain, own = (client.get(f"/v1/loras/{name}").json()["chat"] for name in ("plain", "all"))
+    assert plain is None
+    assert own["template"]
+    assert own["special_tokens"]["bos_token"] == "<s>"
+    assert own["end_token"] == "</s>"
+    assert set(own["end_ids"]) == end_ids(chats.adapters / "all", chats.reference.tokenizer)
+
+
 def test_a_swap_swaps_template_and_ends_with_the_weights(chats: Chats) -> None:
     (before,) = asyncio.run(asked(chats, ["base-too"]))
     assert before.prompt_token_ids == chats.prompt("base-too")

@@ -16,6 +16,7 @@ from lora_plugins.errors import (
     LoRAPluginsError,
 )
 from lora_plugins.events import AdapterLoaded, Events
+from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.search import LookedUp
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.lifecycle import Lifecycle
@@ -107,6 +108,7 @@ class FakeResolver:
 
     def __post_init__(self) -> None:
         self.store = FakeStore(self.needed)
+        self.chats = Chats(self.settings, self.store.layout)
 
     async def resolve(self, text: str, base_path: str) -> Version | None:
         return await self.latest(text, None, base_path)

@@ -7,23 +7,17 @@ that makes a prompt of messages does so by `OnlineRenderer.preprocess_chat`, and
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from pathlib import Path
 from typing import Any
 
-from lora_plugins.adapter.chat import Chat, read_chat
+from lora_plugins.adapter.chat import Chat
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
-from lora_plugins.settings import AdapterChat
 from lora_plugins.vllm_patches.wrapping import wrap
 
-_MOST = 512  # versions whose chats are kept in memory
 _TRIES = 3
-
-_read: dict[Path, Chat] = {}  # by snapshots, which never change
 
 
 def patch() -> None:
@@ -35,35 +29,19 @@ def patch() -> None:
     wrap(InputProcessor, "process_inputs", _ending)
 
 
-def _directory_of(request: Any) -> Path | None:
-    """The snapshot of a `LoRARequest`; None for files that may change, and where the settings want the base's chats."""
-    process = this_process()
-    if request is None or not process.is_resolver_registered or process.settings.adapter_chat is AdapterChat.BASE:
-        return None
-    layout = process.resolver.store.layout
-    digest = layout.digest_of(request.lora_path)
-    return None if digest is None else layout.adapter(digest)
+def _path_of(request: Any) -> str:
+    """The files of a `LoRARequest`; empty where our resolver brings no adapters."""
+    return request.lora_path if request is not None and this_process().is_resolver_registered else ""
 
 
 async def _chat_of(name: str | None) -> Chat:
     """What the version brings that is served under a name now."""
-    requests = (table.lora_requests.get(name) for table in this_process().tables)
-    directory = _directory_of(next(requests, None))
-    if directory is None:
-        return Chat()
-    return _read[directory] if directory in _read else await asyncio.to_thread(_chat_at, directory)
-
-
-def _chat_at(directory: Path) -> Chat:
-    if directory not in _read:
-        try:
-            chat = read_chat(directory)
-        except LoRAPluginsError as error:
-            raise http_error(error) from None
-        while len(_read) >= _MOST:
-            _read.pop(next(iter(_read)), None)
-        _read[directory] = chat
-    return _read[directory]
+    process = this_process()
+    path = _path_of(next((table.lora_requests.get(name) for table in process.tables), None))
+    try:
+        return await process.resolver.chats.read(path) if path else Chat()
+    except LoRAPluginsError as error:
+        raise http_error(error) from None
 
 
 def _rendering(original: Any) -> Any:
@@ -99,10 +77,13 @@ def _ending(original: Any) -> Any:
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(self, *args, **kwargs)
-        directory = _directory_of(made.lora_request)
-        if directory is not None and made.sampling_params is not None and self.tokenizer is not None:
-            ids = _end_ids(_chat_at(directory), self.tokenizer, self.model_config.get_vocab_size())
-            if ids:
+        path = _path_of(made.lora_request)
+        if path and made.sampling_params is not None and self.tokenizer is not None:
+            try:
+                chat = this_process().resolver.chats.at(path)
+            except LoRAPluginsError as error:
+                raise http_error(error) from None
+            if ids := _end_ids(chat, self.tokenizer, self.model_config.get_vocab_size()):
                 fields, of_base = {"eos_token_id": ids}, self.renderer.get_eos_token_id()
                 made.sampling_params.update_from_generation_config(fields, of_base)
         return made

@@ -114,12 +114,12 @@ def test_files_outside_of_the_store_count_for_nothing(processor: InputProcessor,
     assert ids_of(processor, write(tmp_path / "elsewhere", eos_ids=3)).stop_token_ids == []
 
 
-def test_settings_can_keep_the_chats_of_the_base_model(
-    process: Process, processor: InputProcessor, store: Path
-) -> None:
-    path = write(store / DIGEST, eos_ids=3)
-    process.settings = Settings(store_dir=store, adapter_chat=AdapterChat.BASE)
-    assert ids_of(processor, path).stop_token_ids == []
+def test_settings_can_keep_the_chats_of_the_base_model(process: Process, vllm_config: Any, tmp_path: Path) -> None:
+    process.settings = Settings(store_dir=tmp_path / "store", adapter_chat=AdapterChat.BASE)
+    process.is_resolver_registered = True
+    adapter_chats.patch()
+    path = write(process.resolver.store.layout.adapter(DIGEST), eos_ids=3)
+    assert ids_of(InputProcessor(vllm_config), path).stop_token_ids == []
 
 
 def test_broken_files_are_errors_that_name_the_file(processor: InputProcessor, store: Path) -> None:

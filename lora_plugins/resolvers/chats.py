@@ -1,0 +1,54 @@
+"""What the versions in the store bring for chats, each read once from its snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from lora_plugins.adapter.chat import Chat, read_chat
+from lora_plugins.settings import AdapterChat, Settings
+from lora_plugins.store.layout import Layout
+
+_MOST = 512  # versions whose chats are kept in memory
+_NOTHING = Chat()
+
+
+class Chats:
+    """Chats by the paths that engines read; files outside of the store bring nothing, because they may change."""
+
+    def __init__(self, settings: Settings, layout: Layout) -> None:
+        self._is_on = settings.adapter_chat is AdapterChat.ADAPTER
+        self._layout = layout
+        self._read: dict[Path, Chat] = {}
+
+    async def read(self, path: str) -> Chat:
+        """Return what the version at `path` brings; the first time a thread reads the files.
+
+        Raises:
+            InvalidAdapter, SourceUnavailable: as `read_chat`.
+        """
+        directory = self._directory(path)
+        if directory is None or directory in self._read:
+            return self.at(path)
+        return await asyncio.to_thread(self.at, path)
+
+    def at(self, path: str) -> Chat:
+        """Return what the version at `path` brings, and read the files in this thread where nobody has yet.
+
+        Raises:
+            InvalidAdapter, SourceUnavailable: as `read_chat`.
+        """
+        directory = self._directory(path)
+        if directory is None:
+            return _NOTHING
+        chat = self._read.get(directory)
+        if chat is None:
+            chat = read_chat(directory)
+            while len(self._read) >= _MOST:
+                self._read.pop(next(iter(self._read)), None)
+            self._read[directory] = chat
+        return chat
+
+    def _directory(self, path: str) -> Path | None:
+        digest = self._layout.digest_of(path) if self._is_on else None
+        return None if digest is None else self._layout.adapter(digest)
