@@ -8,12 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
+from lora_plugins.adapter.chat import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE
 
+# An adapter's files for chats.
+CHAT = {
+    TEMPLATE_FILE: b"{{ messages }}",
+    TOKENIZER_FILE: b'{"eos_token": "</s>"}',
+    GENERATION_FILE: b'{"eos_token_id": 2}',
+}
 LAYER = "model.layers.{}.self_attn.{}"
 PEFT = "base_model.model."
 

@@ -69,11 +69,21 @@ def read_chat(directory: Path) -> Chat:
     return Chat(templates.get(_DEFAULT), templates.get(_FOR_TOOLS), special_tokens, end_ids)
 
 
+def check_chat_size(name: str, size_bytes: int) -> None:
+    """Refuse a file that is longer than the limit.
+
+    Raises:
+        InvalidAdapter: the file is longer.
+    """
+    if size_bytes > MAX_BYTES[name]:
+        with describing(file=name):
+            raise _broken(f"{size_bytes} bytes", f"at most {MAX_BYTES[name]}")
+
+
 def _read(directory: Path, name: str, parsed: Callable[[bytes], _T]) -> _T | None:
     try:
         with open_regular(directory / name) as (file, size_bytes), describing(file=name):
-            if size_bytes > MAX_BYTES[name]:
-                raise _broken(f"{size_bytes} bytes", f"at most {MAX_BYTES[name]}")
+            check_chat_size(name, size_bytes)
             return parsed(file.read(MAX_BYTES[name]))
     except AdapterNotFound:
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_plugins.adapter.canonical import with_exact_patterns
+from lora_plugins.adapter.chat import read_chat
 from lora_plugins.adapter.config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -24,7 +25,7 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_
 from lora_plugins.adapter.weights import Weights, pair_weights
 from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
-from lora_plugins.settings import Settings
+from lora_plugins.settings import AdapterChat, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
             below = [DEFAULT] if os.path.isfile(directory / DEFAULT) else []
             name_format(error, [*os.listdir(directory), *below])
         raise
+    if settings.adapter_chat is AdapterChat.ADAPTER:
+        read_chat(directory)
     # Loading a pickle runs code, so only size and configuration are checked.
     if name in PICKLE_FILES:
         with open_regular(directory / name) as (_, weights_bytes):

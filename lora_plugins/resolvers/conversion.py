@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from lora_plugins.adapter.canonical import canonical_bytes
+from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.layouts.conversion import Conversion
 from lora_plugins.adapter.layouts.writing import tensors_of, weights_bytes
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
-from lora_plugins.store.manifest import Converted
+from lora_plugins.store.manifest import Converted, Manifest
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import StoredAdapter
 from lora_plugins.verification.children import children
@@ -24,7 +26,7 @@ class ConvertedAdapter:
     """The conversion to write; `uri` and `version` are of the original at its source, which lies in `original`.
 
     Attributes:
-        promised: name, size in bytes and SHA-256 (unknown) of both files.
+        promised: name, size in bytes and SHA-256 of the files; the converted files' SHA-256 are unknown.
     """
 
     uri: str
@@ -37,20 +39,25 @@ class ConvertedAdapter:
 
     @classmethod
     def of(cls, stored: StoredAdapter[Any], uri: str, version: str, conversion: Conversion, form: str) -> Self:
-        """Describe the conversion of a leased version of the store."""
+        """Describe the conversion of a leased version of the store, whose files for chats stay as they are."""
         config = canonical_bytes(conversion.config)
         converted = Converted(form, stored.digest, conversion.changes)
         # No SHA-256 in advance: the bytes are written during the download.
-        promised = (CONFIG_FILE, len(config), ""), (WEIGHTS_FILE, weights_bytes(conversion), "")
+        made = (CONFIG_FILE, len(config), ""), (WEIGHTS_FILE, weights_bytes(conversion), "")
+        files = Manifest.read(stored.directory).files
+        promised = (*made, *((file.name, file.size_bytes, file.sha256) for file in files if file.name in CHAT_FILES))
         return cls(uri, version, converted, stored.directory, conversion, config, promised)
 
     async def write(self, download: PartialDownload) -> None:
-        """Write both files to `download.directory`.
+        """Write the files to `download.directory`.
 
         Raises:
             OSError: the original cannot be read, or a file cannot be written.
         """
         await asyncio.to_thread((download.directory / CONFIG_FILE).write_bytes, self.config)
+        for name, _, _ in self.promised:
+            if name in CHAT_FILES:
+                await asyncio.to_thread(shutil.copyfile, self.original / name, download.directory / name)
         # Written straight into the store's directory, and hashed as it grows, as every fetch.
         target, landed = download.directory / WEIGHTS_FILE, partial(download.landed, WEIGHTS_FILE)
         await asyncio.wrap_future(children().write(tensors_of(self.conversion), self.original, target, landed))

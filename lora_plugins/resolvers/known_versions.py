@@ -45,6 +45,7 @@ class ResolvedAdapter:
         is_3d: whether the weights have stacked experts, which vLLM's requests must state (`is_3d_lora_weight`).
         warnings: warnings for answers of the adapter, see `VerifiedAdapter`.
         holder: the holder of the lease; None for the name.
+        chat_files: names of the files for chats in the directory.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ResolvedAdapter:
     is_3d: bool = False
     warnings: tuple[str, ...] = ()
     holder: Hashable = None
+    chat_files: frozenset[str] = frozenset()
 
     @property
     def digest(self) -> str:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from lora_plugins.adapter.chat import CHAT_FILES, check_chat_size
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
-from lora_plugins.adapter.weight_files import INDEX_FILE, check_shards, is_shard
+from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE, check_shards, is_shard
 from lora_plugins.adapter.writers import name_format
 from lora_plugins.errors import (
     AdapterNotFound,
@@ -32,7 +33,7 @@ from lora_plugins.resolvers.fetch_places import FetchPlaces
 from lora_plugins.resolvers.fetch_progress import reported
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
-from lora_plugins.settings import Settings
+from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
 from lora_plugins.store.layout import is_digest
 from lora_plugins.store.manifest import Manifest
@@ -95,8 +96,8 @@ class VersionStore:
             LoRAPluginsError: the version cannot be had or served.
         """
         name, served = key[0], self._known.last(*key)
-        wanted = adapter.uri, adapter.version, holder
-        is_same = served is not None and (served.uri, served.version, served.holder) == wanted
+        wanted = adapter.uri, adapter.version, holder, _chat_files(adapter, self._settings)
+        is_same = served is not None and (served.uri, served.version, served.holder, served.chat_files) == wanted
         if served is not None and is_same and self._known.is_held(served) and self._store.has(served.path):
             self._events.emit(AdapterConfirmed(name, source.label))
             return self._known.note(key, served, is_remote=source.remote), None
@@ -135,7 +136,8 @@ class VersionStore:
         started, stored, base = time.perf_counter(), None, asker.base
         # Look for the converted form first, because the original may have been evicted.
         if base is not None and base.model is not None:
-            wanted = adapter.uri, adapter.version, asker.holder, base.model.form
+            names = {CONFIG_FILE, WEIGHTS_FILE, *_chat_files(adapter, self._settings)}
+            wanted = adapter.uri, adapter.version, names, asker.holder, base.model.form
             stored = await asyncio.to_thread(self._store.find_leased, *wanted)
         if stored is None:
             stored = await self._obtain(name, source, adapter, asker)
@@ -245,7 +247,8 @@ class VersionStore:
 
         async def is_here() -> bool:
             with store_errors():
-                return await asyncio.to_thread(self._store.find, *version) is not None
+                names = {file.name for file in selected.files}
+                return await asyncio.to_thread(self._store.find, *version, names=names) is not None
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
@@ -322,6 +325,7 @@ def _resolved(
         is_3d=verified.is_3d,
         warnings=verified.warnings,
         holder=holder,
+        chat_files=frozenset(name for name in CHAT_FILES if (stored.directory / name).exists()),
     )
 
 
@@ -355,4 +359,13 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
     )
     with describing(file=weights):
         check_size(sum(file.size_bytes for file in files), settings)
-    return replace(adapter, files=files)
+    chat = [file for file in adapter.files if file.name in _chat_files(adapter, settings)]
+    for file in chat:
+        check_chat_size(file.name, file.size_bytes)
+    return replace(adapter, files=(*files, *chat))
+
+
+def _chat_files(adapter: RemoteAdapter, settings: Settings) -> frozenset[str]:
+    """The names of the adapter's files for chats, where the settings say to serve the adapter with these."""
+    names = CHAT_FILES if settings.adapter_chat is AdapterChat.ADAPTER else ()
+    return frozenset(names).intersection(file.name for file in adapter.files)

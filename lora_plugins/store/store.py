@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -117,13 +118,18 @@ class Store:
         probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
         try_file_system(probe, link, folder=self.layout.folder("tmp"))
 
-    def find(self, uri: str, version: str, form: str = "") -> StoredAdapter[Any] | None:
-        """The published adapter of this version, as the source has it or in an engine's form; None unless complete."""
+    def find(
+        self, uri: str, version: str, form: str = "", *, names: Collection[str] | None = None
+    ) -> StoredAdapter[Any] | None:
+        """The published adapter of this version, as the source has it or in an engine's form; None unless complete.
+
+        With `names`, only an adapter with exactly these files.
+        """
         try:
             digest = self.layout.index(uri, version, form).read_text(errors="replace")
         except FileNotFoundError:
             return None
-        if not is_digest(digest) or not self._is_whole(digest):
+        if not is_digest(digest) or not self._is_whole(digest, names):
             return None
         return StoredAdapter(digest, self.layout.adapter(digest))
 
@@ -179,7 +185,9 @@ class Store:
         lock = self.layout.folder("locks") / f"{self.layout.index(wanted.uri, wanted.version, form).name}.fetch"
         with store_errors():
             await asyncio.to_thread(self.leases.make_again)
-            found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
+            names = {name for name, _, _ in wanted.promised}
+            find = partial(self.find_leased, wanted.uri, wanted.version, names, holder, form)
+            found = await asyncio.to_thread(find)
             if found is not None:
                 return found
             temporary = self.layout.new_temporary(self.processes.me())
@@ -187,7 +195,7 @@ class Store:
             timeout_s = fetch_timeout_s(size_bytes, self._fetch_timeout_s)
             async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=timeout_s):
                 # Another process may have published the version while this process waited for the lock.
-                found = await asyncio.to_thread(self.find_leased, wanted.uri, wanted.version, holder, form)
+                found = await asyncio.to_thread(find)
                 if found is not None:
                     return found
                 return await self._fetch(wanted, fetch, check, holder, converted, directory=directory)
@@ -522,10 +530,12 @@ class Store:
         """Remove a published adapter unless it is leased; returns whether it is gone."""
         return remove(self.layout, self.leases, digest)
 
-    def find_leased(self, uri: str, version: str, holder: Hashable, form: str = "") -> StoredAdapter[Any] | None:
+    def find_leased(
+        self, uri: str, version: str, names: Collection[str], holder: Hashable, form: str = ""
+    ) -> StoredAdapter[Any] | None:
         """Find as `find` does, and lease the adapter for `holder`; raises the errors of `acquire`."""
         with store_errors():
-            found = self.find(uri, version, form)
+            found = self.find(uri, version, form, names=names)
             return found if found is not None and self._lease(found.digest, holder) else None
 
     def _lease(self, digest: str, holder: Hashable) -> bool:
@@ -547,14 +557,17 @@ class Store:
         use.touch()
         os.utime(use)
 
-    def _is_whole(self, digest: str) -> bool:
-        """Whether every file is there in its size; only `verify` reads every byte."""
+    def _is_whole(self, digest: str, names: Collection[str] | None = None) -> bool:
+        """Whether every file is there in its size, and with `names` no others; only `verify` reads every byte."""
         if self.is_marked(digest):
             return False
         directory = self.layout.adapter(digest)
         return self._agrees(
             digest,
-            lambda manifest: all((directory / it.name).stat().st_size == it.size_bytes for it in manifest.on_disk),
+            lambda manifest: (
+                (names is None or {it.name for it in manifest.files} == {*names})
+                and all((directory / it.name).stat().st_size == it.size_bytes for it in manifest.on_disk)
+            ),
         )
 
     def _agrees(self, digest: str, compare: Callable[[Manifest], bool]) -> bool:

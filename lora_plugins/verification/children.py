@@ -97,7 +97,11 @@ class Children:
         killed or does not answer in time.
         """
         request = Read(
-            os.fsencode(directory.absolute()), settings.max_adapter_bytes, settings.allow_pickle, settings.check_finite
+            os.fsencode(directory.absolute()),
+            settings.max_adapter_bytes,
+            settings.allow_pickle,
+            settings.check_finite,
+            settings.adapter_chat,
         )
         return self._submit(lambda process: process.read(request), lambda: takes_long(str(directory)))
 

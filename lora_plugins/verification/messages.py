@@ -19,7 +19,7 @@ from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.adapter.weights import LoraPair, Weights
-from lora_plugins.settings import Settings
+from lora_plugins.settings import AdapterChat, Settings
 
 _T = TypeVar("_T")
 # Bytes of the length before a frame, of a frame, and of a whole answer: larger numbers come from a process that hostile
@@ -40,6 +40,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     max_adapter_bytes: int
     allow_pickle: bool
     check_finite: bool
+    adapter_chat: AdapterChat
 
     @property
     def settings(self) -> Settings:
@@ -50,6 +51,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
             max_adapter_bytes=self.max_adapter_bytes,
             allow_pickle=self.allow_pickle,
             check_finite=self.check_finite,
+            adapter_chat=self.adapter_chat,
         )
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.adapter.chat import MAX_BYTES, TOKENIZER_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import (
     ErrorKind,
     IncompatibleAdapter,
@@ -27,13 +29,15 @@ from lora_plugins.resolvers import fetch_places
 from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.resolvers.fetch_places import FetchesBusy
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
+from lora_plugins.resolvers.sources.source import RemoteAdapter
+from lora_plugins.settings import AdapterChat
 from lora_plugins.store.layout import replace_small
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.verification import process as process_module
 from lora_plugins.verification.children import Children
-from tests.make import BASE, adapter_files
+from tests.make import BASE, CHAT, adapter_files, safetensors, weights
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.test_resolver import FakeSource, RecordingResolver, clock, make
 from tests.verification.conftest import program
@@ -609,6 +613,65 @@ def test_one_principals_copies_are_read_in_turns(make, monkeypatch):
 
     asyncio.run(run())
     assert (most, len(source.fetched)) == (4, 12)
+
+
+# --- files for chats
+
+
+class Commits(FakeSource):
+    """A source whose version of a name is a commit: other files of interest are no other version."""
+
+    async def locate(self, name, base_model_name):
+        found = await super().locate(name, base_model_name)
+        return replace(found, version="commit") if isinstance(found, RemoteAdapter) else found
+
+
+NAMED = {**GOOD, WEIGHTS_FILE: safetensors({k.replace(".weight", ".default.weight"): v for k, v in weights().items()})}
+
+
+@pytest.mark.parametrize("files", [GOOD, NAMED], ids=["plain", "converted"])
+def test_entries_with_and_without_files_for_chats_are_told_apart(make, files):
+    """Nor the other way round; the store of a server before these files were fetched has such entries."""
+    with_chat = Commits("hub", {"sql": {**files, **CHAT}})
+    base = make(with_chat, adapter_chat=AdapterChat.BASE).ask()
+    assert not {*CHAT} & {*content(base.path)}
+    adapter = make(with_chat).ask()
+    assert content(adapter.path).items() >= CHAT.items()
+    assert make(with_chat).ask().digest == adapter.digest
+    assert with_chat.fetched == ["sql", "sql"], "no third time"
+    assert make(with_chat, adapter_chat=AdapterChat.BASE).ask().digest == base.digest
+    assert base.digest == make(FakeSource("s3", {"sql": files})).ask().digest, "of the other files alone"
+
+
+def test_a_restored_version_gets_its_files_for_chats_once_located(make):
+    source = Commits("hub", {"sql": {**GOOD, **CHAT}})
+    before = make(source, adapter_chat=AdapterChat.BASE)
+    version = before.ask()
+    after = make(source)
+    assert restored(after, "sql", None, version.digest, before.place_of(version)).digest == version.digest
+    assert content(newest(after).path) == {**GOOD, **CHAT}
+    assert newest(after) is newest(after)
+
+
+def test_a_broken_file_for_chats_is_a_verdict(make):
+    source = FakeSource("s3", {"sql": {**GOOD, TOKENIZER_FILE: b"{"}})
+    resolver = make(source)
+    for _ in range(2):
+        with pytest.raises(InvalidAdapter) as refused:
+            resolver.ask()
+        assert refused.value.file == TOKENIZER_FILE
+    assert source.fetched == ["sql"], "refused from memory the second time"
+    assert content(make(source, adapter_chat=AdapterChat.BASE).ask().path) == GOOD
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_a_long_file_for_chats_is_not_fetched(make, monkeypatch, name):
+    source = FakeSource("s3", {"sql": {**GOOD, name: b"x" * (MAX_BYTES[name] + 1)}})
+    with pytest.raises(InvalidAdapter, match=f"{MAX_BYTES[name]}") as refused:
+        make(source).ask()
+    assert (refused.value.file, source.fetched) == (name, [])
+    assert "LORA_PLUGINS_ADAPTER_CHAT=base" in refused.value.remedy
+    assert content(make(source, adapter_chat=AdapterChat.BASE).ask().path) == GOOD
 
 
 # --- restored from the store by a later server

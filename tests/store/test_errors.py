@@ -142,7 +142,7 @@ ASKED = {
     "is_sound": lambda store, digest: store.is_sound(digest, max_age_s=0.0),
     "acquire": lambda store, digest: store.acquire(digest, "other"),
     "acquire_sound": lambda store, digest: store.acquire_sound(digest, "other"),
-    "find": lambda store, _: store.find_leased("test://adapter", "v1", "other"),
+    "find": lambda store, _: store.find_leased("test://adapter", "v1", adapter_files(), "other"),
 }
 
 

@@ -136,7 +136,7 @@ def read_only(store: Store, digest: str, permissions_count: None) -> Iterator[No
 def test_a_store_that_cannot_be_written_is_unavailable(store, digest, read_only) -> None:
     for ask in (
         lambda: store.acquire(digest, "other"),
-        lambda: store.find_leased("test://adapter", "v1", "other"),
+        lambda: store.find_leased("test://adapter", "v1", adapter_files(), "other"),
     ):
         with pytest.raises(SourceUnavailable, match="Permission denied"):
             ask()

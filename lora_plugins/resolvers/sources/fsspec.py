@@ -21,6 +21,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.config import conf
 
+from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.plugin_names import how_to_install
@@ -33,7 +34,7 @@ from lora_plugins.resolvers.sources.errors import (
     retry_after,
 )
 from lora_plugins.resolvers.sources.ranges import RangeReader
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, needs_shards
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, OWN_FILES, SourceFile, needs_shards
 
 PIECE_BYTES = 2 << 20
 BUFFER_BYTES = 256 << 10
@@ -78,7 +79,7 @@ class FsspecFiles:
         if needs_shards([file.name for file in found]):
             (index,) = (file for file in found if file.name == INDEX_FILE)
             found += await self._describe_all(uri, shards_of(await self._read(uri, index)))
-        return found
+        return found if any(file.name in OWN_FILES for file in found) else []
 
     async def _entries(self, uri: str) -> list[str]:
         """The names directly below `uri`, folders with a slash at the end."""
@@ -142,7 +143,8 @@ class FsspecFiles:
             info = await self._ask("info", _path(self._open(), f"{uri}/{name}"))
         except Exception as error:
             # File systems differ in the error for a missing file; the diagnosis knows them.
-            if diagnose(error).kind is FailureKind.MISSING:
+            kind = diagnose(error).kind
+            if kind is FailureKind.MISSING or (kind is FailureKind.DENIED and name in CHAT_FILES):
                 return None
             raise
         if info.get("type", "file") != "file":

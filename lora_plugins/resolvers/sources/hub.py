@@ -41,6 +41,7 @@ from lora_plugins.resolvers.sources.hub_repos import DEFAULT_REVISION, HubPatter
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
+    OWN_FILES,
     Listing,
     RemoteAdapter,
     SourceFile,
@@ -279,9 +280,8 @@ class HubSource:
                         with found.open("rb") as file:
                             names += shards_of(file.read(MAX_INDEX_BYTES + 1))
         present = {file.name for file in files}
-        is_whole = (
-            CONFIG_FILE in present and len(present) > 1 and all(name in present for name in names if is_shard(name))
-        )
+        has_weights = len(present.intersection(OWN_FILES)) > 1
+        is_whole = CONFIG_FILE in present and has_weights and all(name in present for name in names if is_shard(name))
         return (commit, tuple(files)) if is_whole else None
 
 

@@ -15,13 +15,14 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import BrokenAnswer, FailureKind, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, write_range
 from lora_plugins.resolvers.sources.ranges import RangeReader, has_md5_form
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, SourceFile, choose_files, needs_shards
+from lora_plugins.resolvers.sources.source import OWN_FILES, SourceFile, choose_files, needs_shards
 from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
 
 CONNECT_TIMEOUT_S = 5.0
@@ -181,42 +182,60 @@ async def _page(client: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
-    # All adapter files begin alike, so that one page holds them, however many checkpoints lie beside them.
-    stem = os.path.commonprefix(ADAPTER_FILES)  # noqa: RUF071 - of characters
-    asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + stem, "Delimiter": "/"}
-    found: dict[str, SourceFile] = {}
-    while True:
-        page = await _page(client, asked)
-        for item in page.get("Contents", []):
-            name = item["Key"].removeprefix(prefix)
-            if "/" not in name:
-                found[name] = SourceFile(name, int(item["Size"]), item.get("ETag", ""))
-        if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
-            return [found[name] for name in choose_files(found)]
-        asked["ContinuationToken"] = page["NextContinuationToken"]
+    asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
+    page = await _page(client, asked)
+    found = _listed(page, prefix)
+    if page.get("IsTruncated"):
+        # Weights and configuration begin alike, so that one page holds them, however many checkpoints lie beside them.
+        asked["Prefix"] += os.path.commonprefix(OWN_FILES)  # noqa: RUF071 - of characters
+        found = {file.name: file for file in await _chat_files(client, bucket, prefix)}
+        while page.get("IsTruncated"):
+            page = await _page(client, asked)
+            found |= _listed(page, prefix)
+            if not page.get("NextContinuationToken"):
+                break
+            asked["ContinuationToken"] = page["NextContinuationToken"]
+    return [found[name] for name in choose_files(found)]
+
+
+def _listed(page: Mapping[str, Any], prefix: str) -> dict[str, SourceFile]:
+    names = ((item["Key"].removeprefix(prefix), item) for item in page.get("Contents", []))
+    return {name: SourceFile(name, int(it["Size"]), it.get("ETag", "")) for name, it in names if "/" not in name}
+
+
+async def _head(client: Any, bucket: str, prefix: str, name: str) -> SourceFile | FailureKind:
+    """The file, or whether it is missing or denied: where listing is denied, S3 says 403 for a missing object, too."""
+    try:
+        answer = await client.head_object(Bucket=bucket, Key=prefix + name)
+    except Exception as error:
+        kind = diagnose(error).kind
+        if kind not in (FailureKind.DENIED, FailureKind.MISSING):
+            raise
+        return kind
+    return SourceFile(name, int(answer["ContentLength"]), answer.get("ETag", ""))
+
+
+async def _chat_files(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
+    answers = await asyncio.gather(*(_head(client, bucket, prefix, name) for name in CHAT_FILES))
+    return [answer for answer in answers if isinstance(answer, SourceFile)]
 
 
 async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> list[SourceFile]:
-    """The readable files where listing is denied: S3 then answers 403 for a missing object, too."""
+    """The readable files where listing is denied."""
     found: list[SourceFile] = []
     hidden = False
-    names = list(ADAPTER_FILES)
+    names = list(OWN_FILES)
     for name in names:  # an index adds shards while the loop runs
-        try:
-            answer = await client.head_object(Bucket=bucket, Key=prefix + name)
-        except Exception as error:
-            kind = diagnose(error).kind
-            if kind not in (FailureKind.DENIED, FailureKind.MISSING):
-                raise
-            hidden = hidden or kind is FailureKind.DENIED
-        else:
-            found.append(SourceFile(name, int(answer["ContentLength"]), answer.get("ETag", "")))
-        if name == ADAPTER_FILES[-1] and needs_shards([file.name for file in found]):
+        answer = await _head(client, bucket, prefix, name)
+        if isinstance(answer, SourceFile):
+            found.append(answer)
+        hidden = hidden or answer is FailureKind.DENIED
+        if name == OWN_FILES[-1] and needs_shards([file.name for file in found]):
             index = await client.get_object(Bucket=bucket, Key=prefix + INDEX_FILE)
             names += shards_of(await index["Body"].read(MAX_INDEX_BYTES + 1))
     if hidden and len(found) < 2:  # a 403 leaves open whether configuration or weights are missing
         raise denied
-    return found
+    return [*found, *(await _chat_files(client, bucket, prefix) if found else ())]
 
 
 async def _checksum(client: Any, bucket: str, prefix: str, file: SourceFile) -> Checksum | None:

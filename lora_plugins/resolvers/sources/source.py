@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lora_plugins.absence import Absence
+from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, is_shard
@@ -16,8 +17,10 @@ from lora_plugins.resolvers.sources.templates import LocalLink
 from lora_plugins.store.layout import key_of
 from lora_plugins.store.partial_download import PartialDownload
 
-# The only files that any source reads or fetches, besides the shards that an index names.
-ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES)
+# The only files that any source reads or fetches, besides the shards that an index names. `CHAT_FILES` are optional;
+# alone, as with a base model, they are no adapter.
+OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES)
+ADAPTER_FILES = (*OWN_FILES, *CHAT_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,12 @@ def needs_shards(names: Collection[str]) -> bool:
 def choose_files(names: Iterable[str]) -> list[str]:
     """The adapter's files among the names of a folder; without weights, a file of another writer, for the error."""
     present = set(names)
-    chosen = [name for name in ADAPTER_FILES if name in present]
+    chosen = [name for name in OWN_FILES if name in present]
     foreign = by_files(present) if chosen == [CONFIG_FILE] else None
     if foreign is not None:
         return [CONFIG_FILE, foreign[0]]
-    return [*chosen, *(sorted(filter(is_shard, present)) if needs_shards(chosen) else ())]
+    shards = sorted(filter(is_shard, present)) if needs_shards(chosen) else ()
+    return [*chosen, *shards, *(name for name in CHAT_FILES if chosen and name in present)]
 
 
 def version_of(files: Iterable[SourceFile]) -> str:

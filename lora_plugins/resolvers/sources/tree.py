@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, choose_files, needs_shards
+from lora_plugins.resolvers.sources.source import OWN_FILES, choose_files, needs_shards
 
 _ATTEMPTS = 5
 # On Linux, O_PATH also opens a directory without the right to list the directory.
@@ -66,14 +67,17 @@ class AdapterTree:
         try:
             if not stat.S_ISDIR(os.fstat(at).st_mode):
                 return None
-            present = [file for file in ADAPTER_FILES if _is_in(at, file)]
+            present = [file for file in OWN_FILES if _is_in(at, file)]
+            # Optional, so without links that lead nowhere and without files that this user may not read.
+            optional = [file for file in CHAT_FILES if os.access(file, os.R_OK, dir_fd=at)]
+            names = present
             # Listing needs the right to read, which the looks above do not: denied is not the same as absent.
             if needs_shards(present) or not present:
-                return choose_files(_names_in(at))
-            if present == [CONFIG_FILE]:
+                names = _names_in(at)
+            elif present == [CONFIG_FILE]:
                 with contextlib.suppress(PermissionError):
-                    return choose_files(_names_in(at))
-            return present
+                    names = _names_in(at)
+            return choose_files({*names}.difference(CHAT_FILES).union(optional))
         finally:
             os.close(at)
 

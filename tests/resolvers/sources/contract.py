@@ -14,6 +14,7 @@ import pytest
 from lora_plugins import testing
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.canonical import canonical_bytes
+from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
@@ -26,7 +27,7 @@ from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.testing import SourceHarness
 from lora_plugins.verification.messages import ReadAdapter
-from tests.make import BASE, adapter_files, config_bytes, content, sharded, weights
+from tests.make import BASE, CHAT, adapter_files, config_bytes, content, sharded, weights
 
 ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)
 
@@ -188,6 +189,36 @@ class SourceContract(testing.SourceContract):
         assert content(stored.directory) == files
         harness.put_adapter("sql", adapter_files())
         assert {file.name for file in select_files(find("sql"), Settings()).files} == {CONFIG_FILE, WEIGHTS_FILE}
+
+    @pytest.mark.parametrize("files", [adapter_files(), sharded(adapter_files())], ids=["one file", "shards"])
+    def test_files_for_chats_are_fetched_with_the_weights(self, harness, source, find, store, files):
+        harness.put_adapter("sql", {**files, **CHAT})
+        harness.put_adapter("half", {**adapter_files(), TEMPLATE_FILE: CHAT[TEMPLATE_FILE]})
+        assert content(obtain(store, source, find("sql")).directory) == {**files, **CHAT}
+        assert {file.name for file in find("half").files} == {*adapter_files(), TEMPLATE_FILE}
+
+    def test_files_for_chats_alone_are_no_adapter(self, harness, find, rank):
+        harness.put_adapter("model", {**CHAT, "config.json": b"{}"})
+        assert find("model") is None
+        harness.put_adapter("half", {**CHAT, CONFIG_FILE: config_bytes()})
+        with pytest.raises(AdapterNotFound, match="no weights"):
+            rank("half")
+
+    def test_another_template_is_another_version(self, harness, source, find, store):
+        versions = []
+        for template in (None, b"{{ one }}", b"{{ two }}"):
+            harness.put_adapter("sql", adapter_files() if template is None else {TEMPLATE_FILE: template})
+            versions.append(find("sql"))
+            files = content(obtain(store, source, versions[-1]).directory)
+            assert files.get(TEMPLATE_FILE) == template
+        assert len({found.version for found in versions}) == 3
+
+    def test_a_broken_file_for_chats_is_refused_by_name(self, harness, rank, store):
+        harness.put_adapter("sql", {**adapter_files(), TOKENIZER_FILE: b"{"})
+        with pytest.raises(InvalidAdapter) as caught:
+            rank("sql")
+        assert caught.value.file == TOKENIZER_FILE
+        assert store.layout.digests() == []
 
     def test_each_adapter_has_a_uri(self, harness, find):
         for name in ("sql", "sql/b", "team/sql"):

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.absence import Absence
+from lora_plugins.adapter.chat import TEMPLATE_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
@@ -33,7 +34,7 @@ from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
-from tests.make import LAYER, adapter_files, pair, put
+from tests.make import CHAT, LAYER, adapter_files, pair, put
 from tests.resolvers.sources.contract import (
     SourceContract,
     SourceHarness,
@@ -199,6 +200,32 @@ def test_a_copy_that_hangs_ends_at_the_deadline(root, tmp_path, monkeypatch):
         source._threads.shutdown()
     assert not [path for path in store.layout.folder("tmp").rglob("*") if path.is_file()]
     assert store.layout.temporaries() == []
+
+
+def test_dangling_links_to_files_for_chats_are_no_error(root):
+    put(root / "sql", {**adapter_files(), **CHAT})
+    (root / "sql" / TEMPLATE_FILE).unlink()
+    (root / "sql" / TEMPLATE_FILE).symlink_to("nowhere")
+    found = located(FilesystemSource(root), "sql")
+    assert {file.name for file in found.files} == {*adapter_files(), *CHAT} - {TEMPLATE_FILE}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_denied_files_for_chats_are_no_error():
+    code = """
+import sys
+from pathlib import Path
+from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from tests.resolvers.sources.contract import located
+print(*(file.name for file in located(FilesystemSource(Path(sys.argv[1])), "sql").files))
+"""
+    with tempfile.TemporaryDirectory() as home:
+        os.chmod(home, 0o755)
+        put(Path(home) / "sql", {**adapter_files(), **CHAT})
+        (Path(home) / "sql" / TEMPLATE_FILE).chmod(0o600)
+        command = [sys.executable, "-c", code, home]
+        done = subprocess.run(command, user=54_001, group=54_001, extra_groups=[], capture_output=True, check=True)
+    assert {*done.stdout.decode().split()} == {*adapter_files(), *CHAT} - {TEMPLATE_FILE}
 
 
 # --- symlinks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import ObjectSource
 from lora_plugins.resolvers.sources.ranges import DownloadLimits
-from lora_plugins.resolvers.sources.source import RemoteAdapter
+from lora_plugins.resolvers.sources.source import OWN_FILES, RemoteAdapter
 from lora_plugins.store.store import Store
 from testbed.listener import Listener
 from tests.make import adapter_files
@@ -36,6 +37,7 @@ class Origin(Listener):
         self.elsewhere = ""
         self.sent_bytes = 0
         self.has_moved = False
+        self.of_unknown = 404
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self.asked.append(request.path)
@@ -43,7 +45,7 @@ class Origin(Listener):
         if place == "real" and not self.has_moved:
             data = FILES.get(rest[-1])
             if data is None:
-                return web.Response(status=404)
+                return web.Response(status=self.of_unknown)
             start, _, end = (
                 request.headers.get("Range", f"bytes=0-{len(data) - 1}").removeprefix("bytes=").partition("-")
             )
@@ -89,6 +91,13 @@ def locate(origin: Origin, place: str, **options: object) -> tuple[ObjectSource,
 def test_redirects_of_its_own_origin_are_followed(origins, tmp_path, place):
     source, found = locate(origins[0], place)
     assert content(obtain(Store(tmp_path / "store"), source, found).directory) == FILES
+
+
+def test_denied_files_for_chats_are_no_error(origins, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "FILES", {**dict.fromkeys(OWN_FILES, b"x"), **FILES})
+    origins[0].of_unknown = 403
+    _, found = locate(origins[0], "real")
+    assert {file.name for file in found.files} == {*OWN_FILES}
 
 
 @pytest.mark.parametrize("place", ["away", "local"])

@@ -21,7 +21,7 @@ from lora_plugins.resolvers.sources.uri import SourceUri
 from testbed import faults
 from testbed.hub import Hub, local_hub
 from testbed.proxy import FaultProxy, fault_proxy
-from tests.make import adapter_files, content, pair, sharded
+from tests.make import CHAT, adapter_files, content, pair, sharded
 from tests.resolvers.sources.hub_bed import FILES, OTHER, Bed, check, isolate
 from tests.virtual_time import run_until_late
 
@@ -374,6 +374,31 @@ def test_offline_serves_what_the_cache_holds_as_the_same_version(bed, server, mo
     assert located(bed, f"acme/many/fr@{online.version}").version == online.version
     assert bed.serve("acme/many/fr") == FILES
     assert server.count() == 0
+
+
+def test_offline_files_for_chats_are_served_where_cached(bed, server, monkeypatch):
+    server.commit("acme/many", {f"fr/{n}": d for n, d in {**FILES, **CHAT}.items()})
+    online = located(bed, "acme/many/fr")
+    for name in FILES:
+        hf_hub_download("acme/many", f"fr/{name}", cache_dir=bed.cache, endpoint=server.url)
+    with monkeypatch.context() as patched:
+        offline(patched)
+        assert bed.serve("acme/many/fr") == FILES
+    for name in CHAT:
+        hf_hub_download("acme/many", f"fr/{name}", cache_dir=bed.cache, endpoint=server.url)
+    offline(monkeypatch)
+    assert located(bed, "acme/many/fr") == online
+    assert bed.serve("acme/many/fr") == {**FILES, **CHAT}
+
+
+def test_offline_files_for_chats_are_no_weights(bed, server, monkeypatch):
+    files = {**FILES, **CHAT}
+    server.commit("acme/many", {f"fr/{n}": d for n, d in files.items()})
+    for name in (CONFIG_FILE, *CHAT):
+        hf_hub_download("acme/many", f"fr/{name}", cache_dir=bed.cache, endpoint=server.url)
+    offline(monkeypatch)
+    with pytest.raises(SourceUnavailable, match="offline mode"):
+        bed.locate("acme/many/fr")
 
 
 def test_offline_weights_in_several_files_must_all_be_cached(bed, server, monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 from fsspec.config import conf
 
 from lora_plugins.absence import without_login
+from lora_plugins.adapter.chat import TEMPLATE_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGHTS_FILE
@@ -25,7 +26,7 @@ from lora_plugins.resolvers.sources.s3 import s3_storage_options
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.settings import Settings
 from testbed import faults
-from tests.make import adapter_files, sharded
+from tests.make import CHAT, adapter_files, sharded
 from tests.resolvers.sources.contract import content
 from tests.resolvers.sources.object_bed import (
     ACCESS_POINT,
@@ -150,6 +151,30 @@ def test_absence_costs_one_request(bed: Bed) -> None:
     assert len(bed.proxy.requests()) == 1
 
 
+def test_files_for_chats_are_found_beside_however_many_checkpoints(bed: Bed) -> None:
+    files = {**FILES, **CHAT}
+    bed.put(files=files)
+    for page in (f"checkpoint-{number}/README.md" for number in range(1_010)):
+        bed.bucket.put(f"loras/sql/{page}", b"")
+    found = locate(bed.source())
+    assert found is not None
+    assert {file.name: file.size_bytes for file in found.files} == {name: len(data) for name, data in files.items()}
+    methods = [request.method for request in bed.proxy.requests()]
+    assert sorted(methods) == ["GET", "GET", "HEAD", "HEAD", "HEAD"]
+    bed.proxy.plan(faults.denied(), method="HEAD", path=TEMPLATE_FILE, times=None)
+    found = locate(bed.source())
+    assert found is not None
+    assert {file.name for file in found.files} == {*files} - {TEMPLATE_FILE}
+
+
+def test_files_for_chats_cost_no_request_beside_few_files(bed: Bed) -> None:
+    bed.put(files={**FILES, **CHAT})
+    found = locate(bed.source())
+    assert found is not None
+    assert {file.name for file in found.files} == {*FILES, *CHAT}
+    assert len(bed.proxy.requests()) == 1
+
+
 def test_multipart_object_is_served(bed: Bed) -> None:
     data = os.urandom((5 << 20) + 100)
     bed.bucket.put("loras/sql/" + CONFIG_FILE, b"{}")
@@ -166,7 +191,12 @@ def test_empty_file_is_served_as_it_is(bed: Bed) -> None:
 def test_listing_denied_but_objects_readable(bed: Bed) -> None:
     bed.put()
     bed.proxy.plan(faults.denied(), path="list-type=2", times=None)
+    bed.proxy.plan(faults.denied(), method="HEAD", path=TEMPLATE_FILE, times=None)
     assert read(bed.serve(bed.source())) == FILES
+    bed.put(files=CHAT)
+    found = locate(bed.source())
+    assert found is not None
+    assert {file.name for file in found.files} == {*FILES, *CHAT} - {TEMPLATE_FILE}
     bed.put("half", {WEIGHTS_FILE: b"x"})
     with pytest.raises(AdapterNotFound):
         locate(bed.source(), "half")
