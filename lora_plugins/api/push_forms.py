@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Protocol
 
+from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE, is_shard
 from lora_plugins.errors import InvalidAdapter
@@ -58,7 +59,7 @@ def form_of(content_type: str, content_bytes: int | None) -> Form:
 
 def is_of_adapter(name: str) -> bool:
     """Whether an adapter has a file of this name."""
-    return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE} or is_shard(name)
+    return name in {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, *CHAT_FILES} or is_shard(name)
 
 
 def broken(found: str, expected: str, remedy: str = "push a whole PEFT adapter", *, file: str = "") -> InvalidAdapter:

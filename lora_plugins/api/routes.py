@@ -46,6 +46,7 @@ from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import ServedAdapter, not_served
 from lora_plugins.server.shares import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
+from lora_plugins.settings import AdapterChat
 from lora_plugins.store.layout import is_digest
 
 router = APIRouter(prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)])
@@ -192,18 +193,21 @@ async def push(
     # A chunked body has no length; `receive` counts the bytes in both cases.
     content_bytes = int(length) if length.isdecimal() else None
 
+    principal, settings = principal_of_request.get(), lifecycle.server.resolver.settings
+    is_tenant = principal is not None and principal.is_pusher
+
     async def receive_body(pieces: AsyncIterator[bytes], directory: Path) -> str:
         return await receive(
             pieces,
             directory,
             content_type=headers.get("content-type", ""),
             content_bytes=content_bytes,
-            max_bytes=lifecycle.server.resolver.settings.max_adapter_bytes,
+            max_bytes=settings.max_adapter_bytes,
             content_digest=", ".join(headers.getlist("content-digest")),
             content_encoding=", ".join(headers.getlist("content-encoding")),
+            takes_template=not is_tenant or settings.adapter_chat is AdapterChat.BASE,
         )
 
-    principal = principal_of_request.get()
     sender = Share("", 1) if principal is None else Share(principal.label, principal.share)
     async with _left_clients(lora_name), _changing(lifecycle) as began:
         if principal is not None and principal.pushes_per_minute is not None:

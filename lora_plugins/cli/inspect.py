@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from glob import escape, glob
 from pathlib import Path
 from shlex import quote
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from lora_plugins.absence import without_login
+from lora_plugins.adapter.chat import Chat, read_chat
 from lora_plugins.adapter.config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -46,7 +47,7 @@ from lora_plugins.cli.pull import bring
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import choose_files
-from lora_plugins.settings import Settings
+from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.store.manifest import Manifest
 
 
@@ -60,6 +61,7 @@ class Found:
     verified: VerifiedAdapter | None
     error: LoRAPluginsError | None
     warnings: tuple[str, ...] = ()
+    chat: Chat = field(default_factory=Chat)
 
 
 def inspect(
@@ -169,11 +171,15 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
     if config is not None and tensors:
         with suppress(LoRAPluginsError):
             pairs = pair_weights(tensors, config).pairs
+    chat = Chat()
+    if settings.adapter_chat is AdapterChat.ADAPTER:
+        with suppress(LoRAPluginsError):
+            chat = read_chat(path)
     named = () if config is None or base is None else warnings_of(config, base, settings.base_match)
     try:
-        return Found(config, tensors, pairs, verify_adapter(path, base, settings), None, named)
+        return Found(config, tensors, pairs, verify_adapter(path, base, settings), None, named, chat)
     except LoRAPluginsError as error:
-        return Found(config, tensors, pairs, None, _of_folder(path) or error, named)
+        return Found(config, tensors, pairs, None, _of_folder(path) or error, named, chat)
 
 
 def _of_folder(path: Path) -> AdapterNotFound | None:
@@ -238,6 +244,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "config": None if found.config is None else _config(found.config),
         "dtypes": dict(Counter(tensor.dtype for tensor in found.tensors)),
         "modules": [_module(pair) for pair in found.pairs],
+        "chat": _chat(found.chat),
         "base": None if base is None else _base(base),
         "verdict": "served",
         "notes": list(verified.notes) if verified else [],
@@ -258,6 +265,11 @@ def _config(config: AdapterConfig) -> dict[str, Any]:
         "alpha_pattern": dict(config.alpha_pattern),
         "target_modules": sorted(config.targets) if isinstance(config.targets, frozenset) else config.targets,
     }
+
+
+def _chat(chat: Chat) -> dict[str, Any]:
+    eos_token = chat.special_tokens.get("eos_token")
+    return {"template": chat.template is not None, "eos_token": eos_token, "end_ids": list(chat.end_ids)}
 
 
 def _base(base: BaseModel) -> dict[str, Any]:
@@ -295,6 +307,11 @@ def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
     if fields["modules"]:
         kinds = Counter(module["module"].rpartition(".")[2] for module in fields["modules"])
         yield f"modules      {len(fields['modules'])}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    chat = fields["chat"]
+    brings = ["a template"] if chat["template"] else []
+    brings += [f"eos token {chat['eos_token']}"] if chat["eos_token"] else []
+    brings += [f"end ids {' '.join(map(str, chat['end_ids']))}"] if chat["end_ids"] else []
+    yield f"chat         {', '.join(brings) or 'nothing of its own'}"
     if base is None:
         yield "compared with no base model (--base-model)"
     else:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "adapter_config.json"
+_CHAT_FILES = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")
 
 
 def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
@@ -20,7 +21,8 @@ def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
     archive = io.BytesIO()
     # A snapshot of the Hub's cache has links instead of files, and servers refuse links.
     with tarfile.open(fileobj=archive, mode="w", dereference=True) as tar:
-        for path in sorted(directory.glob("adapter_*")):
+        chat = (directory / name for name in _CHAT_FILES)
+        for path in [*sorted(directory.glob("adapter_*")), *filter(Path.exists, chat)]:
             tar.add(path, path.name)
     return archive.getvalue(), _headers(archive.getvalue(), "application/x-tar")
 

@@ -22,11 +22,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
+from lora_plugins.adapter.chat import MAX_BYTES
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api.push_body import receive
 from lora_plugins.errors import InvalidAdapter
-from tests.make import adapter_files
+from tests.make import CHAT, adapter_files
 
 FILES = adapter_files()
 ONE_FILE = save(load(FILES[WEIGHTS_FILE]), metadata={CONFIG_FILE: FILES[CONFIG_FILE].decode()})
@@ -113,6 +114,17 @@ def test_each_form_arrives_whole_in_any_pieces(tmp_path: Path, take, form: str, 
     assert {name: it.tobytes() for name, it in load(files[WEIGHTS_FILE]).items()} == {
         name: it.tobytes() for name, it in load(FILES[WEIGHTS_FILE]).items()
     }
+
+
+@pytest.mark.parametrize("form", ["parts", "archive"])
+def test_files_for_chats_arrive_too(tmp_path: Path, take, form: str) -> None:
+    make = parts if form == "parts" else archive
+    take(make({**FILES, **CHAT}), FORMS[form][0])
+    assert arrived(tmp_path) == {**FILES, **CHAT}
+    for name, most_bytes in MAX_BYTES.items():
+        with pytest.raises(InvalidAdapter, match=f"more than {most_bytes} bytes") as refused:
+            take(make({**FILES, name: b" " * (most_bytes + 1)}), FORMS[form][0], max_bytes=1 << 24)
+        assert refused.value.file == name
 
 
 def test_a_body_without_announced_length_arrives_too(tmp_path: Path, take) -> None:

@@ -18,13 +18,17 @@ import httpx
 import pytest
 
 from lora_plugins.api.access.policy import Policy
+from lora_plugins.adapter.chat import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from lora_plugins.errors import SlowBody
 from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.pushing import Receive, ServedPush
+from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.store.blocks import Blocks
-from tests.api.test_push_body import ONE_FILE, digest_header
+from tests.api.access.test_principals import POLICY
+from tests.api.test_push_body import ONE_FILE, archive, digest_header
 from tests.cli.admin_server import KEY, AdminServer, admin_server
+from tests.make import CHAT, adapter_files
 
 OLD, NEW = "aa" * 32, "bb" * 32
 
@@ -170,6 +174,28 @@ def test_a_client_that_leaves_costs_one_line_of_the_log(server, put, name, caplo
             logger.removeHandler(caplog.handler)
     said = {record.getMessage() for record in caplog.records if record.exc_info or record.name == lines.name}
     assert said == {f"The client of a push of adapter '{name}' left before the end of the body"}
+
+
+def test_a_tenant_pushes_no_template(tmp_path):
+    """A template runs in the server, for as long as the template likes."""
+    with admin_server(policy=POLICY, metrics=False) as server:
+        server.publish("t/sql", "a")
+        server.app.state.lora_plugins_pushes = _Pushes(server.world.lifecycle, tmp_path)
+
+        def put(key: str, *names: str) -> tuple[int, str]:
+            body = archive({**adapter_files(), **{name: CHAT[name] for name in names}})
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/x-tar"}
+            answer = httpx.put(f"{server.url}/v1/loras/t/sql", headers=headers, content=body)
+            return answer.status_code, answer.text
+
+        for name in (TEMPLATE_FILE, TOKENIZER_FILE):
+            status, said = put("key-t", name)
+            assert (status, "[L008]" in said, name in said) == (403, True, True)
+            assert "push without this file" in said
+        assert put("key-root", *CHAT)[0] == 200
+        assert put("key-t", GENERATION_FILE)[0] == 200
+        server.world.resolver.settings = Settings(adapter_chat=AdapterChat.BASE)
+        assert put("key-t", *CHAT)[0] == 200, "no template is used"
 
 
 def test_a_slow_body_gets_408(server, name, monkeypatch):

@@ -13,7 +13,7 @@ from lora_plugins.cli.exits import Exit
 from testbed.proxy import fault_proxy
 from testbed.s3 import S3, s3_server
 from tests.cli.common import outside
-from tests.make import adapter_files, content
+from tests.make import CHAT, adapter_files, content, put
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,19 @@ def test_replicas_that_share_a_store_fetch_once(s3, tmp_path):
     answers, asked = pulled_at_once(s3, (tmp_path / "shared",) * 3)
     assert len({answer["path"] for answer in answers}) == 1
     assert asked == 1
+
+
+def test_files_for_chats_are_pulled_and_shown(cli):
+    put(cli.adapters / "chat", {**adapter_files(), **CHAT})
+    path = Path(cli("pull", "chat", "--json").json["path"])
+    assert content(path) == {**adapter_files(), **CHAT}
+    said = cli("inspect", path, "--json").json
+    assert said["chat"] == {"template": True, "eos_token": "</s>", "end_ids": [2]}
+    assert {file["name"] for file in said["files"]} == {*adapter_files(), *CHAT}
+    assert "chat         a template, eos token </s>, end ids 2\n" in cli("inspect", path).out
+    cli.env["LORA_PLUGINS_ADAPTER_CHAT"] = "base"
+    assert "chat         nothing of its own\n" in cli("inspect", path).out
+    assert content(Path(cli("pull", "chat", "--json").json["path"])) == adapter_files()
 
 
 def test_pulling_leaves_no_lease(cli):

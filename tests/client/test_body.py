@@ -13,6 +13,7 @@ from safetensors.numpy import load
 from safetensors.torch import load as torch_load
 
 from lora_plugins.client.body import archive_of, body_of
+from tests.make import CHAT, adapter_files, put
 
 _W = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 _TENSOR = torch.from_numpy(_W.copy())
@@ -49,6 +50,13 @@ def test_tensors_of_kinds_without_numpy_arrive(kind: torch.dtype) -> None:
 def test_a_tensor_without_memory_is_named(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="tensor 'layer' has no memory here"):
         body_of({"layer": tensor}, {"r": 1})
+
+
+def test_files_for_chats_are_sent_and_no_others(tmp_path: Path) -> None:
+    files = {**adapter_files(), **CHAT}
+    put(tmp_path, {**files, "tokenizer.json": b"{}", "optimizer.pt": b"x"})
+    with tarfile.open(fileobj=io.BytesIO(archive_of(tmp_path)[0])) as tar:
+        assert {it.name for it in tar} == {*files}
 
 
 def test_linked_files_are_sent_as_files(tmp_path: Path) -> None:
