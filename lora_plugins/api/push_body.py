@@ -17,12 +17,12 @@ from typing import Any, Self
 
 import aiofiles
 
-from lora_plugins.adapter.chat import MAX_BYTES, TEMPLATE_FILE, TOKENIZER_FILE
+from lora_plugins.adapter.chat import MAX_BYTES
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from lora_plugins.adapter.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header, read_metadata
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGHTS_FILE
 from lora_plugins.api.push_forms import broken, form_of, is_of_adapter
-from lora_plugins.errors import NotAllowed, describing
+from lora_plugins.errors import describing
 
 _AT_ONCE_BYTES = 1 << 20  # of the body
 _MAX_FILES = 1_000  # far more shards than any adapter has
@@ -44,9 +44,9 @@ async def receive(
     max_bytes: int,
     content_digest: str = "",
     content_encoding: str = "",
-    takes_template: bool = True,
-) -> str:
-    """Write the adapter in a body to `directory`; returns the body's SHA-256 in hexadecimal.
+    leaves_out: Collection[str] = (),
+) -> tuple[str, frozenset[str]]:
+    """Write the adapter in a body to `directory`; return the body's SHA-256 in hexadecimal, and what was left out.
 
     Args:
         body: the body's pieces.
@@ -56,11 +56,10 @@ async def receive(
         max_bytes: size limit of the body.
         content_digest: the Content-Digest header (RFC 9530), compared where it has SHA-256 or SHA-512.
         content_encoding: the Content-Encoding header; every coding is refused.
-        takes_template: whether files with a chat template may come.
+        leaves_out: names of files that are not written where they come.
 
     Raises:
         InvalidAdapter: the body is no adapter, too large, or does not match Content-Digest.
-        NotAllowed: there is a file with a chat template.
         OSError: a file cannot be written.
     """
     if content_encoding not in ("", "identity"):
@@ -71,12 +70,16 @@ async def receive(
     form = form_of(content_type, content_bytes)
     # At most `max_bytes` may reach the disk: check the announced size first, then every piece.
     _check_size(content_bytes or 0, max_bytes)
-    async with _Files(directory, () if takes_template else (TEMPLATE_FILE, TOKENIZER_FILE)) as files:
+    left_out = set()
+    async with _Files(directory) as files:
         async for piece in _larger(body, max_bytes):
             for digest in hashes.values():
                 digest.update(piece)
             for name, part in form.feed(piece):
-                await files.write(name, part, form.file_bytes)
+                if name in leaves_out:
+                    left_out.add(name)
+                else:
+                    await files.write(name, part, form.file_bytes)
         # A body may end cleanly for HTTP and still lack its form's end mark.
         form.end()
         files.complete()
@@ -86,7 +89,7 @@ async def receive(
     # The one-file form carries the configuration in the weights' metadata.
     if not (directory / CONFIG_FILE).exists():
         await asyncio.to_thread(_take_config, directory)
-    return hashes["sha-256"].hexdigest()
+    return hashes["sha-256"].hexdigest(), frozenset(left_out)
 
 
 async def _larger(body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
@@ -112,8 +115,8 @@ async def _larger(body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[b
 class _Files:
     """The files of one directory, one after the other, each checked while it grows."""
 
-    def __init__(self, directory: Path, refused: Collection[str]) -> None:
-        self._directory, self._refused = directory, refused
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._open: Any = None  # the last file begun
         self._sizes_bytes: dict[str, int] = {}
         self._headers: dict[str, bytearray] = {}
@@ -130,7 +133,6 @@ class _Files:
 
         Raises:
             InvalidAdapter: the file is none of an adapter's, or its beginning is no safetensors header.
-            NotAllowed: the file is refused.
         """
         # An empty piece begins a file, so a second empty piece is a second file of the same name.
         if not piece and name in self._sizes_bytes:
@@ -138,13 +140,6 @@ class _Files:
         if name not in self._sizes_bytes:
             if not is_of_adapter(name):
                 raise broken(f"the file '{name[:80]}'", _EXPECTED_FILES)
-            if name in self._refused:
-                raise NotAllowed(
-                    "a file that may hold a chat template, which runs in the server",
-                    expected="none in a tenant's push",
-                    remedy="push without this file, or have an administrator push",
-                    file=name,
-                )
             if len(self._sizes_bytes) == _MAX_FILES:
                 raise broken(f"more than {_MAX_FILES} files", "fewer shards")
             if self._open is not None:

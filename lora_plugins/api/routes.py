@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
-from lora_plugins.adapter.chat import Chat
+from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, Chat
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, served_state, views_of
@@ -46,7 +46,6 @@ from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import ServedAdapter, not_served
 from lora_plugins.server.shares import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
-from lora_plugins.settings import AdapterChat
 from lora_plugins.store.layout import is_digest
 
 router = APIRouter(prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)])
@@ -194,10 +193,13 @@ async def push(
     content_bytes = int(length) if length.isdecimal() else None
 
     principal, settings = principal_of_request.get(), lifecycle.server.resolver.settings
-    is_tenant = principal is not None and principal.is_pusher
+    # A template is a program that runs in the server: a tenant's is none that the operator has chosen.
+    leaves_out = (TEMPLATE_FILE, TOKENIZER_FILE) if principal is not None and principal.is_pusher else ()
+    left_out: frozenset[str] = frozenset()
 
     async def receive_body(pieces: AsyncIterator[bytes], directory: Path) -> str:
-        return await receive(
+        nonlocal left_out
+        body_sha256, left_out = await receive(
             pieces,
             directory,
             content_type=headers.get("content-type", ""),
@@ -205,8 +207,9 @@ async def push(
             max_bytes=settings.max_adapter_bytes,
             content_digest=", ".join(headers.getlist("content-digest")),
             content_encoding=", ".join(headers.getlist("content-encoding")),
-            takes_template=not is_tenant or settings.adapter_chat is AdapterChat.BASE,
+            leaves_out=leaves_out,
         )
+        return body_sha256
 
     sender = Share("", 1) if principal is None else Share(principal.label, principal.share)
     async with _left_clients(lora_name), _changing(lifecycle) as began:
@@ -225,6 +228,8 @@ async def push(
         waited_ms=_ms(pushed.waited_s), received_ms=_ms(pushed.received_s), served_ms=_ms(pushed.served_s)
     )
     serves = f"serves what was pushed, {(pushed.change.after or '')[:12]}"
+    if left_out:
+        serves += f", without {', '.join(sorted(left_out))}, which only administrators may bring"
     done = _version_status(lifecycle, lora_name, serves, pushed.change, began)
     return PushStatus(**done.model_dump(), timings=timings)
 

@@ -94,7 +94,8 @@ def take(tmp_path: Path) -> Callable[..., str]:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         given = {"content_bytes": len(body) if announced else None, "max_bytes": 1 << 23, **more}
-        return asyncio.run(receive(pieces(), directory, content_type=content_type, **given))  # type: ignore[arg-type]
+        received = receive(pieces(), directory, content_type=content_type, **given)  # type: ignore[arg-type]
+        return asyncio.run(received)[0]
 
     return take
 
