@@ -220,7 +220,7 @@ def test_what_the_client_says_of_ends_wins(chats: Chats) -> None:
 def test_the_server_says_which_chats_it_serves(chats: Chats) -> None:
     with httpx.Client(base_url=chats.server.url, verify=PLAIN_HTTP, timeout=60) as client:
         for name in ("plain", "all"):
-            client.put(f"/v1/loras/{name}").raise_for_status()
+            client.post(f"/v1/loras/{name}/prefetch").raise_for_status()
         plain, own = (client.get(f"/v1/loras/{name}").json()["chat"] for name in ("plain", "all"))
     assert plain is None
     assert own["template"]
