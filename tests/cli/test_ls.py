@@ -31,6 +31,7 @@ ADAPTER = {
     "pinned_digest": None,
     "previous_digests": [],
     "last_error": None,
+    "chat": None,
     "warnings": [],
 }
 TROUBLED = {
