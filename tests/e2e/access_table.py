@@ -170,7 +170,8 @@ def _listed(who: str, answer: httpx.Response, full: Callable[[str], str]) -> str
 def _carded(who: str, ask: Ask, full: Callable[[str], str]) -> str:
     """Whose cards are shown, and that all others are answered as one name that does not exist is."""
     answers = {
-        it: ask("GET", f"/v1/models/{quote(full(it))}", PRINCIPALS[who]) for it in (*sorted(EVERYTHING), *HIDDEN)
+        name: ask("GET", f"/v1/models/{quote(full(name)).replace('..', '%2E%2E')}", PRINCIPALS[who])
+        for name in (*sorted(EVERYTHING), *HIDDEN)
     }
     shown = {name for name, answer in answers.items() if answer.status_code == 200}
     told = {(it.status_code, it.text.replace(full(name), "")) for name, it in answers.items() if name not in shown}

@@ -40,7 +40,7 @@ def test_cold_adapters_are_listed_in_spite_of_an_outage(world: World) -> None:
         assert cold <= listed()
 
 
-def test_a_model_has_a_card_before_and_after_its_first_request(world: World) -> None:
+def test_models_have_cards_before_and_after_their_first_request(world: World) -> None:
     base = world.client.models.retrieve(world.base)
     for name in ("static", "deep/er/cloud", "acme/poet@v1"):
         card = world.client.models.retrieve(name)
