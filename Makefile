@@ -42,7 +42,7 @@ test-models: set-up ## every architecture of testbed/architectures.py on the rea
 test-long: set-up ## all tests, nightly ones too, with as many examples and repetitions as before a release
 	@LONG_TESTS=1 $(RUN) -m pytest $(PARALLEL)
 
-OF_API_SERVERS := access admin by_path damaged_and_full_stores digests in_flight push restart
+OF_API_SERVERS := access admin by_path chat damaged_and_full_stores digests in_flight push restart
 API_SERVERS = 2
 test-api-servers: set-up ## what must hold with several API servers too: admin, pushes, swaps, damage, restarts (API_SERVERS=4)
 	@API_SERVERS=$(API_SERVERS) $(RUN) -m pytest $(OF_API_SERVERS:%=tests/e2e/test_%.py)
