@@ -7,7 +7,7 @@ template is a program in Jinja: nothing here runs or parses the template; Transf
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ GENERATION_FILE = "generation_config.json"
 # Far above real files: Gemma 3's `tokenizer_config.json` has 1.2 MB.
 MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 8 << 20, GENERATION_FILE: 1 << 20}
 CHAT_FILES = tuple(MAX_BYTES)
+_CHAT_FILES = frozenset(CHAT_FILES)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
@@ -48,6 +49,11 @@ class Chat:
     def template_for(self, *, has_tools: bool) -> str | None:
         """Return the template of a request with or without tools; None where the adapter has no template."""
         return self.tool_template if has_tools and self.tool_template is not None else self.template
+
+
+def chat_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of files for chats among the names of an adapter's files, in one order."""
+    return tuple(sorted(_CHAT_FILES.intersection(names)))
 
 
 def read_chat(directory: Path) -> Chat:

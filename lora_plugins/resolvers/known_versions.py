@@ -60,7 +60,7 @@ class ResolvedAdapter:
     is_3d: bool = False
     warnings: tuple[str, ...] = ()
     holder: Hashable = None
-    chat_files: frozenset[str] = frozenset()
+    chat_files: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:

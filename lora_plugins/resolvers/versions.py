@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lora_plugins.adapter.chat import CHAT_FILES, check_chat_size
+from lora_plugins.adapter.chat import chat_files, check_chat_size
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
@@ -126,7 +126,8 @@ class VersionStore:
             warnings=verified.warnings,
         )
         self._events.emit(facts)
-        found = _resolved(name, stored, verified, (source.label, adapter.uri, adapter.version), holder)
+        origin = (source.label, adapter.uri, adapter.version)
+        found = _resolved(name, stored, verified, origin, of_chats=wanted[-1], holder=holder)
         return self._known.note(key, found, is_remote=source.remote), facts
 
     async def _obtain_ready(
@@ -171,7 +172,8 @@ class VersionStore:
         except DamagedCopy:
             return None
         self._store.leases.hand_over(stored.digest, asker.holder, name)
-        resolved = _resolved(name, stored, verified, origin)
+        of_chats = chat_files(file.name for file in manifest.files)
+        resolved = _resolved(name, stored, verified, origin, of_chats=of_chats)
         if of_any_name and "@" not in name:  # `NAME@DIGEST` has no versions of its own
             self._known.note_had(name, resolved)
         return resolved
@@ -310,7 +312,13 @@ class VersionStore:
 
 
 def _resolved(
-    name: str, stored: _Stored, verified: VerifiedAdapter, origin: tuple[str, str, str], holder: Hashable = None
+    name: str,
+    stored: _Stored,
+    verified: VerifiedAdapter,
+    origin: tuple[str, str, str],
+    *,
+    of_chats: tuple[str, ...],
+    holder: Hashable = None,
 ) -> ResolvedAdapter:
     source, uri, version = origin
     return ResolvedAdapter(
@@ -325,7 +333,7 @@ def _resolved(
         is_3d=verified.is_3d,
         warnings=verified.warnings,
         holder=holder,
-        chat_files=frozenset(name for name in CHAT_FILES if (stored.directory / name).exists()),
+        chat_files=of_chats,
     )
 
 
@@ -359,13 +367,13 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
     )
     with describing(file=weights):
         check_size(sum(file.size_bytes for file in files), settings)
-    chat = [file for file in adapter.files if file.name in _chat_files(adapter, settings)]
+    of_chats = _chat_files(adapter, settings)
+    chat = [file for file in adapter.files if file.name in of_chats]
     for file in chat:
         check_chat_size(file.name, file.size_bytes)
     return replace(adapter, files=(*files, *chat))
 
 
-def _chat_files(adapter: RemoteAdapter, settings: Settings) -> frozenset[str]:
+def _chat_files(adapter: RemoteAdapter, settings: Settings) -> tuple[str, ...]:
     """The names of the adapter's files for chats, where the settings say to serve the adapter with these."""
-    names = CHAT_FILES if settings.adapter_chat is AdapterChat.ADAPTER else ()
-    return frozenset(names).intersection(file.name for file in adapter.files)
+    return chat_files(file.name for file in adapter.files) if settings.adapter_chat is AdapterChat.ADAPTER else ()
