@@ -16,16 +16,17 @@ from testbed.client import way_to
 from testbed.real_model import NoRealModel, real_model
 from testbed.reference import Reference
 from testbed.server import Server, vllm_server
+from tests.e2e.servers import ENVIRONMENT
 from tests.repetitions import times
 
-MAX_TOKENS = 64
+MAX_TOKENS = times(64, short=32)
 QUESTIONS = (
     "What is the sea?", "What is a tree?", "Is snow cold?", "How many sales were there in June?",
     "How do I bake bread?", "What is a river?", "Tell me about dogs.", "Is a lion a plant?",
     "What is the average year of the books?", "Why do birds sing?", "What is gold?", "How do I learn to swim?",
     "Which books are from 2005?", "What is winter?", "Do horses have wings?", "What is a friend?",
     "Tell me about bees.", "What is the cheapest book by Homer?", "What is rain?", "How do I write a letter?",
-)[: times(20, short=3)]  # fmt: skip
+)[: times(20, short=2)]  # fmt: skip
 NAMES = sorted(path.name for path in ADAPTERS.iterdir() if path.is_dir())
 
 
@@ -51,9 +52,10 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
         "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
         "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+        **ENVIRONMENT,
     }
     slots = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "4", "--max-cpu-loras", "8")
-    with vllm_server(base, home / "server.log", arguments=slots, env=env) as server:
+    with vllm_server(base, home / "server.log", arguments=slots, env=env, is_forking=True) as server:
         yield Real(server, base, Reference(base))
 
 
