@@ -1,4 +1,4 @@
-"""Engines of tiny models, one after another, each forked from one process that has imported vLLM: seconds apiece.
+"""Engines of tiny models, one after another, each forked from a process that has imported vLLM: seconds apiece.
 
 with ForkedEngines(log_file) as engines, engines.engine(architecture, directory) as engine:
     answers = engine.call("answers", ["attention"])
@@ -7,18 +7,23 @@ with ForkedEngines(log_file) as engines, engines.engine(architecture, directory)
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from socket import socketpair
 from typing import Any, Self
 
 from testbed.architectures import BY_NAME, Architecture
+from testbed.forking_vllm import fork
 from testbed.server import outer_environment
+
+_START_TIMEOUT_S = 300.0
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine and its worker are in the process that asks them
@@ -49,22 +54,23 @@ class Engine:
 
 
 class ForkedEngines:
-    """The process that has imported vLLM; it has one engine at a time."""
+    """A process that has imported vLLM and PEFT; it has one engine at a time."""
 
     def __init__(self, log_file: Path) -> None:
         self.log_file = log_file
 
     def __enter__(self) -> Self:
-        ours, theirs = socketpair()
-        root = str(Path(__file__).resolve().parent.parent)
-        environment = {**outer_environment(), **_ENVIRONMENT}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
-        command = [sys.executable, "-m", "testbed.forked_engines", str(theirs.fileno())]
-        with self.log_file.open("wb") as log, theirs:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, pass_fds=[theirs.fileno()]
-            )
-        self._connection = Connection(ours.detach())
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path := f"{folder}/socket")  # of few characters
+            listener.listen()
+            listener.settimeout(_START_TIMEOUT_S)
+            self._process = fork(
+                "testbed.forked_engines:main", ["forked_engines", path],
+                environment={**outer_environment(), **_ENVIRONMENT}, output=self.log_file,
+            )  # fmt: skip
+            accepted, _ = listener.accept()
+        accepted.setblocking(True)
+        self._connection = Connection(accepted.detach())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +78,8 @@ class ForkedEngines:
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     @contextmanager
@@ -102,10 +109,8 @@ def _received(connection: Connection) -> Any:
 
 
 def _serve(connection: Connection) -> None:
-    import peft
-    import vllm
-    import vllm.lora.worker_manager
-    import vllm.v1.worker.cpu_worker  # noqa: F401 - so that its children have it
+    import peft  # so that its children have it
+    import vllm.lora.worker_manager  # noqa: F401
 
     assert peft
     while True:
@@ -144,5 +149,6 @@ def _run(connection: Connection, architecture: Architecture, directory: Path, wi
         connection.send(answer)
 
 
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+def main() -> None:
+    with Client(sys.argv[1], "AF_UNIX") as connection:
+        _serve(connection)

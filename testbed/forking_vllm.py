@@ -20,6 +20,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -28,7 +29,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -174,6 +174,19 @@ def run_forked(
     return subprocess.CompletedProcess(arguments, status, output.read_text(), error.read_text())
 
 
+def run_script(
+    code: str, *arguments: str, environment: Mapping[str, str], home: Path
+) -> subprocess.CompletedProcess[str]:
+    """As `run_forked`, of Python code."""
+    file = home / f"script-{len(list(home.iterdir()))}.py"
+    file.write_text(code)
+    return run_forked("testbed.forking_vllm:script", [str(file), *arguments], environment=environment, home=home)
+
+
+def script() -> None:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def main() -> None:
     path = sys.argv[1]
     Path(path).unlink(missing_ok=True)  # of one that was killed
@@ -279,7 +292,7 @@ def _run(question: dict[str, Any]) -> NoReturn:
         if isinstance(end.code, str):
             sys.stderr.write(end.code + "\n")
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # which a program may have replaced
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()

@@ -5,16 +5,14 @@ Each case has a process of its own, because the registry is the process's.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from testbed.forking_vllm import run_script
+from testbed.server import outer_environment
 
 PRELUDE = """
 import asyncio, warnings
@@ -54,64 +52,31 @@ def absent(lines):
 """
 
 
-# Reads cases, and forks a process for each of them, which need not import vLLM again.
-FORKING = """
-import json, os, sys, traceback
-for line in sys.stdin:
-    script, env, said = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 1)
-        os.environ.update(env)
-        try:
-            exec(script)
-        except BaseException:
-            print(traceback.format_exc())
-            sys.stdout.flush()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
-    print(os.waitpid(pid, 0)[1], flush=True)
-"""
-
 Run = Callable[..., str]
 
 
-@contextmanager
-def forking(home: Path, **env: str) -> Iterator[Run]:
+def running(home: Path, **env: str) -> Run:
     """What runs a script behind `PRELUDE` in a process of its own, with further variables, and returns its output."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + FORKING],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
-    ) as process:
 
-        def run(script: str, **env: str) -> str:
-            said = home / f"said-{len(list(home.iterdir()))}"
-            process.stdin.write(json.dumps([textwrap.dedent(script), env, str(said)]) + "\n")
-            status = process.stdout.readline()
-            assert status == "0\n", (status, said.read_text() if said.exists() else "")
-            return said.read_text()
+    def run(script: str, **more: str) -> str:
+        environment = {**outer_environment(), "CUDA_VISIBLE_DEVICES": "", **env, **more}
+        ended = run_script(PRELUDE + textwrap.dedent(script), environment=environment, home=home)
+        assert ended.returncode == 0, (ended.stdout, ended.stderr)
+        return ended.stdout
 
-        yield run
-        process.stdin.close()
+    return run
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    with forking(tmp_path_factory.mktemp("metrics")) as run:
-        yield run
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return running(tmp_path_factory.mktemp("metrics"))
 
 
 @pytest.fixture(scope="module")
-def run_with_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run_with_files(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """In vLLM's multiprocess mode, which is chosen when prometheus_client is imported."""
     files = str(tmp_path_factory.mktemp("files"))
-    with forking(tmp_path_factory.mktemp("metrics"), PROMETHEUS_MULTIPROC_DIR=files) as run:
-        yield run
+    return running(tmp_path_factory.mktemp("metrics"), PROMETHEUS_MULTIPROC_DIR=files)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +25,8 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.server.leader import SOCKET
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import serve_command
+from testbed.forking_vllm import run_forked, run_script
+from testbed.server import outer_environment
 
 RESOLVER, MANAGER, KERNELS, ADMIN = "lora_filesystem_resolver", "lora_lru_manager", "lora_kernels", "lora_admin"
 RUST = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "/bin/true"}
@@ -220,32 +221,38 @@ def test_the_grpc_server_itself_does_not_start(monkeypatch: pytest.MonkeyPatch) 
     serve_command.patch(Settings.from_env())
 
 
-def ended_below(parent: Path, plugins: str) -> Any:
-    """A process with these plugins whose parent is this program."""
-    code = (
-        "from lora_plugins.settings import Settings; from lora_plugins.vllm_patches.api_server import serve_command; "
-    )
-    parent.write_text(f"#!/bin/sh\n'{sys.executable}' -c '{code}serve_command.patch(Settings.from_env())'\nexit $?\n")
-    parent.chmod(0o755)
-    env = {**os.environ, "VLLM_PLUGINS": plugins}
-    return subprocess.run([parent], capture_output=True, text=True, env=env, check=False)
+BELOW = """
+import os, sys
+from pathlib import Path
+from lora_plugins.settings import Settings
+from lora_plugins.vllm_patches.api_server import serve_command
+Path("/proc/self/comm").write_text(sys.argv[1])
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+serve_command.patch(Settings.from_env())
+"""
+
+
+def ended_below(home: Path, parent: str, plugins: str) -> Any:
+    """A process with these plugins whose parent has this name."""
+    return run_script(BELOW, parent, environment={**outer_environment(), "VLLM_PLUGINS": plugins}, home=home)
 
 
 @pytest.mark.deployment("front end in Rust", "refused", "`vllm-rs serve`: the engine that it starts ends with L007")
 def test_an_engine_of_vllm_rs_does_not_start(tmp_path: Path) -> None:
-    ended = ended_below(tmp_path / "vllm-rs", f"{MANAGER},{RESOLVER}")
+    ended = ended_below(tmp_path, "vllm-rs", f"{MANAGER},{RESOLVER}")
     assert ended.returncode == 1
     assert "[L007] found vllm-rs serve with lora_filesystem_resolver" in ended.stderr
-    assert ended_below(tmp_path / "vllm-rs", f"{MANAGER},{KERNELS}").returncode == 0
-    assert ended_below(tmp_path / "another", f"{MANAGER},{RESOLVER}").returncode == 0
+    assert ended_below(tmp_path, "vllm-rs", f"{MANAGER},{KERNELS}").returncode == 0
+    assert ended_below(tmp_path, "another", f"{MANAGER},{RESOLVER}").returncode == 0
 
 
 @pytest.mark.parametrize("level", ["INFO", pytest.param("DEBUG", marks=pytest.mark.nightly)])
 def test_a_refused_start_is_a_line_without_traceback(tmp_path: Path, level: str) -> None:
-    env = {**os.environ, "VLLM_PLUGINS": RESOLVER, "VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path)}
+    env = {**outer_environment(), "VLLM_PLUGINS": RESOLVER, "VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path)}
     env |= {"LORA_PLUGINS_STORE_MAX_BYTES": "plenty", "VLLM_LOGGING_LEVEL": level}
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "/no/such/model", "--enable-lora"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=240)
+    command = ["vllm", "serve", "/no/such/model", "--enable-lora"]
+    ended = run_forked("vllm.entrypoints.cli.main:main", command, environment=env, home=tmp_path)
     assert ended.returncode == 1
     said, command = ended.stderr.splitlines()[-2:]
     assert said.startswith("error: [L007] found LORA_PLUGINS_STORE_MAX_BYTES='plenty'")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.worker.gpu.lora_utils import LoraState
 
 from lora_plugins.vllm_patches.worker import lora_state
+from testbed.forking_vllm import run_script
+from testbed.server import outer_environment
 from tests.vllm_patches.put_back import put_back
 
 ADAPTERS = [7, 0, 8]  # engine ids of three requests; the second is of the base model
@@ -77,11 +78,14 @@ def test_each_row_of_logits_has_the_adapter_of_its_request(
     assert state.inputs() == unchanged  # rows are those of one batch
 
 
-def test_a_process_without_a_runner_imports_none() -> None:
+def test_a_process_without_a_runner_imports_none(tmp_path: Path) -> None:
     script = (
-        "import sys; from lora_plugins.vllm_patches.worker import lora_state; lora_state.patch();"
+        "import sys\n"
+        "for name in [it for it in sys.modules if it.startswith('vllm.v1.worker.gpu')]:\n"
+        "    del sys.modules[name]  # of the process that this one is forked from\n"
+        "from lora_plugins.vllm_patches.worker import lora_state; lora_state.patch();"
         "from vllm.v1.worker.gpu.lora_utils import LoraState; LoraState(2);"
         "assert 'vllm.v1.worker.gpu.model_runner' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=240)
+    done = run_script(script, environment=outer_environment(), home=tmp_path)
     assert done.returncode == 0, done.stderr

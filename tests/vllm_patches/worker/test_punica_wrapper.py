@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -18,6 +15,8 @@ from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 from lora_plugins.kernels.compiled import build
 from lora_plugins.vllm_patches.worker import punica_wrapper
+from testbed.forking_vllm import run_script
+from testbed.server import outer_environment
 
 SCRIPT = """
 import json, os, sys
@@ -27,7 +26,9 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 original = BaseLayerWithLoRA.set_mapping
-for line in sys.stdin:
+for kept in (build.problem, build.product, build._of_wheel):
+    kept.cache_clear()  # of the process that this one is forked from
+for line in sys.argv[1:]:
     sys.stdout.flush()
     if not os.fork():
         os.environ.update(json.loads(line))
@@ -64,18 +65,9 @@ OURS = "lora_plugins.kernels.punica_cpu."
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    ours = ("VLLM_PLUGINS", "VLLM_LORA_RESOLVER_", "LORA_PLUGINS_")
-    env = {key: text for key, text in os.environ.items() if not key.startswith(ours)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input="\n".join(json.dumps(case) for case in ENVIRONMENTS.values()),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env=env,
-    )
+def outcomes(tmp_path_factory):
+    cases = map(json.dumps, ENVIRONMENTS.values())
+    done = run_script(SCRIPT, *cases, environment=outer_environment(), home=tmp_path_factory.mktemp("outcomes"))
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(results) == len(ENVIRONMENTS), done.stderr[-4000:]
     return dict(zip(ENVIRONMENTS, results, strict=True))
