@@ -1,8 +1,10 @@
 """A LoRA layer in a model that vLLM compiles and keeps in its compile cache, as on CUDA, in Triton's interpreter.
 
-    VLLM_CACHE_ROOT=cache python -m testbed.compiled_layer vllm | triton | triton-in-vllms-cache
+    python -m testbed.compiled_layer CACHE KERNELS [CACHE KERNELS ...]
 
-Prints whether the compiled model came from the cache, and whether the adapter's row and the base model's row are right.
+Each pair is a start with these kernels (vllm, triton or triton-in-vllms-cache) over this cache, in a process of its
+own, forked from one that has imported vLLM. Prints in a line each whether the compiled model came from the cache, and
+whether the adapter's row and the base model's row are right; or null, where the start has failed.
 `triton-in-vllms-cache` computes with our kernels under vLLM's own hash, as an old cache would be found.
 
 vLLM's operators want a machine with a GPU: Triton gets an entry for CPUs, whose driver nobody asks for, and one of
@@ -15,7 +17,9 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from types import SimpleNamespace
+from typing import NoReturn, TextIO
 
 RANK, WIDTH, ROWS = 16, 64, 4
 GPU_WRAPPER = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
@@ -44,9 +48,27 @@ def main() -> None:
     triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
-    take_kernels(sys.argv[1])
-    json.dump(compute(), answers)
-    answers.close()
+    import vllm.lora.layers
+    import vllm.model_executor.layers.linear  # noqa: F401 - so that the starts have it
+
+    for cache, kernels in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        if not (child := os.fork()):
+            start(cache, kernels, answers)
+        if os.waitpid(child, 0)[1]:
+            print("null", file=answers, flush=True)
+
+
+def start(cache: str, kernels: str, answers: TextIO) -> NoReturn:
+    os.environ["VLLM_CACHE_ROOT"] = cache
+    status = 1
+    try:
+        take_kernels(kernels)
+        print(json.dumps(compute()), file=answers, flush=True)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def compute() -> dict[str, object]:

@@ -9,10 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+import pip
 import pytest
 import yaml
 
@@ -289,7 +289,8 @@ def test_sync_copies_what_is_new_and_verified(tmp_path):
 def image(tmp_path) -> Environment:
     """An environment like that of vLLM's image: a vLLM, what it needs, and a conflict that was there before."""
     made = Environment(tmp_path / "env", tmp_path / "index")
-    venv.create(made.folder, with_pip=True)  # the script runs the image's own pip
+    (site,) = made.folder.glob("lib/python*/site-packages")
+    shutil.copytree(Path(pip.__file__).parent, site / "pip")  # the script runs the image's own
     made.have("vllm", "0.32.0", ("fsspec",))
     made.have("fsspec", "1.0")
     made.have("quarrel", "1.0", ("fsspec>=2",))

@@ -92,6 +92,16 @@ def shim(tmp_path: Path) -> Callable[[str, int], dict[str, str]]:
     return build
 
 
+DOCTOR_AND_START = """
+from lora_plugins.cli import main
+try:
+    main()
+except SystemExit:
+    from lora_plugins.process import this_process
+    this_process().resolver
+"""
+
+
 @pytest.mark.parametrize(
     ("function", "number", "text"),
     [
@@ -102,14 +112,11 @@ def shim(tmp_path: Path) -> Callable[[str, int], dict[str, str]]:
     ids=["no links", "no locks", "locks that always succeed"],
 )
 def test_the_doctor_and_the_start_say_the_same(shim, function: str, number: int, text: str) -> None:
-    env = shim(function, number)
-    doctor = "from lora_plugins.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", doctor, "doctor", "--json"], env=env, capture_output=True, check=False)
+    command = [sys.executable, "-c", DOCTOR_AND_START, "doctor", "--json"]
+    done = subprocess.run(command, env=shim(function, number), capture_output=True, text=True, check=False)
     (found,) = [item for item in json.loads(done.stdout)["findings"] if item["check"] == "store"]
     assert found["state"] == "problem"
     assert text in found["found"]
-    start = "from lora_plugins.process import this_process; this_process().resolver"
-    done = subprocess.run([sys.executable, "-c", start], env=env, capture_output=True, text=True, check=False)
     assert "[L007] found a store on a file system" in done.stderr
     assert text in done.stderr
 
