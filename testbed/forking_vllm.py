@@ -195,14 +195,18 @@ def main() -> None:
     listener.listen()
     os.dup2(2, 1)  # vLLM prints
     sys.path.append(str(Path(__file__).parent.parent))
+    import_vllm()
+    gc.collect()
+    gc.freeze()  # else the first collection of each program copies all of it
+    _serve(listener, path)
+
+
+def import_vllm() -> None:
     for module in IMPORTED:
         importlib.import_module(module)
     importlib.import_module("testbed.model_kinds").ask_in_this_process()
     _sleep_while_waiting()
     _compile_kernels()
-    gc.collect()
-    gc.freeze()  # else the first collection of each program copies all of it
-    _serve(listener, path)
 
 
 def _compile_kernels() -> None:

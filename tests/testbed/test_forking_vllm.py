@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
-WITHOUT_VLLM = "from testbed import forking_vllm; forking_vllm.IMPORTED = (); forking_vllm.main()"
+WITHOUT_VLLM = "from testbed import forking_vllm; forking_vllm.import_vllm = lambda: None; forking_vllm.main()"
 LONGEST_S = 30
 
 
