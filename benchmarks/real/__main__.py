@@ -27,7 +27,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real import first_token, limits, many, page, speed
+from benchmarks.real import compared, first_token, limits, many, page, speed
 from benchmarks.real.bed import Bed, Figure
 from benchmarks.record import RESULTS, ROOT, keep
 from testbed.real_model import NoRealModel, real_model
@@ -53,6 +53,7 @@ PARTS = {
     "cold": Part("Cold beside streams", first_token.cold, first_token.cold_figures, 100, 360),
     "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 70, 360),
     "thousand": Part("1,000 adapters in host memory", many.thousand, many.thousand_figures, 60, 420),
+    "compare": Part("Served as trained", compared.measure, compared.figures, 0, 600),
     "limits": Part("Limits of a step", limits.measure, limits.figures, 30, 240),
 }
 
