@@ -49,7 +49,7 @@ def _interrupt(*_: Any) -> None:
 def _run(mutants: list[Mutant], copy: Path) -> int:
     _copy_tree(copy)
     for mutant in mutants:
-        _mutated(mutant)  # before minutes are spent
+        mutated(mutant)  # before minutes are spent
     status, output, took_s = _pytest(copy, dict.fromkeys(target for mutant in mutants for target in mutant.targets))
     print(f"unchanged: {took_s:.0f} s", flush=True)
     if status != 0:
@@ -58,7 +58,7 @@ def _run(mutants: list[Mutant], copy: Path) -> int:
     survivors = 0
     for number, mutant in enumerate(mutants):
         path = copy / mutant.file
-        path.write_text(_mutated(mutant))
+        path.write_text(mutated(mutant))
         # Compiled modules are known by their source's size and second: a second that no other version has.
         os.utime(path, (number, number))
         status, output, took_s = _pytest(copy, mutant.targets)
@@ -81,7 +81,8 @@ def _copy_tree(copy: Path) -> None:
             shutil.copy2(_TREE / name, copy / name)
 
 
-def _mutated(mutant: Mutant) -> str:
+def mutated(mutant: Mutant) -> str:
+    """The text of the file with the mistake."""
     text = (_TREE / mutant.file).read_text()
     if text.count(mutant.old) != 1 or mutant.old == mutant.new:
         print(f"{mutant.name}: {mutant.file} has its text {text.count(mutant.old)} times, not once")

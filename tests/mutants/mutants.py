@@ -26,8 +26,8 @@ MUTANTS = (
     Mutant(
         "planner: the adapter that runs the most leaves",
         "lora_plugins/scheduler/slots.py",
-        "state.leave(min(taking, key=lambda it: len(it.running)), now)",
-        "state.leave(max(taking, key=lambda it: len(it.running)), now)",
+        "state.leave(min(taking, key=lambda it: len(it.running)), now, priority)",
+        "state.leave(max(taking, key=lambda it: len(it.running)), now, priority)",
         ("tests/scheduler/test_planner.py",),
     ),
     Mutant(
@@ -243,10 +243,10 @@ MUTANTS = (
     Mutant(
         "server: a load takes no lock of its name",
         "lora_plugins/server/lifecycle.py",
-        "lock(name):\n            adapter = self.registry.get(name)\n"
+        "lock(name), self.ending_block(name, seen):\n            adapter = self.registry.get(name)\n"
         "            _require_version(name, adapter, expects)\n"
         "            if adapter is None:\n                adapter = await self._load(name, uri, ",
-        "lock(object()):\n            adapter = self.registry.get(name)\n"
+        "lock(object()), self.ending_block(name, seen):\n            adapter = self.registry.get(name)\n"
         "            _require_version(name, adapter, expects)\n"
         "            if adapter is None:\n                adapter = await self._load(name, uri, ",
         ("tests/server/test_lifecycle.py",),
@@ -289,7 +289,7 @@ MUTANTS = (
     Mutant(
         "engine core: an aborted request keeps its slot",
         "lora_plugins/vllm_patches/engine_core/scheduler.py",
-        "        self.planner.ended([request.request_id for request in finished], time.monotonic())\n",
+        "        self.planner.ended([request.request_id], time.monotonic(), expects_more=expects_more)\n",
         "",
         ("tests/vllm_patches/engine_core/test_scheduler.py",),
     ),
