@@ -32,9 +32,8 @@ def measure(bed: Bed, rows: list[dict]) -> None:
         with bed.servers([OURS, STOCK], "--dtype", dtype, *SLOTS) as arms:
             for arm in arms:
                 for name in names:
-                    rows.append(
-                        {"dtype": dtype, "arm": arm.name, "adapter": name, **_compared(arm.port, name, trained)}
-                    )
+                    found = _compared(arm.port, name, trained[name])
+                    rows.append({"dtype": dtype, "arm": arm.name, "adapter": name, **found})
 
 
 def _trained(bed: Bed, name: str) -> Path:
