@@ -5,6 +5,7 @@ Source: `vllm/lora/peft_helper.py` of vLLM 0.32 and 0.33 (identical), `peft/tune
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -122,6 +123,7 @@ def parse_config(data: bytes) -> AdapterConfig:
     # The length bounds the memory of everything below: no parser has seen the bytes so far.
     if len(data) > MAX_CONFIG_BYTES:
         raise _broken(f"more than {MAX_CONFIG_BYTES} bytes", f"at most {MAX_CONFIG_BYTES}")
+    data = data.removeprefix(codecs.BOM_UTF8)  # as Windows editors and PowerShell write
     foreign = foreign_bytes(data)
     if foreign is not None:
         raise foreign

@@ -110,7 +110,7 @@ def lines_of(path: Path, option: str) -> list[str]:
         UsageProblem: the file cannot be read, or has no lines.
     """
     try:
-        lines = [text for text in path.read_text(encoding="utf-8").splitlines() if text.strip()]
+        lines = [text for text in path.read_text(encoding="utf-8-sig").splitlines() if text.strip()]
     except (OSError, ValueError) as error:
         raise UsageProblem(f"{option} {path}: cannot be read ({error})") from None
     if not lines:

@@ -117,7 +117,7 @@ def listed(answers: Iterable[Result | LoRAPluginsError], name_key: str = "name",
 
 def _lines(file: Path) -> list[AskedName]:
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageProblem(f"--file {file}: {getattr(error, 'strerror', None) or 'no text'}") from None
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 
@@ -164,7 +165,6 @@ def test_a_value_of_the_wrong_kind_is_named(key, value):
         (b'{"r": 4,\n "x" 1}', "line 2, column 6"),
         (config_bytes()[:-1], "stops being JSON"),
         (b"\xff\xfe{}", "UTF-8"),
-        (b"\xef\xbb\xbf" + config_bytes(), "stops being JSON"),
         (b"[" * 100_000, "nests too deep"),
         (b'{"r": ' + b"9" * 10_000 + b"}", "number too long"),
         (b"[]", "a JSON array"),
@@ -178,6 +178,12 @@ def test_a_value_of_the_wrong_kind_is_named(key, value):
 def test_what_is_no_json_object_is_said_in_our_words(data, says):
     with pytest.raises(InvalidAdapter, match=says):
         parse_config(data)
+
+
+def test_a_byte_order_mark_is_read_over():
+    assert parse_config(codecs.BOM_UTF8 + config_bytes()) == parse_config(config_bytes())
+    with pytest.raises(InvalidAdapter, match="a web page"):
+        parse_config(codecs.BOM_UTF8 + b"<!DOCTYPE html>")
 
 
 def test_size_is_limited():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import shutil
 
@@ -132,6 +133,11 @@ def test_an_indexs_files_are_found_without_parsing_it(monkeypatch):
     padding = b" " * 100_000
     spread = index(MAX_SHARDS).replace(b", ", b"," + padding[:50_000])
     assert shards_of(spread) == wanted, "also where one lies between two pieces"
+
+
+def test_an_index_with_a_byte_order_mark_is_read():
+    assert read_index(codecs.BOM_UTF8 + index(2)) == read_index(index(2))
+    assert shards_of(codecs.BOM_UTF8 + index(2)) == shards_of(index(2))
 
 
 @pytest.mark.parametrize("read", [shards_of, read_index])

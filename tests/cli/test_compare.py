@@ -113,6 +113,7 @@ def test_differences_are_judged_in_multiples_of_the_floor(
 
 def test_the_largest_and_the_mean_are_said_in_multiples(cli: Cli, tmp_path: Path) -> None:
     file = trained(tmp_path / "logprobs.jsonl", LINE)
+    file.write_text(file.read_text(), encoding="utf-8-sig")
     with serving(as_vllm({"sql": [-1.5, -1.0, -3.44], "base": [-1.0, -2.0, -2.97]})) as url:
         said = cli("compare", "sql", "--trainer", file, "--url", f"{url}/v1", "--json").json
     (row,) = said["prompts"]

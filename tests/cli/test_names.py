@@ -40,6 +40,8 @@ def test_a_file_names_what_to_pull(many, monkeypatch):
     file.write_text(f"# of the team\nteam/sql\nmine file://{many.adapters}/sql\n")
     done = many("pull", "--file", file, "--json")
     assert (done.code, names(done)) == (Exit.OK, ["team/sql", "mine"])
+    file.write_text("team/sql\n", encoding="utf-8-sig")
+    assert names(many("pull", "--file", file, "--json")) == ["team/sql"]
     file.write_text("\n# none\n")
     done = many("pull", "--file", file)
     assert (done.code, "no names" in done.err) == (Exit.USAGE, True)

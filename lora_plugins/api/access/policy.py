@@ -131,7 +131,7 @@ class Policy:
             InvalidSettings: the file cannot be read, or has an error. The text never has a key.
         """
         try:
-            return cls.parse(path.read_text(encoding="utf-8"))
+            return cls.parse(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise _wrong(f"a file that answers '{error.strerror}'", "a file that can be read", path) from None
         except UnicodeDecodeError:

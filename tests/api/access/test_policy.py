@@ -200,6 +200,8 @@ def test_startup_fails_with_an_unreadable_file(tmp_path):
 def test_a_file_is_read(tmp_path: Path):
     (tmp_path / "policy.toml").write_text(POLICY)
     assert Policy.read(tmp_path / "policy.toml").of_key("root").is_admin
+    (tmp_path / "policy.toml").write_text(POLICY, encoding="utf-8-sig")
+    assert Policy.read(tmp_path / "policy.toml").of_key("root").is_admin
 
 
 @given(st.text(max_size=40))
