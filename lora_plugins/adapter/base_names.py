@@ -116,15 +116,21 @@ class ModelName:
 
 
 def last_part(name: str) -> str:
-    """Return the name without organisation, directory or the Hub's cache."""
+    """Return the name without organisation, directory (also of Windows) or the Hub's cache."""
+    name = name.replace("\\", "/")
     cached = HUB_CACHE.search(name)
     repo = cached["repo"].replace("--", "/") if cached else name
-    return repo.rstrip("/").rpartition("/")[2]
+    return as_the_hub(repo.rstrip("/").rpartition("/")[2])
+
+
+def as_the_hub(name: str) -> str:
+    """Return a name with its points, for which ModelScope's client writes three underscores in names of folders."""
+    return name.replace("___", ".")
 
 
 def shown(name: str) -> str:
-    """Return a name for clients: a Hub id unchanged, and the last part of a path on this machine."""
-    return last_part(name) if os.path.isabs(name) or name.count("/") != 1 else name
+    """Return a name for clients: a Hub id unchanged, and the last part of a path on any machine."""
+    return last_part(name) if os.path.isabs(name) or "\\" in name or name.count("/") != 1 else name
 
 
 @functools.lru_cache(maxsize=4096)

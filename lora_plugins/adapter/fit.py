@@ -6,9 +6,9 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
-from lora_plugins.adapter.base_names import HUB_CACHE, differences, known, shown
+from lora_plugins.adapter.base_names import HUB_CACHE, as_the_hub, differences, known, last_part, shown
 from lora_plugins.adapter.complete import lost, lost_modules
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.files import open_regular
@@ -86,7 +86,7 @@ def check_base(
     # The modules are compared wherever both sides are known, whatever the names say.
     notes: tuple[str, ...] = ()
     if weights is not None and base.model is not None:
-        about = f"base model {config.base_model or 'not named'}, served is {base.in_words}"
+        about = f"base model {_named(config)}, served is {base.in_words}"
         notes = check_landing(weights, base.model, about, refuse_unmatched=refuse_unmatched)
         missing = lost_modules(config, landed(weights, base.model), base.model.modules)
         if missing and refuse_unmatched:
@@ -95,7 +95,7 @@ def check_base(
             notes = (*notes, f"served with {lost(missing, '').found}")
     elif not named and mode is BaseMatch.COMPATIBLE:
         raise IncompatibleAdapter(
-            f"base model {config.base_model or 'not named'}, and modules that cannot be compared with the model's",
+            f"base model {_named(config)}, and modules that cannot be compared with the model's",
             expected=f"base model {base.in_words}",
             remedy="set LORA_PLUGINS_BASE_ALIASES to the name that the adapter uses, or LORA_PLUGINS_BASE_MATCH=off"
             + ("" if weights is None else ", or start a server of this model with this store once"),
@@ -153,7 +153,7 @@ def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool
         return name is not None and base.matches(name)
     if name is None or not base.matches_exactly(name):
         raise IncompatibleAdapter(
-            f"base model {name or 'not named'}",
+            f"base model {_named(config)}",
             expected=" or ".join(map(_quoted, dict.fromkeys([base.path, *base.served_names, *base.aliases]))),
             remedy="correct base_model_name_or_path, add it to LORA_PLUGINS_BASE_ALIASES, "
             "or set LORA_PLUGINS_BASE_MATCH=compatible",
@@ -161,9 +161,13 @@ def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool
     return True
 
 
+def _named(config: AdapterConfig) -> str:
+    return _quoted(config.base_model or "not named")
+
+
 def _quoted(name: str) -> str:
-    """Return a path with its ends marked, as a path may have spaces."""
-    return f"'{name}'" if os.path.isabs(name) else name
+    """Return a path with its ends marked, as a path may have spaces: `api/http_errors.py` hides it from clients."""
+    return f"'{name}'" if os.path.isabs(name) or PureWindowsPath(name).drive else name
 
 
 def _same_model(one: str, other: str) -> bool:
@@ -177,9 +181,9 @@ def _same_model(one: str, other: str) -> bool:
     if os.path.isabs(one) and os.path.isabs(other) and os.path.realpath(one) == os.path.realpath(other):
         return True
     if _HUB_ID.fullmatch(one) and _HUB_ID.fullmatch(other):
-        return one.lower() == other.lower()
+        return as_the_hub(one).lower() == as_the_hub(other).lower()
     # At least one of the two is a path: compare last parts, as a download keeps the repository's name.
-    return os.path.basename(one).lower() == os.path.basename(other).lower()
+    return last_part(one).lower() == last_part(other).lower()
 
 
 def _plain_name(name: str) -> str:

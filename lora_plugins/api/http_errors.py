@@ -14,7 +14,8 @@ HIDDEN = "<path>"
 _SHOWN = "adapter"  # the caller's own word
 
 # In quotes a path may have spaces. /v1/… is a route of the server, which remedies name.
-_QUOTED = re.compile(r"""(?P<quote>['"])(?:file:)?/(?!v1/)[^'"]*(?P=quote)""")
+_QUOTED = re.compile(r"""(?P<quote>['"])(?:(?:file:)?/(?!v1/)|[A-Za-z]:[\\/]|\\\\)[^'"]*(?P=quote)""")
+_WINDOWS = re.compile(r"""(?<!\S)(?:[A-Za-z]:[\\/]|\\\\)[^\s'"();,]+(?<![.:])""")
 _BARE = re.compile(r"""(?<![\w.~/<>:-])(?:file:/*)?/(?!v1/)[^\s'"/();,]+(?:/[^\s'"/();,]+)*/?(?<![.:])""")
 
 
@@ -41,7 +42,8 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
 
 def without_paths(text: str) -> str:
     """The text with `<path>` in the place of each absolute path and `file://` URI."""
-    return _BARE.sub(HIDDEN, _QUOTED.sub(rf"\g<quote>{HIDDEN}\g<quote>", text))
+    text = _QUOTED.sub(rf"\g<quote>{HIDDEN}\g<quote>", text)
+    return _BARE.sub(HIDDEN, _WINDOWS.sub(HIDDEN, text))
 
 
 def for_clients(error: LoRAPluginsError) -> str:

@@ -147,6 +147,11 @@ def test_any_two_names_are_compared_both_ways(one: str, other: str) -> None:
         ("/home/someone/secret/Llama-3.1-8B/", "Llama-3.1-8B", "Llama-3.1-8B"),
         (f"/cache/models--org--name/snapshots/{COMMIT}", "name", "name"),
         ("a/b/c", "c", "c"),
+        ("C:\\Users\\jane\\models\\Llama-3.1-8B\\", "Llama-3.1-8B", "Llama-3.1-8B"),
+        ("C:/Users/jane/Llama-3.1-8B", "Llama-3.1-8B", "Llama-3.1-8B"),
+        ("jane\\Llama-3.1-8B", "Llama-3.1-8B", "Llama-3.1-8B"),
+        (f"C:\\Users\\jane\\models--org--name\\snapshots\\{COMMIT}", "name", "name"),
+        ("/root/.cache/modelscope/Qwen/Qwen2___5-0___5B", "Qwen2.5-0.5B", "Qwen2.5-0.5B"),
         ("name", "name", "name"),
     ],
 )

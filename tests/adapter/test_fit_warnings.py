@@ -12,6 +12,7 @@ import pytest
 from lora_plugins.adapter.fit import BaseModel, check_base, original_name_of, warnings_of
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weights import Weights
+from lora_plugins.api.http_errors import without_paths
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import BaseMatch, Settings
 from tests.adapter.test_fit import adapter, lora
@@ -63,6 +64,40 @@ def test_off_compares_no_names() -> None:
 def test_directories_of_a_machine_are_not_shown() -> None:
     (said,) = warned("/home/someone/secret/Llama-3.1-8B", "/data/place/Llama-3.1-70B")
     assert said == "trained on Llama-3.1-8B, served on Llama-3.1-70B: another size (8b, not 70b)"
+
+
+@pytest.mark.parametrize("mode", [BaseMatch.STRICT, BaseMatch.COMPATIBLE])
+@pytest.mark.parametrize(
+    "folder", ["C:\\Users\\jane smith\\models\\", "C:/Users/jane smith/models/", "/home/jane smith/models/"]
+)
+def test_no_error_shows_clients_a_machines_directories(folder: str, mode: BaseMatch) -> None:
+    base = dataclasses.replace(BASE, path="/data/jane smith/served", served_names=("prod",))
+    for weights in (None, Weights((lora(),)), Weights((lora("model.layers.99.self_attn.q_proj"),))):
+        try:
+            said = check_base(adapter(f"{folder}acme"), weights, base, mode)
+        except IncompatibleAdapter as error:
+            said = (str(error),)
+        assert f"{folder}acme" in said[0], "administrators see the whole path"
+        assert "jane" not in without_paths(said[0])
+        assert "smith" not in without_paths(said[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/root/.cache/modelscope/Qwen/Qwen2___5-0___5B-Instruct", "Qwen/Qwen2___5-0___5B-Instruct"],
+)
+def test_a_folder_of_modelscope_is_its_model(name: str) -> None:
+    hub_id = "Qwen/Qwen2.5-0.5B-Instruct"
+    assert BaseModel(hub_id).matches(name)
+    assert BaseModel(name).matches(hub_id)
+    assert warned(name, hub_id) == warned(hub_id, name) == ()
+    assert "another size" in warned(name, "Qwen/Qwen2.5-1.5B-Instruct")[0]
+
+
+@pytest.mark.parametrize("name", ["C:\\Users\\jane\\Llama-3.1-8B-Instruct", "C:/Users/jane/Llama-3.1-8B-Instruct"])
+def test_a_windows_copy_is_its_model(name: str) -> None:
+    assert BaseModel(INSTRUCT).matches(name)
+    assert "jane" not in warned(name, PLAIN)[0]
 
 
 def test_a_warning_stands_in_the_place_of_the_note() -> None:

@@ -82,6 +82,10 @@ def test_only_administrators_are_told_paths(kind):
         ("at 'file:///srv/a b'", "at '<path>'"),
         ("path=/x/y;/z", "path=<path>;<path>"),
         ("/a/b", "<path>"),
+        ("base model C:\\Users\\jane\\llama, served is x", "base model <path>, served is x"),
+        ("names base model 'D:/jane doe/llama', served is x", "names base model '<path>', served is x"),
+        (r"names base model '\\host\jane doe\llama'", "names base model '<path>'"),
+        (r"no file at \\host\jane\llama.", "no file at <path>."),
     ],
 )
 def test_paths_are_hidden(text, shown):
@@ -101,6 +105,7 @@ def test_paths_are_hidden(text, shown):
         "tensor 'base_model.model.model.layers.0.q_proj.lora_A.weight'",
         "--max-lora-rank 128",
         "shape [8, 256]",
+        r"the pattern '^layers\.\d+'",
     ],
 )
 def test_what_is_no_path_stays(text):
