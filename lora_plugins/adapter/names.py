@@ -49,6 +49,10 @@ class AdapterName:
         if not unicodedata.is_normalized("NFC", text):
             raise _malformed("a name in decomposed Unicode", "Unicode's composed form (NFC)")
         path, at, revision = text.partition("@")
+        if not path:
+            raise _malformed("nothing before '@'" if at else "an empty name", "an adapter's name")
+        if at and not revision:
+            raise _malformed("nothing after '@'", f"a revision there, or '{path}' alone")
         for segment in path.split("/"):
             _check_segment(segment)
         if not at:

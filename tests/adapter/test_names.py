@@ -73,6 +73,18 @@ def test_everything_else_is_no_name(text):
         AdapterName.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *[("cust005@", "nothing after '@'"), ("a/b@", "nothing after '@'"), ("@v1", "nothing before '@'")],
+        *[("@", "nothing before '@'"), ("", "an empty name"), ("sql@v//w", "an empty segment")],
+    ],
+)
+def test_what_is_missing_is_named(text, says):
+    with pytest.raises(AdapterNotFound, match=says):
+        AdapterName.parse(text)
+
+
 def test_length_is_limited_in_characters_and_per_segment_in_bytes():
     assert parsed("a" * MAX_SEGMENT_BYTES)
     assert not parsed("a" * (MAX_SEGMENT_BYTES + 1))

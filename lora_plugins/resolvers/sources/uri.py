@@ -308,6 +308,8 @@ def _hub_uri(org: str, parts: list[str]) -> SourceUri:
     below = parts[1:]
     if not at:
         return SourceUri("hf", org, (repo, *(_segment(part, "hf") for part in below)))
+    if not revision:
+        raise _refused("nothing after '@'", "a revision there, or no '@'")
     if revision == "refs" and len(below) >= 2 and ("refs", below[0]) in _LONG_REVISIONS:
         revision, below = "/".join((revision, *below[:2])), below[2:]
     # The Hub's own spelling of a revision with slashes is one segment with %2F inside.

@@ -112,6 +112,14 @@ def test_well_formed_uris_are_parsed(text, scheme, authority, segments, revision
     ],
 )
 def test_malformed_uris_are_refused(text):
+    assert_refused(text)
+
+
+def test_an_empty_revision_is_named():
+    assert "nothing after '@'" in assert_refused("hf://org/repo@").found
+
+
+def assert_refused(text):
     with pytest.raises(InvalidAdapter) as caught:
         ALLOWED.check(text)
     error = caught.value
@@ -119,6 +127,7 @@ def test_malformed_uris_are_refused(text):
     assert "secret" not in str(error)
     assert "password@" not in str(error)
     assert parsed(text) is None
+    return error
 
 
 @pytest.mark.parametrize(
