@@ -12,10 +12,11 @@ from pathlib import Path
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.plugin_names import FILESYSTEM, KERNELS, OURS, PLUGIN_GROUPS
-from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.variables import closest
+from lora_plugins.settings import VARIABLES, Settings, named_in_environment
+from lora_plugins.variables import PREFIX, closest
 
 _SHARED = ("lora", "resolver", "plugin", "plugins")
+_ALMOST = 0.85  # no variable of vLLM itself is as like one of ours
 _SHORT = {"fs": "filesystem", "huggingface": "hf"}
 
 
@@ -75,6 +76,14 @@ def unknown_plugins(
         ours = f"correct or remove the name; lora-plugins has {', '.join(OURS)}"
         remedy = f"did you mean {close}?" if close else ours if looks_like_ours else "correct or remove the name"
         yield Finding(State.PROBLEM if looks_like_ours else State.WARNING, found, remedy)
+
+
+def misspelt_variables(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield variables with almost the name of one that we read; an unknown `LORA_PLUGINS_*` is an error already."""
+    for name in sorted(env):
+        close = None if name in VARIABLES or name.startswith(PREFIX) else closest(name, VARIABLES, _ALMOST)
+        if close:
+            yield Finding(State.WARNING, f"{name} is set, and nothing reads it", f"did you mean {close}?")
 
 
 def plugin_meant(name: str) -> tuple[str | None, bool]:

@@ -129,7 +129,7 @@ def _checked_process() -> Process:
     versions.require_known(untested_is_allowed=process.settings.untested_vllm)
     serve_command.patch(process.settings)
     if parent_process() is None:  # engines and workers have the same environment
-        process.warn_of_misspelt_plugins()
+        process.warn_of_misspellings()
     return process
 
 

@@ -17,7 +17,7 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import label_of_request
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.events import Events
-from lora_plugins.findings import discovered_plugins, unknown_plugins
+from lora_plugins.findings import discovered_plugins, misspelt_variables, unknown_plugins
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.scrape import StoreUsageReader
@@ -76,7 +76,7 @@ class Process:
         self.app: Any = None
         self.role: Leader | Follower | None = None
         self._known_sources = list(known_sources)
-        self._warned_of_plugins = False
+        self._warned_of_misspellings = False
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -87,11 +87,13 @@ class Process:
         """
         return Settings.from_env()
 
-    def warn_of_misspelt_plugins(self) -> None:
-        """Log, once, names in `VLLM_PLUGINS` that look like ours and belong to no installed package."""
-        if self._warned_of_plugins:
+    def warn_of_misspellings(self) -> None:
+        """Log, once, variables and names in `VLLM_PLUGINS` that look like ours, and are none."""
+        if self._warned_of_misspellings:
             return
-        self._warned_of_plugins = True
+        self._warned_of_misspellings = True
+        for finding in misspelt_variables(environment()):
+            logger.warning("%s", finding)
         if not any(unknown_plugins(environment(), OURS, only_ours=True)):
             return  # reading the entry points of all packages takes a tenth of a second
         for finding in unknown_plugins(environment(), discovered_plugins(), only_ours=True):

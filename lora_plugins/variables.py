@@ -198,8 +198,8 @@ def optional(name: str, kind: Kind[T]) -> T | None:
     return cast(T | None, field(default=None, repr=not kind.is_secret, metadata={"variable": variable}))
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the name in `known` closest to `name`, letter case aside; None without a close name."""
+def closest(name: str, known: Iterable[str], least: float = 0.75) -> str | None:
+    """Return the name in `known` closest to `name`, letter case aside; None where none is alike by `least`, of 1."""
     by_folded = {one.casefold(): one for one in sorted(known, reverse=True)}
-    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.75)
+    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=least)
     return by_folded[found[0]] if found else None

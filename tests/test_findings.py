@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from vllm.envs import environment_variables
 
-from lora_plugins.findings import resolvers_not_asked, unknown_plugins
+from lora_plugins.findings import misspelt_variables, resolvers_not_asked, unknown_plugins
 from lora_plugins.plugin_names import MANAGER, OURS
-from lora_plugins.settings import Settings
+from lora_plugins.settings import VARIABLES, Settings
 
 LIST = f"correct or remove the name; lora-plugins has {', '.join(OURS)}"
 INSTALLED = ("lora_admin", "lora_kernels", "lora_filesystem_resolver", "lora_s3_resolver", "oot")
@@ -47,3 +48,25 @@ def test_resolvers_that_are_not_asked_are_a_problem():
         "vLLM asks no resolver: VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1; set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
     )
     assert not list(resolvers_not_asked(Settings(runtime_lora_updating=True)))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("LORA_PLUGIN_STORE_DIR", "LORA_PLUGINS_STORE_DIR"),
+        ("lora_plugins_store_dir", "LORA_PLUGINS_STORE_DIR"),
+        ("VLLM_LORA_RESOLVER_CACHE_DIRECTORY", "VLLM_LORA_RESOLVER_CACHE_DIR"),
+        ("VLLM_LORA_RESOLVER_HF_REPOS_LIST", "VLLM_LORA_RESOLVER_HF_REPO_LIST"),
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ("VLLM_PLUGIN", "VLLM_PLUGINS"),
+        ("S3_PATH_TEMPLATES", "S3_PATH_TEMPLATE"),
+    ],
+)
+def test_a_variable_almost_ours_is_named(name, meant):
+    (found,) = misspelt_variables({name: "x", "HOME": "/root"})
+    assert str(found) == f"{name} is set, and nothing reads it; did you mean {meant}?"
+
+
+def test_variables_of_others_are_not_misspelt():
+    others = ["PATH", "LORA_PLUGINS_PORT", "LORA_PLUGIN_SERVICE_HOST", "LORA_PLUGIN_PORT", "AWS_PROFILE", *VARIABLES]
+    assert not list(misspelt_variables(dict.fromkeys([*others, *environment_variables], "x")))

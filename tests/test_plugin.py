@@ -24,6 +24,7 @@ ENVIRONMENTS = {
         "VLLM_PLUGINS": f"lora_s3_resolvr,{NAME}",
         "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT",
     },
+    "a variable misspelt": {"VLLM_PLUGINS": NAME, "VLLM_LORA_RESOLVER_CACHE_DIRECTORY": "ROOT"},
     "all": {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
     "all, unset": {},
     "all, misspelled": {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT", "LORA_PLUGINS_TYPO": "1"},
@@ -131,6 +132,7 @@ WANTED = {  # what is registered afterwards, and the labels of our sources
     "several, two named": (OURS, ["filesystem", "s3"]),
     **dict.fromkeys(("all", "all, misspelled", "several, none named", "another vLLM, not named"), (BUILTIN, None)),
     **dict.fromkeys(("all, unset", "others", "none", "named, unset", "named, empty"), (NOBODY, None)),
+    "a variable misspelt": (NOBODY, None),
     # vLLM's own Hub resolver registers only where it is named, too.
     **dict.fromkeys(("hub, all", "hub, others", "hub, unset", "s3, all", "s3, unset"), (NOBODY, None)),
 }
@@ -179,6 +181,13 @@ def test_startup_fails_on_a_wrong_setting_or_unknown_vllm(outcomes, order, env):
 def test_misspelt_plugin_name_is_warned_of_once(outcomes, order, env):
     said = "VLLM_PLUGINS names {}, and no installed package has such a plugin; did you mean {}?"
     assert outcomes[env, order]["warned"] == ([said.format(*WARNED[env])] if env in WARNED else [])
+
+
+@both_orders
+def test_a_misspelt_variable_is_warned_of_once(outcomes, order):
+    first, *more = outcomes["a variable misspelt", order]["warned"]
+    assert "did you mean VLLM_LORA_RESOLVER_CACHE_DIR?" in first
+    assert not any("did you mean" in text for text in more)
 
 
 def test_every_environment_has_an_outcome_above():

@@ -14,7 +14,7 @@ from pathlib import Path
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.cli.output import number, size
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.findings import Finding, State, at_start, problem_of, unknown_plugins
+from lora_plugins.findings import Finding, State, at_start, misspelt_variables, problem_of, unknown_plugins
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import check as ledger_check
@@ -170,7 +170,8 @@ def ledger(context: Context) -> Iterator[Finding]:
 
 
 def settings(context: Context) -> Iterator[Finding]:
-    """Report every wrong variable of ours."""
+    """Report every wrong variable of ours, and every variable almost of ours."""
+    yield from misspelt_variables(context.env)
     for name, error in context.wrong.items():
         found = problem_of(error)
         yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else found

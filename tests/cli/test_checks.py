@@ -91,6 +91,10 @@ BROKEN = {
         "settings", "problem", "unknown variable LORA_PLUGINS_STORE_MAXBYTES: startup fails",
         "did you mean LORA_PLUGINS_STORE_MAX_BYTES?",
     ),
+    "variable almost ours": (
+        {"LORA_PLUGIN_STORE_DIR": "/x"},
+        "settings", "warning", "LORA_PLUGIN_STORE_DIR is set, and nothing reads it", "did you mean LORA_PLUGINS_STORE",
+    ),
     "policy missing": (
         {"LORA_PLUGINS_POLICY": "ROOT/policy.toml"},
         "settings", "problem", "policy.toml'; expected a file that exists", "correct or unset LORA_PLUGINS_POLICY",
