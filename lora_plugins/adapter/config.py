@@ -50,6 +50,13 @@ _UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA (monteclora_config)",
 }
 
+# Features that PEFT 0.21 cannot merge; layers that are replicated share their weights, which would get every delta.
+_NEVER_MERGED = ("alora_invocation_tokens", "layer_replication", "use_qalora", "arrow_config")
+_UNMERGEABLE = {
+    "lora_bias": ("train it again without lora_bias, or merge it where each adapted layer has a bias of its own",),
+    **{key: (f"train it again without {key}, with which PEFT cannot merge it",) for key in _NEVER_MERGED},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
@@ -174,11 +181,9 @@ def without_effect(why: str) -> InvalidAdapter:
     )
 
 
-def unsupported(feature: str) -> IncompatibleAdapter:
+def unsupported(feature: str, remedy: str = "merge it into the base model") -> IncompatibleAdapter:
     """Return the error for a feature of PEFT that vLLM lacks."""
-    return IncompatibleAdapter(
-        feature, expected="plain LoRA, which is what vLLM serves", remedy="merge it into the base model"
-    )
+    return IncompatibleAdapter(feature, expected="plain LoRA, which is what vLLM serves", remedy=remedy)
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
@@ -202,7 +207,7 @@ def _json_object(data: bytes) -> dict[str, Any]:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for key, feature in _UNSUPPORTED.items():
         if raw.get(key):
-            raise unsupported(feature)
+            raise unsupported(feature, *_UNMERGEABLE.get(key, ()))
     if raw.get("bias", "none") not in ("none", None):
         raise IncompatibleAdapter(
             f"bias {_short(raw['bias'])}", expected="bias 'none'", remedy="train with bias='none'"

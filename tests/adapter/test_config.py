@@ -107,6 +107,25 @@ def test_a_feature_that_vllm_lacks_is_refused_by_name(key, value):
         assert parse_config(config_bytes(**{key: off})).rank == 4
 
 
+@pytest.mark.parametrize(("key", "value"), [("use_dora", True), ("lora_bias", True), ("alora_invocation_tokens", [1])])
+def test_the_remedy_is_to_merge_only_where_peft_merges(key, value):
+    from peft import LoraConfig, inject_adapter_in_model
+    from torch import nn
+
+    model = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False)})
+    settings = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **{key: value})
+    layer = inject_adapter_in_model(settings, model)["q_proj"]
+    try:
+        layer.merge()
+    except (NotImplementedError, RuntimeError):
+        remedy = f"train it again without {key}"
+    else:
+        remedy = "merge it into the base model"
+    with pytest.raises(IncompatibleAdapter) as caught:
+        parse_config(config_bytes(**{key: value}))
+    assert caught.value.remedy.startswith(remedy)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
