@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from lora_plugins.adapter.json_bounds import check_json
 from lora_plugins.adapter.patterns import PatternBudget, SuffixPatterns
-from lora_plugins.adapter.writers import foreign_bytes, foreign_config
+from lora_plugins.adapter.writers import FROM_MERGEKIT, foreign_bytes, foreign_config
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ def parse_config(data: bytes) -> AdapterConfig:
         raise IncompatibleAdapter(
             f"modules_to_save {', '.join(unservable)[:200]}",
             expected="none, or classifier or score",
-            remedy="train without modules_to_save, or merge those modules into the base model",
+            remedy=f"train without modules_to_save, or merge those modules into the base model; {FROM_MERGEKIT}",
         )
     return config
 

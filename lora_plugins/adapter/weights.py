@@ -17,7 +17,7 @@ from lora_plugins.adapter.config import AdapterConfig, unsupported, without_effe
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.writers import foreign_key, unwrapped
+from lora_plugins.adapter.writers import FROM_MERGEKIT, foreign_key, unwrapped
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
@@ -28,6 +28,7 @@ _NAME = re.compile(
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
 _VELORA = re.compile(r"\.lora_velora_embed\b")
+_NORM = re.compile(r"norm[^.]*\.weight$")
 _WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
 
 
@@ -148,7 +149,7 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
             f"tensor '{name}', a whole embedding, which PEFT saves where words were added to the vocabulary",
             expected="A and B alone, for the base model's own vocabulary",
             remedy="merge the adapter into the model with these words and serve the result; where none were added, "
-            "save it with save_embedding_layers=False",
+            f"save it with save_embedding_layers=False; {FROM_MERGEKIT}",
         )
     if found is None and _DORA.search(name):
         raise unsupported(f"DoRA, by tensor '{name}'")
@@ -164,7 +165,8 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
         raise IncompatibleAdapter(
             f"tensor '{name}', which is no LoRA weight",
             expected="tensors named <module>.lora_A.weight, .lora_B.weight, .lora_embedding_A or .lora_embedding_B",
-            remedy="save the adapter alone, without full weights, or merge it into the base model",
+            remedy="save the adapter alone, without full weights, or merge it into the base model"
+            + (f"; {FROM_MERGEKIT}" if _NORM.search(name) else ""),
         )
     side, looked_up = found["side"], found["looked_up"]
     return found["module"], side or looked_up, side is None, found["adapter"] or found["its_adapter"]

@@ -23,6 +23,9 @@ WRAPPERS: Mapping[str, str] = {
     "module": "DistributedDataParallel or DeepSpeed",
 }
 
+# mergekit/scripts/extract_lora.py, 0.1.5: without the options, norms and embeddings are saved whole.
+FROM_MERGEKIT = "if mergekit-extract-lora made it, extract it again with --embed-lora --skip-undecomposable"
+
 # Where a program that keeps a folder for each adapter of a model has PEFT's configuration of the first.
 DEFAULT = "default/adapter_config.json"
 

@@ -135,6 +135,19 @@ def test_whole_embeddings_of_peft_are_named(adapter):
     assert "save_embedding_layers=False" in error.remedy
 
 
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head", "norm", "input_layernorm"], []])
+@pytest.mark.parametrize("module", ["embed_tokens", "norm", "layers.0.input_layernorm"])
+def test_mergekits_whole_modules_are_named_with_its_options(adapter, module, saved):
+    """`plan_extraction` in mergekit/scripts/extract_lora.py, 0.1.5; or with the configuration emptied by hand."""
+    (adapter / CONFIG_FILE).write_bytes(config_bytes(modules_to_save=saved))
+    whole = {f"{PEFT}model.{module}.weight": np.ones((36, 8), "float32")}
+    (adapter / WEIGHTS_FILE).write_bytes(safetensors(weights() | whole))
+    error = refused(IncompatibleAdapter, adapter, CONFIG_FILE if saved else WEIGHTS_FILE)
+    assert "mergekit-extract-lora" in error.remedy
+    assert "--embed-lora --skip-undecomposable" in error.remedy
+    assert module.rpartition(".")[2] in error.found
+
+
 # --- alpha
 
 
