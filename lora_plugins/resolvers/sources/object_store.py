@@ -225,8 +225,8 @@ def _split(template: str) -> tuple[str, str]:
         if found is None or not found[1]:
             raise known.wrong(f"an ARN that is no access point's ({ACCESS_POINT}), or without a path,")
         place, path = found[0].arn, f"/{found[1]}"
-    elif "::" in url:
-        raise known.wrong("no URL of one bucket or host")
+    elif "::" in url or (":" in place and "://" not in template):
+        raise known.wrong("no URL of one bucket or host" if "::" in url else "a scheme without '://'")
     if "{" in place or "}" in place:
         raise known.wrong("a placeholder in the bucket or host")
     # These protocols would pass by the checks of symlinks, and of allowed repositories.

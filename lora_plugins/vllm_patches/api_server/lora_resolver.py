@@ -147,7 +147,7 @@ def _log_sources(process: Process) -> None:
         __version__,
         ", ".join(str(source) for source in ours.sources),
         settings.base_match,
-        base.max_rank if base else "unknown",
+        (base and base.max_rank) or "unknown",
     )
     base_rows = punica_wrapper.base_rows_get_an_adapter()
     for finding in at_start(settings, environment(), base_rows_get_an_adapter=base_rows):

@@ -136,6 +136,12 @@ def test_a_password_in_the_template_is_refused(template: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("template", ["s3:/bucket/{lora_name}", "s3:bucket/{lora_name}", "https:/host/{lora_name}"])
+def test_a_scheme_without_two_slashes_is_named(template: str) -> None:
+    with pytest.raises(InvalidSettings, match=r"a scheme without '://' in S3_PATH_TEMPLATE"):
+        ObjectSource(template)
+
+
 def test_a_client_that_needs_more_than_the_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidSettings, match=r"ftp://, whose client needs host .* set FSSPEC_FTP_HOST"):
         ObjectSource("ftp://127.0.0.1:1/{lora_name}")

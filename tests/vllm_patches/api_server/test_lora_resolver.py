@@ -115,6 +115,7 @@ def test_startup_warns_where_no_adapter_can_be_served(start_serving, logged):
     warnings = [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
     assert any("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in text for text in warnings)
     assert any("--enable-lora" in text for text in warnings)
+    assert "largest rank unknown" in logged.text
     assert isinstance(models.lora_resolver_lock, NameLocks)
 
 
