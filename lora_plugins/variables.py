@@ -171,13 +171,16 @@ class Variable:
         Raises:
             InvalidSettings: the text is not of the variable's kind.
         """
-        if text is None or (self.kind.blank_is_unset and not text.strip()):
-            if self.default is None:
-                return None
-            text = self.default
+        is_unset = text is None or (self.kind.blank_is_unset and not text.strip())
+        text = self.default if is_unset else text
+        if text is None:
+            return None
         try:
             return self.kind.parse(text)
         except ValueError:
+            if is_unset:  # of all defaults, only a path below the home directory can fail
+                found = f"no home directory for the default of {self.name}"
+                raise InvalidSettings(found, expected=self.kind.expected, remedy=f"set {self.name}") from None
             # `from None`: the ValueError's text would show a key.
             raise InvalidSettings(
                 f"{self.name}=…, which cannot be a key" if self.kind.is_secret else f"{self.name}={text!r}",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -179,6 +182,28 @@ def test_settings_page_is_what_the_declarations_say():
 def test_default_written_out_changes_nothing(variable):
     if variable.default is not None and variable.name != "LORA_PLUGINS_STORE_DIR":
         assert Settings.from_env({variable.name: variable.default}) == Settings.from_env({})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("env", ["{}", "{'LORA_PLUGINS_STORE_DIR': ''}"])
+def test_a_user_without_home_needs_a_store(env):
+    """As OpenShift runs containers: a uid without an entry in passwd, and no HOME."""
+    code = f"""
+import os
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.settings import Settings
+os.environ.pop("HOME", None)
+os.setuid(2_000_123_456)
+assert str(Settings.from_env({{"LORA_PLUGINS_STORE_DIR": "/x"}}).store_dir) == "/x"
+assert str(Settings.from_env({{"XDG_CACHE_HOME": "/x"}}).store_dir) == "/x/lora-plugins"
+try:
+    Settings.from_env({env})
+except InvalidSettings as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "no home directory for the default of LORA_PLUGINS_STORE_DIR" in said
+    assert "To fix: set LORA_PLUGINS_STORE_DIR." in said
 
 
 def test_credentials_are_read_and_never_shown():
