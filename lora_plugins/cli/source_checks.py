@@ -103,6 +103,8 @@ def s3(context: Context) -> Iterator[Finding]:
     s3_source(context.settings)
     template = context.settings.s3_path_template or ""
     shown = without_login(template)
+    if "://" not in template:
+        shown = f"s3://{shown.lstrip('/')} (S3_PATH_TEMPLATE without a scheme)"
     if not context.network:
         yield on(f"{shown} (not asked)")
         return
@@ -111,7 +113,8 @@ def s3(context: Context) -> Iterator[Finding]:
     source = object_source(template, context.settings, locate_timeout_s=context.timeout_s)
     answer, listed = asyncio.run(_ask_and_list(source, context.timeout_s))
     if isinstance(answer, SourceUnavailable):
-        yield problem_of(answer)
+        finding = problem_of(answer)
+        yield replace(finding, found=f"{shown}: {finding.found}")
     elif isinstance(
         answer, LoRAPluginsError
     ):  # an adapter of the probe's name, broken or not, shows that the store answers

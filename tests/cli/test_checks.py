@@ -143,6 +143,11 @@ BROKEN = {
         {"VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver"},
         "s3", "off", "but S3_PATH_TEMPLATE is unset: it serves nothing", "",
     ),
+    "template without a scheme": (
+        {**S3, "S3_PATH_TEMPLATE": "adapters/{lora_name}", **KEYS, "AWS_ENDPOINT_URL": NOBODY,
+         "AWS_ALLOW_HTTP": "true", "AWS_REGION": "eu-central-1"},
+        "s3", "problem", "s3://adapters/{lora_name} (S3_PATH_TEMPLATE without a scheme): an object", "network",
+    ),
     "hub list empty": (
         {"VLLM_PLUGINS": "lora_hf_hub_resolver"},
         "hub", "problem", "but VLLM_LORA_RESOLVER_HF_REPO_LIST is unset", "set VLLM_LORA_RESOLVER_HF_REPO_LIST",
