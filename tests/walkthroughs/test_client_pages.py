@@ -167,7 +167,7 @@ STORE = Walk(
         left_out(
             "<root>/<digest>/adapter_config.json          what engines read: known keys only",
             "a list of files",
-            "cc91d78c",
+            "8642c0d2",
         )
     ],
     {},

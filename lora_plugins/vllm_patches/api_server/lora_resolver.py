@@ -75,7 +75,6 @@ def register(process: Process) -> None:
 def begin_serving(models: Any, process: Process) -> None:
     """Take the served base model from vLLM's `OpenAIServingModels`, and log the sources."""
     keep_model_of_body()
-    process.tables.add(models)
     # vLLM's `defaultdict` keeps the lock of every name that was ever asked for, and clients choose names.
     models.lora_resolver_lock = NameLocks()
     process.resolver.base = describe_base(models, process.settings)

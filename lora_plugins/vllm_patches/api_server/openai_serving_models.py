@@ -54,6 +54,7 @@ def _making(original: Any) -> Any:
             require_in_force(process)
         original(self, *args, **kwargs)
         if process.is_resolver_registered:
+            process.tables.add(self)
             begin_serving(self, process)
 
     return made

@@ -49,7 +49,7 @@ def test_no_text_of_a_broken_adapter_shows_a_path(home, case, mode):
 def test_the_base_model_is_called_by_its_served_name(home):
     put(home / "adapters" / "other", adapter_files(base_model_name_or_path="/train/secret/x"))
     told, logged = texts(home, "other", base_match=BaseMatch.STRICT)
-    assert "found base model <path>; expected '<path>' or tiny" in told
+    assert "found base model '<path>'; expected '<path>' or tiny" in told
     assert f"'{home}/base model'" in logged
 
 
