@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 from benchmarks.soak.bank import PROMPTS
 from benchmarks.soak.oracle import Answer
 from lora_plugins.server.response import HEADER
+from testbed.events import events
 
 EVERY_OPTION = {"temperature": 0, "ignore_eos": True}
 
@@ -97,7 +98,7 @@ async def _streamed(route: Route, response: httpx.Response, leave_after: int | N
     ids: list[int] = []
     reason, count = "none", 0
     is_responses = route.path.endswith("responses")
-    async for event in _events(response):
+    async for event in events(response):
         if "error" in event and event["error"] is not None:
             error = str(event["error"])
             return Answer(200, "".join(texts), None if is_responses else tuple(ids), False, "error", error)
@@ -118,12 +119,6 @@ async def _streamed(route: Route, response: httpx.Response, leave_after: int | N
             return Answer(0, "".join(texts), None if is_responses else tuple(ids), False, "left")
     is_whole = reason != "none"
     return Answer(200, "".join(texts), None if is_responses else tuple(ids), is_whole, reason)
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 def _text_of_error(content: bytes) -> str:

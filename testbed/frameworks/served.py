@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 
+from testbed.events import events
 from testbed.frameworks.engines import Engine, Reading, Said
 from testbed.frameworks.routes import IN_PLACE_ROUTE, OWN_TABLE_ROUTE
 from testbed.frameworks.versions import PROMPT, Files
@@ -38,10 +38,7 @@ class Served(Reading):
             async with self._client.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
                     return f"{answer.status_code}: {(await answer.aread()).decode()}"
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    chunk = json.loads(line.removeprefix("data: "))
+                async for chunk in events(answer):
                     if "error" in chunk:
                         return f"error: {chunk['error']}"
                     ids += chunk["choices"][0].get("token_ids") or []

@@ -6,7 +6,6 @@ One server with one slot; its prefix cache keeps most of the prompts, so that wh
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
+from testbed.events import events_of
 from testbed.models import edit_config
 from testbed.reference import Reference
 from testbed.server import Server
@@ -175,7 +175,7 @@ def test_a_refresh_moves_what_runs_where_asked(served: Served, tmp_path: Path) -
     (began_with, began_at), (went_on_with, moved_at) = answer.json()["kv_transfer_params"]["lora_versions"]
     assert (began_with, began_at, went_on_with) == (first, 0, second)
     assert answer.headers["x-lora-digest"] == streamed.result().headers["x-lora-digest"] == first
-    chunks = [json.loads(line[6:]) for line in streamed.result().text.splitlines() if line.startswith("data: {")]
+    chunks = events_of(streamed.result().content)
     said = [chunk.get("kv_transfer_params") for chunk in chunks]
     assert said[0] is None
     assert [version for version, _ in said[-1]["lora_versions"]] == [first, second]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import pytest
 from lora_plugins.client import CallFailed, pause_async, resume_async
 from lora_plugins.client import pause as pause_everywhere
 from lora_plugins.client import resume as resume_everywhere
+from testbed.events import events
 from testbed.models import PROMPT
 from testbed.reference import Reference
 from tests.e2e.conftest import OneSlot
@@ -32,10 +32,7 @@ class Stream:
 
     async def read(self, client: httpx.AsyncClient, name: str) -> None:
         async with client.stream("POST", "/v1/completions", json=body(name, TOKENS, stream=True)) as answer:
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
+            async for event in events(answer):
                 self.error = event.get("error", self.error)
                 for choice in event.get("choices", []):
                     self.tokens += choice.get("token_ids") or []

@@ -6,7 +6,6 @@ Which of these hold for `LLM` and `AsyncLLM`, which have neither names nor an ad
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ import pytest
 
 from lora_plugins.server.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed
+from testbed.events import events
 from testbed.models import PROMPT
 from testbed.which_server import HEADER as WHICH
 from tests.e2e.admin import HEADERS, KEY
@@ -724,14 +724,12 @@ async def streamed(
             assert answer.status_code == 200, await answer.aread()
             if began is not None:
                 began.set_result(answer.headers[WHICH])
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    said = json.loads(line.removeprefix("data: "))
-                    if "error" in said:  # the last word of a stream whose engine crashes
-                        raise httpx.RemoteProtocolError(str(said["error"]))
-                    (choice,) = said["choices"]
-                    ids += choice["token_ids"] or []
-                    reason = choice["finish_reason"] or reason
+            async for said in events(answer):
+                if "error" in said:  # the last word of a stream whose engine crashes
+                    raise httpx.RemoteProtocolError(str(said["error"]))
+                (choice,) = said["choices"]
+                ids += choice["token_ids"] or []
+                reason = choice["finish_reason"] or reason
             server, digest = answer.headers[WHICH], answer.headers.get(HEADER)
             return Stream(server, digest, ids, reason, began_at, time.monotonic())
     except BaseException as error:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +19,7 @@ import pytest
 from testbed import drafts, v2_runner
 from testbed.bed import MAX_TOKENS, Bed, prepare
 from testbed.client import PLAIN_HTTP
+from testbed.events import events
 from testbed.models import PROMPT, edit_config
 from testbed.reference import Reference
 from testbed.server import Server
@@ -120,13 +120,11 @@ async def stream(client: httpx.AsyncClient, name: str) -> tuple[list[int], list[
     async with client.stream("POST", "/v1/completions", json=body(name, LONG_TOKENS, stream=True)) as answer:
         assert answer.status_code == 200, await answer.aread()
         spans = [(answer.headers["x-lora-digest"], 0)]
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                for choice in event["choices"]:
-                    tokens += choice.get("token_ids") or []
-                said = (event.get("kv_transfer_params") or {}).get("lora_versions")
-                spans = spans if said is None else [(digest, place) for digest, place in said]
+        async for event in events(answer):
+            for choice in event["choices"]:
+                tokens += choice.get("token_ids") or []
+            said = (event.get("kv_transfer_params") or {}).get("lora_versions")
+            spans = spans if said is None else [(digest, place) for digest, place in said]
     return tokens, spans
 
 
