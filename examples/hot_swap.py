@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from openai import OpenAI
 
 from examples.demo_models import DemoModel
 from testbed.client import Answer, connect
@@ -39,12 +40,13 @@ def swap(server: Server, model: DemoModel, root: Path) -> Swap:
     answers: list[Answer] = []
     done = threading.Event()
 
-    def ask() -> Answer:
-        return model.ask(connect(server), name, lambda text: None)
+    def ask(client: OpenAI) -> Answer:
+        return model.ask(client, name, lambda text: None)
 
     def traffic() -> None:
+        client = connect(server)
         while not done.is_set():
-            answers.append(ask())
+            answers.append(ask(client))
 
     clients = [threading.Thread(target=traffic) for _ in range(CLIENTS)]
     for client in clients:
@@ -54,7 +56,7 @@ def swap(server: Server, model: DemoModel, root: Path) -> Swap:
     started = time.perf_counter()
     status = httpx.post(f"{server.url}/v1/loras/{name}/refresh", timeout=60).raise_for_status().json()
     swap_s = time.perf_counter() - started
-    after = ask()
+    after = ask(connect(server))
     time.sleep(RUN_S)
     done.set()
     for client in clients:
