@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
@@ -74,9 +74,8 @@ class AdapterResolver:
         self.known = KnownVersions(settings, store)
         self.chats = Chats(settings, store.layout)
         self._versions = VersionStore(settings, events, store, self.known)
-        self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(lambda it: self._nobody_waits(it.resolved))
-        # Flights that nobody joins: a cancelled caller's lease must not stay, and a thread may yet take the lease.
-        self._alone: SingleFlight[object, Any] = SingleFlight(self._nobody_waits)
+        # Also of calls that nobody joins: a cancelled caller's lease must not stay, and a thread may take it later.
+        self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(self._nobody_waits)
         self._finding: SingleFlight[Key, LookedUp] = SingleFlight()
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
 
@@ -169,11 +168,11 @@ class AdapterResolver:
             LoRAPluginsError: the adapter cannot be served.
         """
 
-        async def serve() -> ResolvedAdapter:
-            return (await self._serve(Query(adapter.name), self._push_source, adapter, base_path))[0]
+        async def serve() -> LookedUp:
+            return LookedUp(resolved=(await self._serve(Query(adapter.name), self._push_source, adapter, base_path))[0])
 
-        served: ResolvedAdapter = await self._alone.run(object(), serve)
-        return served
+        served = (await self._flights.run(object(), serve)).resolved
+        return cast("ResolvedAdapter", served)  # `_serve` returns a version, or raises
 
     async def latest(self, name: str, uri: str | None, base_path: str) -> ResolvedAdapter | None:
         """The newest version of an adapter that `look_up` once returned; `uri` may also be the path of a `snapshot`.
@@ -206,14 +205,13 @@ class AdapterResolver:
             LoRAPluginsError: the version does not fit the served model.
         """
 
-        async def find() -> ResolvedAdapter | None:
+        async def find() -> LookedUp:
             base, asker = await self._described_base(), self.principal()
-            versions = self._versions
-            return await versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name, principal=asker)
+            of_digest = self._versions.of_digest(name, digest_prefix, base, of_any_name=of_any_name, principal=asker)
+            return LookedUp(resolved=await of_digest)
 
         with describing(adapter=name):
-            found: ResolvedAdapter | None = await self._alone.run(object(), find)
-        return found
+            return (await self._flights.run(object(), find)).resolved
 
     async def restored(self, name: str, uri: str | None, digest: str, place: str) -> ResolvedAdapter | None:
         """The version that the server before this one served, verified and leased for `name`; no source is asked.
@@ -258,8 +256,8 @@ class AdapterResolver:
             self.known.note_located(query.key, looked.located)
         return looked
 
-    def _nobody_waits(self, resolved: ResolvedAdapter | None) -> None:
-        if resolved is not None:
+    def _nobody_waits(self, looked: LookedUp) -> None:
+        if (resolved := looked.resolved) is not None:
             # A name's lease may be in use by another request, so the server decides; other leases are nobody else's.
             if resolved.holder is None:
                 self.on_abandoned(resolved)
