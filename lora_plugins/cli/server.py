@@ -143,7 +143,7 @@ class AdminClient:
         try:
             # As `DIRECT` of the client: no proxy for this machine.
             direct = [urllib.request.ProxyHandler({})] if urlsplit(self.url).hostname in _THIS_MACHINE else []
-            with urllib.request.build_opener(_Staying, *direct).open(request, timeout=self.timeout_s) as answer:
+            with urllib.request.build_opener(_WithinServer, *direct).open(request, timeout=self.timeout_s) as answer:
                 return bytes(answer.read(_MAX_BYTES))
         except urllib.error.HTTPError as error:
             with error:
@@ -193,7 +193,7 @@ class AdminClient:
         )
 
 
-class _Staying(urllib.request.HTTPRedirectHandler):
+class _WithinServer(urllib.request.HTTPRedirectHandler):
     """Follows a redirect of a GET within the server: any other would lose a POST's body, or carry the key elsewhere."""
 
     def redirect_request(self, *given: Any) -> urllib.request.Request | None:
