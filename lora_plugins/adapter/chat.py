@@ -22,7 +22,6 @@ GENERATION_FILE = "generation_config.json"
 # Far above real files: Gemma 3's `tokenizer_config.json` has 1.2 MB.
 MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 8 << 20, GENERATION_FILE: 1 << 20}
 CHAT_FILES = tuple(MAX_BYTES)
-_CHAT_FILES = frozenset(CHAT_FILES)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
@@ -53,7 +52,8 @@ class Chat:
 
 def chat_files(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of files for chats among the names of an adapter's files, in one order."""
-    return tuple(sorted(_CHAT_FILES.intersection(names)))
+    present = set(names)
+    return tuple(name for name in CHAT_FILES if name in present)
 
 
 def read_chat(directory: Path) -> Chat:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from cachetools import LRUCache
+
 from lora_plugins.adapter.chat import Chat, read_chat
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.store.layout import Layout
@@ -19,7 +21,7 @@ class Chats:
     def __init__(self, settings: Settings, layout: Layout) -> None:
         self._is_on = settings.adapter_chat is AdapterChat.ADAPTER
         self._layout = layout
-        self._read: dict[Path, Chat] = {}
+        self._read: LRUCache[Path, Chat] = LRUCache(_MOST)  # of the event loop alone
 
     async def read(self, path: str) -> Chat:
         """Return what the version at `path` brings; the first time a thread reads the files.
@@ -28,9 +30,9 @@ class Chats:
             InvalidAdapter, SourceUnavailable: as `read_chat`.
         """
         directory = self._directory(path)
-        if directory is None or directory in self._read:
-            return self.at(path)
-        return await asyncio.to_thread(self.at, path)
+        if directory is not None and directory not in self._read:
+            self._read[directory] = await asyncio.to_thread(read_chat, directory)
+        return self.at(path)
 
     def at(self, path: str) -> Chat:
         """Return what the version at `path` brings, and read the files in this thread where nobody has yet.
@@ -41,13 +43,9 @@ class Chats:
         directory = self._directory(path)
         if directory is None:
             return _NOTHING
-        chat = self._read.get(directory)
-        if chat is None:
-            chat = read_chat(directory)
-            while len(self._read) >= _MOST:
-                self._read.pop(next(iter(self._read)), None)
-            self._read[directory] = chat
-        return chat
+        if directory not in self._read:
+            self._read[directory] = read_chat(directory)
+        return self._read[directory]
 
     def _directory(self, path: str) -> Path | None:
         digest = self._layout.digest_of(path) if self._is_on else None

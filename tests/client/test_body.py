@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import load
 from safetensors.torch import load as torch_load
 
+from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.client.body import archive_of, body_of
 from tests.make import CHAT, adapter_files, put
 
@@ -53,6 +54,7 @@ def test_a_tensor_without_memory_is_named(tensor: torch.Tensor) -> None:
 
 
 def test_files_for_chats_are_sent_and_no_others(tmp_path: Path) -> None:
+    assert {*CHAT} == {*CHAT_FILES}  # the client may not import servers' parts, and has the names itself
     files = {**adapter_files(), **CHAT}
     put(tmp_path, {**files, "tokenizer.json": b"{}", "optimizer.pt": b"x"})
     with tarfile.open(fileobj=io.BytesIO(archive_of(tmp_path)[0])) as tar:

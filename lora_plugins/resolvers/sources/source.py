@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lora_plugins.absence import Absence
-from lora_plugins.adapter.chat import CHAT_FILES
+from lora_plugins.adapter.chat import CHAT_FILES, chat_files
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, is_shard
@@ -92,7 +92,7 @@ def choose_files(names: Iterable[str]) -> list[str]:
     if foreign is not None:
         return [CONFIG_FILE, foreign[0]]
     shards = sorted(filter(is_shard, present)) if needs_shards(chosen) else ()
-    return [*chosen, *shards, *(name for name in CHAT_FILES if chosen and name in present)]
+    return [*chosen, *shards, *(chat_files(present) if chosen else ())]
 
 
 def version_of(files: Iterable[SourceFile]) -> str:

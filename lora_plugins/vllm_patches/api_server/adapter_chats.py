@@ -93,7 +93,8 @@ def _ending(original: Any) -> Any:
 
 def _end_ids(chat: Chat, tokenizer: Any, vocabulary: int) -> list[int]:
     """The ids of an adapter's end tokens in the base model's vocabulary, outside of which no token is ever sampled."""
-    of_text = tokenizer.get_vocab().get(chat.special_tokens.get("eos_token"))
+    text = chat.special_tokens.get("eos_token")
+    of_text = None if text is None else tokenizer.get_vocab().get(text)
     return sorted({token for token in (of_text, *chat.end_ids) if token is not None and token < vocabulary})
 
 
