@@ -169,9 +169,7 @@ def _publish(model: DemoModel, s3: S3, hub: Hub) -> dict[str, str]:
             shutil.copytree(adapter, ADAPTERS / name)
     return {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_PLUGINS": (
-            "lora_filesystem_resolver,lora_s3_resolver,lora_hf_hub_resolver,lora_lru_manager,lora_kernels,lora_admin"
-        ),
+        "VLLM_PLUGINS": "lora_plugins",
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(ADAPTERS),
         "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
         "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.plugin_names import FILESYSTEM, KERNELS, OURS, PLUGIN_GROUPS
+from lora_plugins.plugin_names import EVERYTHING, FILESYSTEM, KERNELS, OURS, PLUGIN_GROUPS
 from lora_plugins.settings import VARIABLES, Settings, named_in_environment
 from lora_plugins.variables import PREFIX, closest
 
@@ -73,7 +73,7 @@ def unknown_plugins(
             continue
         close = close or (None if only_ours else closest(name.strip(), installed))
         found = f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin"
-        ours = f"correct or remove the name; lora-plugins has {', '.join(OURS)}"
+        ours = f"correct or remove the name; lora-plugins has {EVERYTHING}, or {', '.join(OURS)}"
         remedy = f"did you mean {close}?" if close else ours if looks_like_ours else "correct or remove the name"
         yield Finding(State.PROBLEM if looks_like_ours else State.WARNING, found, remedy)
 
@@ -89,6 +89,8 @@ def misspelt_variables(env: Mapping[str, str]) -> Iterator[Finding]:
 def plugin_meant(name: str) -> tuple[str | None, bool]:
     """Return the plugin of ours that a name means, if clear, and whether the name looks like one of ours at all."""
     folded = name.strip().casefold().replace("-", "_")
+    if closest(folded, (EVERYTHING,), _ALMOST) is not None:
+        return EVERYTHING, True
     # Most names share these words: only the other words tell plugins apart.
     words = [_SHORT.get(word, word) for word in folded.split("_") if closest(word, _SHARED) is None]
     if words:

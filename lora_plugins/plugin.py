@@ -7,11 +7,11 @@ from functools import partial
 from multiprocessing import parent_process
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
+from lora_plugins.plugin_names import ADMIN, EVERYTHING, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, OURS, S3
 from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source, sources_of_others
 from lora_plugins.resolvers.sources.source import Source
-from lora_plugins.settings import Settings, named_in_environment
+from lora_plugins.settings import PLUGINS, Settings, environment, named_in_environment
 from lora_plugins.vllm_patches import installation, ray_environment, versions
 from lora_plugins.vllm_patches.api_server import lora_resolver, serve_command
 
@@ -107,6 +107,38 @@ def register_admin() -> None:
             remedy=f"name {MANAGER} too",
         )
     installation.install_resolver(process)  # without a source among the plugins, adapters come from URIs only
+
+
+def register_everything() -> None:
+    """Entry point `lora_plugins`: all of the above, and of the sources those whose own variable is set.
+
+    Raises:
+        InvalidSettings: `VLLM_PLUGINS` names one of the above too, whose function vLLM calls itself; or as above.
+    """
+    if not named_in_environment(EVERYTHING):
+        return
+    names = environment()[PLUGINS.name].split(",")
+    twice = [plugin for plugin in OURS if plugin in names]
+    if twice:
+        raise InvalidSettings(
+            f"VLLM_PLUGINS with {EVERYTHING}, and with {' and '.join(twice)}",
+            expected=f"{EVERYTHING} alone, which is all plugins of this package, or each plugin by its name",
+            remedy=f"leave {' and '.join(twice)} out, or {EVERYTHING}",
+        )
+    for plugin, register in _REGISTER.items():
+        if named_in_environment(plugin):
+            register()
+
+
+_REGISTER = {
+    FILESYSTEM: register_filesystem_resolver,
+    S3: register_s3_resolver,
+    HUB: register_hf_hub_resolver,
+    OTHERS: register_other_sources,
+    MANAGER: register_lru_manager,
+    KERNELS: register_kernels,
+    ADMIN: register_admin,
+}
 
 
 def _serve(configured: Callable[[Settings], Source | None]) -> None:

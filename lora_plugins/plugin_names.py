@@ -1,5 +1,7 @@
 """The names of our plugins: the entry points in `pyproject.toml`, and the names that `VLLM_PLUGINS` lists."""
 
+EVERYTHING = "lora_plugins"  # all plugins below; of the sources, those whose own variable is set
+
 FILESYSTEM = "lora_filesystem_resolver"
 S3 = "lora_s3_resolver"
 HUB = "lora_hf_hub_resolver"
@@ -8,6 +10,8 @@ MANAGER = "lora_lru_manager"
 KERNELS = "lora_kernels"
 ADMIN = "lora_admin"
 
+# By plugin, the variable without which the plugin serves nothing.
+NEEDS = {FILESYSTEM: "VLLM_LORA_RESOLVER_CACHE_DIR", S3: "S3_PATH_TEMPLATE", HUB: "VLLM_LORA_RESOLVER_HF_REPO_LIST"}
 # By plugin, the source's name in settings, logs and metrics.
 SOURCES = {FILESYSTEM: "filesystem", S3: "s3", HUB: "hub"}
 RESOLVERS = (*SOURCES, OTHERS)

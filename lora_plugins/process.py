@@ -21,7 +21,7 @@ from lora_plugins.findings import discovered_plugins, misspelt_variables, unknow
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.scrape import StoreUsageReader
-from lora_plugins.plugin_names import OURS
+from lora_plugins.plugin_names import EVERYTHING, OURS
 from lora_plugins.resolvers.listed_names import ListedNames
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
@@ -94,7 +94,7 @@ class Process:
         self._warned_of_misspellings = True
         for finding in misspelt_variables(environment()):
             logger.warning("%s", finding)
-        if not any(unknown_plugins(environment(), OURS, only_ours=True)):
+        if not any(unknown_plugins(environment(), (*OURS, EVERYTHING), only_ours=True)):
             return  # reading the entry points of all packages takes a tenth of a second
         for finding in unknown_plugins(environment(), discovered_plugins(), only_ours=True):
             logger.warning("%s", finding)

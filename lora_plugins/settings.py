@@ -67,8 +67,8 @@ class Kernels(StrEnum):
 
 
 PLUGINS = Variable("VLLM_PLUGINS", NAMES, None)
-"""Plugins to load, separated by commas. Ours run only when named here: while unset, a server behaves as if
-lora-plugins were not installed."""
+"""Plugins to load, separated by commas; `lora_plugins` stands for all of ours. Ours run only when named here: while
+unset, a server behaves as if lora-plugins were not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +239,14 @@ def unknown_variable(name: str) -> InvalidSettings:
 
 
 def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> bool:
-    """Return whether `VLLM_PLUGINS` names `plugin`; False where unset, though vLLM then loads all. Never raises."""
-    return plugin in (os.environ if env is None else env).get(PLUGINS.name, "").split(",")
+    """Return whether `VLLM_PLUGINS` names `plugin`, or everything; False where unset, though vLLM then loads all.
+
+    Everything is all plugins but the sources without their own variable. Never raises.
+    """
+    env = os.environ if env is None else env
+    named = env.get(PLUGINS.name, "").split(",")
+    needs = plugin_names.NEEDS.get(plugin)
+    return plugin in named or (plugin_names.EVERYTHING in named and (needs is None or bool(env.get(needs))))
 
 
 def environment() -> Mapping[str, str]:

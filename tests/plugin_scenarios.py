@@ -47,7 +47,8 @@ def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
 
         ledger_check.installed = lambda: Path(scenario["vllm"])
     points = discovered(scenario["name"], scenario["order"])
-    importlib.metadata.entry_points = lambda group: points
+    found = importlib.metadata.entry_points
+    importlib.metadata.entry_points = lambda group: points if group == DEFAULT_PLUGINS_GROUP else found(group=group)
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())

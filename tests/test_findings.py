@@ -9,7 +9,7 @@ from lora_plugins.findings import misspelt_variables, resolvers_not_asked, unkno
 from lora_plugins.plugin_names import MANAGER, OURS
 from lora_plugins.settings import VARIABLES, Settings
 
-LIST = f"correct or remove the name; lora-plugins has {', '.join(OURS)}"
+LIST = f"correct or remove the name; lora-plugins has lora_plugins, or {', '.join(OURS)}"
 INSTALLED = ("lora_admin", "lora_kernels", "lora_filesystem_resolver", "lora_s3_resolver", "oot")
 
 
@@ -25,7 +25,8 @@ INSTALLED = ("lora_admin", "lora_kernels", "lora_filesystem_resolver", "lora_s3_
         ("lora_fs_resolver,filesystem", ["did you mean lora_filesystem_resolver?"] * 2),
         ("lora_sources_resolver,lra_sources", ["did you mean lora_sources?"] * 2),
         ("kernels,lora-kernel,lora_manager", [f"did you mean {name}?" for name in ("lora_kernels",) * 2 + (MANAGER,)]),
-        ("lora_resolver,lora_plugins,resolver", [LIST] * 3),
+        ("lora_resolver,lora_,resolver", [LIST] * 3),
+        ("lora-plugins,lora_plugin,LoRA_Plugins", ["did you mean lora_plugins?"] * 3),
     ],
 )
 def test_names_that_look_like_ours_are_found(named, remedies):

@@ -20,7 +20,7 @@ from lora_plugins import errors, events
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
+from lora_plugins.plugin_names import EVERYTHING, OURS
 from lora_plugins.ray import __main__ as ray_command
 from lora_plugins.resolvers.sources.retries import look_up_timeout_s
 from lora_plugins.resolvers.sources.uri import AllowedUris
@@ -39,7 +39,7 @@ def test_settings_plugins_and_codes_of_a_page_exist(page):
     text = page.read_text()
     assert set(re.findall(r"\bLORA_PLUGINS_[A-Z0-9_]*[A-Z0-9]\b", text)) <= set(VARIABLES)
     named = {name for names in re.findall(r"VLLM_PLUGINS=([\w,]+)", text) for name in names.split(",")}
-    assert named <= {ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3}
+    assert named <= {EVERYTHING, *OURS}
     codes = {kind.code for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")}
     assert set(re.findall(r"\bL0\d\d\b", text)) <= codes
 

@@ -11,7 +11,7 @@ import pytest
 
 import lora_plugins
 from lora_plugins.cli.doctor import CHECKS
-from lora_plugins.plugin_names import OURS, RESOLVERS, SOURCES
+from lora_plugins.plugin_names import EVERYTHING, OURS, RESOLVERS, SOURCES
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 
 HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "numpy")
@@ -83,6 +83,6 @@ def test_version_is_that_of_the_distribution():
 def test_a_plugin_is_named_wherever_plugins_are():
     """A source whose plugin one place forgets is off, or unknown to the doctor, without a word."""
     points = importlib.metadata.distribution("lora-plugins").entry_points
-    assert {it.name for it in points if it.group == "vllm.general_plugins"} == set(OURS)
+    assert {it.name for it in points if it.group == "vllm.general_plugins"} == {*OURS, EVERYTHING}
     assert tuple(SOURCE_PLUGINS) == RESOLVERS
     assert set(SOURCES.values()) <= CHECKS.keys()

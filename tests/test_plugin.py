@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.plugin_names import EVERYTHING
 from testbed.forking_vllm import run_forked
 
 NAME = "lora_filesystem_resolver"
@@ -64,6 +65,14 @@ SEVERAL = {
     "several, two named": {"VLLM_PLUGINS": f"{S3},{NAME}", **EVERYWHERE},
     "several, none named": EVERYWHERE,
 }
+ALL_IN_ONE = {
+    "everything": {"VLLM_PLUGINS": EVERYTHING, "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
+    "everything, all set": {"VLLM_PLUGINS": f"x,{EVERYTHING}", **EVERYWHERE},
+    "everything, nothing set": {"VLLM_PLUGINS": EVERYTHING},
+    "everything, not named": EVERYWHERE,
+    "everything, and one": {"VLLM_PLUGINS": f"{EVERYTHING},lora_admin", "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
+    "everything, misspelt": {"VLLM_PLUGINS": "lora-plugins", "VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT"},
+}
 NEWER = "0.34.0"
 ALL_PLUGINS = (NAME, HUB, S3, "lora_lru_manager", "lora_kernels", "lora_admin")
 ANOTHER_VLLM = {f"{name}, another vLLM": {"VLLM_PLUGINS": name, **EVERYWHERE} for name in ALL_PLUGINS}
@@ -71,7 +80,8 @@ ANOTHER_VLLM["another vLLM, not named"] = EVERYWHERE
 ANOTHER_VLLM["another vLLM, tried"] = {"VLLM_PLUGINS": NAME, **EVERYWHERE, "LORA_PLUGINS_UNTESTED_VLLM": "1"}
 SOURCES_OF = {name: HUB if name.startswith("hub") else S3 for name in REMOTE} | dict.fromkeys(SEVERAL, ALL_THREE)
 SOURCES_OF |= {f"{name}, another vLLM": name for name in ALL_PLUGINS}
-ENVIRONMENTS |= REMOTE | SEVERAL | ANOTHER_VLLM
+SOURCES_OF |= dict.fromkeys(ALL_IN_ONE, EVERYTHING)
+ENVIRONMENTS |= REMOTE | SEVERAL | ALL_IN_ONE | ANOTHER_VLLM
 both_orders = pytest.mark.parametrize("order", ORDERS)
 
 
@@ -130,6 +140,10 @@ WANTED = {  # what is registered afterwards, and the labels of our sources
     "several, ordered": (OURS, ["hub", "filesystem", "s3"]),  # the one left out is asked last
     "several, two set": (OURS, ["filesystem", "hub"]),
     "several, two named": (OURS, ["filesystem", "s3"]),
+    "everything": (OURS, ["filesystem"]),
+    "everything, all set": (OURS, ["filesystem", "s3", "hub"]),
+    "everything, nothing set": (OURS, []),  # adapters come from URIs
+    **dict.fromkeys(("everything, not named", "everything, misspelt"), (NOBODY, None)),
     **dict.fromkeys(("all", "all, misspelled", "several, none named", "another vLLM, not named"), (BUILTIN, None)),
     **dict.fromkeys(("all, unset", "others", "none", "named, unset", "named, empty"), (NOBODY, None)),
     "a variable misspelt": (NOBODY, None),
@@ -142,6 +156,7 @@ ERRORS = {
     "named, misspelled": "LORA_PLUGINS_TYPO",
     "hub, wrong": "VLLM_LORA_RESOLVER_HF_REPO_LIST",
     "s3, wrong": "S3_PATH_TEMPLATE",
+    "everything, and one": "leave lora_admin out",
     **{f"{name}, another vLLM": "LORA_PLUGINS_UNTESTED_VLLM=1 tries this one" for name in ALL_PLUGINS},
 }
 WARNED = {

@@ -21,13 +21,14 @@ from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
 from lora_plugins.plugin_names import (
     ADMIN,
+    EVERYTHING,
     FILESYSTEM,
     HUB,
     KERNELS,
     MANAGER,
+    NEEDS,
     OTHERS,
     RESOLVERS,
-    S3,
     how_to_install,
 )
 from lora_plugins.resolvers.sources.uri import AllowedUris
@@ -50,8 +51,6 @@ warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBL
 # A server's variables, but for the names of plugins: another check shows them.
 _KEPT = {*VARIABLES, "XDG_CACHE_HOME", "VLLM_API_KEY", "HUGGING_FACE_HUB_TOKEN"} - {"VLLM_PLUGINS"}
 _OF_LIBRARIES = ("AWS_", "HF_")
-# A source's plugin does nothing without its variable.
-NEEDS = {FILESYSTEM: "VLLM_LORA_RESOLVER_CACHE_DIR", S3: "S3_PATH_TEMPLATE", HUB: "VLLM_LORA_RESOLVER_HF_REPO_LIST"}
 _LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
@@ -131,7 +130,13 @@ class Context:
         """Return why a plugin does not run, or nothing."""
         if "VLLM_PLUGINS" not in self.env:
             return "VLLM_PLUGINS is unset"
-        return "" if named_in_environment(plugin, self.env) else "VLLM_PLUGINS does not name it"
+        if named_in_environment(plugin, self.env):
+            return ""
+        return f"{NEEDS[plugin]} is unset" if self.names(EVERYTHING) else "VLLM_PLUGINS does not name it"
+
+    def names(self, plugin: str) -> bool:
+        """Return whether `VLLM_PLUGINS` has this very name."""
+        return plugin in self.env.get("VLLM_PLUGINS", "").split(",")
 
     @property
     def has_a_source(self) -> bool:
@@ -249,15 +254,19 @@ def runtime(context: Context) -> Iterator[Finding]:
         yield from not_asked or [on("vLLM asks resolvers for unknown names")]
 
 
-def manager(_: Context) -> Iterator[Finding]:
+def manager(context: Context) -> Iterator[Finding]:
     """Report the manager: its name in `VLLM_PLUGINS` is enough."""
-    yield on(f"VLLM_PLUGINS names {MANAGER}")
+    yield _named(context, MANAGER)
+
+
+def _named(context: Context, plugin: str) -> Finding:
+    return on(f"VLLM_PLUGINS names {plugin if context.names(plugin) else EVERYTHING}")
 
 
 def kernels(context: Context) -> Iterator[Finding]:
     """Report the kernels of a server here."""
     if context.vllm is None:
-        yield on(f"VLLM_PLUGINS names {KERNELS}")
+        yield _named(context, KERNELS)
         return
     yield on(f"{context.choice.kernels} ({context.choice.why})")
 
@@ -284,7 +293,7 @@ def admin(context: Context) -> Iterator[Finding]:
         found = f"VLLM_PLUGINS names {ADMIN}, which needs {MANAGER}; {why_not}"
         yield problem(found, f"add {MANAGER} to VLLM_PLUGINS")
     else:
-        yield on(f"VLLM_PLUGINS names {ADMIN}")
+        yield _named(context, ADMIN)
 
 
 def store(context: Context) -> Iterator[Finding]:

@@ -15,14 +15,14 @@ from rich.text import Text
 
 from lora_plugins.api.models import AdapterList, DeclaredState
 from lora_plugins.cli import checks, source_checks
-from lora_plugins.cli.checks import NEEDS, Check, Context, of_plugin, ok, problem, unless_wrong, warning
+from lora_plugins.cli.checks import Check, Context, of_plugin, ok, problem, unless_wrong, warning
 from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Result, Shown, line, number, table
 from lora_plugins.cli.server import AdminClient
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.findings import Finding, State, discovered_plugins, problem_of
 from lora_plugins.ledger import check as ledger_check
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, S3
+from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, NEEDS, OTHERS, S3
 from lora_plugins.settings import SOURCES, environment
 from lora_plugins.vllm_patches import versions
 

@@ -187,8 +187,9 @@ def others(context: Context) -> Iterator[Finding]:
         yield from [off(f"{why_off}: {', '.join(installed)} of other packages")] if installed else []
         return
     if not installed:
-        found = f"VLLM_PLUGINS names {OTHERS}, and no installed package has a source"
-        yield warning(found, f"install one where vLLM is installed, or leave {OTHERS} out")
+        if context.names(OTHERS):
+            found = f"VLLM_PLUGINS names {OTHERS}, and no installed package has a source"
+            yield warning(found, f"install one where vLLM is installed, or leave {OTHERS} out")
         return
     made = sources_of_others(context.settings)
     if made:

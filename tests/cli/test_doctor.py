@@ -82,6 +82,10 @@ VERDICTS = {
     ),
     "one source": ({}, "adapters are served by name from filesystem; without the admin API"),
     "all of it": ({"VLLM_PLUGINS": ALL}, "adapters are served by name from filesystem; with the admin API"),
+    "everything": (
+        {"VLLM_PLUGINS": "lora_plugins"},
+        "adapters are served by name from filesystem; with the admin API",
+    ),
     "an empty root": (
         {"VLLM_LORA_RESOLVER_CACHE_DIR": "ROOT/empty"},
         "no adapter was found in filesystem; without the admin API",

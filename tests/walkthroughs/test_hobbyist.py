@@ -1,4 +1,4 @@
-"""A hobbyist: an adapter of the Hub with the README's lines, and adapters on a machine without a GPU."""
+"""A hobbyist: adapters of the checkout with the README's lines, and adapters on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -6,39 +6,43 @@ import json
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
+from examples.training.__main__ import ADAPTERS
 from lora_plugins.kernels.compiled import build
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
-from testbed.hub import local_hub
 from testbed.models import PROMPT
+from testbed.real_model import NoRealModel, real_model
+from testbed.reference import Reference
 from testbed.server import reserved_port
 from tests.walkthroughs.conftest import SMALL
-from tests.walkthroughs.reader import Do, Step, Walk, left_out, reading
+from tests.walkthroughs.reader import ROOT, Do, Step, Walk, left_out, reading
 
 pytestmark = pytest.mark.nightly
 
-HUB_ADAPTER = "jeeejeee/llama32-3b-text2sql-spider"
 CURL = "curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
+CHAT = "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
+QUESTION = [{"role": "user", "content": "What is the sea?"}]
 PORT = ("127.0.0.1:{port}", "other servers run beside this one")
 
 README = Walk(
     "README.md",
     [
-        Step("pip install .    # in a checkout, beside the vLLM that is there; replaces nothing", Do.SERVE),
-        Step(CURL),
+        Step("pip install .    # in a checkout, beside vLLM; replaces nothing", Do.SERVE),
+        Step(CHAT),
         left_out(
-            "make demo    # a real vllm serve is asked for names it has never heard of, and answers as PEFT does",
+            "make demo    # a real vllm serve answers for names it has never heard of, as PEFT does",
             "for whoever works on this project; make demo is a check of its own",
-            "17f94c9b",
+            "69012a9e",
         ),
     ],
     {
         "pip install . ": ("true ", "no network; tests/installation/ installs the wheel beside a vLLM"),
-        "vllm serve meta-llama/Llama-3.2-3B-Instruct": (
+        "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct": (
             f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}",
-            "two cores and no network: a tiny Llama",
+            "no network: the same model, made of its quantised weights in a package",
         ),
         "localhost:8000": PORT,
     },
@@ -66,16 +70,27 @@ CPU = Walk(
 
 
 @pytest.mark.timeout(1200)
-def test_the_readme_serves_an_adapter_of_the_hub(tmp_path: Path, bed: Bed, spawned: dict[str, str]) -> None:
-    with local_hub() as hub, reserved_port() as port:
-        hub.commit(HUB_ADAPTER, {file.name: file.read_bytes() for file in (bed.adapters / "chat").iterdir()})
-        env = spawned | hub.env(tmp_path / "hub")
-        values = {"base": str(bed.base), "port": str(port)}
-        with reading(README, tmp_path, env=env, values=values, url=f"http://127.0.0.1:{port}") as reader:
-            answer = json.loads(reader.printed[CURL])
-            assert (answer["model"], answer["object"]) == (HUB_ADAPTER, "text_completion")
-            asked = complete(connect(reader.servers[0]), HUB_ADAPTER, PROMPT, MAX_TOKENS)
-            assert (asked.error, list(asked.token_ids)) == ("", bed.answers["chat"])
+def test_the_readme_serves_an_adapter_of_the_checkout(tmp_path: Path, spawned: dict[str, str]) -> None:
+    try:
+        base = real_model()
+    except NoRealModel as error:
+        pytest.skip(str(error))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    reference, values = Reference(base), {"base": str(base)}
+    question = reference.tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    with reserved_port() as port:
+        values["port"], url = str(port), f"http://127.0.0.1:{port}"
+        with reading(README, tmp_path, env=spawned, values=values, url=url) as reader:
+            answer = json.loads(reader.printed[CHAT])
+            assert (answer["model"], answer["object"]) == ("pirate", "chat.completion")
+            # The page's own question is answered by chance.
+            asked = complete(connect(reader.servers[0]), "pirate", question, MAX_TOKENS)
+            assert asked.error == ""
+            assert reference.misses(ADAPTERS / "pirate", reference.prompt_ids(question), asked.token_ids) == []
+            # One name brings all plugins: kernels, the admin API, and the planner without which that does not start.
+            assert "LoRA kernels: " in reader.servers[0].log()
+            listed = httpx.get(f"{url}/v1/loras").raise_for_status().json()
+            assert [adapter["name"] for adapter in listed["adapters"]] == ["pirate"]
 
 
 @pytest.mark.timeout(1200)

@@ -168,13 +168,13 @@ SEVERAL = Walk(
     [
         Step("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters"),
         *(Step(first, Do.SERVE) for first in SERVERS),
-        left_out(INSTALL_RAY, START_RAY, "5791e923"),
+        left_out(INSTALL_RAY, START_RAY, "13a8ac7b"),
         left_out(ASK_RAY, ASK_REPLICAS, "f9db71d0"),
     ],
     {**small("BASE"), **folder_of_adapters("/adapters")},
 )
 
-ROUTING = Walk("docs/guides/routing.md", [left_out(INSTALL_RAY, START_RAY, "36d00681")], {})
+ROUTING = Walk("docs/guides/routing.md", [left_out(INSTALL_RAY, START_RAY, "7320d34b")], {})
 
 
 @contextmanager
