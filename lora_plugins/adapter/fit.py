@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from lora_plugins.adapter.base_names import HUB_CACHE, as_the_hub, differences, known, last_part, shown
+from lora_plugins.adapter.base_names import HUB_CACHE, as_the_hub, differences, last_part, shown
 from lora_plugins.adapter.complete import lost, lost_modules
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.files import open_regular
@@ -107,22 +107,23 @@ def check_base(
 
 
 def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tuple[str, ...]:
-    """Return a warning for an adapter that names another family, size or variant of base model.
+    """Return a warning for an adapter that names another base model, or another size of it.
 
     Clients see the warning too: of a path on this machine only the last part is shown.
     """
     name = config.base_model
     if name is None or mode is BaseMatch.OFF or base.matches(name):
         return ()
-    # An alias is the operator's word that the named model is this model.
-    if any(known(alias) and not differences(name, alias) for alias in base.aliases):
-        return ()
-    names = (base.path, *base.served_names, *base.aliases)
-    served = max(names, key=known)
-    if not known(served):
-        served = base.original_name
-    found = differences(name, served)
-    return (f"trained on {shown(name)}, served on {shown(served)}: {', '.join(found)}",) if found else ()
+    # A served name is free (`gpt-4`), and a Hub id among them names a model. Any equal name is the operator's word.
+    ids = [served for served in base.served_names if _HUB_ID.fullmatch(served)]
+    for names in ((base.path, *ids, *base.aliases), (base.original_name,)):
+        compared = {served: found for served in names if (found := differences(name, served)) is not None}
+        if () in compared.values():
+            return ()
+        if compared:
+            served, found = next(iter(compared.items()))
+            return (f"trained on {shown(name)}, served on {shown(served)}: {', '.join(found)}",)
+    return ()
 
 
 def original_name_of(path: str) -> str:

@@ -19,14 +19,14 @@ from tests.adapter.test_fit import adapter, lora
 from tests.make import BASE, adapter_files, put
 
 INSTRUCT, PLAIN = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"
-SAID = f"trained on {PLAIN}, served on {INSTRUCT}: another variant (plain, not instruct)"
+SAID = f"trained on {PLAIN}, served on {INSTRUCT}: another name (plain, not instruct)"
 
 
 def warned(name: str | None, path: str, mode: BaseMatch = BaseMatch.COMPATIBLE, **changes: Any) -> tuple[str, ...]:
     return warnings_of(adapter(name), BaseModel(path, **changes), mode)
 
 
-def test_another_variant_is_said_with_both_names() -> None:
+def test_another_name_is_said_with_both_names() -> None:
     assert warned(PLAIN, INSTRUCT) == (SAID,)
     assert warned(INSTRUCT, INSTRUCT) == warned("unsloth/llama-3.1-8b-instruct-bnb-4bit", INSTRUCT) == ()
 
@@ -49,6 +49,16 @@ def test_the_served_name_that_says_most_is_compared() -> None:
 def test_an_original_name_counts_where_no_other_is_known() -> None:
     assert warned(PLAIN, "/models/base", original_name=INSTRUCT) == (SAID,)
     assert warned(PLAIN, "/models/Llama-3.1-8B-copy", original_name=INSTRUCT) == ()
+
+
+def test_a_free_served_name_is_not_compared() -> None:
+    for served in ("gpt-4", "llama-3.2-70b", "the-base"):
+        assert warned(PLAIN, "/models/base", served_names=(served,)) == ()
+
+
+def test_a_stored_copy_of_any_served_name_is_silent() -> None:
+    assert warned("unsloth/llama-3.1-8b-bnb-4bit", "/models/prod-8b", served_names=(PLAIN,)) == ()
+    assert "prod" in warned(INSTRUCT, "/models/prod-8b", served_names=(PLAIN,))[0]
 
 
 def test_an_alias_is_believed() -> None:

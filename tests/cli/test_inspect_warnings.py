@@ -10,7 +10,7 @@ import pytest
 from tests.cli.common import Cli
 from tests.make import adapter_files, put
 
-SAID = "trained on Qwen/Qwen2.5-7B, served on Qwen/Qwen2.5-Coder-7B: another variant (plain, not coder)"
+SAID = "trained on Qwen/Qwen2.5-7B, served on Qwen/Qwen2.5-Coder-7B: another name (plain, not coder)"
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def coder(cli: Cli) -> Path:
     return put(cli.adapters / "plain", adapter_files(base_model_name_or_path="Qwen/Qwen2.5-7B"))
 
 
-def test_inspect_warns_of_another_variant(cli: Cli, coder: Path) -> None:
+def test_inspect_warns_of_another_name(cli: Cli, coder: Path) -> None:
     asked = ("inspect", coder, "--base-model", "Qwen/Qwen2.5-Coder-7B")
     assert f"warning      {SAID}" in cli(*asked).out.splitlines()
     assert cli(*asked, "--json").json["warnings"] == [SAID]

@@ -17,7 +17,7 @@ from tests.e2e.digests import CHAT
 from tests.e2e.servers import admin_server
 
 SERVED, OTHER = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
-SAID = f"trained on {OTHER}, served on {SERVED}: another variant (coder-instruct, not instruct)"
+SAID = f"trained on {OTHER}, served on {SERVED}: another name (coder, not plain)"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def admin(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]
         yield Admin(server, connect(server), bed, root, home / "allowed")
 
 
-def test_another_variant_is_served_with_a_warning(admin: Admin) -> None:
+def test_another_name_is_served_with_a_warning(admin: Admin) -> None:
     for stream in (False, True):
         body = {"model": "coder", "prompt": PROMPT, "max_tokens": 2, "stream": stream}
         answer = admin.call("POST", "/v1/completions", body)

@@ -18,7 +18,7 @@ from lora_plugins.store.opening import open_store
 from tests.make import BASE, adapter_files, put
 
 SERVED, OTHER = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-Coder-7B"
-SAID = f"trained on {OTHER}, served on {SERVED}: another variant (coder, not plain)"
+SAID = f"trained on {OTHER}, served on {SERVED}: another name (coder, not plain)"
 
 
 def test_a_warning_is_kept_with_the_version(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
