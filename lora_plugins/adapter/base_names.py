@@ -9,6 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import re
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
 
 _LONGEST = 200  # a longer name is not read
 # The Hub's cache: models--<org>--<name>/snapshots/<commit>
@@ -81,6 +85,33 @@ def differences(one: str, other: str) -> tuple[str, ...] | None:
     if is_other and "".join(ours).replace(".", "") != "".join(theirs).replace(".", ""):
         found.insert(0, f"another name ({'-'.join(first) or 'plain'}, not {'-'.join(second) or 'plain'})")
     return tuple(found)
+
+
+def other_type(name: str, model_type: str) -> str:
+    """Return the model type in a name, where Transformers knows the type and it is not `model_type`; empty else."""
+    words = _read(name)[0]
+    found = []
+    for word, after in zip_longest(words, words[1:], fillvalue=""):
+        number = after.partition(".")[0]
+        number = number if number.isdigit() else ""
+        if number and _is_type(word + number):
+            found.append(word + number)
+        # Falcon3 is no `falcon`: a word without its number counts where types of the word are numbered.
+        elif _is_type(word) and (not number or any(_is_type(f"{word}{n}") for n in range(2, 10))):
+            found.append(word)
+    is_of_type = not model_type or any(one in model_type or model_type in one for one in found)
+    return "" if is_of_type else "-".join(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_type(word: str) -> bool:
+    """Whether the installed Transformers has language models of this type, by its files: importing takes seconds."""
+    transformers = find_spec("transformers")
+    for folder in (transformers and transformers.submodule_search_locations) or ():
+        with suppress(OSError):
+            code = Path(folder, "models", word, f"modeling_{word}.py").read_text(encoding="utf-8")
+            return re.search(r"class \w+ForCausalLM\(\w+PreTrainedModel", code) is not None
+    return False
 
 
 def _telling(words: tuple[str, ...], size: int) -> set[str]:

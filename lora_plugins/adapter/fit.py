@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from lora_plugins.adapter.base_names import HUB_CACHE, as_the_hub, differences, last_part, shown
+from lora_plugins.adapter.base_names import HUB_CACHE, as_the_hub, differences, last_part, other_type, shown
 from lora_plugins.adapter.complete import lost, lost_modules
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.files import open_regular
@@ -123,6 +123,10 @@ def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tupl
         if compared:
             served, found = next(iter(compared.items()))
             return (f"trained on {shown(name)}, served on {shown(served)}: {', '.join(found)}",)
+    model_type = "" if base.model is None else base.model.modules.model_type
+    if found_type := other_type(name, model_type):
+        served = shown(base.served_names[0] if base.served_names else base.path)
+        return (f"trained on {shown(name)}, served on {served}: another model type ({found_type}, not {model_type})",)
     return ()
 
 

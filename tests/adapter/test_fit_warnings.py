@@ -61,6 +61,54 @@ def test_a_stored_copy_of_any_served_name_is_silent() -> None:
     assert "prod" in warned(INSTRUCT, "/models/prod-8b", served_names=(PLAIN,))[0]
 
 
+def of_type(model_type: str) -> dict[str, Any]:
+    assert BASE.model is not None
+    modules = dataclasses.replace(BASE.model.modules, model_type=model_type)
+    return {"model": dataclasses.replace(BASE.model, modules=modules), "served_names": ("the-base", "gpt-4")}
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "found"),
+    [
+        ("mistralai/Mistral-7B-v0.1", "llama", "mistral"),
+        (PLAIN, "mistral", "llama"),
+        ("Qwen/Qwen2.5-7B", "llama", "qwen2"),
+        ("C:\\Users\\jane\\gemma-2-9b-it", "llama", "gemma2"),
+    ],
+)
+def test_a_model_without_a_name_is_compared_by_type(name: str, model_type: str, found: str) -> None:
+    (said,) = warned(name, "/models/base", **of_type(model_type))
+    assert said.endswith(f", served on the-base: another model type ({found}, not {model_type})")
+    assert "jane" not in said
+    assert warned(name, "/models/base", BaseMatch.OFF, **of_type(model_type)) == ()
+    assert warned(name, "/models/base", aliases=(name,), **of_type(model_type)) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        (PLAIN, "llama"),
+        ("meta-llama/Llama-3.2-11B-Vision", "mllama"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl"),
+        ("google/gemma-3-1b-it", "gemma3_text"),
+        ("microsoft/phi-4", "phi3"),
+        ("mistralai/Mistral-Small-3.1-24B", "mistral3"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
+        # Names of their own, and Llama's type:
+        ("tiiuae/Falcon3-7B-Base", "llama"),
+        ("HuggingFaceTB/SmolLM2-1.7B", "llama"),
+        ("lmsys/vicuna-7b-v1.5", "llama"),
+        ("deepseek-ai/deepseek-coder-6.7b-base", "llama"),
+        ("acme/auto-7b", "llama"),
+        ("/models/base", "llama"),
+        ("///", "llama"),
+        ("mistralai/Mistral-7B-v0.1", ""),
+    ],
+)
+def test_a_name_of_no_other_type_is_not_warned_of(name: str, model_type: str) -> None:
+    assert warned(name, "/models/base", **of_type(model_type)) == ()
+
+
 def test_an_alias_is_believed() -> None:
     assert warned(PLAIN, INSTRUCT, aliases=(PLAIN,)) == ()
     assert warned("unsloth/llama-3.1-8b-bnb-4bit", INSTRUCT, aliases=(PLAIN,)) == ()

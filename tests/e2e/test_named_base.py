@@ -16,8 +16,8 @@ from tests.e2e.admin import KEY, Admin
 from tests.e2e.digests import CHAT
 from tests.e2e.servers import admin_server
 
-SERVED, OTHER = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
-SAID = f"trained on {OTHER}, served on {SERVED}: another name (coder, not plain)"
+SERVED, OTHER = "the-base", "mistralai/Mistral-7B-v0.1"
+SAID = f"trained on {OTHER}, served on {SERVED}: another model type (mistral, not llama)"
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def admin(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]
     home = tmp_path_factory.mktemp("named-base")
     root = home / "adapters"
     for name, base in {
-        "coder": OTHER,
-        "stored": "unsloth/Qwen2.5-0.5B-Instruct-bnb-4bit",
+        "mistral": OTHER,
+        "llama": "unsloth/llama-3-8b-bnb-4bit",
         "step": "/out/step-9",
     }.items():
         shutil.copytree(bed.adapters / "sql", root / name)
@@ -35,30 +35,31 @@ def admin(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]
         yield Admin(server, connect(server), bed, root, home / "allowed")
 
 
-def test_another_name_is_served_with_a_warning(admin: Admin) -> None:
+def test_another_type_is_served_with_a_warning(admin: Admin) -> None:
     for stream in (False, True):
-        body = {"model": "coder", "prompt": PROMPT, "max_tokens": 2, "stream": stream}
+        body = {"model": "mistral", "prompt": PROMPT, "max_tokens": 2, "stream": stream}
         answer = admin.call("POST", "/v1/completions", body)
         assert (answer.status_code, answer.headers[WARNING_HEADER]) == (200, SAID)
-        assert answer.headers[HEADER] == admin.view("coder")["digest"]
-    chat = admin.call("POST", "/v1/chat/completions", {"model": "coder", "messages": CHAT, "max_tokens": 2})
+        assert answer.headers[HEADER] == admin.view("mistral")["digest"]
+    chat = admin.call("POST", "/v1/chat/completions", {"model": "mistral", "messages": CHAT, "max_tokens": 2})
     assert chat.headers[WARNING_HEADER] == SAID
-    assert list(complete(admin.client, "coder", PROMPT, MAX_TOKENS).token_ids) == admin.bed.answers["sql"]
-    assert admin.view("coder")["warnings"] == [SAID]
+    assert list(complete(admin.client, "mistral", PROMPT, MAX_TOKENS).token_ids) == admin.bed.answers["sql"]
+    assert admin.view("mistral")["warnings"] == [SAID]
+    assert SAID in outside("why", "mistral", "--url", admin.server.url, env={"VLLM_API_KEY": KEY}).out
     lines = [line for line in admin.server.log().splitlines() if SAID in line]
     assert len(lines) == 1
     assert "WARNING" in lines[0]
 
 
 def test_compare_finds_it_served_as_trained_all_the_same(admin: Admin) -> None:
-    asked = ("compare", "coder", "--url", admin.server.url, "--base", str(admin.bed.base))
+    asked = ("compare", "mistral", "--url", admin.server.url, "--base", str(admin.bed.base))
     right = outside(*asked, "--peft", admin.bed.adapters / "sql", env={"VLLM_API_KEY": KEY})
-    assert (right.code, right.out.splitlines()[-1]) == (0, "coder: served as trained"), right.out + right.err
+    assert (right.code, right.out.splitlines()[-1]) == (0, "mistral: served as trained"), right.out + right.err
     wrong = outside(*asked, "--peft", admin.bed.adapters / "chat", env={"VLLM_API_KEY": KEY})
-    assert (wrong.code, wrong.out.splitlines()[-1]) == (1, "coder: not shown to be served as trained")
+    assert (wrong.code, wrong.out.splitlines()[-1]) == (1, "mistral: not shown to be served as trained")
 
 
-@pytest.mark.parametrize("name", ["stored", "step", SERVED])
+@pytest.mark.parametrize("name", ["llama", "step", SERVED])
 def test_the_same_or_an_unknown_name_has_no_warning(admin: Admin, name: str) -> None:
     answer = admin.call("POST", "/v1/completions", {"model": name, "prompt": PROMPT, "max_tokens": 2})
     assert (answer.status_code, WARNING_HEADER in answer.headers) == (200, False)
