@@ -9,7 +9,7 @@ _merge_utils.py of tinker-cookbook (9dfcc3a2); `save_lora_checkpoint` in litgpt/
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +51,13 @@ class Writer:
     magic: tuple[bytes, ...] = ()
 
 
-TINKER = Writer(
-    "Tinker's own names",
-    "convert it with tinker_cookbook.weights.build_lora_adapter(base_model=..., adapter_path=..., output_path=...); "
-    "experts alone are also served with --enable-moe-shared-loras",
-    keys=r"(^|\.)unembed_tokens\.|\.experts\.w[123]\.lora_[AB]\.weight$",
-)
 WRITERS = (
-    TINKER,
+    Writer(
+        "Tinker's own names",
+        "convert it with tinker_cookbook.weights.build_lora_adapter(base_model=..., adapter_path=..., "
+        "output_path=...); experts alone are also served with --enable-moe-shared-loras",
+        keys=r"(^|\.)unembed_tokens\.|\.experts\.w[123]\.lora_[AB]\.weight$",
+    ),
     Writer(
         "MLX's form (mlx-lm)",
         "merge it into its model with mlx_lm.fuse and serve that, or write PEFT's form: lora_A and lora_B are lora_a "
@@ -128,21 +127,10 @@ WRITERS = (
 )
 
 
-def by_bytes(begin: bytes) -> Writer | None:
-    """Return the writer of a file that begins with these bytes."""
-    return next((one for one in WRITERS if one.magic and begin.startswith(one.magic)), None)
-
-
 def by_keys(names: Iterable[str]) -> Writer | None:
     """Return the writer of the first tensor whose name fits a writer's pattern."""
     patterns = [(one, re.compile(one.keys)) for one in WRITERS if one.keys]
     return next((one for name in names for one, pattern in patterns if pattern.search(name)), None)
-
-
-def by_config(keys: Collection[str]) -> Writer | None:
-    """Return the writer of a configuration with these keys; None where PEFT may be the writer."""
-    # PEFT always writes `r`: a file with `r` is PEFT's, whatever else the file has.
-    return next((one for one in WRITERS if "r" not in keys and one.config_keys.intersection(keys)), None)
 
 
 def by_files(names: Iterable[str]) -> tuple[str, Writer] | None:
@@ -154,7 +142,7 @@ def by_files(names: Iterable[str]) -> tuple[str, Writer] | None:
 
 def foreign_bytes(begin: bytes) -> InvalidAdapter | None:
     """Return the error for a file that begins with these bytes; None where the writer is unknown."""
-    writer = by_bytes(begin)
+    writer = next((one for one in WRITERS if one.magic and begin.startswith(one.magic)), None)
     if writer is None:
         return None
     return InvalidAdapter(writer.name, expected="a file of PEFT's form", remedy=writer.remedy)
@@ -162,7 +150,8 @@ def foreign_bytes(begin: bytes) -> InvalidAdapter | None:
 
 def foreign_config(raw: Mapping[str, Any]) -> IncompatibleAdapter | None:
     """Return the error for a configuration of another program than PEFT; None where PEFT may be the writer."""
-    writer = by_config(raw)
+    # PEFT always writes `r`: a file with `r` is PEFT's, whatever else the file has.
+    writer = next((one for one in WRITERS if "r" not in raw and one.config_keys.intersection(raw)), None)
     if writer is None:
         return None
     keys = ", ".join(sorted(writer.config_keys.intersection(raw)))
