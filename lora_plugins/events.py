@@ -174,6 +174,19 @@ class RequestServed:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request, or one of several choices, is over, however it ended; it adds these tokens to the adapter's.
+
+    The first choice that ends adds the prompt's tokens and the seconds to the first token, None if nobody knows.
+    """
+
+    name: str
+    prompt_tokens: int
+    generated_tokens: int
+    first_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NotServed:
     """An adapter that was found cannot be served.
 
@@ -253,6 +266,7 @@ Event = (
     | StoreEvicted
     | StoreDamaged
     | RequestServed
+    | RequestEnded
     | NotServed
     | AdapterLoaded
     | AdapterSwapped

@@ -17,10 +17,10 @@ from lora_plugins import plugin_names
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.variables import (
     BYTES,
-    COUNT,
     FILE,
     FLAG,
     KEY,
+    LABELLED,
     NAMES,
     PATH,
     PREFIX,
@@ -171,8 +171,9 @@ class Settings:
     url: str = required("LORA_PLUGINS_URL", TEXT, "http://127.0.0.1:8000")
     """The server of the command line where `--url` is not given; servers do not read the variable
     ([the command line](../guides/command-line.md#a-running-server))."""
-    metrics_adapters: int = required("LORA_PLUGINS_METRICS_ADAPTERS", COUNT, "200")
-    """How many adapters have their own label in [metrics](metrics.md); all others share `_other`."""
+    metrics_adapters: float | Path = required("LORA_PLUGINS_METRICS_ADAPTERS", LABELLED, "200")
+    """The adapters with a label of their own in [metrics](metrics.md#names-and-their-number); the others share
+    `_other`. A number, for the first so many; `all`; or a file with a name on each line, read again as it changes."""
     aws: Mapping[str, str] = field(default_factory=dict, repr=False)  # the AWS_* variables; never logged
 
     @classmethod

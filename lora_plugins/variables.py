@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -83,6 +84,13 @@ def _count(text: str) -> int:
     return int(_accept(text.strip(), accepted=re.fullmatch("[0-9]{1,6}", text.strip()) is not None))
 
 
+def _labelled(text: str) -> float | Path:
+    word = text.strip()
+    if word.casefold() == "all":
+        return math.inf
+    return _count(word) if word.isdecimal() else _existing_file(word)
+
+
 def _path(text: str) -> Path:
     try:
         return Path(text).expanduser().absolute()
@@ -141,6 +149,7 @@ def seconds(least: float) -> Kind[float]:
 FLAG = Kind("1 or 0", _flag)
 RESTORE = Kind("1, 0 or living", _restore)
 COUNT = Kind("a number, 0 to 999999", _count)
+LABELLED = Kind("a number, 0 to 999999, or all, or a file of names that exists", _labelled)
 BYTES = Kind(SIZE_EXPECTED, _bytes, none="no limit", blank_is_unset=False)
 NAMES = Kind("names, separated by commas", _names)
 TEXT = Kind("text", str)

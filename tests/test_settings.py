@@ -104,6 +104,8 @@ VALID = [
     ("LORA_PLUGINS_ADMIN_KEY", "k3y=/+~", "admin_key", "k3y=/+~"),
     ("LORA_PLUGINS_METRICS_ADAPTERS", " 0 ", "metrics_adapters", 0),
     ("LORA_PLUGINS_METRICS_ADAPTERS", "", "metrics_adapters", 200),
+    ("LORA_PLUGINS_METRICS_ADAPTERS", " All", "metrics_adapters", float("inf")),
+    ("LORA_PLUGINS_METRICS_ADAPTERS", __file__, "metrics_adapters", Path(__file__)),
 ]
 INVALID = [
     *[("LORA_PLUGINS_ADAPTER_FIELDS", text) for text in ("no", "1")],
@@ -139,7 +141,7 @@ INVALID = [
     ],
     ("LORA_PLUGINS_RESTORE", "2"),
     *[("LORA_PLUGINS_POLICY", text) for text in ("/no/such/file", "/")],
-    *[("LORA_PLUGINS_METRICS_ADAPTERS", text) for text in ("-1", "many", "1000000", "1.5")],
+    *[("LORA_PLUGINS_METRICS_ADAPTERS", text) for text in ("-1", "many", "1000000", "1.5", "/no/such/file", "/")],
     ("LORA_PLUGINS_STORE_DIR", "~no-such-user-here/x"),
     ("VLLM_LORA_RESOLVER_CACHE_DIR", "~no-such-user-here/x"),
 ]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from lora_plugins.observability.adapter_labels import OTHERS, label_of
+from lora_plugins.observability.adapter_labels import OTHERS, AdapterLabels
 from lora_plugins.scheduler.messages import AdapterState, PlannerFigures
 from lora_plugins.scheduler.stats import BOUNDS_S, Histogram
 
@@ -38,10 +38,10 @@ _GAUGES = (
 )
 
 
-def families(model_name: str, engines: Mapping[int, PlannerFigures], max_adapters: int) -> Iterator[Metric]:
+def families(model_name: str, engines: Mapping[int, PlannerFigures], adapters: AdapterLabels) -> Iterator[Metric]:
     """Yield the metrics of all engines."""
     reports = [((model_name, str(number)), figures) for number, figures in sorted(engines.items())]
-    yield from _residency(reports, max_adapters)
+    yield from _residency(reports, adapters)
     for key, text in _COUNTERS:
         counter = CounterMetricFamily(f"lora_plugins_{key}", text, labels=_LABELS)
         for labels, figures in reports:
@@ -64,7 +64,7 @@ def families(model_name: str, engines: Mapping[int, PlannerFigures], max_adapter
     yield from _durations(reports)
 
 
-def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
+def _residency(reports: _Reports, adapters: AdapterLabels) -> Iterator[Metric]:
     loaded = GaugeMetricFamily(
         "vllm:lora_adapter_loaded",
         "Adapters that an engine has, by where: in a slot (gpu) or in host memory only (cpu); "
@@ -86,7 +86,8 @@ def _residency(reports: _Reports, max_adapters: int) -> Iterator[Metric]:
         series: dict[tuple[str, str, str, str], int] = {}
         for place, row in enumerate(rows):
             # A rank for each of the other adapters would be a series each; routers take an empty rank for unknown.
-            name, rank = (label_of(row.name), str(row.rank or "")) if place < max_adapters else (OTHERS, "")
+            name = adapters.at(place, row.name)
+            rank = "" if name == OTHERS else str(row.rank or "")
             key = (name, IN_SLOT if row.is_active else IN_HOST_MEMORY, "true" if row.is_pinned else "false", rank)
             series[key] = series.get(key, 0) + 1
         for key, value in series.items():

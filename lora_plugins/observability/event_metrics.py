@@ -10,12 +10,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from lora_plugins import events
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.observability.adapter_labels import AdapterLabels
+from lora_plugins.observability.adapter_labels import AdapterLabels, Labelled
 
 NO_SOURCE = "none"  # the label for a name that no source has
 
 # Seconds: a question to a file system takes tenths of a millisecond, a fetch of gigabytes minutes.
 _LOCATE_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# Few: each adapter has a series of each.
+_FIRST_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _FETCH_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -25,13 +27,13 @@ class CountEvents:
     Called in the event loop, and for the store's evictions from a thread; `prometheus_client` locks.
 
     Args:
-        max_adapters: how many adapters have their own label.
+        labelled: which adapters have their own label.
         can_forget: whether a label's series can be removed: not where several processes share series in files.
     """
 
-    def __init__(self, registry: CollectorRegistry, max_adapters: int, *, can_forget: bool = True) -> None:
+    def __init__(self, registry: CollectorRegistry, labelled: Labelled, *, can_forget: bool = True) -> None:
         # Only labels with adapters' names need a bound: every other label has few values.
-        self._labels = AdapterLabels(max_adapters)
+        self._labels = AdapterLabels(labelled)
         self._can_forget = can_forget
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -69,6 +71,18 @@ class CountEvents:
         self._store_evicted_bytes = counter("store_evicted_bytes", "Their bytes")
         self._store_damaged = counter("store_damaged", "Adapters in the store that were found damaged")
         self._requests = counter("requests", "Requests that the engine has begun to answer", "adapter_name")
+        self._prompt_tokens = counter(
+            "prompt_tokens", "Tokens of the prompts of requests that have ended", "adapter_name"
+        )
+        self._generated_tokens = counter(
+            "generation_tokens", "Tokens generated for requests that have ended, aborted requests among them",
+            "adapter_name",
+        )  # fmt: skip
+        self._first_token_s = histogram(
+            "time_to_first_token", "From a request's arrival until its first token", _FIRST_TOKEN_BUCKETS_S,
+            "adapter_name",
+        )  # fmt: skip
+        self._of_adapters = (self._requests, self._prompt_tokens, self._generated_tokens, self._first_token_s)
         self._swaps = counter("swaps", "Names that were pointed to another version")
         self._swap_s = histogram("swap_load", "Loading a version beside the one that it replaces", _FETCH_BUCKETS_S)
         self._unloads = counter("unloads", "Adapters that were unloaded")
@@ -123,6 +137,12 @@ class CountEvents:
                 self._store_damaged.inc()
             case events.RequestServed():
                 self._requests.labels(self._labels.of(event.name)).inc()
+            case events.RequestEnded():
+                label = self._labels.of(event.name)
+                self._prompt_tokens.labels(label).inc(event.prompt_tokens)
+                self._generated_tokens.labels(label).inc(event.generated_tokens)
+                if event.first_token_s is not None:
+                    self._first_token_s.labels(label).observe(event.first_token_s)
             case events.NotServed():
                 self._count_error(event.stage, event.error)
             case events.AdapterSwapped():
@@ -132,8 +152,9 @@ class CountEvents:
                 self._unloads.inc()
                 self._drain_s.observe(event.drain_s)
                 self._aborted.inc(event.aborted)
-                if self._can_forget and (label := self._labels.forget(event.name)) is not None:
-                    self._requests.remove(label)
+                if self._can_forget and (freed := self._labels.forget(event.name)) is not None:
+                    for metric in self._of_adapters:
+                        metric.remove(freed)
             case events.DeclaredSetReconciled():
                 self._declared.labels("served").set(event.served)
                 self._declared.labels("failed").set(event.failed)

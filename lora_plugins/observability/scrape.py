@@ -18,6 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.log import logger
 from lora_plugins.observability import engine_metrics as of_engines
+from lora_plugins.observability.adapter_labels import AdapterLabels, Labelled
 from lora_plugins.scheduler.messages import PlannerFigures
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
@@ -116,7 +117,7 @@ class MetricsCollector:
     Args:
         query_engines: returns the figures of the planners behind an engine client, or None without our planners.
         read_store_usage: returns how full the store is, or None without a store; called in a thread.
-        max_adapters: how many adapters have their own label.
+        labelled: which adapters have their own label.
         is_taken: whether somebody else has a metric of this name. Ours is left out then: strict parsers (Go's) read
             nothing of a page with a second TYPE line for a name.
     """
@@ -125,12 +126,12 @@ class MetricsCollector:
         self,
         query_engines: Callable[[Any], Awaitable[Reports | None]],
         read_store_usage: Callable[[], StoreUsage | None],
-        max_adapters: int,
+        labelled: Labelled,
         is_taken: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._query_engines = query_engines
         self._read_store_usage = read_store_usage
-        self._max_adapters = max_adapters
+        self._labels = AdapterLabels(labelled)
         self._is_taken = is_taken
         self._engines = CachedAnswer(INTERVAL_S)
         self._store = CachedAnswer(STORE_INTERVAL_S)
@@ -153,7 +154,7 @@ class MetricsCollector:
     def _families(self) -> Iterator[Metric]:
         reports: Reports | None = self._engines.answer
         if reports is not None:
-            yield from of_engines.families(reports.model_name, reports.engines, self._max_adapters)
+            yield from of_engines.families(reports.model_name, reports.engines, self._labels)
             yield GaugeMetricFamily(
                 "lora_plugins_figures_age_seconds", "Since the engines last answered", self._engines.age_s
             )

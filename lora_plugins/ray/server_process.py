@@ -26,7 +26,7 @@ START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 25.0
 TAIL_LINES = 60
 # A router has to know of every adapter in memory, so the limit of a dashboard is too low.
-_ALL_ADAPTERS = {"LORA_PLUGINS_METRICS_ADAPTERS": "5000"}
+_ALL_ADAPTERS = {"LORA_PLUGINS_METRICS_ADAPTERS": "all"}
 _LOADED, _CAPACITY = "vllm:lora_adapter_loaded", "lora_plugins_host_max_adapters"
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting", "lora_plugins_held")
 _PLACES = {"gpu": Tier.SLOT, "cpu": Tier.HOST}

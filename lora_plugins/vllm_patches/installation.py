@@ -27,6 +27,7 @@ def install_resolver(process: Process) -> None:
         base_serving,
         lora_resolver,
         openai_serving_models,
+        output_processor,
     )
     from lora_plugins.vllm_patches.worker import lora_state, vocab_parallel_embedding
 
@@ -36,6 +37,7 @@ def install_resolver(process: Process) -> None:
         lora_state.patch,
         openai_serving_models.patch,
         base_serving.patch,
+        output_processor.patch,
         adapter_chats.patch,
         anthropic.patch,
         app.patch,

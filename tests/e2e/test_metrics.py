@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
+from testbed.reference import Reference
 from testbed.server import Server
 from tests.e2e.broken import BROKEN
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
@@ -106,6 +107,16 @@ class Metered:
         if status == 200:
             assert list(answer.token_ids) == self.bed.answers[name]
 
+    def ended(self, name: str, requests: int = 1) -> dict[str, float]:
+        """What answers to `ask` count by adapter."""
+        prompt = len(Reference(self.bed.base).prompt_ids(PROMPT))
+        return {
+            f"requests_total,{name}": requests,
+            f"prompt_tokens_total,{name}": requests * prompt,
+            f"generation_tokens_total,{name}": requests * MAX_TOKENS,
+            f"time_to_first_token_seconds_count,{name}": requests,
+        }
+
     def lines(self, name: str) -> list[str]:
         """What the log says of an adapter at INFO or above."""
         return [line for line in self.server.log().splitlines() if f"Adapter '{name}'" in line and "DEBUG" not in line]
@@ -160,7 +171,7 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
         metered.ask("sql")
     expected = cold(fetched_bytes(metered.root / "sql"))
     expected |= {
-        "requests_total,sql": 3,
+        **metered.ended("sql", 3),
         "vllm:max_gpu_lora_adapters,0": HOST_PLACES,  # which workers say with their first step
         "vllm:num_gpu_loaded_lora_adapters,0": 1,
         "vllm:num_cpu_loaded_lora_adapters,0": 1,
@@ -201,7 +212,9 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
         fetched_bytes(metered.root / name) for name in ("chat", "wide", "stable")
     )
     expected |= {
-        **{f"requests_total,{name}": 1 for name in ("chat", "wide", "stable")},
+        **metered.ended("chat"),
+        **metered.ended("wide"),
+        **metered.ended("stable"),
         "host_evictions_total,0": 1,
         "host_evicted_bytes_total,0": host_bytes,
         "vllm:num_gpu_loaded_lora_adapters,0": 2,
@@ -214,7 +227,7 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
     # The one that had to go comes back: its name is known, so it is only loaded.
     metered.ask("sql")
     expected = {
-        "requests_total,sql": 1,
+        **metered.ended("sql"),
         "admission_wait_seconds_count,0,store": 1,
         "instant_activations_total,0": 1,
         "vllm:lora_adapter_load_seconds_count,0": 1,
@@ -226,7 +239,7 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
 
     # One that is where it is computed.
     metered.ask("wide")
-    metered.changes({"requests_total,wide": 1, "admission_wait_seconds_count,0,slot": 1})
+    metered.changes({**metered.ended("wide"), "admission_wait_seconds_count,0,slot": 1})
 
     # One that is in no memory any more has vanished from store and source.
     stored = metered.stored_at("chat")

@@ -345,8 +345,8 @@ MUTANTS = (
     Mutant(
         "observability: one label too many",
         "lora_plugins/observability/adapter_labels.py",
-        "if len(self._labels) >= self._max_adapters:",
-        "if len(self._labels) > self._max_adapters:",
+        "if len(self._labels) >= self._most:",
+        "if len(self._labels) > self._most:",
         ("tests/observability/test_adapter_labels.py",),
     ),
     Mutant(

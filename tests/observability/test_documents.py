@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from lora_plugins.observability.adapter_labels import AdapterLabels
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.event_metrics import CountEvents
 from lora_plugins.observability.scrape import MetricsCollector, Reports, StoreUsage
@@ -30,11 +31,11 @@ def all_families() -> Iterator[Metric]:
     CountEvents(registry, 3)
     yield from registry.collect()
     full = engine(("sql", True, False), host_max_bytes=1, refused={"L001": 1})
-    yield from families("llama", {0: full}, 10)
+    yield from families("llama", {0: full}, AdapterLabels(10))
     figures = MetricsCollector(None, None, 10)
     figures._engines.answer, figures._engines.answered_at = Reports("llama", {}), 0.0
     figures._store.answer = StoreUsage(1, 2, 3)
-    known = {family.name for family in families("llama", {}, 10)}
+    known = {family.name for family in families("llama", {}, AdapterLabels(10))}
     yield from (family for family in figures.collect() if family.name not in known)
 
 
@@ -72,7 +73,10 @@ KNOWN = of_vllm() | METRICS
 # Counted only where lora_lru_manager plans: all that the engines say, and in the API server what the page on metrics
 # names.
 OF_THE_MANAGER = (
-    {f"{family.name}_total" if family.type == "counter" else family.name for family in families("llama", {}, 10)}
+    {
+        f"{family.name}_total" if family.type == "counter" else family.name
+        for family in families("llama", {}, AdapterLabels(10))
+    }
     | {"lora_plugins_figures_age_seconds", "lora_plugins_requests_total", "lora_plugins_swaps_total"}
     | {"lora_plugins_swap_load_seconds", "lora_plugins_unloads_total", "lora_plugins_drain_seconds"}
     | {"lora_plugins_drain_aborted_requests_total"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from lora_plugins.observability.adapter_labels import OTHERS
+from lora_plugins.observability.adapter_labels import OTHERS, AdapterLabels
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.scrape import StoreUsage, StoreUsageReader
 from lora_plugins.scheduler.messages import AdapterState, PlannerFigures
@@ -33,7 +33,7 @@ def engine(*loaded: tuple[str, bool, bool, *tuple[int, ...]], host_max_bytes=Non
 def shown(engines, max_adapters=10) -> dict[str, float]:
     return {
         ",".join((sample.name, *sample.labels.values())): sample.value
-        for family in families("llama", engines, max_adapters)
+        for family in families("llama", engines, AdapterLabels(max_adapters))
         for sample in family.samples
     }
 
@@ -118,7 +118,7 @@ def test_durations_are_a_histogram():
 def test_any_adapter_name_can_be_written():
     class Shown:
         def collect(self):
-            return families("llama", {0: engine(("\ud800\n", True, False))}, 10)
+            return families("llama", {0: engine(("\ud800\n", True, False))}, AdapterLabels(10))
 
     registry = CollectorRegistry()
     registry.register(Shown())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
@@ -26,19 +28,20 @@ from lora_plugins.events import (
     FetchStarted,
     LookUpRefused,
     NotServed,
+    RequestEnded,
     RequestServed,
     SourceFailed,
     StoreDamaged,
     StoreEvicted,
 )
-from lora_plugins.observability.adapter_labels import OTHERS, keep_latest
+from lora_plugins.observability.adapter_labels import OTHERS, Labelled, keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
 
 
 class Counted:
-    def __init__(self, max_adapters: int = 3, *, can_forget: bool = True) -> None:
+    def __init__(self, labelled: Labelled = 3, *, can_forget: bool = True) -> None:
         self.registry = CollectorRegistry()
-        self.hook = CountEvents(self.registry, max_adapters, can_forget=can_forget)
+        self.hook = CountEvents(self.registry, labelled, can_forget=can_forget)
 
     def count(self, *events) -> Counted:
         for event in events:
@@ -92,6 +95,10 @@ def test_all_counters_start_at_zero():
         (StoreEvicted("d", 7), {"store_evictions_total": 1, "store_evicted_bytes_total": 7}),
         (StoreDamaged("d"), {"store_damaged_total": 1}),
         (RequestServed("sql"), {"requests_total,sql": 1}),
+        (RequestEnded("sql", 5, 7, 0.25),
+         {"prompt_tokens_total,sql": 5, "generation_tokens_total,sql": 7, "time_to_first_token_seconds_count,sql": 1,
+          "time_to_first_token_seconds_sum,sql": 0.25}),
+        (RequestEnded("sql", 0, 7), {"generation_tokens_total,sql": 7}),  # a further choice
         (NotServed("request", "sql", NoFreeSlot("x")), {"errors_total,request,L001": 1}),
         (NotServed("load", "sql", NoFreeSlot("x")), {"errors_total,load,L001": 1}),
         (AdapterLoaded("sql", "/x", 10, 0.5), {}),  # the engines count it
@@ -134,9 +141,18 @@ def test_name_that_was_never_served_gets_no_label():
 
 
 def test_unloaded_adapter_leaves_no_series_and_frees_its_label():
-    counted = Counted(1).count(*served("a"), *served("b"))
+    counted = Counted(1).count(*served("a"), *served("b"), RequestEnded("a", 2, 3, 0.5))
     counted.count(AdapterUnloaded("a", 0.0, 0), AdapterUnloaded("b", 0.0, 0), *served("b"))
     assert requests(counted) == {"b": 1, OTHERS: 1}
+    assert not [key for key in counted.all if key.endswith(",a")]
+
+
+def test_count_of_every_adapter_outlives_its_unload():
+    counted = Counted(math.inf)
+    for name in (f"customer{number}" for number in range(300)):
+        counted.count(*served(name), RequestEnded(name, 2, 3), AdapterUnloaded(name, 0.0, 0), RequestEnded(name, 2, 3))
+    assert requests(counted) == {f"customer{number}": 1 for number in range(300)}
+    assert {value for key, value in counted.all.items() if key.startswith("prompt_tokens")} == {4}
 
 
 def test_series_that_cannot_be_removed_are_bounded_too():

@@ -2,22 +2,28 @@
 
 The scheduler names versions in the outputs of a moved request (`engine_core/request.py`). vLLM passes on one output's
 names: of several choices the last choice's, of a whole answer the end's. An abort's end has no names.
+
+Every step of every request passes here, its abort too, so tokens are counted by adapter here, once a choice has ended.
+vLLM's stat loggers see neither a request's adapter nor aborted requests.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from lora_plugins.events import RequestEnded
 from lora_plugins.ledger import Patch
+from lora_plugins.process import this_process
 from lora_plugins.server.response import together
 from lora_plugins.vllm_patches.answer_messages import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
-_SPANS = "lora_plugins_spans"  # an attribute of the request's state, or of the state that several choices share
+# Attributes of the request's state, or of the state that several choices share; the last, of each choice's state.
+_SPANS, _PROMPT, _GENERATED = "lora_plugins_spans", "lora_plugins_prompt_tokens", "lora_plugins_generated_tokens"
 
 
 def patch() -> None:
-    """Have every client of this process name versions; a second call changes nothing."""
+    """Have every client of this process name versions and count tokens; a second call changes nothing."""
     from vllm.v1.engine.output_processor import RequestState
 
     wrap(RequestState, "make_request_output", _saying_versions)
@@ -39,6 +45,8 @@ def _saying_versions(original: Any) -> Any:
         if spans := together(getattr(whole, _SPANS, ()), said):
             setattr(whole, _SPANS, spans)
             kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}
+        if finish_reason is not None and self.lora_name is not None:
+            _count(self, whole, is_result=str(finish_reason) not in {"abort", "error"})
         return original(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
         )
@@ -46,16 +54,34 @@ def _saying_versions(original: Any) -> Any:
     return make_request_output
 
 
+def _count(state: Any, whole: Any, *, is_result: bool) -> None:
+    """Emit the tokens that came to a choice since it last ended: an input that is streamed ends several times."""
+    is_pooling = state.detokenizer is None
+    generated = 0 if is_pooling else state.detokenizer.num_output_tokens()
+    if not (is_result if is_pooling else generated):
+        return  # it never ran, so nothing was read
+    counted, first_token_s = getattr(whole, _PROMPT, 0), None
+    if not counted and state.stats is not None:  # None with --disable-log-stats
+        first_token_s = state.stats.first_token_latency
+    more, prompt_tokens = generated - getattr(state, _GENERATED, 0), state.prompt_len - counted
+    setattr(state, _GENERATED, generated)
+    setattr(whole, _PROMPT, state.prompt_len)
+    this_process().events.emit(RequestEnded(state.lora_name, prompt_tokens, more, first_token_s))
+
+
 LEDGER = (
     Patch(
         """
         vllm.v1.engine.output_processor:
-            RequestState{parent_req}
+            RequestState{parent_req, lora_name, detokenizer, prompt_len, stats}
             RequestState.make_request_output(
                 self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, ...)
         """,
-        what="wrapped: lora_versions, once said, stand in the kv_transfer_params of every later output",
-        why="vLLM makes the output of an aborted request itself, without any; a trainer must know what made its tokens",
-        remove="vLLM's outputs have a field for the versions of an adapter",
+        what="wrapped: lora_versions, once said, stand in the kv_transfer_params of every later output; the tokens of "
+        "a choice that has ended are counted by adapter. Relied on: called for each end, an abort's too, after the "
+        "stop checks; first_token_latency is set before",
+        why="vLLM makes the output of an aborted request itself, without any; a trainer must know what made its "
+        "tokens. FinishedRequestStats, which a stat logger gets, names no adapter and leaves aborted requests out",
+        remove="vLLM's outputs have a field for the versions of an adapter, and its metrics of tokens name adapters",
     ),
 )

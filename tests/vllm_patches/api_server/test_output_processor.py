@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats
 
+from lora_plugins.events import Events, RequestEnded
+from lora_plugins.process import Process
+from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import output_processor
 from tests.vllm_patches.engine_bed import adapter
 
@@ -21,7 +26,7 @@ class Asked:
     """One request of `choices`, whose outputs the engine sends by hand."""
 
     def __init__(self, kind: RequestOutputKind, choices: int = 1) -> None:
-        self.processor = OutputProcessor(None, log_stats=False)
+        self.processor = OutputProcessor(None, log_stats=True)
         self.queue = RequestOutputCollector(kind, "r")
         params = SamplingParams(detokenize=False, output_kind=kind, n=choices)
         whole = self.request("r", params)
@@ -40,7 +45,7 @@ class Asked:
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
-            arrival_time=0.0,
+            arrival_time=time.time() - 5.0,
             lora_request=adapter(1),
             cache_salt=None,
             data_parallel_rank=None,
@@ -51,7 +56,7 @@ class Asked:
         said = None if versions is None else {"lora_versions": [list(span) for span in versions], "of": "a connector"}
         reason = FinishReason.LENGTH if ends else None
         output = EngineCoreOutput(self.names[of], [7], finish_reason=reason, kv_transfer_params=said)
-        self.processor.process_outputs([output])
+        self.processor.process_outputs([output], time.monotonic(), IterationStats())
 
     def seen(self) -> list[Any]:
         output = self.queue.get_nowait()
@@ -95,3 +100,49 @@ def test_what_was_not_moved_is_vllms_own() -> None:
     asked.answers(ends=True)
     output = asked.queue.get_nowait()
     assert (output.kv_transfer_params, output.finished) == (None, True)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[RequestEnded]:
+    process, found = Process(Settings()), list[Any]()
+    process.events = Events(found.append)
+    monkeypatch.setattr(output_processor, "this_process", lambda: process)
+    return found
+
+
+def tokens(ended: list[RequestEnded]) -> list[tuple[str, int, int]]:
+    return [(event.name, event.prompt_tokens, event.generated_tokens) for event in ended]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])
+def test_an_answers_tokens_are_counted_at_its_end(kind: RequestOutputKind, ended: list[RequestEnded]) -> None:
+    asked = Asked(kind)
+    asked.answers()
+    assert ended == []
+    asked.answers(ends=True)
+    assert tokens(ended) == [(adapter(1).lora_name, 2, 2)]
+    assert 5.0 <= (ended[0].first_token_s or 0.0) < 60.0
+
+
+def test_an_aborted_answer_counts_what_was_generated(ended: list[RequestEnded]) -> None:
+    asked = Asked(RequestOutputKind.FINAL_ONLY)
+    asked.answers()
+    asked.processor.abort_requests(["r"], internal=True)
+    assert tokens(ended) == [(adapter(1).lora_name, 2, 1)]
+
+
+def test_a_request_that_never_ran_counts_nothing(ended: list[RequestEnded]) -> None:
+    aborted = Asked(RequestOutputKind.FINAL_ONLY)
+    aborted.processor.abort_requests(["r"], internal=True)
+    refused = Asked(RequestOutputKind.FINAL_ONLY)
+    refused.processor.process_outputs([EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR)])
+    assert ended == []
+
+
+def test_several_choices_count_their_prompt_once(ended: list[RequestEnded]) -> None:
+    asked = Asked(RequestOutputKind.FINAL_ONLY, choices=2)
+    asked.answers(0)
+    for choice in (1, 0):
+        asked.answers(choice, ends=True)
+    assert tokens(ended) == [(adapter(1).lora_name, 2, 1), (adapter(1).lora_name, 0, 2)]
+    assert [event.first_token_s is None for event in ended] == [False, True]
