@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from lora_plugins.absence import Absence
@@ -275,6 +277,22 @@ Event = (
     | DeclaredFileInvalid
 )
 Hook = Callable[[Event], None]
+_polls: ContextVar[bool] = ContextVar("lora_plugins_polls", default=False)
+
+
+@contextmanager
+def polling() -> Iterator[None]:
+    """Inside, and in tasks begun inside, sources are asked for no request: for new versions, or for a declared set."""
+    token = _polls.set(True)
+    try:
+        yield
+    finally:
+        _polls.reset(token)
+
+
+def is_polling() -> bool:
+    """Return whether the running code is inside `polling`."""
+    return _polls.get()
 
 
 class Events:

@@ -46,6 +46,10 @@ class CountEvents:
             "resolves", "Names that were asked for, by source and result: served, refused, failed, busy, absent",
             "source", "result",
         )  # fmt: skip
+        self._polls = counter(
+            "polls", "Names that the server asked for by itself: for new versions, or of a declared set",
+            "source", "result",
+        )  # fmt: skip
         self._absences = counter(
             "absences_remembered", "Lookups saved, because the source answered recently that it has no such adapter",
             "source",
@@ -98,11 +102,11 @@ class CountEvents:
     def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912, PLR0915 - a case for each event
         match event:
             case events.AdapterResolved():
-                self._resolves.labels(event.source, "served").inc()
+                self._count_resolve(event.source, "served")
                 self._locate_s.labels(event.source).observe(event.locate_s)
                 (self._store_misses if event.fetched else self._store_hits).inc()
             case events.AdapterConfirmed():
-                self._resolves.labels(event.source, "served").inc()
+                self._count_resolve(event.source, "served")
             case events.FetchStarted():
                 self._fetches.labels(event.source).inc()
             case events.FetchEnded():
@@ -111,23 +115,23 @@ class CountEvents:
                 self._fetch_s.labels(event.source).observe(event.fetch_s)
                 self._fetched_bytes.labels(event.source).inc(event.size_bytes)
             case events.AdapterRejected():
-                self._resolves.labels(event.source, "refused").inc()
+                self._count_resolve(event.source, "refused")
                 self._count_error("resolve", event.error)
             case events.SourceFailed():
-                self._resolves.labels(event.source, "failed").inc()
+                self._count_resolve(event.source, "failed")
                 self._count_error("resolve", event.error)
             case events.AdapterDenied():
-                self._resolves.labels(event.source, "denied").inc()
+                self._count_resolve(event.source, "denied")
                 self._count_error("resolve", event.error)
             case events.BreakerOpened():
                 self._breakers.labels(event.source).inc()
             case events.BreakerClosed():
                 self._breakers.labels(event.source).dec()
             case events.LookUpRefused():
-                self._resolves.labels(event.source, "busy").inc()
+                self._count_resolve(event.source, "busy")
                 self._count_error("resolve", event.error)
             case events.AdapterUnknown():
-                self._resolves.labels(NO_SOURCE, "absent").inc()
+                self._count_resolve(NO_SOURCE, "absent")
             case events.AbsenceRemembered():
                 self._absences.labels(event.source).inc()
             case events.StoreEvicted():
@@ -163,6 +167,9 @@ class CountEvents:
                 self._declared_errors.inc()
             case events.AdapterLoaded() | events.FetchGoesOn():
                 pass  # counted by the engines; logged
+
+    def _count_resolve(self, source: str, result: str) -> None:
+        (self._polls if events.is_polling() else self._resolves).labels(source, result).inc()
 
     def _count_error(self, stage: str, error: LoRAPluginsError) -> None:
         self._errors.labels(stage, error.code).inc()

@@ -24,7 +24,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
-from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
+from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, polling
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
@@ -291,7 +291,8 @@ class Reconciler:
             if not (self._is_decided(target) or await self._restored(target)):
                 if not self._is_started and _was_served(target):
                     return  # the store has lost the version: its source is asked once the server is ready
-                await self._make_so(target)
+                with polling():
+                    await self._make_so(target)
         except LoRAPluginsError as error:
             self._failed(target, error)
         except Exception as error:  # noqa: BLE001 - an unexpected error of one adapter must not stop the others

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import NoReturn
 
+from lora_plugins.events import polling
 from lora_plugins.log import logger
 from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
@@ -20,7 +21,8 @@ async def poll(lifecycle: Lifecycle, interval_s: float) -> NoReturn:
 
     async def one(name: str) -> None:
         try:
-            await lifecycle.poll(name)
+            with polling():
+                await lifecycle.poll(name)
         except Exception:  # noqa: BLE001 - the poller goes on
             logger.exception("Looking for a new version of adapter '%s' failed", name)
 
@@ -28,13 +30,13 @@ async def poll(lifecycle: Lifecycle, interval_s: float) -> NoReturn:
         adapter = registry.get(name)
         return "" if adapter is None or adapter.version is None else adapter.version.source
 
-    polling = FewAtOnce(
+    polls = FewAtOnce(
         one, source_of, limit=_POLLED_AT_ONCE, is_wanted=lambda name, _: bool(source_of(name)), on_idle=lambda: None
     )
     try:
         while True:
             await asyncio.sleep(interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))  # noqa: S311 - no secret
             async for adapter in in_steps(registry.all()):
-                polling.begin(adapter.name, adapter.name)
+                polls.begin(adapter.name, adapter.name)
     finally:
-        polling.end_all()
+        polls.end_all()

@@ -104,7 +104,8 @@ FIRE = {
 def test_each_alert_fires_on_what_it_is_about(tmp_path, where):
     assert set(FIRE) == {rule["alert"] for rule in alerts()}
     tests = []
-    for name, given in FIRE.items():
+    polls = [series("lora_plugins_polls_total", RISING, result="failed", source="s3")]
+    for name, given in (*FIRE.items(), ("LoRASourceDoesNotAnswer", polls)):
         put = [{**one, "series": one["series"].replace("{", "{" + "".join(f'{k}="{v}",' for k, v in where.items()))}
                for one in given]  # fmt: skip
         expression = f'count(ALERTS{{alertname="{name}", alertstate="firing", instance="{where["instance"]}"}})'

@@ -33,6 +33,7 @@ from lora_plugins.events import (
     SourceFailed,
     StoreDamaged,
     StoreEvicted,
+    polling,
 )
 from lora_plugins.observability.adapter_labels import OTHERS, Labelled, keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
@@ -116,6 +117,17 @@ def test_event_is_counted_once_and_nowhere_else(event, counted):
     once = Counted().count(event).all
     assert once == counted
     assert Counted().count(event, event).all == {key: 2 * value for key, value in counted.items()}
+
+
+def test_what_the_server_asks_by_itself_is_no_request():
+    counted = Counted()
+    with polling():
+        counted.count(AdapterConfirmed("sql", "s3"), SourceFailed("sql", "s3", SourceUnavailable("x")))
+    counted.count(AdapterConfirmed("sql", "s3"))
+    assert counted.all == {
+        "polls_total,s3,served": 1, "polls_total,s3,failed": 1, "errors_total,resolve,L006": 1,
+        "resolves_total,s3,served": 1,
+    }  # fmt: skip
 
 
 def test_declared_adapters_are_shown_as_they_are_now():

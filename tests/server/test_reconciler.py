@@ -11,12 +11,13 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, LoRAPluginsError, OutOfMemory, SourceUnavailable
-from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed
+from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, is_polling
 from lora_plugins.server import reconciler
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import LOOK_INTERVAL_S, RETRY_S, Reconciler
@@ -63,6 +64,21 @@ async def test_the_served_list_gives_garbage_collection_no_work(tmp_path: Path) 
     assert file.read() == [DesiredAdapter(name) for name in names]
     assert file.tracked is not None
     assert file.tracked < 10
+
+
+@runs
+async def test_the_server_itself_asks_for_names_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, by_itself = world_with("sql"), []
+    latest = world.resolver.latest
+
+    async def seen(*asked: Any) -> Any:
+        by_itself.append(is_polling())
+        return await latest(*asked)
+
+    monkeypatch.setattr(world.resolver, "latest", seen)
+    await reconciling(world, Settings(preload=("sql",)), ServedFile(tmp_path / "served.json")).start()
+    await world.resolver.resolve("chat", "/base")
+    assert by_itself == [True, False]
 
 
 @runs

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from lora_plugins.errors import SourceUnavailable
+from lora_plugins.events import is_polling
 from lora_plugins.server import refresh
 from lora_plugins.server.refresh import poll
 from tests.server.test_reconciler import world_with
@@ -22,9 +23,10 @@ async def test_the_poller_swaps_new_versions_and_survives_errors(
     world = world_with("sql", "chat", "odd")
     for name in ("odd", "sql", "chat"):
         await world.lifecycle.load(name)
-    latest = world.resolver.latest
+    latest, by_itself = world.resolver.latest, []
 
     async def sometimes_odd(name: str, uri: str | None, base_path: str) -> Version | None:
+        by_itself.append(is_polling())
         if name == "odd":
             raise ZeroDivisionError
         return await latest(name, uri, base_path)
@@ -34,6 +36,7 @@ async def test_the_poller_swaps_new_versions_and_survives_errors(
     world.resolver.has |= {"sql": Version("new"), "chat": SourceUnavailable("down")}
     await asyncio.sleep(0.3)
     assert await world.ask("sql") == "/store/new"
+    assert set(by_itself) == {True}, "no request of a client"
     assert await world.ask("chat") == "/store/chat"
     assert "Looking for a new version of adapter 'odd' failed" in caplog.text
     world.resolver.has["chat"] = Version("later")
