@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from cachetools import TTLCache
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import CacheNotFound, HfApi, constants, get_token, scan_cache_dir
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 from lora_plugins.absence import Absence, AbsenceKind, without_login
@@ -165,7 +165,13 @@ class HubSource:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
-        """The adapters in repositories that the list names; `org/*` entries are not listed."""
+        """The adapters in repositories that the list names; `org/*` entries are not listed.
+
+        Offline, the adapters that the Hub's cache has whole, of `org/*` entries too.
+        """
+        if constants.HF_HUB_OFFLINE:
+            cached = await self._call(lambda: sorted(self._cached_names()), "names")
+            return Listing(tuple(cached), ("offline: only what the Hub's cache has",))
         names: set[str] = set()
         gaps, end = [], f"/{CONFIG_FILE}"
         for target in self._repos.repos():
@@ -264,6 +270,22 @@ class HubSource:
         # A third of the look-up's time, so that retries fit in; 10 s at least, where the look-up has as many.
         timeout_s = min(self._locate_timeout_s, max(_REQUEST_TIMEOUT_S, self._locate_timeout_s / 3))
         return self._api.model_info(target.uri.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
+
+    def _cached_names(self) -> Iterator[str]:
+        with contextlib.suppress(CacheNotFound):
+            repos = [repo for repo in scan_cache_dir(self._cache_dir).repos if repo.repo_type == "model"]
+            folders = {
+                "/".join((repo.repo_id, *file.file_path.relative_to(revision.snapshot_path).parts[:-1]))
+                for repo in repos
+                for revision in repo.revisions
+                for file in revision.files
+                if file.file_name == CONFIG_FILE
+            }
+            for name in folders:
+                with contextlib.suppress(AdapterNotFound):  # a folder that no name can stand for
+                    target = self._repos.match(AdapterName.parse(name))
+                    if target is not None and self._cached(target) is not None:
+                        yield name
 
     def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
         """The commit and files in the Hub's cache; None where the cache lacks a part, which the Hub may have."""

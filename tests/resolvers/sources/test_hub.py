@@ -15,7 +15,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.hub import HubSource
-from lora_plugins.resolvers.sources.hub_repos import AnyRepo
+from lora_plugins.resolvers.sources.hub_repos import AnyRepo, HubPatterns
 from lora_plugins.resolvers.sources.source import RemoteAdapter, VersionChanged
 from lora_plugins.resolvers.sources.uri import SourceUri
 from testbed import faults
@@ -374,6 +374,25 @@ def test_offline_serves_what_the_cache_holds_as_the_same_version(bed, server, mo
     assert located(bed, f"acme/many/fr@{online.version}").version == online.version
     assert bed.serve("acme/many/fr") == FILES
     assert server.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("repos", "listed"), [("acme/many", ("acme/many/fr",)), ("acme/*", ("acme/many/fr",)), ("team/*", ())]
+)
+def test_offline_adapters_of_the_cache_are_listed(bed, server, monkeypatch, repos, listed):
+    names = ("fr/adapter_config.json", "fr/adapter_model.safetensors", "de/adapter_config.json")
+    server.commit("acme/many", {name: FILES[name.partition("/")[2]] for name in names})
+    for name in names:
+        hf_hub_download("acme/many", name, cache_dir=bed.cache, endpoint=server.url)
+    offline(monkeypatch)
+    source = HubSource(HubPatterns.parse(repos), timeout_s=9, endpoint=server.url, cache_dir=bed.cache)
+    assert asyncio.run(source.names("/base")).names == listed, "what is not whole is not served either"
+
+
+def test_offline_without_a_cache_lists_nothing(bed, server, monkeypatch, tmp_path):
+    offline(monkeypatch)
+    source = HubSource(HubPatterns.parse("acme/*"), timeout_s=9, endpoint=server.url, cache_dir=tmp_path / "none")
+    assert asyncio.run(source.names("/base")).names == ()
 
 
 def test_offline_files_for_chats_are_served_where_cached(bed, server, monkeypatch):
