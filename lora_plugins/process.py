@@ -22,7 +22,7 @@ from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.observability.scrape import StoreUsageReader
 from lora_plugins.plugin_names import EVERYTHING, OURS
-from lora_plugins.resolvers.listed_names import ListedNames
+from lora_plugins.resolvers.listed_names import ListedNames, RefusedNames
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.copies import Copies
@@ -44,6 +44,7 @@ class Process:
     Attributes:
         policy: the access policy of this process's API server.
         lets_in_administrators_only: whether the API server asks who wants to change the served adapters.
+        refused: names whose adapter was refused a moment ago.
         is_manager_patched: whether adapters are planned and loaded our way.
         is_resolver_registered: whether vLLM asks our resolver.
         counted: the metrics that are counted from events. store_usage: the memory of the store's metrics.
@@ -60,7 +61,8 @@ class Process:
         if settings is not None:
             self.settings = settings
         self.log = LogEvents()
-        self.events = Events(self.log)
+        self.refused = RefusedNames()
+        self.events = Events(self.log, self.refused)
         self.policy: Policy | None = None
         self.lets_in_administrators_only = False
         self.is_manager_patched = False

@@ -10,6 +10,9 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 
+from cachetools import TTLCache
+
+from lora_plugins.events import AdapterConfirmed, AdapterRejected, AdapterResolved, AdapterUnknown, Event
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.source import Listing, ListsNames, Source
 
@@ -17,6 +20,27 @@ MOST = 1_000  # names in one answer: about half a megabyte
 _KEPT = 100_000  # names of one source; each caller sees only the names that the caller may use
 _WAIT_S = 2.0  # for sources that have not answered; the answer then lacks their new names
 _LIST_S = 60.0  # for one list, for example of a large bucket
+_REFUSED_S = 600.0  # a mended adapter that nobody asks for is listed again after that time
+_REFUSED = 10_000  # names
+
+
+class RefusedNames:
+    """A hook on events: names whose adapter was found and refused at the last look-up, for ten minutes."""
+
+    def __init__(self) -> None:
+        self._names: TTLCache[str, None] = TTLCache(_REFUSED, _REFUSED_S)
+
+    def __call__(self, event: Event) -> None:
+        """Note what a look-up has found."""
+        match event:
+            case AdapterRejected():
+                self._names[event.name] = None
+            case AdapterResolved() | AdapterConfirmed() | AdapterUnknown():
+                self._names.pop(event.name, None)
+
+    def names(self) -> frozenset[str]:
+        """The names of now."""
+        return frozenset(self._names)
 
 
 class ListedNames:

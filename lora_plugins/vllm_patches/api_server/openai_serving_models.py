@@ -315,10 +315,10 @@ async def _add_cold(models: Any, cards: list[Any]) -> None:
     settings, base = process.settings, next((card for card in cards if models.is_base_model(card.id)), None)
     if base is None or settings.list_models != "all" or not settings.runtime_lora_updating:
         return
-    shown = {card.id for card in cards}
+    hidden = {card.id for card in cards} | process.refused.names()
     names = await process.listed_names.names(
         models.model_config.model,
-        lambda name: name not in shown and not models.is_base_model(name) and may_use(name),
+        lambda name: name not in hidden and not models.is_base_model(name) and may_use(name),
     )
     blocked = process.resolver.store.blocks.among(names)
     cards += (card_of(base, name) for name in names if name not in blocked)

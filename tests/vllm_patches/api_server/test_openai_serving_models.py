@@ -17,7 +17,8 @@ from vllm.lora.request import LoRARequest
 
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import principal_of_request
-from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, SourceUnavailable
+from lora_plugins.events import AdapterConfirmed, SourceFailed
 from lora_plugins.process import Process
 from lora_plugins.resolvers.look_ups import LookUpsBusy
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
@@ -281,6 +282,17 @@ async def test_what_sources_have_is_listed_where_asked_for(process: Process, col
     for fewer in ({"list_models": "served"}, {"runtime_lora_updating": False}):
         process.settings = replace(process.settings, **{"list_models": "all", "runtime_lora_updating": True} | fewer)
         assert await ids(models) == ["base", "sql"]
+
+
+@runs
+async def test_a_refused_adapter_is_left_out_until_it_is_served(process: Process, cold: World, tmp_path: Path) -> None:
+    models, base = listing(cold), ["base"]
+    (tmp_path / "adapters" / "team" / "poet" / "adapter_config.json").write_text("{}")
+    assert isinstance((await process.resolver.look_up("team/poet", "/base")).error, InvalidAdapter)
+    process.events.emit(SourceFailed("team/chat", "filesystem", SourceUnavailable("no answer")))
+    assert await ids(models) == [*base, "other/secret", "sql", "team/chat"]
+    process.events.emit(AdapterConfirmed("team/poet", "filesystem"))
+    assert await ids(models) == [*base, "other/secret", "sql", "team/chat", "team/poet"]
 
 
 @runs
