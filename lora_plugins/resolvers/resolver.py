@@ -223,7 +223,7 @@ class AdapterResolver:
             LoRAPluginsError: the version does not fit the served model, or its URI is no longer allowed.
         """
         query = self._query(name, uri)
-        label = next((source.label for source in self.sources if str(source) == place), None)
+        label = self.places.get(place)
         # Another template or root now: the name may mean another adapter there.
         if uri is None and label is None:
             return None
@@ -236,8 +236,13 @@ class AdapterResolver:
         # A source of another package has a scheme of its own, by which no label is known.
         return self.known.note(query.key, found if label is None or uri is not None else replace(found, source=label))
 
+    @property
+    def places(self) -> dict[str, str]:
+        """Where sources look for names: root, template or repositories, without credentials; each with its label."""
+        return {str(source): source.label for source in self.sources}
+
     def place_of(self, version: ResolvedAdapter) -> str:
-        """The place where a version's source looks for names: root, template or repositories, without credentials."""
+        """The place where a version's source looks for names; empty for a version of no source, such as a push."""
         return next((str(source) for source in self.sources if source.label == version.source), "")
 
     def _query(self, name: str, uri: str | None) -> Query:

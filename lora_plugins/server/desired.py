@@ -17,7 +17,9 @@ class DesiredAdapter:
         is_pinned: keep the adapter in host memory and a slot.
         is_awaited: the server becomes ready only after a try of this adapter; no effect on a running server.
         last_digest: digest of the version that the server before this one served; None where no server wrote any.
+            Of a declared adapter: the version that the server before this one was rolled back to.
         last_place: source of the version of `last_digest`, as `AdapterResolver.place_of` says.
+        was_declared: the file of the server before this one declared the adapter.
     """
 
     name: str
@@ -27,6 +29,7 @@ class DesiredAdapter:
     is_awaited: bool = field(default=True, compare=False)
     last_digest: str | None = field(default=None, compare=False)
     last_place: str = field(default="", compare=False)
+    was_declared: bool = field(default=False, compare=False)
 
 
 @dataclass(slots=True)

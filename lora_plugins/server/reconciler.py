@@ -3,8 +3,9 @@
 Three places name adapters: `LORA_PLUGINS_PRELOAD`, the list of the last server (`LORA_PLUGINS_RESTORE`), and the file
 of `LORA_PLUGINS_ADAPTERS_FILE`. The loop follows the file while the server runs, and the file decides over the names in
 the file. The other two are read at the start, and only add names. Between two changes of the file only failed adapters
-are tried again: an administrator's swap, unload or rollback stays. Served names outside the file are written down for
-the next server.
+are tried again: an administrator's swap, unload or rollback stays. Served names outside the file, and rollbacks of
+names in the file, are written down for the next server. A rollback lasts without `LORA_PLUGINS_RESTORE` too: a restart
+must not serve the version that an operator has rolled back from.
 
 Adapters of the last server are served from the store before the server is ready, and only then the sources are asked
 for newer versions: an outage of a source neither takes away an adapter in the store, nor holds back the start. Adapters
@@ -20,9 +21,10 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
+from lora_plugins.adapter.names import is_prefix
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, polling
 from lora_plugins.log import logger
@@ -104,11 +106,14 @@ class Reconciler:
         started, path = time.perf_counter(), self._settings.adapters_file
         deadline_s = self._settings.fetch_timeout_s  # for all adapters together: a hanging source must not add up
         self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
-        if self._settings.restore != "0":
-            await self._restore()
+        rolled_back = await self._restore()
         if path is not None:
             self._content = await asyncio.to_thread(read_bytes, path)
-            await self._declare(parse(self._content, path, AllowedUris.parse(self._settings.allowed_uris)))
+            entries = dict(parse(self._content, path, AllowedUris.parse(self._settings.allowed_uris)))
+            for name in rolled_back.keys() & entries.keys():
+                if (entries[name].uri, entries[name].held_digest) == (rolled_back[name].uri, None):
+                    entries[name] = replace(entries[name], last_digest=rolled_back[name].held_digest)
+            await self._declare(entries)
         awaited = [target for target in self._targets.values() if target.adapter.is_awaited]
         try:
             await self._begin(awaited)
@@ -171,14 +176,25 @@ class Reconciler:
             with suppress(OSError):
                 await asyncio.to_thread(self._served.touch)
 
-    async def _restore(self) -> None:
-        pieces, count = self._served.pieces(), 0
-        with store_errors():
-            while piece := await asyncio.to_thread(next, pieces, None):
-                self._targets |= {adapter.name: Target(adapter) for adapter in piece}
-                count += len(piece)
-                if count >= _FROZEN_FROM:  # vLLM freezes too, once started
-                    gc.freeze()
+    async def _restore(self) -> dict[str, DesiredAdapter]:
+        """Take up the last server's list, or without `LORA_PLUGINS_RESTORE` its rollbacks; return those of its file."""
+        pieces, count, rolled_back = self._served.pieces(), 0, dict[str, DesiredAdapter]()
+        is_whole, places = self._settings.restore != "0", self._lifecycle.server.resolver.places
+        try:
+            with store_errors():
+                while piece := await asyncio.to_thread(next, pieces, None):
+                    lasting = [one for one in piece if _is_rolled_back(one, places)]
+                    rolled_back |= {one.name: one for one in lasting if one.was_declared}
+                    taken = [one for one in (piece if is_whole else lasting) if not one.was_declared]
+                    self._targets |= {one.name: Target(one) for one in taken}
+                    count += len(taken)
+                    if count >= _FROZEN_FROM:  # vLLM freezes too, once started
+                        gc.freeze()
+        except LoRAPluginsError as error:
+            if is_whole:
+                raise
+            logger.warning("Rollbacks of the last server, if any, are forgotten: %s", error)
+        return rolled_back
 
     async def _ask_for_newer(self) -> None:
         """Ask the sources for newer versions of restored adapters, until each source has answered once.
@@ -325,9 +341,8 @@ class Reconciler:
         adapter = target.adapter
         served = self._lifecycle.registry.get(adapter.name)
         if served is None or target.is_declared:  # else vLLM has loaded the name: --lora-modules
-            served = await self._lifecycle.declare(
-                adapter.name, adapter.uri, adapter.held_digest, is_noted=target.is_declared
-            )
+            digest = adapter.held_digest or (adapter.last_digest if target.is_declared else None)
+            served = await self._lifecycle.declare(adapter.name, adapter.uri, digest, is_noted=target.is_declared)
         if adapter.is_pinned:
             await self._lifecycle.pin(adapter.name)
         elif target.is_declared and served.is_pinned:
@@ -404,15 +419,27 @@ class Reconciler:
         registry, declared, served = self._lifecycle.registry, self.declared or {}, list[_Fields]()
         async for name in in_steps(registry.names()):
             it = registry.get(name)
-            if it is not None and it.version is not None and name not in declared:  # no version: loaded by its Hub id
+            if it is None or it.version is None:  # no version: loaded by its Hub id
+                continue
+            target = declared.get(name)
+            if target is None or (it.held_digest is not None and target.adapter.held_digest is None):
                 place = self._lifecycle.server.resolver.place_of(it.version)
-                served.append((name, it.uri, it.held_digest, it.is_pinned, True, it.digest, place))
+                was_declared = target is not None
+                served.append((name, it.uri, it.held_digest, it.is_pinned, True, it.digest, place, was_declared))
         # Keep names of the start that are not served yet: a restart must not lose them during a source's outage.
         async for target in in_steps(list(self._targets.values())):
             is_open = not (target.is_done or target.is_declared or registry.serves(target.adapter.name))
             if is_open and target.adapter.name not in registry.blocked:
                 served.append(astuple(target.adapter))
         return served
+
+
+def _is_rolled_back(adapter: DesiredAdapter, places: Mapping[str, str]) -> bool:
+    """Whether a name stays at a version of the file's URI, or of one of these places of sources; no push does."""
+    held, (_, _, prefix) = adapter.held_digest, adapter.name.partition("@")
+    if held is None or (is_prefix(prefix) and held.startswith(prefix)):
+        return False  # `NAME@DIGEST` is a version of another name
+    return adapter.last_place in places if adapter.uri is None else adapter.was_declared
 
 
 def _was_served(target: Target) -> bool:

@@ -21,7 +21,7 @@ from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.store.layout import Layout, key_of, replace_small
 
 FORMAT = 1
-_FIELDS = ("name", "uri", "held_digest", "is_pinned", "last_digest", "last_place")
+_FIELDS = ("name", "uri", "held_digest", "is_pinned", "last_digest", "last_place", "was_declared")
 # JSON with an entry on each line, so that a reader of this format need not parse all entries at once.
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
 _LAST_LINE = b"]}"
@@ -198,7 +198,7 @@ def _of_document(text: bytes) -> list[DesiredAdapter]:
 
 
 def _served_name(entry: dict[str, object]) -> DesiredAdapter | None:
-    name, uri, held_digest, is_pinned, last_digest, last_place = (entry.get(field) for field in _FIELDS)
+    name, uri, held_digest, is_pinned, last_digest, last_place, was_declared = map(entry.get, _FIELDS)
     if not isinstance(name, str):
         return None
     return DesiredAdapter(
@@ -208,4 +208,5 @@ def _served_name(entry: dict[str, object]) -> DesiredAdapter | None:
         is_pinned is True,
         last_digest=last_digest if isinstance(last_digest, str) else None,
         last_place=last_place if isinstance(last_place, str) else "",
+        was_declared=was_declared is True,
     )

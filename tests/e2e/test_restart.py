@@ -130,6 +130,33 @@ def test_a_declared_set_is_served_and_follows_its_file(bed: Bed, tmp_path: Path)
         assert "lora_plugins_declared_file_errors_total 1.0" in admin.call("GET", "/metrics").text
 
 
+def test_a_rollback_lasts_where_nothing_else_is_restored(bed: Bed, tmp_path: Path) -> None:
+    file = tmp_path / "adapters.yaml"
+    file.write_text("adapters:\n- {name: declared}\n")
+    for name in ("sql", "declared", "other"):
+        shutil.copytree(bed.adapters / "sql", tmp_path / "adapters" / name)
+    settings = {"LORA_PLUGINS_ADAPTERS_FILE": str(file), "LORA_PLUGINS_REFRESH_S": "0.5"}
+    with serving(bed, tmp_path, **settings) as server:
+        first = Admin(server, connect(server), bed, tmp_path / "adapters", tmp_path)
+        first.answers_like("other", "sql")
+        for name in ("sql", "declared"):
+            first.answers_like(name, "sql")
+            first.publish(name, "chat", 1)
+            swapped_by_the_poller(first, name, "chat")
+            first.done("POST", f"/v1/loras/{name}/rollback")
+    with serving(bed, tmp_path, **settings) as server:
+        second = Admin(server, connect(server), bed, tmp_path / "adapters", tmp_path)
+        assert second.engine_is_free_of("other"), "only a rollback is restored"
+        for name in ("sql", "declared"):
+            second.answers_like(name, "sql")
+            assert second.view(name)["pinned_digest"], "no poll goes on to the version at the source"
+            assert second.done("POST", f"/v1/loras/{name}/refresh")["swapped"]
+    with serving(bed, tmp_path, **settings) as server:
+        third = Admin(server, connect(server), bed, tmp_path / "adapters", tmp_path)
+        for name in ("sql", "declared"):
+            third.answers_like(name, "chat")  # a refresh has ended it
+
+
 def test_startup_fails_without_the_manager(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "adapters").mkdir()
     with (

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,6 +278,48 @@ async def test_a_rollback_holds_where_the_source_has_that_version(tmp_path: Path
     world.resolver.has["sql"] = Version("bb" * 32)
     await world.lifecycle.poll("sql")
     assert await world.ask("sql") == f"/store/{old}"
+
+
+@runs
+async def test_without_restore_only_a_rollback_at_its_source_lasts(tmp_path: Path) -> None:
+    file, old, new = ServedFile(tmp_path / "served.json"), "aa" * 32, "bb" * 32
+    first = World(slots=3)
+    await reconciling(first, Settings(), file).start()
+    await serving(first, old, new)
+    assert await first.lifecycle.load_version(f"sql@{old[:12]}")
+    await first.lifecycle.roll_back("sql")
+    first.resolver.has |= {"chat": Version("cc"), "pushed": Version("dd" * 32, source="pushed")}
+    await first.lifecycle.load("chat")
+    await first.lifecycle.take("pushed", SimpleNamespace(name="pushed"))
+    while {one.name for one in file.read()} != {"sql", f"sql@{old[:12]}", "chat", "pushed"}:
+        await asyncio.sleep(0.005)
+
+    again = World(slots=3)
+    again.resolver.has["sql"] = Version(new)
+    again.resolver.versions |= first.resolver.versions
+    await reconciling(again, Settings(), file).start()
+    assert served(again) == {"sql": old}
+    await again.lifecycle.poll("sql")
+    assert served(again) == {"sql": old}
+
+    elsewhere = World()
+    elsewhere.resolver.versions |= first.resolver.versions
+    file.write([replace(one, last_place="s3 (s3://another)") for one in file.read()])
+    await reconciling(elsewhere, Settings(), file).start()
+    assert served(elsewhere) == {}, "the name may mean another adapter there"
+
+
+@runs
+async def test_a_list_of_rollbacks_without_an_answer_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = world_with("sql")
+    (tmp_path / "served.json").mkdir()
+    await reconciling(world, Settings(preload=("sql",)), ServedFile(tmp_path / "served.json")).start()
+    assert [one.name for one in world.lifecycle.registry.all()] == ["sql"]
+    assert "Rollbacks of the last server, if any, are forgotten" in caplog.text
+    with pytest.raises(SourceUnavailable):
+        await reconciling(World(), Settings(restore="1"), ServedFile(tmp_path / "served.json")).start()
 
 
 @runs
@@ -779,6 +822,45 @@ async def test_a_declared_name_is_not_restored(tmp_path: Path) -> None:
         await world.lifecycle.load("chat")
         await asyncio.sleep(5)
         assert [one.name for one in file.read()] == ["chat"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (("{name: sql}",), {"sql": OLD}),
+        (("{name: sql}", "{name: chat}"), {"sql": OLD, "chat": "cc"}),
+        ((f"{{name: sql, digest: {NEW}}}",), {"sql": NEW}),
+        (("{name: sql, uri: 's3://b/sql'}",), {"sql": NEW}),
+        (("{name: chat}",), {"chat": "cc"}),
+    ],
+)
+@runs
+async def test_a_rollback_of_a_declared_name_lasts_as_declared(
+    tmp_path: Path, entries: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    path, file, first = tmp_path / "adapters.yaml", ServedFile(tmp_path / "served.json"), World(slots=3)
+    first.resolver.has |= {"sql": Version(OLD), "s3://b/sql": Version(NEW), "chat": Version("cc")}
+    declare(path, "{name: sql}")
+    async with following(first, path, file):
+        first.resolver.has["sql"] = Version(NEW)
+        await first.lifecycle.refresh("sql")
+        await first.lifecycle.roll_back("sql")
+        await asyncio.sleep(1)
+
+    again = World(slots=3)
+    again.resolver.has |= first.resolver.has
+    again.resolver.versions |= first.resolver.versions
+    declare(path, *entries)
+    async with following(again, path, file):
+        assert served(again) == expected
+        if expected.get("sql") == OLD:
+            await again.lifecycle.poll("sql")
+            declare(path, *entries, "{name: nobody}")  # another entry changes nothing
+            await asyncio.sleep(LOOKED_S)
+            assert served(again) == expected
+            declare(path, "{name: sql, uri: 's3://b/sql'}")
+            await asyncio.sleep(LOOKED_S)
+            assert served(again) == {"sql": NEW}
 
 
 @runs

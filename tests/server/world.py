@@ -155,7 +155,11 @@ class FakeResolver:
         return None if place != self.place_of(None) else await self.of_digest(name, digest, of_any_name=True)
 
     def place_of(self, version: Version | None) -> str:
-        return "s3 (s3://adapters)"
+        return "" if version is not None and version.source == "pushed" else "s3 (s3://adapters)"
+
+    @property
+    def places(self) -> dict[str, str]:
+        return {self.place_of(None): "s3"}
 
     @property
     def leased(self) -> set[str]:
