@@ -179,8 +179,7 @@ def _view(
         version=None if version is None else version.version,
         digest=None if version is None else version.digest,
         path=adapter.request.lora_path,
-        # Bytes in host memory, or else of the files.
-        size_bytes=in_engines.size_bytes or (0 if version is None else version.size_bytes),
+        size_bytes=in_engines.size_bytes if version is None else version.size_bytes,
         rank=None if version is None else version.rank,
         tiers=[name for name, is_there in tiers.items() if is_there],
         requests_in_flight=len(in_engines.running),

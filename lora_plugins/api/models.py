@@ -124,7 +124,7 @@ class AdapterView(BaseModel):
     )
     digest: str | None = Field(default=None, description="SHA-256 over the served files")
     path: str | None = None
-    size_bytes: int = 0
+    size_bytes: int = Field(default=0, description="of the files; in host memory for adapters loaded by Hub id")
     rank: int | None = None
     tiers: list[str] = Field(default_factory=list, description='those that it is in: "store", "host", "slot"')
     requests_in_flight: int = Field(default=0, description="of all versions: running")

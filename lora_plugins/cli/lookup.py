@@ -15,7 +15,7 @@ from lora_plugins.cli.names import AskedName
 from lora_plugins.cli.output import Output
 from lora_plugins.cli.progress import FetchBars
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
-from lora_plugins.events import AdapterResolved, Events
+from lora_plugins.events import AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
@@ -161,11 +161,12 @@ def look_up(
     base: BaseModel | None = None,
     *,
     dry_run: bool = False,
+    before_fetch: str = "",
 ) -> list[str]:
     """Look up all names and URIs, each with its steps; return the labels of the sources, in their order.
 
     URIs need not be below an allowed prefix. A dry run asks the sources, and leaves the store as it is. Without `base`,
-    adapters are compared with no base model.
+    adapters are compared with no base model. `before_fetch` is said once, as the first fetch begins.
 
     Raises:
         InvalidSettings: the environment has no source for a name; a source or the store cannot be made.
@@ -180,6 +181,8 @@ def look_up(
         require_sources(sources)
     bars = FetchBars(output, asked[0].text if len(asked) == 1 else "", len(asked))
     events, turns = Events(bars.on_event), asyncio.Semaphore(_AT_ONCE)
+    unsaid = [before_fetch] if before_fetch else []
+    events.add(lambda event: output.progress(unsaid.pop()) if unsaid and isinstance(event, FetchStarted) else None)
     search, resolver = SourceSearch(settings, events, sources), None
     if not dry_run:
         resolver = AdapterResolver(settings, events, open_store(settings), sources)

@@ -108,7 +108,8 @@ def why(
     labels: list[str] = []
     try:
         if rest:
-            labels = look_up(output, settings, rest, base_path, base, dry_run=dry_run)
+            note = f"fetching into {settings.store_dir}, to verify; --dry-run writes nothing"
+            labels = look_up(output, settings, rest, base_path, base, dry_run=dry_run, before_fetch=note)
     except InvalidSettings as error:
         if no_server:
             raise
@@ -273,7 +274,8 @@ def _in_words(asked: LookUp, of_server: OfServer, verdict: str, base: BaseModel 
     if verdict == "served" and asked.stored is not None:
         return would_be_served(base, asked.stored.facts.rank)
     if verdict == "served" and of_server.view is not None:
-        return f"served, version {_version(of_server.view)}"
+        is_warned = any(step.verdict == "warning" for step in of_server.steps)
+        return f"served, version {_version(of_server.view)}{', with a warning above' if is_warned else ''}"
     reason = _why_not_compared(asked, base) if verdict == "not compared" else ""
     return f"{_VERDICTS[verdict]}: {reason}" if reason else _VERDICTS[verdict]
 

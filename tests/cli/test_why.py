@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -54,12 +55,28 @@ def test_what_the_server_lacks_is_asked_of_sources(cli, server):
     assert (verdicts["server"], verdicts["filesystem"]) == ("no", "yes")
 
 
+def test_a_question_says_first_that_it_fetches(cli, server):
+    assert f"fetching into {cli.store}" in cli("why", "sql").err
+    assert cli("why", "sql").err == "", "the store has it"
+    assert cli("why", "team/poet", "--dry-run").err == cli("why", "nobody").err == ""
+    assert [row["name"] for row in cli("ls", "--json").json["adapters"]] == ["sql"]
+
+
 def test_a_refresh_that_failed_is_a_warning(cli, server):
     server.has["team/served"] = SourceUnavailable("no answer of S3")
     assert cli("refresh", "team/served").code == Exit.UNAVAILABLE
     error = steps(cli, "team/served")["error"]
     assert (error["verdict"], "no answer of S3" in error["detail"]) == ("warning", True)
-    assert cli("why", "team/served").code == Exit.OK
+    done = cli("why", "team/served")
+    assert (done.code, done.out.splitlines()[-1].endswith(", with a warning above")) == (Exit.OK, True)
+
+
+def test_a_served_name_gone_from_its_source_is_a_warning(cli, server):
+    del server.has["team/served"]
+    asyncio.run_coroutine_threadsafe(server.world.lifecycle.poll("team/served"), server.loop).result(60)
+    done = cli("why", "team/served")
+    assert "no such adapter at its source any more" in done.out
+    assert done.out.splitlines()[-1].endswith(", with a warning above")
 
 
 def test_a_rolled_back_name_says_how_to_go_on(cli, server):

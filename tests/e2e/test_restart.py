@@ -130,6 +130,10 @@ def test_a_declared_set_is_served_and_follows_its_file(bed: Bed, tmp_path: Path)
         assert "lora_plugins_declared_file_errors_total 1.0" in admin.call("GET", "/metrics").text
 
 
+def _size_bytes(adapter: Path) -> int:
+    return sum((adapter / name).stat().st_size for name in ("adapter_config.json", "adapter_model.safetensors"))
+
+
 def test_a_rollback_lasts_where_nothing_else_is_restored(bed: Bed, tmp_path: Path) -> None:
     file = tmp_path / "adapters.yaml"
     file.write_text("adapters:\n- {name: declared}\n")
@@ -141,9 +145,13 @@ def test_a_rollback_lasts_where_nothing_else_is_restored(bed: Bed, tmp_path: Pat
         first.answers_like("other", "sql")
         for name in ("sql", "declared"):
             first.answers_like(name, "sql")
+            sizes_bytes = [first.view(name)["size_bytes"]]
             first.publish(name, "chat", 1)
             swapped_by_the_poller(first, name, "chat")
             first.done("POST", f"/v1/loras/{name}/rollback")
+            sizes_bytes.append(first.view(name)["size_bytes"])
+            first.answers_like(name, "sql")
+            assert {*sizes_bytes, first.view(name)["size_bytes"]} == {_size_bytes(bed.adapters / "sql")}
     with serving(bed, tmp_path, **settings) as server:
         second = Admin(server, connect(server), bed, tmp_path / "adapters", tmp_path)
         assert second.engine_is_free_of("other"), "only a rollback is restored"
