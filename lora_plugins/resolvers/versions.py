@@ -32,6 +32,7 @@ from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.fetch_places import FetchPlaces
 from lora_plugins.resolvers.fetch_progress import reported
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
+from lora_plugins.resolvers.sources.retries import deadline
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
@@ -254,7 +255,9 @@ class VersionStore:
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
-            async with reported(self._events, FetchStarted(name, source.label, str(download.directory), files)):
+            started = FetchStarted(name, source.label, str(download.directory), files)
+            most = deadline(self._settings.fetch_max_s, variable="LORA_PLUGINS_FETCH_MAX_S")
+            async with reported(self._events, started), most:
                 await fetches.breaker.judged(source.fetch(selected, download), adapter.uri)
 
         try:

@@ -1,5 +1,8 @@
 """One fetch at a time for one version: a lock file with an owner, taken over when the owner is dead.
 
+A holder touches the lock while its event loop runs, and ends a silent fetch by itself: other processes wait as long as
+the lock is touched.
+
 Hard links are all that the lock needs of a shared file system; where file locks do not reach other hosts, two processes
 may take over at once. A killed process blocks no other. The lock saves work; the store stays right without the lock:
 two fetches of one version end in the same directory, published once.
@@ -23,6 +26,7 @@ from lora_plugins.store.processes import Processes
 
 _FIRST_WAIT_S = 0.01
 _LONGEST_WAIT_S = 0.25
+_TOUCHED_EVERY_S = 1.0
 
 
 @asynccontextmanager
@@ -30,26 +34,44 @@ async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeo
     """Hold the lock at `path` inside; `temporary` is a path on the lock's file system that only this process uses.
 
     Raises:
-        SourceUnavailable: a living process has held the lock for `timeout_s`.
+        SourceUnavailable: a living process has held the lock for `timeout_s` without touching the lock.
     """
-    deadline = time.monotonic() + timeout_s
-    wait_s = _FIRST_WAIT_S
+    began, touched, wait_s = time.monotonic(), None, _FIRST_WAIT_S
     try:
         while not await _taken(temporary, path, processes):
-            if time.monotonic() > deadline:
+            if touched != (touched := await asyncio.to_thread(_touched_ns, path)):
+                began = time.monotonic()
+            elif time.monotonic() - began > timeout_s:
                 raise SourceUnavailable(
-                    f"another process that has been fetching this adapter for {timeout_s:.0f} s",
-                    expected="an end to it",
-                    remedy="raise LORA_PLUGINS_FETCH_TIMEOUT_S",
+                    f"another process that has this adapter's fetch, and has shown no sign of life for {timeout_s:g} s",
+                    expected="an end of the fetch, or an entry of its process",
+                    remedy="look at that process",
                 )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        touching = asyncio.create_task(_keep_touched(path))
         try:
             yield
         finally:
+            touching.cancel()
             discard(path)
     finally:
         discard(temporary)
+
+
+async def _keep_touched(path: Path) -> None:
+    while True:
+        await asyncio.sleep(_TOUCHED_EVERY_S)
+        with contextlib.suppress(OSError):  # the store does not answer at the moment
+            await asyncio.to_thread(os.utime, path)
+
+
+def _touched_ns(path: Path) -> int:
+    """When the holder last touched the lock; 0 where the lock has gone meanwhile."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 async def _taken(temporary: Path, path: Path, processes: Processes) -> bool:

@@ -44,12 +44,12 @@ from lora_plugins.store.processes import Processes
 
 _T = TypeVar("_T", bound=CheckedAdapter)
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
-_BYTES_PER_S = 10e6  # a fetch at this rate is in time, whatever the size
+_BYTES_PER_S = 10e6  # a push at this rate is in time, whatever the size
 _TRIES_OF_FULL_DISK = 3  # other fetches may take the room that a try has made
 
 
 def fetch_timeout_s(size_bytes: int, least_s: float) -> float:
-    """Seconds that a fetch of so many bytes may take, and that other processes wait for the fetch."""
+    """Seconds that a push of so many bytes may take."""
     return least_s + size_bytes / _BYTES_PER_S
 
 
@@ -191,8 +191,7 @@ class Store:
             if found is not None:
                 return found
             temporary = self.layout.new_temporary(self.processes.me())
-            size_bytes = sum(size for _, size, _ in wanted.promised)
-            timeout_s = fetch_timeout_s(size_bytes, self._fetch_timeout_s)
+            timeout_s = self._fetch_timeout_s
             async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=timeout_s):
                 # Another process may have published the version while this process waited for the lock.
                 found = await asyncio.to_thread(find)

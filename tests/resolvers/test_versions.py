@@ -560,6 +560,18 @@ def test_fetched_files_that_vanish_are_no_missing_adapter(make, clock, monkeypat
     assert content(resolver.ask().path) == GOOD
 
 
+def test_a_fetch_ends_at_the_operators_limit(make):
+    source = FakeSource("s3", {"sql": GOOD})
+    resolver = make(source, fetch_max_s=0.2)
+
+    async def ask():
+        source.gate = asyncio.Event()
+        await resolver.resolve("sql", BASE.path)
+
+    with pytest.raises(SourceUnavailable, match=r"within 0\.2 s.*raise LORA_PLUGINS_FETCH_MAX_S"):
+        asyncio.run(ask())
+
+
 def test_a_turn_that_did_not_come_is_nobody_elses_fault(make, monkeypatch):
     """Who asks next for the same adapter may have a place at once."""
     monkeypatch.setattr(fetch_places, "_OF_ONE", 1)

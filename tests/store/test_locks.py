@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -175,12 +176,21 @@ async def _enter(path: Path, processes: Processes) -> None:
         pass
 
 
-def test_a_living_owner_is_waited_for_until_a_timeout(path, processes, holder):
-    with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_FETCH_TIMEOUT_S"):
+def test_an_owner_whose_fetch_goes_on_is_waited_for(path, processes, holder):
+    began = time.monotonic()
+    threading.Timer(4.0, holder.stdin.close).start()
+    take(path, processes, timeout_s=2.5)
+    assert time.monotonic() - began > 3.5
+
+
+def test_an_owner_that_stands_still_is_waited_for_so_long(path, processes, holder):
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(SourceUnavailable, match=r"no sign of life for 0\.3 s"):
         take(path, processes, timeout_s=0.3)
     assert processes.is_alive(path.read_text())
     assert left(path)[0] == path.name  # still held; and of the one that gave up nothing is left
     assert [name for name in left(path) if f".{os.getpid()}." in name] == []
+    holder.send_signal(signal.SIGCONT)
     holder.stdin.close()
     take(path, processes)
     assert holder.wait(60) == 0

@@ -15,9 +15,10 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -36,12 +37,11 @@ from lora_plugins.resolvers.sources.source import (
 )
 from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
 from lora_plugins.store.partial_download import PartialDownload
-from lora_plugins.store.store import fetch_timeout_s
 
 T = TypeVar("T")
 _THREADS = 8
 _LISTED = 10_000
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 8 << 20  # each piece counts as progress of a slow mount
 # Errors of the kernel where it cannot copy between two files by itself.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM})
 _GRAIN_NS = 20_000_000  # twice a tick of the slowest kernel
@@ -95,14 +95,12 @@ class FilesystemSource:
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Copy the located files; see `Source` for what is raised."""
-        stop = threading.Event()
-        timeout_s = fetch_timeout_s(sum(file.size_bytes for file in adapter.files), self._timeout_s)
+        stop, loop = threading.Event(), asyncio.get_running_loop()
         with describing(place=str(self.root / str(adapter.name))):
             try:
-                async with deadline(timeout_s, f"an answer of the file system with {self._variable}"):
-                    await asyncio.get_running_loop().run_in_executor(
-                        self._threads, self._fetch, adapter, download, stop
-                    )
+                async with deadline(self._timeout_s, f"an answer of the file system with {self._variable}") as state:
+                    progressed = partial(loop.call_soon_threadsafe, state.progressed)
+                    await loop.run_in_executor(self._threads, self._fetch, adapter, download, stop, progressed)
             finally:
                 stop.set()  # a hanging thread cannot be ended
 
@@ -170,14 +168,16 @@ class FilesystemSource:
             status = _settled(opened)
             return SourceFile(file, status.st_size, _etag(status))
 
-    def _fetch(self, adapter: RemoteAdapter, download: PartialDownload, stop: threading.Event) -> None:
+    def _fetch(
+        self, adapter: RemoteAdapter, download: PartialDownload, stop: threading.Event, progressed: Callable[[], object]
+    ) -> None:
         """Copy until `stop` is set, when no caller waits any more."""
         try:
             for file in adapter.files:
                 if stop.is_set():
                     return
                 try:
-                    self._fetch_file(adapter.name, file, download, stop)
+                    self._fetch_file(adapter.name, file, download, stop, progressed)
                 # `locate` has seen the file, so the adapter has changed.
                 except AdapterNotFound as error:
                     self._check_root()
@@ -190,7 +190,12 @@ class FilesystemSource:
                 shutil.rmtree(download.directory, ignore_errors=True)
 
     def _fetch_file(
-        self, name: AdapterName, file: SourceFile, download: PartialDownload, stop: threading.Event
+        self,
+        name: AdapterName,
+        file: SourceFile,
+        download: PartialDownload,
+        stop: threading.Event,
+        progressed: Callable[[], object],
     ) -> None:
         full: OSError | None = None
         # The target opens outside: the store explains errors of its own files, and a full disk.
@@ -204,6 +209,7 @@ class FilesystemSource:
                     if stop.is_set():
                         return
                     download.landed(file.name, done)
+                    progressed()
             except OSError as error:
                 if error.errno not in _FULL:
                     raise

@@ -91,7 +91,7 @@ class HubSource:
 
         Args:
             repos: the served repositories.
-            timeout_s: deadline of one fetch, retries included; locating has `look_up_timeout_s` of the time.
+            timeout_s: the longest silence of a fetch, retries included; locating has `look_up_timeout_s` of the time.
             endpoint: the Hub's URL, by default `HF_ENDPOINT` as `huggingface_hub` has read the variable.
             token: a token, False for none, or None for the Hub's own chain.
             cache_dir: the Hub's cache to read from, by default `HF_HUB_CACHE`.
@@ -130,7 +130,7 @@ class HubSource:
 
         Raises:
             VersionChanged: the commit or the repository is gone, or private by now.
-            SourceUnavailable: the Hub does not answer or denies, or the deadline has passed.
+            SourceUnavailable: the Hub does not answer or denies, or no byte comes any more.
             OSError: the directory cannot be written.
         """
         uri = SourceUri.parse(adapter.uri)
@@ -141,7 +141,7 @@ class HubSource:
         stop = threading.Event()
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with deadline(self._retries.fetch_timeout_s(adapter.files)) as state:
+            async with deadline(self._retries.timeout_s) as state:
                 for file in adapter.files:
                     repo_file = RepoFile(uri.repo, adapter.version, _join(uri.subfolder, file.name), file)
                     tasks.append(asyncio.create_task(self._fetch_file(repo_file, download, stop, state)))
@@ -244,8 +244,9 @@ class HubSource:
     ) -> None:
         where = f"{file.repo}@{file.commit[:12]}"
         directory = download.directory
-        if not await self._call(partial(copy_cached, file, directory, self._cache_dir), where):
-            get = partial(download_file, self._api, file, directory, stop)
+        progressed = partial(asyncio.get_running_loop().call_soon_threadsafe, state.progressed)
+        if not await self._call(partial(copy_cached, file, directory, self._cache_dir, progressed), where):
+            get = partial(download_file, self._api, file, directory, stop, progressed)
             await self._retries.run(lambda: self._call(get, where), state)
         download.landed(file.name, file.source.size_bytes)
 

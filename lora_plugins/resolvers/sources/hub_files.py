@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -65,8 +66,8 @@ def describe_cached(found: Path) -> SourceFile:
     return SourceFile(found.name, size_bytes, identity, identity if _SHA256.fullmatch(identity) else "")
 
 
-def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None) -> bool:
-    """Copy a file from the Hub's cache, as a reflink where the file system can.
+def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None, progressed: Callable[[], object]) -> bool:
+    """Copy a file from the Hub's cache, as a reflink where the file system can; `progressed` is called for each MiB.
 
     Returns False where the cache has no such file, or a damaged file: the caller then asks the Hub.
 
@@ -86,7 +87,9 @@ def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None) -> bool
             # A reflink shares the blocks: no bytes are copied (Btrfs, XFS).
             fcntl.ioctl(copied.fileno(), _FICLONE, source.fileno())
         except OSError:
-            shutil.copyfileobj(source, copied, 1 << 20)
+            while piece := source.read(1 << 20):
+                copied.write(piece)
+                progressed()
     try:
         check_fetched(target, file.source)
         if file.source.sha256 and sha256_of(target)[1] != file.source.sha256:
@@ -97,8 +100,12 @@ def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None) -> bool
     return True
 
 
-def download_file(api: HfApi, file: RepoFile, directory: Path, stop: threading.Event) -> None:
+def download_file(
+    api: HfApi, file: RepoFile, directory: Path, stop: threading.Event, progressed: Callable[[], object]
+) -> None:
     """Download one file to `directory`; once `stop` is set, give up and leave nothing behind.
+
+    `progressed` is called for every piece that has come.
 
     Raises:
         Stopped: `stop` was set. BrokenAnswer: other bytes than promised arrived. Whatever `huggingface_hub` raises.
@@ -111,7 +118,7 @@ def download_file(api: HfApi, file: RepoFile, directory: Path, stop: threading.E
             revision=file.commit,
             local_dir=scratch,
             cache_dir=scratch / "no-cache",  # `copy_cached` has already looked at the user's cache
-            tqdm_class=_watcher(stop),
+            tqdm_class=_watcher(stop, progressed),
         )
         if stop.is_set():
             raise Stopped
@@ -157,10 +164,10 @@ def check_fetched(path: Path, file: SourceFile) -> None:
             raise BrokenAnswer(f"{file.name} has the git hash {digest.hexdigest()}, not {file.etag}")
 
 
-def _watcher(stop: threading.Event) -> Any:
-    """A silent progress bar, which ends the download once `stop` is set."""
+def _watcher(stop: threading.Event, progressed: Callable[[], object]) -> Any:
+    """A silent progress bar, which reports each piece, and ends the download once `stop` is set."""
 
-    # `huggingface_hub` has no way to cancel a download, but calls `update` for every piece.
+    # `huggingface_hub` has no way to cancel a download, but calls `update` for every piece, of 10 MB mostly.
     class Watcher:
         def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
             self.total = total
@@ -176,6 +183,7 @@ def _watcher(stop: threading.Event) -> Any:
             self.n += int(n or 0)
             if stop.is_set():
                 raise Stopped
+            progressed()
 
         def close(self) -> None: ...
         def refresh(self, *_: object, **__: object) -> None: ...

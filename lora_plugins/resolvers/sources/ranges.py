@@ -6,8 +6,8 @@ download are in flight, small files first, and at first one for each file: on a 
 before more connections would be open. The turns that all downloads of a source share bound their memory: at most
 (turns) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` configures S3 and HTTP.
 
-Only passing failures are retried, with exponential backoff and jitter, and every download has one deadline. Errors of
-the disk are raised unchanged, without a retry.
+Only passing failures are retried, with exponential backoff and jitter; a download ends only after a silence of
+`timeout_s`. Errors of the disk are raised unchanged, without a retry.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RangeReader(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DownloadLimits(Retries):
-    """Bounds of one download; retries are of one range, the time-out of the whole download.
+    """Bounds of one download; retries are of one range, the time-out of a silence of the whole download.
 
     Attributes:
         range_bytes: size of one range, and the most that a retry can cost.
@@ -162,7 +162,7 @@ async def download_ranges(
 
     Raises:
         VersionChanged: a file changed or vanished meanwhile.
-        SourceUnavailable: a file cannot be had, not in time, or arrived twice with another checksum.
+        SourceUnavailable: a file cannot be had, no byte comes any more, or a file arrived twice with another checksum.
         OSError: the disk refuses.
     """
     opened: list[_RangedFile] = []
@@ -170,7 +170,7 @@ async def download_ranges(
         for source in sorted(files, key=lambda file: file.size_bytes):
             checksum = reader.checksum(source.name) or (_md5_of(source) if md5 else None)
             opened.append(_RangedFile(source, download, limits.range_bytes, checksum))
-        async with deadline(limits.fetch_timeout_s(files)) as state:
+        async with deadline(limits.timeout_s) as state:
             await _fetch(opened, reader, turns, limits, state)
             damaged = await asyncio.to_thread(_damaged, opened, reader)
             if damaged:
@@ -254,7 +254,7 @@ async def _fetch_part(
         began = part.at
         try:
             async with turns:
-                await _read(part, reader)
+                await _read(part, reader, state)
         except Transient as error:
             if part.at - began < _PROGRESS_BYTES:
                 raise
@@ -265,11 +265,16 @@ async def _fetch_part(
         await limits.run(read_on, state)
 
 
-async def _read(part: _Range, reader: RangeReader) -> None:
+async def _read(part: _Range, reader: RangeReader, state: Deadline) -> None:
     """Read the rest of a part."""
     name = part.file.source.name
+
+    def write(data: bytes) -> None:
+        part.file.write(part, data)
+        state.progressed()
+
     try:
-        await reader.read(part.file.source, part.at, part.end, lambda data: part.file.write(part, data))
+        await reader.read(part.file.source, part.at, part.end, write)
         if part.at != part.end:
             # A body may end early without any error of the connection.
             raise EOFError

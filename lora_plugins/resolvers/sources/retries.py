@@ -1,10 +1,10 @@
-"""Repeat a question to a remote source while a retry may help, and only until a deadline."""
+"""Repeat a question to a remote source while a retry may help, and only until a deadline, which progress moves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,8 +12,6 @@ import stamina
 
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.errors import Transient
-from lora_plugins.resolvers.sources.source import SourceFile
-from lora_plugins.store.store import fetch_timeout_s
 
 _T = TypeVar("_T")
 _LOOK_UP_S = 30.0
@@ -29,7 +27,7 @@ class Retries:
     """When to ask again.
 
     Attributes:
-        timeout_s: for the whole question, retries included; a fetch has more, see `fetch_timeout_s`.
+        timeout_s: for the whole question, retries included; of a fetch, for each silence.
         attempts: tries without progress before giving up.
         wait_s: before the second try; doubled each time up to `max_wait_s`, with as much jitter again.
     """
@@ -38,10 +36,6 @@ class Retries:
     attempts: int = 5
     wait_s: float = 0.1
     max_wait_s: float = 5.0
-
-    def fetch_timeout_s(self, files: Iterable[SourceFile]) -> float:
-        """The deadline of a fetch of these files: `timeout_s`, and time for the bytes."""
-        return fetch_timeout_s(sum(file.size_bytes for file in files), self.timeout_s)
 
     async def run(self, ask: Callable[[], Awaitable[_T]], deadline: Deadline) -> _T:
         """The answer to `ask`, which is called again after `Transient`."""
@@ -64,9 +58,19 @@ class Retries:
 
 @dataclass(slots=True)
 class Deadline:
-    """The last failure before a deadline, for the deadline's error."""
+    """A deadline of `timeout_s` seconds, and the last failure before the deadline, for its error."""
 
+    timeout: asyncio.Timeout
+    timeout_s: float | None
     last_failure: Transient | None = None
+    has_progress: bool = False
+
+    def progressed(self) -> None:
+        """Note that bytes have come: the time begins again. To be called on the loop of the block."""
+        self.has_progress = True
+        if self.timeout_s is not None:
+            with suppress(RuntimeError):  # a thread reports after the end of the block
+                self.timeout.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
 
 
 class NoAnswer(SourceUnavailable):
@@ -74,26 +78,31 @@ class NoAnswer(SourceUnavailable):
 
 
 @asynccontextmanager
-async def deadline(timeout_s: float, expected: str = "the adapter's files") -> AsyncIterator[Deadline]:
-    """End the block after `timeout_s` seconds.
+async def deadline(
+    timeout_s: float | None,
+    expected: str = "the adapter's files",
+    *,
+    variable: str = "LORA_PLUGINS_FETCH_TIMEOUT_S",
+) -> AsyncIterator[Deadline]:
+    """End the block after `timeout_s` seconds, or so long after the last progress; with None, never.
 
     Raises:
         NoAnswer: the time is over; the error names the last failure, if any.
     """
-    state = Deadline()
+    state = Deadline(asyncio.timeout(timeout_s), timeout_s)
     try:
-        async with asyncio.timeout(timeout_s) as timeout:
+        async with state.timeout:
             yield state
     except TimeoutError:
         # A TimeoutError of the block itself is no end of the deadline.
-        if not timeout.expired():
+        if timeout_s is None or not state.timeout.expired():
             raise
         last = state.last_failure
         then = f"; the last failure: {last.found}" if last else ""
         raise NoAnswer(
-            f"no complete answer within {round(timeout_s, 1):g} s{then}",
+            f"no {'further byte' if state.has_progress else 'complete answer'} within {round(timeout_s, 1):g} s{then}",
             expected=expected,
-            remedy="check the network and the source, or raise LORA_PLUGINS_FETCH_TIMEOUT_S",
+            remedy=f"check the network and the source, or raise {variable}",
             file=last.file if last else "",
         ) from None
 

@@ -202,6 +202,22 @@ def test_a_copy_that_hangs_ends_at_the_deadline(root, tmp_path, monkeypatch):
     assert store.layout.temporaries() == []
 
 
+def test_a_slow_copy_that_goes_on_outlasts_the_deadline(root, tmp_path, monkeypatch):
+    put(root / "sql", files := adapter_files())
+    copy = os.copy_file_range
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        return copy(*arguments)
+
+    monkeypatch.setattr(os, "copy_file_range", slow)
+    monkeypatch.setattr(filesystem, "_PIECE_BYTES", len(files[WEIGHTS_FILE]) // 10)
+    source, began = FilesystemSource(root, timeout_s=1.0), time.monotonic()
+    stored = obtain(Store(tmp_path / "store"), source, located(source, "sql"))
+    assert content(stored.directory) == files
+    assert time.monotonic() - began > 2.0
+
+
 def test_dangling_links_to_files_for_chats_are_no_error(root):
     put(root / "sql", {**adapter_files(), **CHAT})
     (root / "sql" / TEMPLATE_FILE).unlink()

@@ -16,12 +16,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import SourceUnavailable
+from lora_plugins.resolvers.sources import fsspec as fsspec_module
 from lora_plugins.resolvers.sources.object_store import ObjectSource
 from lora_plugins.resolvers.sources.ranges import DownloadLimits
 from lora_plugins.resolvers.sources.source import OWN_FILES, RemoteAdapter
 from lora_plugins.store.store import Store
+from testbed import faults
 from testbed.listener import Listener
+from testbed.proxy import fault_proxy
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content, obtain
 
@@ -124,6 +128,32 @@ def test_an_error_page_without_an_end_is_not_read(origins):
         locate(origins[0], "endless")
     assert time.monotonic() - started < 15
     assert origins[0].sent_bytes < 64 << 20
+
+
+def test_a_slow_web_server_that_goes_on_outlasts_the_deadline(origins, tmp_path):
+    with fault_proxy(origins[0].url) as proxy:
+        proxy.plan(faults.throttle(len(FILES[WEIGHTS_FILE]) / 4), path=WEIGHTS_FILE, method="GET", times=None)
+        source = ObjectSource(f"{proxy.url}/real/{{lora_name}}", limits=DownloadLimits(1.5), locate_timeout_s=60)
+        found, began = asyncio.run(source.locate(AdapterName("sql"), "")), time.monotonic()
+        assert content(obtain(Store(tmp_path / "store"), source, found).directory) == FILES
+    assert time.monotonic() - began > 2 * 1.5
+
+
+def test_a_slow_file_system_that_goes_on_outlasts_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, read = fsspec.filesystem("memory"), MemoryFileSystem.cat_file
+    for name, data in FILES.items():
+        memory.pipe_file(f"/slow/sql/{name}", data)
+
+    def slow(self: MemoryFileSystem, path: str, **options: int) -> bytes:
+        time.sleep(0.2)
+        return read(self, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", slow)
+    monkeypatch.setattr(fsspec_module, "PIECE_BYTES", len(FILES[WEIGHTS_FILE]) // 10)
+    source, began = ObjectSource("memory://slow/{lora_name}", limits=DownloadLimits(1.0)), time.monotonic()
+    found = asyncio.run(source.locate(AdapterName("sql"), ""))
+    assert content(obtain(Store(tmp_path / "store"), source, found).directory) == FILES
+    assert time.monotonic() - began > 2.0
 
 
 def test_a_hanging_thread_does_not_outlast_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

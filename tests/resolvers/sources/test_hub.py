@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import SourceUnavailable
+from lora_plugins.resolvers.sources import hub_files
 from lora_plugins.resolvers.sources.hub import HubSource
+from lora_plugins.resolvers.sources.hub_files import RepoFile, copy_cached
 from lora_plugins.resolvers.sources.hub_repos import AnyRepo, HubPatterns
-from lora_plugins.resolvers.sources.source import RemoteAdapter, VersionChanged
+from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged
 from lora_plugins.resolvers.sources.uri import SourceUri
 from testbed import faults
 from testbed.hub import Hub, local_hub
@@ -532,6 +536,27 @@ def test_a_fetch_ends_at_its_deadline(bed, proxy):
         run_until_late(obtaining, lambda: proxy.bytes_sent(WEIGHTS_FILE) >= 100, LONG_S)
     cut_off(proxy)
     assert bed.leftovers() == []
+
+
+def test_a_slow_fetch_that_goes_on_outlasts_the_deadline(bed, proxy, monkeypatch):
+    size_bytes = len(FILES[WEIGHTS_FILE])
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", size_bytes // 20)  # 10 MB
+    found = located(bed, "team/sql")
+    proxy.plan(faults.throttle(size_bytes / 4), method="GET", path=WEIGHTS_FILE, times=None)  # four seconds for all
+    began = time.monotonic()
+    stored = bed.obtain(bed.source(endpoint=proxy.url, timeout_s=1.5), found)
+    assert content(stored.directory) == FILES
+    assert time.monotonic() - began > 2 * 1.5
+
+
+def test_a_copy_from_the_hubs_cache_reports_its_progress(tmp_path, monkeypatch):
+    (tmp_path / "cached").write_bytes(data := os.urandom(3 << 20))
+    monkeypatch.setattr(hub_files, "cached_path", lambda *_: tmp_path / "cached")
+    monkeypatch.setattr(hub_files, "_FICLONE", 0)  # no reflink
+    (tmp_path / "to").mkdir()
+    file, pieces = RepoFile("team/sql", "0" * 40, "weights", SourceFile("weights", len(data))), []
+    assert copy_cached(file, tmp_path / "to", None, lambda: pieces.append(1))
+    assert (len(pieces), (tmp_path / "to" / "weights").read_bytes()) == (3, data)
 
 
 def test_flipped_bytes_are_never_published(bed, proxy):
