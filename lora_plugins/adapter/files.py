@@ -16,16 +16,6 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG})
 
 
-# Real paths on both sides: a symlink below the root may lead out of the root.
-def is_inside(path: Path, root: Path) -> bool:
-    """Whether the real path of `path` is the real path of `root` or below it.
-
-    Raises:
-        OSError: `path` or `root` does not exist or cannot be followed.
-    """
-    return is_below(os.path.realpath(path, strict=True), os.path.realpath(root, strict=True))
-
-
 def is_below(real: str, top: str) -> bool:
     """Whether the real path `real` is `top`, or is below `top`."""
     return os.path.commonpath([real, top]) == top

@@ -24,7 +24,7 @@ from typing import BinaryIO, TypeVar
 
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.files import ABSENT, is_inside, map_os_error
+from lora_plugins.adapter.files import ABSENT, map_os_error
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
@@ -128,9 +128,10 @@ class FilesystemSource:
                 path for name in links if os.path.lexists(os.path.join(path := os.path.join(folder, name), CONFIG_FILE))
             ]
             for path in found:
-                with contextlib.suppress(AdapterNotFound, OSError):  # no request can name the directory
-                    if path != str(self.root) and (self._tree.follows or is_inside(Path(path), self.root)):
-                        names.append(str(AdapterName.parse(os.path.relpath(path, self.root))))
+                with contextlib.suppress(AdapterNotFound):  # no request can name the directory
+                    if path != str(self.root):
+                        name = AdapterName.parse(os.path.relpath(path, self.root))
+                        names += [str(name)] if self._tree.may_serve(name) else []
         return Listing(tuple(sorted(names)), tuple(gaps))
 
     def _absent(self, directory: Path, detail: str, kind: AbsenceKind = AbsenceKind.NO_ADAPTER) -> Absence:

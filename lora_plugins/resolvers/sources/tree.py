@@ -1,13 +1,8 @@
-"""A directory tree of adapters in which symlinks lead only to allowed places.
-
-A path could be exchanged between a check and an open. So the tree judges the real path, and then opens each component
-by itself without following links: a component that has become a symlink fails. The opened file is the judged file.
-"""
+"""A directory tree of adapters in which symlinks lead only to allowed places."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -17,18 +12,12 @@ from typing import BinaryIO
 
 from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.files import is_below, open_regular
+from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.writers import DEFAULT, name_format
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
+from lora_plugins.resolvers.sources.links import NO_LINK, PATH_ONLY, RealPlace, open_real
 from lora_plugins.resolvers.sources.source import OWN_FILES, choose_files, needs_shards
-
-_ATTEMPTS = 5
-# On Linux, O_PATH also opens a directory without the right to list the directory.
-_PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
-_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-# Errors of the system where a former directory or file is a symlink now.
-_EXCHANGED = frozenset({errno.ELOOP, errno.ENOTDIR})
 
 # Whether links may make the adapter at a path below the root (second argument) the adapter of a name (first).
 MayLead = Callable[[str, str], bool]
@@ -63,7 +52,7 @@ class AdapterTree:
             OSError: the path does not exist, or cannot be read.
             InvalidAdapter, LeadsElsewhere: links lead to a forbidden place.
         """
-        at = open_real(str(self.root / str(name)), _PATH_ONLY, partial(self._judge, name, is_file=False))
+        at = self._open(name, PATH_ONLY)
         try:
             if not stat.S_ISDIR(os.fstat(at).st_mode):
                 return None
@@ -87,11 +76,11 @@ class AdapterTree:
         Raises:
             OSError, InvalidAdapter, LeadsElsewhere: as `present`.
         """
-        at = open_real(str(self.root / str(name)), _PATH_ONLY, partial(self._judge, name, is_file=False))
+        at = self._open(name, PATH_ONLY)
         try:
             names = _names_in(at)
             with contextlib.suppress(OSError):
-                below = os.open(os.path.dirname(DEFAULT), _PATH_ONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=at)
+                below = os.open(os.path.dirname(DEFAULT), PATH_ONLY | os.O_DIRECTORY | NO_LINK, dir_fd=at)
                 try:
                     names += [DEFAULT] if _is_in(below, os.path.basename(DEFAULT)) else []
                 finally:
@@ -110,24 +99,38 @@ class AdapterTree:
         Raises:
             LoRAPluginsError: the file is missing or no regular file, or links lead to a forbidden place.
         """
-        judge = partial(self._judge, name, is_file=True)
-        with open_regular(self.root / str(name) / file, opener=lambda path, flags: open_real(path, flags, judge)) as (
-            opened,
-            _,
-        ):
+        path = self.root / str(name) / file
+        with open_regular(path, opener=lambda _, flags: self._open(name, flags, file)) as (opened, _):
             yield opened
 
-    def _judge(self, name: AdapterName, real: str, *, is_file: bool) -> None:
+    def may_serve(self, name: AdapterName) -> bool:
+        """Whether the adapter's directory is there, and links lead to no forbidden place."""
+        try:
+            os.close(self._open(name, PATH_ONLY))
+        except (OSError, LoRAPluginsError):
+            return False
+        return True
+
+    def _open(self, name: AdapterName, flags: int, file: str = "") -> int:
+        """Open the adapter's directory, or one of its files, for the caller to close.
+
+        Raises:
+            OSError: the path does not exist, or cannot be read.
+            InvalidAdapter, LeadsElsewhere: links lead to a forbidden place.
+        """
+        is_judged = not (self.follows and self._may_lead is anywhere)
+        judge = partial(self._judge, name, is_file=bool(file)) if is_judged else None
+        return open_real(str(self.root), f"{name}/{file}", flags, judge)
+
+    def _judge(self, name: AdapterName, real: RealPlace, *, is_file: bool) -> None:
         """Refuse a place outside the root, and a place where links of this name may not lead.
 
         Raises:
             InvalidAdapter, LeadsElsewhere: the place is refused.
         """
-        top = os.path.realpath(self.root, strict=True)
-        if is_below(real, top):
-            folder = os.path.dirname(real) if is_file else real
+        if real.is_inside:
             # The place decides as a name would: by the path below the root.
-            place = "" if folder == top else os.path.relpath(folder, top)
+            place = os.path.dirname(real.path) if is_file else real.path
             if place != str(name) and not self._may_lead(str(name), place):
                 raise LeadsElsewhere(
                     f"a link that leads to '{place}', which not everybody may use who may use this name"
@@ -156,44 +159,3 @@ def _names_in(directory: int) -> list[str]:
         return os.listdir(listed)
     finally:
         os.close(listed)
-
-
-def open_real(path: str, flags: int, judge: Callable[[str], None]) -> int:
-    """A new descriptor of the target of `path`, once `judge` accepts the real path; never waits for a pipe.
-
-    Raises:
-        OSError: the target does not exist, or cannot be opened.
-        SourceUnavailable: each try met an exchange between the check and the open.
-        Exception: any error of `judge`.
-    """
-    for _ in range(_ATTEMPTS):
-        real = os.path.realpath(path, strict=True)
-        judge(real)
-        try:
-            return _open_without_links(real, flags)
-        except OSError as error:
-            if error.errno not in _EXCHANGED:
-                raise
-    raise SourceUnavailable(
-        "a path that is exchanged while it is opened",
-        expected="files that stay for as long as it takes to read them",
-        remedy="publish adapters by renaming a complete directory into place, or exchanging one link for another",
-    )
-
-
-def _open_without_links(real: str, flags: int) -> int:
-    *folders, last = [part for part in real.split("/") if part] or ["."]
-    at = os.open("/", _PATH_ONLY | os.O_DIRECTORY | _NO_LINK)
-    try:
-        for folder in folders:
-            below = os.open(folder, _PATH_ONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=at)
-            os.close(at)
-            at = below
-        # O_NONBLOCK: opening a pipe for reading would wait for a writer.
-        opened = os.open(last, flags | os.O_NONBLOCK | _NO_LINK, dir_fd=at)
-    finally:
-        os.close(at)
-    if stat.S_ISLNK(os.fstat(opened).st_mode):  # with O_PATH, O_NOFOLLOW opens the link itself instead of failing
-        os.close(opened)
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), real)
-    return opened

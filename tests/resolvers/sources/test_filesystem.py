@@ -29,7 +29,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
-from lora_plugins.resolvers.sources import filesystem, tree
+from lora_plugins.resolvers.sources import filesystem, links, tree
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.store.partial_download import PartialDownload
@@ -165,7 +165,7 @@ def test_a_mount_that_hangs_ends_at_the_deadline(root, monkeypatch, timeout_s, l
     asked, ended, realpath = threading.Event(), threading.Event(), os.path.realpath
 
     def hang(path, **options):
-        if path == str(root / "sql"):
+        if path == str(root):
             asked.set()
             ended.wait(60)
         return realpath(path, **options)
@@ -317,27 +317,64 @@ def test_a_root_that_is_a_symlink_is_a_root(root, tmp_path, rank):
     assert rank(FilesystemSource(tmp_path / "link")) == 4
 
 
+# A process with mounts of its own, as in a sidecar: copies a directory to where only it sees it, prints, and waits.
+SIDECAR = 'mount -t tmpfs none /mnt && mkdir /mnt/models && cp -a "$1"/. /mnt/models && echo there && cat'
+
+
+@pytest.fixture
+def mounted_elsewhere(tmp_path: Path, outside: Path) -> Iterator[str]:
+    """A path that only the kernel can follow, /proc/PID/root/mnt/models."""
+    put(tmp_path / "models" / "sql-v1", adapter_files())
+    (tmp_path / "models" / "sql").symlink_to("/mnt/models/sql-v1")  # as the sidecar sees the place
+    (tmp_path / "models" / "stolen").symlink_to(outside)
+    command = ["unshare", "-m", "sh", "-c", SIDECAR, "sh", str(tmp_path / "models")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sidecar:
+        if sidecar.stdout.readline() != "there\n":
+            pytest.skip("this user may not mount")
+        yield f"/proc/{sidecar.pid}/root/mnt/models"
+        sidecar.stdin.close()
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_root_in_another_processs_mounts_is_a_root(root, mounted_elsewhere, rank, follow):
+    (root / "adapters").symlink_to(mounted_elsewhere)
+    source = FilesystemSource(root / "adapters", follow_symlinks=follow)
+    if not follow:
+        assert rank(source) == 4
+        assert asyncio.run(source.names("")).names == ("sql-v1",)
+        with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
+            locate(source, "stolen")
+    assert located(source, "sql-v1")
+
+
+def test_a_link_to_another_processs_mounts_is_followed_where_allowed(root, mounted_elsewhere):
+    (root / "models").symlink_to(mounted_elsewhere)
+    assert located(FilesystemSource(root, follow_symlinks=True), "models/sql-v1")
+    # With a policy the real place decides, which has no path here.
+    assert locate(FilesystemSource(root, follow_symlinks=True, may_lead=lambda *_: True), "models/sql-v1") is None
+
+
 @pytest.mark.parametrize("what", ["file", "directory"])
 def test_a_path_exchanged_after_its_check_leads_nowhere(root, outside, store, monkeypatch, what):
     put(root / "sql", adapter_files(lora_alpha=16))
     found = located(FilesystemSource(root), "sql")
-    shown, real_path = root / "sql" / (CONFIG_FILE if what == "file" else ""), os.path.realpath
+    shown, real_place = root / "sql" / (CONFIG_FILE if what == "file" else ""), links.real_place
     leads_to = outside / shown.relative_to(root / "sql")
 
-    def exchange(path, **options):
-        real = real_path(path, **options)
-        if Path(path) == root / "sql" / CONFIG_FILE and not shown.is_symlink():
+    def exchange(root_path, top, below):
+        real = real_place(root_path, top, below)
+        if below == f"sql/{CONFIG_FILE}" and not shown.is_symlink():
             shown.rename(root / "aside")
             shown.symlink_to(leads_to)
         return real
 
-    monkeypatch.setattr(os.path, "realpath", exchange)
+    monkeypatch.setattr(links, "real_place", exchange)
     with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
         obtain(store, FilesystemSource(root), found)
     monkeypatch.undo()
     shown.unlink()
     (root / "aside").rename(shown)
-    monkeypatch.setattr(os.path, "realpath", exchange)
+    monkeypatch.setattr(links, "real_place", exchange)
     with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
         locate(FilesystemSource(root), "sql")
 
