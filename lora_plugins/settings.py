@@ -23,6 +23,7 @@ from lora_plugins.variables import (
     LABELLED,
     NAMES,
     PATH,
+    PATHS,
     PREFIX,
     RESTORE,
     TEXT,
@@ -102,6 +103,9 @@ class Settings:
     `lora_path`, `lora_name`): `refuse` it, or `ignore` the field as vLLM does."""
     follow_symlinks: bool = required("LORA_PLUGINS_FOLLOW_SYMLINKS", FLAG, "0")
     """`1`: serve files outside the root, if a symlink below the root points there."""
+    link_roots: tuple[Path, ...] = required("LORA_PLUGINS_LINK_ROOTS", PATHS, "")
+    """Directories, separated by commas, to which symlinks below the root may lead too
+    ([links](../guides/sources.md#a-directory))."""
     allow_pickle: bool = required("LORA_PLUGINS_ALLOW_PICKLE", FLAG, "0")
     """`1`: serve `adapter_model.bin` and `.pt`. Loading a pickle can run code, and its weights are not verified."""
     check_finite: bool = required("LORA_PLUGINS_CHECK_FINITE", FLAG, "1")

@@ -154,6 +154,7 @@ BYTES = Kind(SIZE_EXPECTED, _bytes, none="no limit", blank_is_unset=False)
 NAMES = Kind("names, separated by commas", _names)
 TEXT = Kind("text", str)
 PATH = Kind("a path of this machine", _path)
+PATHS = Kind("paths of this machine, separated by commas", lambda text: tuple(map(_path, _names(text))))
 FILE = Kind("a file that exists", _existing_file)
 # An empty key is an error: a secret that was not mounted must not open what the key was to close.
 KEY = Kind("printable ASCII without spaces, which a header can carry", _key, blank_is_unset=False, is_secret=True)

@@ -42,7 +42,11 @@ def filesystem_source(settings: Settings, may_lead: MayLead = anywhere) -> Sourc
             remedy="create it or correct the variable",
         )
     return FilesystemSource(
-        root, follow_symlinks=settings.follow_symlinks, may_lead=may_lead, timeout_s=settings.fetch_timeout_s
+        root,
+        follow_symlinks=settings.follow_symlinks,
+        may_lead=may_lead,
+        link_roots=settings.link_roots,
+        timeout_s=settings.fetch_timeout_s,
     )
 
 

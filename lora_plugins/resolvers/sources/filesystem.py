@@ -15,7 +15,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -65,6 +65,7 @@ class FilesystemSource:
         *,
         follow_symlinks: bool = False,
         may_lead: MayLead = anywhere,
+        link_roots: Sequence[Path] = (),
         variable: str = "VLLM_LORA_RESOLVER_CACHE_DIR",
         timeout_s: float = 300.0,
     ) -> None:
@@ -74,13 +75,14 @@ class FilesystemSource:
             root: the directory below which names are paths.
             follow_symlinks: follow links out of the root too.
             may_lead: whether a link may make the adapter at a path below the root the adapter of a name.
+            link_roots: as `LORA_PLUGINS_LINK_ROOTS`; for `may_lead`, a path below these is as one below the root.
             variable: the setting that names `root`.
             timeout_s: as `LORA_PLUGINS_FETCH_TIMEOUT_S`.
         """
         self.root = root
         self._variable = variable
         self._timeout_s, self._locate_timeout_s = timeout_s, look_up_timeout_s(timeout_s)
-        self._tree = AdapterTree(root, follow_symlinks=follow_symlinks, may_lead=may_lead)
+        self._tree = AdapterTree(root, follow_symlinks=follow_symlinks, may_lead=may_lead, link_roots=link_roots)
         # An own pool: a hanging mount would take all threads of a shared pool. Threads start on demand.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.files import open_regular
+from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
@@ -38,10 +38,15 @@ class LeadsElsewhere(AdapterNotFound):
 
 
 class AdapterTree:
-    """Adapters below `root`; with `follow_symlinks` links may leave it; inside, `may_lead` decides."""
+    """Adapters below `root`; links may lead below `link_roots`, and with `follow_symlinks` anywhere.
 
-    def __init__(self, root: Path, *, follow_symlinks: bool, may_lead: MayLead) -> None:
-        self.root = root
+    Below `root` and `link_roots`, `may_lead` decides.
+    """
+
+    def __init__(
+        self, root: Path, *, follow_symlinks: bool, may_lead: MayLead, link_roots: Sequence[Path] = ()
+    ) -> None:
+        self.root, self._link_roots = root, link_roots
         self.follows = follow_symlinks
         self._may_lead = may_lead
 
@@ -128,9 +133,12 @@ class AdapterTree:
         Raises:
             InvalidAdapter, LeadsElsewhere: the place is refused.
         """
-        if real.is_inside:
-            # The place decides as a name would: by the path below the root.
-            place = os.path.dirname(real.path) if is_file else real.path
+        path = real.path if real.is_inside else self._below_link_root(real.path)
+        if path is not None:
+            folders = (os.path.dirname(path) if is_file else path).split("/")
+            # The place decides as a name would: by the path below the root, without the folders in which Kubernetes
+            # keeps a volume's files (..data, ..2026_11_27): no name can have them, so they are the adapter's own.
+            place = "/".join(folder for folder in folders if not folder.startswith(".."))
             if place != str(name) and not self._may_lead(str(name), place):
                 raise LeadsElsewhere(
                     f"a link that leads to '{place}', which not everybody may use who may use this name"
@@ -140,8 +148,12 @@ class AdapterTree:
             raise InvalidAdapter(
                 "a symlink that leaves the adapter root",
                 expected=f"a {kind} below the root",
-                remedy=f"copy the {kind} there, or set LORA_PLUGINS_FOLLOW_SYMLINKS=1",
+                remedy=f"copy the {kind} there, set LORA_PLUGINS_LINK_ROOTS, or LORA_PLUGINS_FOLLOW_SYMLINKS=1",
             )
+
+    def _below_link_root(self, real: str) -> str | None:
+        tops = (os.path.realpath(top) for top in self._link_roots)
+        return next((real[len(top) :].lstrip("/") for top in tops if is_below(real, top)), None)
 
 
 def _is_in(directory: int, name: str) -> bool:

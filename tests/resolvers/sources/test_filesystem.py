@@ -28,6 +28,7 @@ from lora_plugins.adapter.chat import TEMPLATE_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.api.access.policy import Policy
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
 from lora_plugins.resolvers.sources import filesystem, links, tree
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
@@ -309,6 +310,87 @@ def test_a_link_where_its_name_may_not_lead_is_absent(root, store):
     found = located(FilesystemSource(root), "team-a/sql")
     with pytest.raises(VersionChanged):
         obtain(store, source, found)
+
+
+EXACT = Policy.parse(
+    """
+    [tenants.team]
+    keys = ["key"]
+    adapters = ["team/sql"]
+    """
+)
+
+
+def projected(volume: Path, files: Mapping[str, bytes]) -> None:
+    """Files as Kubernetes writes them into a volume: links to ..data/FILE, and ..data is a link to a dated folder."""
+    for file, data in files.items():
+        put((volume / "..2026_11_27_10_00_00.1" / file).parent, {Path(file).name: data})
+    (volume / "..data").symlink_to("..2026_11_27_10_00_00.1")
+    for file in {Path(file).parts[0] for file in files}:
+        (volume / file).symlink_to(f"..data/{file}")
+
+
+def test_a_projected_volume_is_served_under_exact_names(root, rank):
+    projected(root / "team" / "sql", adapter_files())
+    assert rank(FilesystemSource(root, may_lead=EXACT.may_lead), "team/sql") == 4
+
+
+def test_a_projected_volume_of_folders_is_served_under_exact_names(root, rank):
+    projected(root, {f"team/sql/{file}": data for file, data in adapter_files().items()})
+    assert rank(FilesystemSource(root, may_lead=EXACT.may_lead), "team/sql") == 4
+
+
+@pytest.mark.parametrize("below", ["other/sql", "..2026/other/sql", "team/sql/nested", "team"])
+@pytest.mark.parametrize("what", ["files", "directory"])
+@pytest.mark.parametrize("where", ["root", "link root"])
+def test_a_link_gives_nobody_what_the_policy_does_not(root, tmp_path, below, what, where):
+    pvc = tmp_path / "pvc"
+    theirs = put((root if where == "root" else pvc) / below, adapter_files())
+    own = root / "team" / "sql"
+    if what == "directory" and not own.exists():
+        own.parent.mkdir(exist_ok=True)
+        own.symlink_to(theirs)
+    else:
+        own.mkdir(parents=True, exist_ok=True)
+        for file in adapter_files():
+            (own / file).symlink_to(theirs / file)
+    source = FilesystemSource(root, may_lead=EXACT.may_lead, link_roots=[pvc])
+    absence = asyncio.run(source.locate(AdapterName("team/sql"), ""))
+    assert "not everybody may use" in absence.detail
+
+
+@pytest.mark.parametrize("what", ["files", "directory", "projected"])
+def test_a_link_to_a_declared_root_is_served(root, tmp_path, rank, what):
+    pvc = tmp_path / "pvc"
+    if what == "projected":
+        projected(pvc / "team" / "sql", adapter_files())
+    theirs = pvc / "team" / "sql" if what == "projected" else put(pvc / "team" / "sql", adapter_files())
+    (tmp_path / "link").symlink_to(pvc)  # the operator may name a link
+    (root / "team").mkdir()
+    if what == "files":
+        (root / "team" / "sql").mkdir()
+        for file in adapter_files():
+            (root / "team" / "sql" / file).symlink_to(theirs / file)
+    else:
+        (root / "team" / "sql").symlink_to(theirs)
+    with pytest.raises(InvalidAdapter, match="LORA_PLUGINS_LINK_ROOTS"):
+        locate(FilesystemSource(root, may_lead=EXACT.may_lead), "team/sql")
+    source = FilesystemSource(root, may_lead=EXACT.may_lead, link_roots=[tmp_path / "link"])
+    assert rank(source, "team/sql") == 4
+    assert asyncio.run(source.names("")).names == ("team/sql",)
+
+
+def test_without_a_policy_a_declared_root_may_be_an_adapter(root, tmp_path, rank):
+    (root / "sql").symlink_to(put(tmp_path / "pvc", adapter_files()))
+    assert rank(FilesystemSource(root, link_roots=[tmp_path / "pvc"])) == 4
+
+
+@pytest.mark.parametrize("target", ["/etc", "/etc/passwd", "pvc-other/sql"])
+def test_a_declared_root_opens_nothing_beside_it(root, tmp_path, target):
+    put(tmp_path / "pvc-other" / "sql", adapter_files())
+    (root / "sql").symlink_to(tmp_path / target)
+    with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
+        locate(FilesystemSource(root, link_roots=[tmp_path / "pvc"]), "sql")
 
 
 def test_a_root_that_is_a_symlink_is_a_root(root, tmp_path, rank):
