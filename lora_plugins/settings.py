@@ -83,6 +83,8 @@ class Settings:
     ([versions](errors.md#a-vllm-that-we-do-not-know))."""
     hub_repos: tuple[str, ...] = required("VLLM_LORA_RESOLVER_HF_REPO_LIST", NAMES, "")
     """The repositories of `lora_hf_hub_resolver` ([sources](../guides/sources.md#the-hugging-face-hub))."""
+    use_modelscope: bool = required("VLLM_USE_MODELSCOPE", VLLM_FLAG, "0")
+    """`1` lets vLLM load base models from ModelScope; `lora_hf_hub_resolver` has no ModelScope, and startup fails."""
     s3_path_template: str | None = optional("S3_PATH_TEMPLATE", TEXT)
     """Where `lora_s3_resolver` finds an adapter, as in vLLM's documentation
     ([sources](../guides/sources.md#s3-and-every-url-that-fsspec-knows))."""

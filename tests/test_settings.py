@@ -74,6 +74,7 @@ VALID = [
     ("LORA_PLUGINS_ALLOWED_URIS", "s3://a/, hf://b", "allowed_uris", ("s3://a/", "hf://b")),
     ("LORA_PLUGINS_FETCH_TIMEOUT_S", "2.5", "fetch_timeout_s", 2.5),
     ("LORA_PLUGINS_FETCH_MAX_S", "900", "fetch_max_s", 900.0),
+    ("VLLM_USE_MODELSCOPE", "True", "use_modelscope", True),
     ("LORA_PLUGINS_LINK_ROOTS", "/pvc, /more/", "link_roots", (Path("/pvc"), Path("/more"))),
     ("LORA_PLUGINS_ABSENT_TTL_S", "0", "absent_ttl_s", 0.0),
     ("LORA_PLUGINS_REVALIDATE_S", "0", "revalidate_s", 0.0),

@@ -67,10 +67,17 @@ def hub_source(settings: Settings) -> Source | None:
     """Adapters in the repositories of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
 
     Raises:
-        InvalidSettings: a malformed entry of the list.
+        InvalidSettings: a malformed entry of the list, or a server that takes repositories from ModelScope.
     """
     if not settings.hub_repos:
         return None
+    if settings.use_modelscope:
+        raise InvalidSettings(
+            "VLLM_USE_MODELSCOPE=1 beside VLLM_LORA_RESOLVER_HF_REPO_LIST, repositories of the Hugging Face Hub",
+            expected="adapters of ModelScope in a directory",
+            remedy="run 'modelscope download --local_dir' into VLLM_LORA_RESOLVER_CACHE_DIR and unset "
+            "VLLM_LORA_RESOLVER_HF_REPO_LIST, or unset VLLM_USE_MODELSCOPE",
+        )
     from lora_plugins.resolvers.sources.hub import HubSource
     from lora_plugins.resolvers.sources.hub_repos import HubPatterns
 

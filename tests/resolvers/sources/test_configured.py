@@ -15,16 +15,19 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import adapter_id
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, SourceUnavailable
 from lora_plugins.events import (
     AdapterFetched,
     AdapterRejected,
     AdapterResolved,
     AdapterUnknown,
 )
+from lora_plugins.plugin_names import HUB
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources import hub as hub_module
+from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.settings import Settings
 from testbed.hub import Hub, local_hub
 from tests.make import BASE, adapter_files, put
 from tests.resolvers import test_resolver
@@ -412,3 +415,10 @@ def test_a_moved_repository_is_followed_only_where_named(hub, tmp_path, prefix, 
     else:
         with pytest.raises(AdapterNotFound):
             resolver.load("hf://team/sql")
+
+
+def test_the_hub_is_refused_where_repositories_are_modelscopes():
+    env = {"VLLM_USE_MODELSCOPE": "True", "VLLM_LORA_RESOLVER_HF_REPO_LIST": "team/sql"}
+    with pytest.raises(InvalidSettings, match=r"VLLM_USE_MODELSCOPE=1.*Hugging Face.*modelscope download"):
+        SOURCE_PLUGINS[HUB](Settings.from_env(env))
+    assert SOURCE_PLUGINS[HUB](Settings.from_env({**env, "VLLM_USE_MODELSCOPE": "0"}))
