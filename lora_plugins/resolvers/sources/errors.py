@@ -32,7 +32,11 @@ class FailureKind(Enum):
     GATED = ("a gated repository", "accept its terms on its page on the Hub", False)
     OFFLINE = ("offline mode", "unset HF_HUB_OFFLINE, or run 'hf download' where there is a network", False)
     DENIED = ("{source} that denies access", "grant the credentials the right to list and read", False)
-    EXPIRED = ("credentials that have expired", "renew the credentials", False)
+    EXPIRED = (
+        "credentials that have expired",
+        "renew them: AWS_SHARED_CREDENTIALS_FILE is read again, AWS_SESSION_TOKEN only at a restart",
+        False,
+    )
     NO_CREDENTIALS = ("no usable credentials", "provide credentials to the server, or set anonymous access", False)
     BAD_REQUEST = ("a request that cannot be made", "check endpoint, region and client configuration", False)
     REFUSED = ("{source} that refuses the request", "check endpoint, region and bucket", False)

@@ -24,8 +24,8 @@ from fsspec.asyn import get_loop
 from lora_plugins.absence import Absence, AbsenceKind, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import describing
-from lora_plugins.resolvers.sources.errors import map_error
+from lora_plugins.errors import LoRAPluginsError, describing
+from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure, map_error
 from lora_plugins.resolvers.sources.fsspec import FsspecFiles, check_protocol
 from lora_plugins.resolvers.sources.ranges import DownloadLimits, download_ranges
 from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_timeout_s
@@ -146,7 +146,11 @@ class ObjectSource:
             OSError: the disk refuses.
         """
         with describing(place=self._place(adapter.uri)):
-            await on_loop(get_loop(), self._fetch(adapter, download))
+            try:
+                await on_loop(get_loop(), self._fetch(adapter, download))
+            except RemoteFailure as error:
+                self._note(error)
+                raise
 
     def _place(self, uri: str) -> str:
         """Bucket and key, and the endpoint if set."""
@@ -193,6 +197,11 @@ class ObjectSource:
         if self._files.rechecks and not set(adapter.files) <= set(await self._find(adapter.uri)):
             raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
 
+    def _note(self, error: LoRAPluginsError) -> None:
+        is_expired = isinstance(error, RemoteFailure) and error.kind is FailureKind.EXPIRED
+        if is_expired and isinstance(self._files, S3Files):
+            self._files.forget_credentials()
+
     async def _ask(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer to `ask`, with retries and a deadline, and with errors of this package."""
 
@@ -200,7 +209,9 @@ class ObjectSource:
             try:
                 return await ask()
             except Exception as error:  # noqa: BLE001 - the boundary to the libraries: every error is mapped
-                raise map_error(error) from None
+                mapped = map_error(error)
+                self._note(mapped)
+                raise mapped from None
 
         async with deadline(self._locating.timeout_s) as state:
             return await self._locating.run(mapped, state)

@@ -143,6 +143,10 @@ class S3Files:
         checksums = {file.name: checksum for file, checksum in zip(without_md5, found, strict=True) if checksum}
         return _S3Reader(client, bucket, prefix, checksums)
 
+    def forget_credentials(self) -> None:
+        """Have the next client read the credentials again, from the shared file or wherever botocore finds them."""
+        self._filesystem = None
+
     async def _client(self) -> Any:
         if self._filesystem is None:
             self._filesystem = fsspec.filesystem("s3", **self._options)

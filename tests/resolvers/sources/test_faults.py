@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fsspec.asyn import get_loop
@@ -18,6 +19,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api.http_errors import for_clients
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import object_source
+from lora_plugins.resolvers.sources.s3 import s3_storage_options
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store
@@ -132,6 +134,30 @@ def test_etags_are_not_compared_where_the_check_is_off(bed: Bed) -> None:
     bed.proxy.plan(faults.flip(500_000, in_object=True), path=WEIGHTS_PATH, times=None)
     served = read(bed.serve(bed.source(check_md5=False)))
     assert served[WEIGHTS_FILE] != FILES[WEIGHTS_FILE]
+
+
+@pytest.mark.parametrize("expires", ["look-up", "fetch"])
+def test_renewed_credentials_are_read_again(bed: Bed, tmp_path: Path, monkeypatch, expires: str) -> None:
+    def write(key: str) -> None:
+        text = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\naws_session_token = {key}\n"
+        (tmp_path / "credentials").write_text(text)
+
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(variable, raising=False)
+    bed.put()
+    write("OLD")
+    env = {name: text for name, text in bed.s3.env(bed.proxy.url).items() if "KEY" not in name}
+    source = bed.source(storage_options=s3_storage_options(env))
+    bed.proxy.plan(faults.expired_token(), path="" if expires == "look-up" else WEIGHTS_PATH, times=None)
+    with pytest.raises(SourceUnavailable, match=r"expired.*AWS_SHARED_CREDENTIALS_FILE.*AWS_SESSION_TOKEN"):
+        bed.serve(source)
+    bed.proxy.clear()
+    bed.proxy.forget()
+    write("NEW")
+    assert read(bed.serve(source)) == FILES
+    sent = [{name.lower(): text for name, text in it.headers.items()} for it in bed.proxy.requests("GET")]
+    assert {headers["x-amz-security-token"] for headers in sent} == {"NEW"}
 
 
 def test_stalls_end_at_the_deadline(bed: Bed) -> None:
