@@ -10,6 +10,7 @@ from testbed.pages import blocks
 from tests.walkthroughs import (
     test_air_gapped,
     test_client_pages,
+    test_clients,
     test_docker,
     test_hobbyist,
     test_installing,
@@ -22,8 +23,8 @@ from tests.walkthroughs.reader import ROOT, Do, Walk
 
 FOLDERS = ("docs/get-started", "docs/guides", "docs/operate")
 MODULES = (
-    test_air_gapped, test_client_pages, test_docker, test_hobbyist, test_installing, test_operator,
-    test_proxy, test_researcher, test_serving_pages,
+    test_air_gapped, test_client_pages, test_clients, test_docker, test_hobbyist, test_installing,
+    test_operator, test_proxy, test_researcher, test_serving_pages,
 )  # fmt: skip
 WALKS = [walk for module in MODULES for walk in vars(module).values() if isinstance(walk, Walk)]
 NAMED_TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")

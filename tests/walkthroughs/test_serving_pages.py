@@ -131,20 +131,29 @@ ADMIN = Walk(
     },
 )
 
+STATIC = "vllm serve BASE --enable-lora --max-lora-rank 64 --max-loras 4 --max-cpu-loras 64 \\"
+BY_NAME = "export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_PLUGINS=lora_plugins VLLM_LORA_RESOLVER_CACHE_DIR=/adapters"
+NEW_DIRECTORY = "cp -r new-adapter /adapters/support"
 LORAX = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \\"
 SGLANG = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_PLUGINS=lora_filesystem_resolver,lora_lru_manager,lora_admin \\"
 NIM = SGLANG
 MIGRATING = Walk(
     "docs/guides/migrating.md",
     [
+        Step(STATIC, Do.SERVE, before="export VLLM_PLUGINS="),
+        Step(BY_NAME, Do.SERVE),
+        Step(NEW_DIRECTORY, before="cp -r $VLLM_LORA_RESOLVER_CACHE_DIR/sql new-adapter"),
         Step('pip install "lora-plugins @ git+$REPOSITORY"'),
-        Step(LORAX, Do.SERVE),
+        Step(LORAX, Do.SERVE, before="unset LORA_PLUGINS_PRELOAD LORA_PLUGINS_LIST"),
         Step("# /etc/lora/adapters.yaml, in the place of --lora-paths", Do.WRITE, "adapters.yaml"),
         Step(SGLANG, Do.SERVE),
         Step(NIM, Do.SERVE, before="unset LORA_PLUGINS_ADAPTERS_FILE"),
     ],
     {
         'pip install "lora-plugins @ git+$REPOSITORY"': ("true", INSTALLED),
+        **small("BASE"),
+        " /adapters/support": (" {adapters}/support", "a folder of this test"),
+        "localhost:8000": PORT,
         **small("mistralai/Mistral-7B-Instruct-v0.1", "--port 8080"),
         **small("meta-llama/Llama-3.1-8B-Instruct"),
         **folder_of_adapters("/data/adapters"),
@@ -238,8 +247,9 @@ def test_an_answer_says_which_version_computed_it(tmp_path: Path, bed: Bed, env:
 
 
 def test_adapters_of_other_servers_keep_their_names(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
-    put(bed, tmp_path / "adapters", "team/sql")
-    names = iter([("acme/sql", "team/sql"), ("lora0", "team/sql"), ("team/sql",)])  # of each server in turn
+    put(bed, tmp_path / "adapters", "sql", "team/chat", "team/sql")
+    flags = ("sql", "team/chat")
+    names = iter([flags, flags, ("acme/sql", "team/sql"), ("lora0", "team/sql"), ("team/sql",)])  # of each server
 
     def ask(first: str, url: str) -> None:
         for name in next(names):
@@ -250,8 +260,9 @@ def test_adapters_of_other_servers_keep_their_names(tmp_path: Path, bed: Bed, en
             hub.commit(repository, {file.name: file.read_bytes() for file in (bed.adapters / "sql").iterdir()})
         own = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path / "adapters"), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         own |= {"VLLM_PLUGINS": "lora_filesystem_resolver", "NIM_PEFT_SOURCE": str(tmp_path / "adapters")}
-        with reads(MIGRATING, tmp_path, bed, env | own | hub.env(tmp_path / "hub"), ask):
+        with reads(MIGRATING, tmp_path, bed, env | own | hub.env(tmp_path / "hub"), ask) as reader:
             assert list(names) == []
+            assert json.loads(reader.printed[NEW_DIRECTORY])["model"] == "support"
 
 
 def test_every_way_to_more_processes_answers(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
