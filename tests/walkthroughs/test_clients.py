@@ -27,9 +27,7 @@ pytestmark = [
     pytest.mark.skipif(None in map(shutil.which, ("curl", "jq")), reason="the page uses them"),
 ]
 
-NAMES = (
-    "curl -s localhost:8000/v1/models -H 'Authorization: Bearer SECRET' | jq -r '.data[].id'       # base, team/sql, …"
-)
+NAMES = "curl -s localhost:8000/v1/models -H 'Authorization: Bearer SECRET' | jq -r '.data[].id'    # base, team/sql, …"
 BY_LITELLM = (
     "needs LiteLLM; tests/walkthroughs/test_clients.py::test_litellm_lists_and_passes_on_as_the_page_says has it"
 )
@@ -41,7 +39,7 @@ CLIENTS = Walk(
         Step(NAMES),
         Step("# litellm.yaml", Do.WRITE, "litellm.yaml"),
         left_out("pip install 'litellm[proxy]'", BY_LITELLM, "98cd6a50"),
-        left_out(LIST, BY_LITELLM, "1bbafed1"),
+        left_out(LIST, BY_LITELLM, "9011f20b"),
     ],
     {
         "vllm serve BASE": (f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}", "a tiny Llama"),
@@ -127,7 +125,7 @@ def entry(config: str, name: str, model: str) -> str:
 
 BY_PATTERN = (  # the page's table: what is listed, what answers, what is unknown
     ("openai/*", "openai/*", ["openai/base", "openai/team/sql"], "openai/team/sql", "team/sql"),
-    ("team/*", "openai/team/*", ["team/sql"], "team/sql", "base"),
+    ("team/*", "openai/team/*", ["team/base", "team/sql"], "team/sql", "team/base"),
     ("*", "openai/*", ["openai/base", "openai/team/sql"], "team/sql", "openai/team/sql"),
     ("*", "hosted_vllm/*", [], "team/sql", "hosted_vllm/team/sql"),
     ("lora/*", "hosted_vllm/*", [], "lora/team/sql", "team/sql"),
