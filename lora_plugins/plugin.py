@@ -12,7 +12,7 @@ from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source, sources_of_others
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import PLUGINS, Settings, environment, named_in_environment
-from lora_plugins.vllm_patches import installation, ray_environment, versions
+from lora_plugins.vllm_patches import installation, kv_connectors, ray_environment, versions
 from lora_plugins.vllm_patches.api_server import lora_resolver, serve_command
 
 _FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
@@ -160,6 +160,7 @@ def _checked_process() -> Process:
     process = this_process()
     versions.require_known(untested_is_allowed=process.settings.untested_vllm)
     serve_command.patch(process.settings)
+    kv_connectors.patch()
     if parent_process() is None:  # engines and workers have the same environment
         process.warn_of_misspellings()
     return process

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
 
 class KVRecorder(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -53,3 +54,7 @@ class ECRecorder(ECConnectorBase):  # type: ignore[misc]
     def _nothing(self, *arguments: Any, **more: Any) -> None: ...
 
     update_state_after_alloc = start_load_caches = save_caches = ensure_cache_available = _nothing
+
+
+class SubclassOfExample(ExampleConnector):  # type: ignore[misc]
+    """A user's own, with vLLM's example's keys."""

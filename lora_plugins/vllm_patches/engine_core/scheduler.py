@@ -22,6 +22,7 @@ from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.request_queue import AdapterQueue, Order, QueuePlaces
 from lora_plugins.vllm_patches.answer_messages import VERSIONS, aborted_output, refused_output
+from lora_plugins.vllm_patches.engine_core import offloading
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.executor import make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
@@ -78,6 +79,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._scheduled_count = self._updated_count = 0
         self._waiting_with_kv: dict[str, Any] = {}
         self._counts_loads = True
+        if vllm_config.kv_transfer_config is not None:
+            offloading.patch()
         super().__init__(vllm_config, *args, **kwargs)
         self._places = QueuePlaces(self._enters_queue, self._group_of, self.planner.state.open_groups)
         self.queues = [self._replace_queue(name, rank) for name, rank in _QUEUES.items() if hasattr(self, name)]

@@ -6,8 +6,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_offload.base import get_offload_block_hash
 
 from lora_plugins.scheduler.messages import AdapterSpec, Load
 from lora_plugins.vllm_patches.answer_messages import error_in
@@ -71,6 +73,28 @@ def test_prefixes_of_what_moved_and_was_preempted(bed) -> None:
     begin(engine, later)
     assert later.lora_request.lora_path == V1
     assert from_cache(engine, "b") == 0, "nothing in the cache was computed by V1"
+
+
+def test_offloaded_blocks_have_the_keys_of_what_computed_them(bed) -> None:
+    """vLLM's connector to the CPU's memory keeps a prompt's keys from its first batch; the rest is computed by V2."""
+    offloading = KVTransferConfig(
+        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config={"cpu_bytes_to_use": 1 << 24}
+    )
+    engine = bed(max_loras=2, max_cpu_loras=4, kv_transfer_config=offloading)
+    engine.scheduler.max_num_scheduled_tokens = 4  # of a prompt, in each batch
+    one = asked("a", V1, prompt=60, tokens=2)
+    engine.scheduler.add_request(one)
+    while one.num_computed_tokens < BLOCK:
+        engine.step()
+    by_v1 = list(one.block_hashes)
+    load(engine, V2, moves=True)
+    assert one.num_computed_tokens < 3 * BLOCK, "the third block is V2's"
+    while one.num_computed_tokens < 60:
+        engine.step()
+    (group,) = engine.scheduler.connector.connector_scheduler._req_status["a"].group_states
+    keys = [get_offload_block_hash(key) for key in group.offload_keys]
+    assert (keys, keys[0]) == (one.block_hashes[: len(by_v1)], by_v1[0])
+    assert keys[2] not in by_v1
 
 
 def test_who_had_not_begun_is_stamped_with_what_computes_it(bed) -> None:

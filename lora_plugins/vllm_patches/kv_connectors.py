@@ -1,0 +1,115 @@
+"""KV connectors that find blocks by their tokens alone: they mix adapters, so an engine with LoRA does not start.
+
+The blocks of a request are of its adapter, too. vLLM's block hashes hold the adapter's name and path. A connector with
+keys of its own hands blocks of one adapter, version or the base model to requests of others, and nobody notices.
+Connectors were read in vLLM 0.30 to 0.33, LMCache 0.5.6 and FlexKV.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from multiprocessing import parent_process
+from typing import Any
+
+from lora_plugins.errors import InvalidSettings
+from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
+from lora_plugins.vllm_patches.wrapping import wrap
+
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
+_BY_TOKENS = (
+    *(f"{_V1}{name}." for name in ("example_connector", "hf3fs", "lmcache_connector", "lmcache_mp_connector")),
+    *(f"{_V1}flexkv_connector.", "flexkv.", "lmcache."),
+)
+_BY_BLOCK_HASHES = tuple(
+    f"{_V1}{name}." for name in ("offloading_connector", "simple_cpu_offload_connector", "mooncake.store", "umbp")
+)
+# Blocks of one request, or none.
+_BY_REQUESTS = tuple(
+    f"{_V1}{name}."
+    for name in (
+        "nixl", "moriio", "mooncake.mooncake_connector", "hisparse", "decode_bench_connector",
+        "example_hidden_states_connector", "multi_connector",
+    )
+)  # fmt: skip
+
+
+def patch() -> None:
+    """Judge the connectors of every engine that this process configures, before the engine starts."""
+    # vLLM loads plugins once it has the arguments of an engine; workers and engine cores never import the module.
+    arguments: Any = sys.modules.get("vllm.engine.arg_utils")
+    if arguments is not None:
+        wrap(arguments.EngineArgs, "create_engine_config", _judging)
+
+
+def is_known(kind: type) -> bool:
+    """Return whether we have read how a class of connectors finds blocks, or a class that it is made of."""
+    return _is_of(kind, _BY_TOKENS + _BY_BLOCK_HASHES + _BY_REQUESTS)
+
+
+def _judging(original: Any) -> Any:
+    def create_engine_config(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        if config.lora_config is not None and config.kv_transfer_config is not None:
+            _judge(list(_classes(config.kv_transfer_config)))
+        return config
+
+    return create_engine_config
+
+
+def _judge(kinds: list[type]) -> None:
+    by_tokens = [kind.__name__ for kind in kinds if _is_of(kind, _BY_TOKENS)]
+    if by_tokens:
+        raise InvalidSettings(
+            f"--enable-lora with the KV connector {', '.join(by_tokens)}, which finds blocks by their tokens alone: "
+            "requests would go on from what another adapter, another version or the base model has computed",
+            expected="a connector that finds blocks by vLLM's block hashes, or passes on the blocks of one request",
+            remedy="name OffloadingConnector, SimpleCPUOffloadConnector or MooncakeStoreConnector, or leave "
+            "--kv-transfer-config (--kv-offloading-backend lmcache) out",
+        )
+    for kind in kinds:
+        if not is_known(kind) and parent_process() is None:
+            _warn(f"{kind.__module__}.{kind.__qualname__}")
+
+
+@functools.cache  # once for each name
+def _warn(name: str) -> None:
+    logger.warning(
+        "The KV connector %s is unknown to lora-plugins. Where it shares blocks between requests, it must find them by "
+        "vLLM's block hashes: by tokens alone it would mix adapters and their versions",
+        name,
+    )
+
+
+def _classes(transfer: Any) -> Iterator[type]:
+    """Yield the class of a connector, and those behind vLLM's MultiConnector."""
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if transfer.kv_connector is not None:
+        yield KVConnectorFactory.get_connector_class(transfer)
+    if transfer.kv_connector == "MultiConnector":
+        for child in transfer.kv_connector_extra_config.get("connectors", ()):
+            yield from _classes(KVTransferConfig(**child))
+
+
+def _is_of(kind: type, modules: tuple[str, ...]) -> bool:
+    return any(f"{one.__module__}.".startswith(modules) for one in kind.__mro__)
+
+
+LEDGER = (
+    Patch(
+        """
+        vllm.engine.arg_utils: EngineArgs.create_engine_config(self, usage_context, headless)
+        vllm.distributed.kv_transfer.kv_connector.factory:
+            KVConnectorFactory.get_connector_class(cls, kv_transfer_config)
+        vllm.config.kv_transfer: KVTransferConfig{kv_connector, kv_connector_extra_config}
+        vllm.config.vllm: VllmConfig{lora_config, kv_transfer_config}
+        """,
+        what="wrapped: it raises where an engine with LoRA has a connector that finds blocks by their tokens alone",
+        why="such a connector gives a request the blocks of another adapter (vllm-project/vllm#44250)",
+        remove="the keys of every connector of vLLM's hold the adapter",
+    ),
+)
