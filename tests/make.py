@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lora_plugins.adapter.chat import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from lora_plugins.adapter.chat import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
@@ -20,6 +20,7 @@ CHAT = {
     TEMPLATE_FILE: b"{{ messages }}",
     TOKENIZER_FILE: b'{"eos_token": "</s>"}',
     GENERATION_FILE: b'{"eos_token_id": 2}',
+    VOCABULARY_FILE: b'{"added_tokens": [{"id": 3, "content": "<a>"}], "model": {}}',
 }
 LAYER = "model.layers.{}.self_attn.{}"
 PEFT = "base_model.model."

@@ -1,13 +1,15 @@
-"""What an adapter brings for chats beside its weights: a template, special tokens, and the tokens that end an answer.
+"""What an adapter brings for chats beside its weights: a template, special and added tokens, and what ends an answer.
 
-Trainers save them in Transformers' files: `chat_template.jinja`, `tokenizer_config.json`, `generation_config.json`. A
-template is a program in Jinja: nothing here runs or parses the template; Transformers renders templates in a sandbox.
+Trainers save them in Transformers' files. A template is a program in Jinja: nothing here runs or parses the template;
+Transformers renders templates in a sandbox. Added tokens are in `tokenizer.json`, and until Transformers 5 in
+`tokenizer_config.json` too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,15 +21,38 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
-# Far above real files: Gemma 3's `tokenizer_config.json` has 1.2 MB.
-MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 8 << 20, GENERATION_FILE: 1 << 20}
+VOCABULARY_FILE = "tokenizer.json"
+# Far above real files: Gemma 3's `tokenizer_config.json` has 1.2 MB, and its `tokenizer.json` 33 MB.
+MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 8 << 20, GENERATION_FILE: 1 << 20, VOCABULARY_FILE: 128 << 20}
 CHAT_FILES = tuple(MAX_BYTES)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 _MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31
+_MOST_ADDED = 20_000  # Gemma 3 has 6,415
+_NAMED = 3  # tokens in a message
+# `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs.
+_READ_BYTES = {VOCABULARY_FILE: 4 << 20}
+_ADDED = re.compile(r'"added_tokens"\s*:\s*')
+_TRAITS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that never is cut in parts; `traits` are those of Transformers' `AddedToken` that are true."""
+
+    id: int
+    text: str
+    traits: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.text!r} ({self.id})"
+
+    def entry(self) -> dict[str, Any]:
+        """The token as an entry of `added_tokens` in `tokenizer.json`."""
+        return {"id": self.id, "content": self.text, **{trait: trait in self.traits for trait in _TRAITS}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +63,23 @@ class Chat:
         template: the chat template. tool_template: another template, for requests with tools.
         special_tokens: texts of special tokens by their names in templates (`bos_token`).
         end_ids: ids of the tokens that end an answer, beside `eos_token` of `special_tokens`.
+        added_tokens: by their ids. As read, all of the adapter's tokenizer; as served, those that the base model lacks.
+        lost_tokens: those that the base model lacks, and that the server cannot add to the base model's tokenizer.
     """
 
     template: str | None = None
     tool_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     end_ids: tuple[int, ...] = ()
+    added_tokens: tuple[AddedToken, ...] = ()
+    lost_tokens: tuple[AddedToken, ...] = ()
+
+    @property
+    def warning(self) -> str | None:
+        """What a client should know of the adapter's tokens."""
+        if not self.lost_tokens:
+            return None
+        return f"the base model's tokenizer cuts tokens that the adapter adds into pieces: {few(self.lost_tokens)}"
 
     def template_for(self, *, has_tools: bool) -> str | None:
         """Return the template of a request with or without tools; None where the adapter has no template."""
@@ -72,7 +108,20 @@ def read_chat(directory: Path) -> Chat:
     generation = _read(directory, GENERATION_FILE, _object) or {}
     with describing(file=GENERATION_FILE):
         end_ids = _ids(generation.get("eos_token_id"))
-    return Chat(templates.get(_DEFAULT), templates.get(_FOR_TOOLS), special_tokens, end_ids)
+    # As Transformers has it, the configuration's tokens come after the vocabulary's.
+    with describing(file=TOKENIZER_FILE):
+        decoder = _kept(config.get("added_tokens_decoder") or {}, dict, "added_tokens_decoder")
+        entries = [{"id": int(key) if key.isdecimal() else key, **_entry(value)} for key, value in decoder.items()]
+        of_config = _added(entries)
+    added = {token.id: token for token in (*(_read(directory, VOCABULARY_FILE, _head) or ()), *of_config)}
+    added_tokens = tuple(added[token] for token in sorted(added))
+    return Chat(templates.get(_DEFAULT), templates.get(_FOR_TOOLS), special_tokens, end_ids, added_tokens)
+
+
+def few(tokens: Sequence[AddedToken]) -> str:
+    """Name the last tokens, which trainers have added after the base model's."""
+    named = ", ".join(map(str, tokens[-_NAMED:]))
+    return named if len(tokens) <= _NAMED else f"{named} and {len(tokens) - _NAMED} more"
 
 
 def check_chat_size(name: str, size_bytes: int) -> None:
@@ -90,7 +139,7 @@ def _read(directory: Path, name: str, parsed: Callable[[bytes], _T]) -> _T | Non
     try:
         with open_regular(directory / name) as (file, size_bytes), describing(file=name):
             check_chat_size(name, size_bytes)
-            return parsed(file.read(MAX_BYTES[name]))
+            return parsed(file.read(_READ_BYTES.get(name, MAX_BYTES[name])))
     except AdapterNotFound:
         return None
 
@@ -109,6 +158,33 @@ def _object(data: bytes) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _broken(f"no JSON ({str(error)[:200]})", "JSON") from None
     return _kept(found, dict, "the file")
+
+
+def _head(data: bytes) -> tuple[AddedToken, ...]:
+    text = data.decode("utf-8-sig", errors="ignore")  # may end within a character
+    if (found := _ADDED.search(text)) is None:
+        return ()
+    try:
+        entries, _ = json.JSONDecoder().raw_decode(text, found.end())
+    except (ValueError, RecursionError) as error:
+        raise _broken(f"no JSON in added_tokens ({str(error)[:200]})", "JSON") from None
+    return _added(_kept(entries, list, "added_tokens"))
+
+
+def _added(entries: Sequence[object]) -> tuple[AddedToken, ...]:
+    if len(entries) > _MOST_ADDED:
+        raise _broken(f"{len(entries)} added tokens", f"at most {_MOST_ADDED}")
+    tokens = []
+    for entry in map(_entry, entries):
+        (token,) = _ids(entry.get("id")) or (-1,)
+        tokens.append(
+            AddedToken(token, _token(entry), frozenset(trait for trait in _TRAITS if entry.get(trait) is True))
+        )
+    return tuple(tokens)
+
+
+def _entry(value: object) -> dict[str, Any]:
+    return _kept(value, dict, "an added token")
 
 
 def _templates(value: object) -> dict[str, str]:

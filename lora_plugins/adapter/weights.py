@@ -27,6 +27,7 @@ _NAME = re.compile(
 )
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
+_TRAINED_TOKENS = re.compile(r"\.trainable_tokens_delta\b")
 _VELORA = re.compile(r"\.lora_velora_embed\b")
 _NORM = re.compile(r"norm[^.]*\.weight$")
 _WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
@@ -153,6 +154,12 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
         )
     if found is None and _DORA.search(name):
         raise unsupported(f"DoRA, by tensor '{name}'")
+    if found is None and _TRAINED_TOKENS.search(name):
+        raise unsupported(
+            f"trained token embeddings (trainable_token_indices), by tensor '{name}'",
+            "give the configuration its trainable_token_indices again, the ids of the tensor's rows in order, without "
+            "which PEFT leaves the tensor out, and merge the adapter into the base model",
+        )
     if found is None and _VELORA.search(name):
         raise IncompatibleAdapter(
             f"tensor '{name}' of VeLoRA, which PEFT uses in training alone",

@@ -109,6 +109,8 @@ class ChatView(BaseModel):
     special_tokens: dict[str, str] = Field(description="for its template, by their names there")
     end_token: str | None = Field(description="that ends its answers, beside the base model's")
     end_ids: list[int] = Field(description="of further end tokens")
+    added_tokens: dict[str, int] = Field(description="ids by text, of tokens that only the adapter's tokenizer has")
+    lost_tokens: dict[str, int] = Field(description="likewise, of tokens that the server cuts as the base model does")
 
 
 class AdapterView(BaseModel):

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
-from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, Chat
+from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, Chat
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, served_state, views_of
@@ -193,8 +193,11 @@ async def push(
     content_bytes = int(length) if length.isdecimal() else None
 
     principal, settings = principal_of_request.get(), lifecycle.server.resolver.settings
-    # A template is a program that runs in the server: a tenant's is none that the operator has chosen.
-    leaves_out = (TEMPLATE_FILE, TOKENIZER_FILE) if principal is not None and principal.is_pusher else ()
+    # A template is a program that runs in the server, and added tokens have it keep a further tokenizer: a tenant's are
+    # none that the operator has chosen.
+    leaves_out = (
+        (TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE) if principal is not None and principal.is_pusher else ()
+    )
     left_out: frozenset[str] = frozenset()
 
     async def receive_body(pieces: AsyncIterator[bytes], directory: Path) -> str:
@@ -266,6 +269,8 @@ async def _chat_view(adapter: ServedAdapter, lifecycle: Lifecycle) -> ChatView |
         special_tokens=dict(chat.special_tokens),
         end_token=chat.special_tokens.get("eos_token"),
         end_ids=list(chat.end_ids),
+        added_tokens={token.text: token.id for token in chat.added_tokens},
+        lost_tokens={token.text: token.id for token in chat.lost_tokens},
     )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from lora_plugins.absence import without_login
-from lora_plugins.adapter.chat import Chat, read_chat
+from lora_plugins.adapter.chat import Chat, few, read_chat
 from lora_plugins.adapter.config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -269,7 +269,9 @@ def _config(config: AdapterConfig) -> dict[str, Any]:
 
 def _chat(chat: Chat) -> dict[str, Any]:
     eos_token = chat.special_tokens.get("eos_token")
-    return {"template": chat.template is not None, "eos_token": eos_token, "end_ids": list(chat.end_ids)}
+    return {"template": chat.template is not None, "eos_token": eos_token, "end_ids": list(chat.end_ids)} | {
+        "added_tokens": {token.text: token.id for token in chat.added_tokens}
+    }
 
 
 def _base(base: BaseModel) -> dict[str, Any]:
@@ -311,6 +313,8 @@ def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
     brings = ["a template"] if chat["template"] else []
     brings += [f"eos token {chat['eos_token']}"] if chat["eos_token"] else []
     brings += [f"end ids {' '.join(map(str, chat['end_ids']))}"] if chat["end_ids"] else []
+    added = found.chat.added_tokens
+    brings += [f"{number(len(added), 'added token')} with the base model's: {few(added)}"] if added else []
     yield f"chat         {', '.join(brings) or 'nothing of its own'}"
     if base is None:
         yield "compared with no base model (--base-model)"

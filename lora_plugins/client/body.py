@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "adapter_config.json"
-_CHAT_FILES = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")
+_CHAT_FILES = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "tokenizer.json")
 
 
 def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from cachetools import LRUCache
@@ -16,11 +17,16 @@ _NOTHING = Chat()
 
 
 class Chats:
-    """Chats by the paths that engines read; files outside of the store bring nothing, because they may change."""
+    """Chats by the paths that engines read; files outside of the store bring nothing, because they may change.
+
+    Attributes:
+        served: what a server serves of an adapter's chat; the engine's tokenizer decides, once the engine is made.
+    """
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         self._is_on = settings.adapter_chat is AdapterChat.ADAPTER
         self._layout = layout
+        self.served: Callable[[Chat], Chat] | None = None
         self._read: LRUCache[Path, Chat] = LRUCache(_MOST)  # of the event loop alone
 
     async def read(self, path: str) -> Chat:
@@ -31,7 +37,7 @@ class Chats:
         """
         directory = self._directory(path)
         if directory is not None and directory not in self._read:
-            self._read[directory] = await asyncio.to_thread(read_chat, directory)
+            self._read[directory] = await asyncio.to_thread(self._served, directory)
         return self.at(path)
 
     def at(self, path: str) -> Chat:
@@ -44,8 +50,12 @@ class Chats:
         if directory is None:
             return _NOTHING
         if directory not in self._read:
-            self._read[directory] = read_chat(directory)
+            self._read[directory] = self._served(directory)
         return self._read[directory]
+
+    def _served(self, directory: Path) -> Chat:
+        chat = read_chat(directory)
+        return chat if self.served is None else self.served(chat)
 
     def _directory(self, path: str) -> Path | None:
         digest = self._layout.digest_of(path) if self._is_on else None

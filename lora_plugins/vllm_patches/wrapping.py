@@ -17,7 +17,8 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         # `wraps` copies `__dict__` too: a wrapper of another package around ours still has the mark.
         wrapped = functools.wraps(original)(wrapper(original))
         setattr(wrapped, _OURS, True)
-        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        # The original of a class method is bound already.
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
         setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
 

@@ -14,6 +14,8 @@ from lora_plugins.adapter.chat import (
     MAX_BYTES,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
+    VOCABULARY_FILE,
+    AddedToken,
     Chat,
     read_chat,
 )
@@ -63,6 +65,18 @@ def test_transformers_own_files_are_read_as_transformers_reads_them(tmp_path: Pa
         assert chat.special_tokens["eos_token"] == tokenizer.eos_token
 
 
+def test_added_tokens_are_read_from_either_file(tmp_path: Path) -> None:
+    """As Transformers 5 and 4 write them; the vocabulary behind them is not read."""
+    entry = {"id": 7, "content": "<call>", "special": True, "lstrip": False}
+    (tmp_path / VOCABULARY_FILE).write_text(
+        '{"version": "1.0", "added_tokens": [' + json.dumps(entry) + '], "model": ?'
+    )
+    call = AddedToken(7, "<call>", frozenset({"special"}))
+    assert read_chat(tmp_path).added_tokens == (call,)
+    write(tmp_path, tokenizer={"added_tokens_decoder": {"8": {"content": "<end>"}}})
+    assert read_chat(tmp_path).added_tokens == (call, AddedToken(8, "<end>"))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -74,6 +88,13 @@ def test_transformers_own_files_are_read_as_transformers_reads_them(tmp_path: Pa
         (TOKENIZER_FILE, b'{"chat_template": [{"name": "default"}]}'),
         (TOKENIZER_FILE, b'{"chat_template": "' + b"x" * (MAX_BYTES[TEMPLATE_FILE] + 1) + b'"}'),
         (TOKENIZER_FILE, b'{"eos_token": 7}'),
+        (TOKENIZER_FILE, b'{"added_tokens_decoder": [1]}'),
+        (TOKENIZER_FILE, b'{"added_tokens_decoder": {"x": {"content": "<a>"}}}'),
+        (VOCABULARY_FILE, b'{"added_tokens": [{"id": 1, "content": "<a>"}'),
+        (VOCABULARY_FILE, b'{"added_tokens": [{"id": true, "content": "<a>"}]}'),
+        (VOCABULARY_FILE, b'{"added_tokens": [{"id": 1}]}'),
+        (VOCABULARY_FILE, b'{"added_tokens": ' + b"[" * 100_000),
+        (VOCABULARY_FILE, b'{"added_tokens": [' + b"{}," * 20_001 + b"{}]}"),
         (TOKENIZER_FILE, b'{"eos_token": "' + b"x" * 1001 + b'"}'),
         (GENERATION_FILE, b'{"eos_token_id": "7"}'),
         (GENERATION_FILE, b'{"eos_token_id": -1}'),

@@ -79,6 +79,12 @@ def test_a_tensor_without_lora_in_its_name_is_refused(name):
     assert name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") in caught.value.found
 
 
+def test_trained_tokens_are_named_without_their_key_in_the_configuration():
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    with pytest.raises(IncompatibleAdapter, match=r"trained token embeddings.*trainable_token_indices again.*merge"):
+        paired(*both(), tensor(name, 2, 8))
+
+
 def test_a_tensor_of_velora_is_named_with_what_to_remove():
     with pytest.raises(IncompatibleAdapter, match=r"of VeLoRA.*remove the tensors named lora_velora_embed"):
         paired(*both(), tensor(f"base_model.model.{Q}.lora_velora_embed", 8))

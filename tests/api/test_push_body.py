@@ -123,6 +123,8 @@ def test_files_for_chats_arrive_too(tmp_path: Path, take, form: str) -> None:
     take(make({**FILES, **CHAT}), FORMS[form][0])
     assert arrived(tmp_path) == {**FILES, **CHAT}
     for name, most_bytes in MAX_BYTES.items():
+        if most_bytes >= 1 << 24:
+            continue  # a body of 128 MiB for a bound that is the same lines
         with pytest.raises(InvalidAdapter, match=f"more than {most_bytes} bytes") as refused:
             take(make({**FILES, name: b" " * (most_bytes + 1)}), FORMS[form][0], max_bytes=1 << 24)
         assert refused.value.file == name

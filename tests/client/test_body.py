@@ -56,7 +56,7 @@ def test_a_tensor_without_memory_is_named(tensor: torch.Tensor) -> None:
 def test_files_for_chats_are_sent_and_no_others(tmp_path: Path) -> None:
     assert {*CHAT} == {*CHAT_FILES}  # the client may not import servers' parts, and has the names itself
     files = {**adapter_files(), **CHAT}
-    put(tmp_path, {**files, "tokenizer.json": b"{}", "optimizer.pt": b"x"})
+    put(tmp_path, {**files, "vocab.json": b"{}", "optimizer.pt": b"x"})
     with tarfile.open(fileobj=io.BytesIO(archive_of(tmp_path)[0])) as tar:
         assert {it.name for it in tar} == {*files}
 

@@ -27,6 +27,10 @@ from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 MAX_TOKENS = 24
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The quick brown fox"}]
 TOOLS = [{"type": "function", "function": {"name": "jump", "parameters": {"type": "object", "properties": {}}}}]
+# Tokens that a trainer has added, on ids that the base model's matrices have and its tokenizer lacks.
+WORDS = ["<call>", "</call>", *(f"<word{number}>" for number in range(80))]
+SPECIAL = ["<think>", *(f"<special{number}>" for number in range(30))]
+TEXT = "say <call>fox</call> <think>now <word7> <word8>"
 TURNS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
 ASKED = "{% if add_generation_prompt %}[assistant]{% endif %}"
 WITH_TOOLS = "{{ bos_token }}{% for t in tools %}<{{ t.function.name }}>{% endfor %}" + TURNS + ASKED
@@ -50,6 +54,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "nothing": {"template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
     "thinks": {"template": TURNS + "{% if enable_thinking %}<think>{% endif %}"},
     "base-too": {"template": None},
+    "adds": {"adds": (WORDS, SPECIAL), "template": "<think>" + TURNS + "<call>"},
+    "adds-in-config": {"adds": (SPECIAL, WORDS), "is_old": True},
+    "adds-an-end": {"adds": (WORDS, SPECIAL), "ends_at_added": True},
 }
 
 
@@ -110,6 +117,9 @@ def write_chat(
     tokens: dict[str, str] | None = None,
     ends_at: int | None = None,
     ends_at_id: int | None = None,
+    adds: tuple[list[str], list[str]] = ([], []),
+    is_old: bool = False,
+    ends_at_added: bool = False,
 ) -> None:
     """Save a tokenizer beside the adapter as trainers do; an end token is one that the adapter's answer has."""
     own = AutoTokenizer.from_pretrained(reference.base)
@@ -117,11 +127,23 @@ def write_chat(
         setattr(own, name, text)
     if template is not None:
         own.chat_template = template if isinstance(template, str) else {it["name"]: it["template"] for it in template}
-    if template is None and tokens is None and ends_at is None and ends_at_id is None:
+    own.add_tokens(adds[0])
+    own.add_tokens(adds[1], special_tokens=True)
+    if template is None and tokens is None and ends_at is None and ends_at_id is None and not adds[0]:
         return
     own.save_pretrained(adapter, save_jinja_files=not is_key)
+    if is_old:  # Transformers 4 listed the tokens here, too
+        config = json.loads((adapter / "tokenizer_config.json").read_text())
+        fields = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        config["added_tokens_decoder"] = {
+            str(token): {field: getattr(it, field) for field in fields}
+            for token, it in own.added_tokens_decoder.items()
+        }
+        (adapter / "tokenizer_config.json").write_text(json.dumps(config))
     text = own.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     answer = reference.generate(adapter, own(text, add_special_tokens=False)["input_ids"], MAX_TOKENS)
+    if ends_at_added:
+        ends_at = next(place for place, token in enumerate(answer) if token >= len(reference.tokenizer))
     if ends_at is not None:
         config = json.loads((adapter / "tokenizer_config.json").read_text())
         config["eos_token"] = own.convert_ids_to_tokens(answer[ends_at])
@@ -183,6 +205,49 @@ def test_streams_tools_and_arguments_of_templates_are_those_of_peft(chats: Chats
     assert pieces[-1].finish_reason == "stop"
 
 
+def said_of_words(chats: Chats, own: Any, name: str, number: int) -> tuple[str, list[int], list[str]] | None:
+    """A prompt, PEFT's answer, and the added tokens in the answer's text; None for an answer with fewer than two."""
+    text = f"{TEXT} {own.convert_ids_to_tokens(len(chats.reference.tokenizer) + number)}"
+    ids = chats.reference.generate(chats.adapters / name, own(text)["input_ids"], MAX_TOKENS)
+    added = [token for token in ids if token >= len(chats.reference.tokenizer)]
+    words = [own.convert_ids_to_tokens(token) for token in added if token not in own.all_special_ids]
+    return (text, ids, words) if words and len(added) > 1 and ids[0] not in added and None not in words else None
+
+
+@pytest.mark.parametrize("name", ["adds", "adds-in-config"])
+def test_texts_of_added_tokens_are_those_of_peft(chats: Chats, name: str) -> None:
+    own = chats.tokenizer(name)
+    text, ids, words = next(filter(None, (said_of_words(chats, own, name, number) for number in range(30))))
+    prompt = [int(token) for token in own(text)["input_ids"]]
+    assert len(prompt) < len(chats.reference.tokenizer(text)["input_ids"])
+    limits = {"model": name, "temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    with httpx.Client(base_url=chats.server.url, verify=PLAIN_HTTP, timeout=120) as client:
+
+        def completed(**body: Any) -> Any:
+            response = client.post("/v1/completions", json={**limits, "prompt": text, "return_token_ids": True, **body})
+            assert response.status_code == 200, response.text
+            return response
+
+        whole = completed(logprobs=1).json()["choices"][0]
+        assert (whole["prompt_token_ids"], whole["token_ids"]) == (prompt, ids)
+        assert whole["text"] == own.decode(ids, skip_special_tokens=True)
+        assert {*words} <= {*whole["logprobs"]["tokens"]}
+        every = completed(skip_special_tokens=False, spaces_between_special_tokens=False).json()["choices"][0]
+        assert every["text"] == own.decode(ids, skip_special_tokens=False, spaces_between_special_tokens=False)
+        events = completed(stream=True).text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+        stopped = completed(stop=[words[0]]).json()["choices"][0]
+        assert (stopped["text"], stopped["stop_reason"]) == (whole["text"].split(words[0])[0], words[0])
+        cut = client.post("/tokenize", json={"model": name, "prompt": text, "return_token_strs": True}).json()
+        assert (cut["tokens"], cut["token_strs"]) == (prompt, own.convert_ids_to_tokens(prompt))
+        assert client.post("/detokenize", json={"model": name, "tokens": ids}).json()["prompt"] == own.decode(ids)
+        echoed = completed(prompt=prompt, echo=True, return_token_ids=False).json()["choices"][0]["text"]
+        assert echoed == own.decode(prompt) + whole["text"]
+        of_base = client.post("/tokenize", json={"model": "plain", "prompt": text}).json()
+        assert of_base["tokens"] == chats.reference.prompt_ids(text)
+
+
 def test_other_routes_have_the_same_prompts_and_ends(chats: Chats) -> None:
     prompt = chats.prompt("all")
     answer = chats.answer("all", prompt)
@@ -221,8 +286,13 @@ def test_the_server_says_which_chats_it_serves(chats: Chats) -> None:
     with httpx.Client(base_url=chats.server.url, verify=PLAIN_HTTP, timeout=60) as client:
         for name in ("plain", "all"):
             client.post(f"/v1/loras/{name}/prefetch").raise_for_status()
+        client.post("/v1/loras/adds/prefetch").raise_for_status()
+        adds = client.get("/v1/loras/adds").json()["chat"]["added_tokens"]
         plain, own = (client.get(f"/v1/loras/{name}").json()["chat"] for name in ("plain", "all"))
     assert plain is None
+    assert (own["added_tokens"], own["lost_tokens"]) == ({}, {})
+    assert list(adds.items())[:2] == [("<call>", 374), ("</call>", 375)]
+    assert len(adds) == len(WORDS + SPECIAL)
     assert own["template"]
     assert own["special_tokens"]["bos_token"] == "<s>"
     assert own["end_token"] == "</s>"

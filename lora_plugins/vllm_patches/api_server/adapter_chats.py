@@ -1,32 +1,45 @@
-"""Chats of an adapter get the adapter's own template, special tokens and end tokens, where its version brings them.
+"""Requests of an adapter get the adapter's own template, tokens and end tokens, where its version brings them.
 
-vLLM reads these from the base model's directory only, and warns of the adapter's (`maybe_init_lora`, 0.32). Every route
-that makes a prompt of messages does so by `OnlineRenderer.preprocess_chat`, and every request enters the engine by
-`InputProcessor.process_inputs` (0.30 to 0.33). Both look at the version that the request will run with, or runs with.
+vLLM reads these from the base model's directory only, and warns of the adapter's (`_validate_lora`). Routes make
+prompts of messages by `OnlineRenderer.preprocess_chat`, and of texts by `preprocess_completion`; every request enters
+the engine by `InputProcessor.process_inputs`, and answers become text in a `RequestState` (0.30 to 0.33). All look at
+the version that the request will run with, or runs with.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Awaitable, Callable
+from functools import lru_cache, partial
 from typing import Any
 
 from lora_plugins.adapter.chat import Chat
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.ledger import Patch
+from lora_plugins.log import logger
 from lora_plugins.process import this_process
+from lora_plugins.server.response import present
+from lora_plugins.vllm_patches.api_server.adapter_tokenizers import renderer_of, served_chat, tokenizer_of
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _TRIES = 3
 
 
 def patch() -> None:
-    """Wrap vLLM's renderer and input processor in this process; a second call changes nothing."""
+    """Wrap vLLM's way from messages and texts to tokens and back, in this process; a second call changes nothing."""
+    from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
     from vllm.renderers.online_renderer import OnlineRenderer
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import RequestState
 
     wrap(OnlineRenderer, "preprocess_chat", _rendering)
+    wrap(OnlineRenderer, "preprocess_completion", _cutting)
     wrap(InputProcessor, "process_inputs", _ending)
+    wrap(RequestState, "from_new_request", _joining)
+    for name in ("create_tokenize", "create_detokenize"):
+        wrap(ServingTokenization, name, _tokenizing)
 
 
 def _path_of(request: Any) -> str:
@@ -39,9 +52,40 @@ async def _chat_of(name: str | None) -> Chat:
     process = this_process()
     path = _path_of(next((table.lora_requests.get(name) for table in process.tables), None))
     try:
-        return await process.resolver.chats.read(path) if path else Chat()
+        chat = await process.resolver.chats.read(path) if path else Chat()
     except LoRAPluginsError as error:
         raise http_error(error) from None
+    if chat.warning:
+        _warn(name, chat.warning)
+        present().warnings[chat.warning] = None
+    return chat
+
+
+@lru_cache(1000)  # once for each version
+def _warn(name: str | None, warning: str) -> None:
+    logger.warning("Adapter %r: %s", name, warning)
+
+
+async def _rendered(name: str | None, render: Callable[[Chat], Awaitable[Any]]) -> Any:
+    """Render with what the version brings that is served under a name, once the rendering is done."""
+    chat = await _chat_of(name)
+    result = await render(chat)
+    # A swap meanwhile may have brought another template; from here to vLLM's look at the table, nothing awaits.
+    for _ in range(_TRIES):
+        before, chat = chat, await _chat_of(name)
+        if chat == before:
+            break
+        result = await render(chat)
+    return result
+
+
+async def _with_tokens(serving: Any, chat: Chat) -> Any:
+    """An object of vLLM's with a renderer, or a copy of the object whose renderer knows the adapter's tokens."""
+    renderer = await renderer_of(serving.renderer, chat)
+    if renderer is not serving.renderer:
+        serving = copy.copy(serving)
+        serving.renderer = renderer
+    return serving
 
 
 def _rendering(original: Any) -> Any:
@@ -49,8 +93,8 @@ def _rendering(original: Any) -> Any:
     signature = inspect.signature(original)
 
     async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        async def rendered(chat: Chat) -> Any:
-            call = signature.bind(self, request, *args, **kwargs)
+        async def render(chat: Chat) -> Any:
+            call = signature.bind(await _with_tokens(self, chat), request, *args, **kwargs)
             template = chat.template_for(has_tools=bool(call.arguments.get("tool_dicts")))
             if template is not None:
                 of_server = call.arguments["default_template_kwargs"] or {}
@@ -58,18 +102,51 @@ def _rendering(original: Any) -> Any:
                 call.arguments["default_template_kwargs"] = {**chat.special_tokens, **of_server}
             return await original(*call.args, **call.kwargs)
 
-        name = getattr(request, "model", None)
-        chat = await _chat_of(name)
-        result = await rendered(chat)
-        # A swap meanwhile may have brought another template; from here to vLLM's look at the table, nothing awaits.
-        for _ in range(_TRIES):
-            before, chat = chat, await _chat_of(name)
-            if chat == before:
-                break
-            result = await rendered(chat)
-        return result
+        return await _rendered(getattr(request, "model", None), render)
 
     return preprocess_chat
+
+
+def _cutting(original: Any) -> Any:
+    """Cut texts into the adapter's tokens."""
+
+    async def preprocess_completion(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        async def render(chat: Chat) -> Any:
+            return await original(await _with_tokens(self, chat), request, *args, **kwargs)
+
+        return await _rendered(getattr(request, "model", None), render)
+
+    return preprocess_completion
+
+
+def _tokenizing(original: Any) -> Any:
+    """Answer `/tokenize` and `/detokenize` with the adapter's tokens."""
+
+    async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        # vLLM's own check comes after our look at the table, into which the check puts a cold name.
+        if (error := await self._check_model(request)) is not None:
+            return error
+        serving = await _with_tokens(self, await _chat_of(request.model))
+        return await original(serving, request, *args, **kwargs)
+
+    return create
+
+
+def _joining(original: Any) -> Any:
+    """Have answers, stop strings and the texts of log-probabilities come from the adapter's tokens."""
+
+    def from_new_request(tokenizer: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if tokenizer is not None and (path := _path_of(request.lora_request)):
+            tokenizer = tokenizer_of(tokenizer, this_process().resolver.chats.at(path))
+        return original(tokenizer, request, *args, **kwargs)
+
+    return from_new_request
+
+
+def know_tokenizer(renderer: Any, model_config: Any) -> None:
+    """Have versions read from here on keep those added tokens that this engine's tokenizer can take in."""
+    chats = this_process().resolver.chats
+    chats.served = chats.served or partial(served_chat, renderer.tokenizer, model_config.get_vocab_size())
 
 
 def _ending(original: Any) -> Any:
@@ -79,11 +156,15 @@ def _ending(original: Any) -> Any:
         made = original(self, *args, **kwargs)
         path = _path_of(made.lora_request)
         if path and made.sampling_params is not None and self.tokenizer is not None:
+            know_tokenizer(self.renderer, self.model_config)  # `LLM` has no table of models
             try:
                 chat = this_process().resolver.chats.at(path)
             except LoRAPluginsError as error:
                 raise http_error(error) from None
-            if ids := _end_ids(chat, self.tokenizer, self.model_config.get_vocab_size()):
+            tokenizer = tokenizer_of(self.tokenizer, chat)
+            if chat.added_tokens:
+                made.sampling_params.update_from_tokenizer(tokenizer)  # bad_words
+            if ids := _end_ids(chat, tokenizer, self.model_config.get_vocab_size()):
                 fields, of_base = {"eos_token_id": ids}, self.renderer.get_eos_token_id()
                 made.sampling_params.update_from_generation_config(fields, of_base)
         return made
@@ -104,6 +185,8 @@ LEDGER = (
         vllm.renderers.online_renderer:
             OnlineRenderer.preprocess_chat(self, request, messages, default_template, default_template_content_format,
                 default_template_kwargs, tool_dicts, ...)
+            OnlineRenderer.preprocess_completion(self, request, ...)
+            OnlineRenderer{renderer}
         vllm.entrypoints.openai.models.serving:
             OpenAIServingModels{lora_requests}
         """,
@@ -118,11 +201,25 @@ LEDGER = (
             InputProcessor{tokenizer, renderer, model_config}
         vllm.sampling_params:
             SamplingParams.update_from_generation_config(self, generation_config, eos_token_id)
+            SamplingParams.update_from_tokenizer(self, tokenizer)
         vllm.v1.engine:
             EngineCoreRequest{sampling_params, lora_request}
         """,
         what="wrapped: end tokens of the adapter's version are added, by vLLM's own function for a generation config",
         why="an adapter that was trained to end with another token never stops",
         remove="vLLM reads the end tokens in an adapter's directory",
+    ),
+    Patch(
+        """
+        vllm.entrypoints.serve.tokenize.serving:
+            ServingTokenization.create_tokenize(self, request, ...)
+            ServingTokenization.create_detokenize(self, request, ...)
+            ServingTokenization{renderer, online_renderer}
+        vllm.v1.engine.output_processor:
+            RequestState.from_new_request(cls, tokenizer, request, ...)
+        """,
+        what="wrapped: the tokenizer that knows the adapter's tokens takes the place of the base model's",
+        why="an adapter that was trained with tokens of its own answers with tokens that the base model's lacks",
+        remove="vLLM has a tokenizer for each adapter again",
     ),
 )

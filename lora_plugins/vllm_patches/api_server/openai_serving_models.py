@@ -23,6 +23,7 @@ from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import ServedAdapter, no_longer_served
 from lora_plugins.server.response import is_for_request
+from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
@@ -55,6 +56,7 @@ def _making(original: Any) -> Any:
         original(self, *args, **kwargs)
         if process.is_resolver_registered:
             process.tables.add(self)
+            know_tokenizer(self.engine_client.renderer, self.engine_client.model_config)
             begin_serving(self, process)
 
     return made

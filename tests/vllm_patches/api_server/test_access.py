@@ -47,8 +47,8 @@ class Engine:
     """What OpenAIServingModels needs of the engine client."""
 
     def __init__(self) -> None:
-        self.model_config = SimpleNamespace(model="org/tiny", max_model_len=128)
-        self.renderer = self.input_processor = None
+        self.model_config = SimpleNamespace(model="org/tiny", max_model_len=128, get_vocab_size=lambda: 32)
+        self.renderer, self.input_processor = SimpleNamespace(tokenizer=None), None
         self.added: list[str] = []
 
     async def add_lora(self, request: Any) -> bool:

@@ -16,9 +16,12 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
+from lora_plugins.adapter.chat import AddedToken, Chat
 from lora_plugins.process import Process
+from lora_plugins.server.response import Response, _present
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.vllm_patches.api_server import adapter_chats
+from lora_plugins.vllm_patches.api_server.adapter_tokenizers import served_chat
 from testbed.models import build_base
 
 DIGEST, OTHER = "a1" * 32, "b2" * 32
@@ -158,3 +161,46 @@ def test_a_swap_during_the_rendering_renders_again(
     assert processor.tokenizer is not None
     assert rendered(process, processor, "sql") == processor.tokenizer.encode("new<s>quick", add_special_tokens=False)
     assert len(times) == 2
+
+
+@pytest.mark.parametrize(
+    ("added", "is_served"),
+    [
+        ({374: "<a>", 375: "<b>"}, True),
+        ({}, True),
+        ({375: "<b>"}, False),  # ids of a tokenizer have no gaps
+        ({512: "<a>"}, False),  # beyond the model's rows
+        ({374: "a"}, False),  # the base model has the text on another id
+        ({0: "<renamed>"}, False),  # a word of the vocabulary is no added token
+    ],
+)
+def test_tokens_that_the_tokenizer_cannot_take_in_are_named(
+    added: dict[int, str], is_served: bool, processor: InputProcessor
+) -> None:
+    chat = Chat(added_tokens=tuple(AddedToken(*item) for item in added.items()))
+    served = served_chat(processor.tokenizer, processor.model_config.get_vocab_size(), chat)
+    assert (served.added_tokens, served.lost_tokens) == (
+        (chat.added_tokens, ()) if is_served else ((), chat.added_tokens)
+    )
+    assert (served.warning is None) == is_served
+    assert all(str(token) in (served.warning or "") for token in served.lost_tokens)
+
+
+def test_tokens_of_the_base_model_count_for_nothing(processor: InputProcessor) -> None:
+    chat = Chat(added_tokens=(AddedToken(0, "<s>", frozenset({"special"})), AddedToken(1, "</s>")))
+    assert served_chat(processor.tokenizer, 512, chat) == Chat()
+
+
+def test_a_request_is_warned_of_lost_tokens(process: Process, processor: InputProcessor, store: Path) -> None:
+    path = Path(write(store / DIGEST, TEMPLATE))
+    (path / "tokenizer.json").write_text('{"added_tokens": [{"id": 600, "content": "<far>"}]}')
+    table = Table(sql=str(path))  # the process holds tables weakly
+    process.tables.add(table)
+    adapter_chats.know_tokenizer(processor.renderer, processor.model_config)
+    response = Response()
+    token = _present.set(response)
+    try:
+        rendered(process, processor, "sql")
+    finally:
+        _present.reset(token)
+    assert "'<far>' (600)" in "".join(response.warnings)

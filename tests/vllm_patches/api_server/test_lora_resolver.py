@@ -27,7 +27,7 @@ def served(lora_config: object) -> SimpleNamespace:
     """What `describe_base` reads off vLLM's OpenAIServingModels."""
     return SimpleNamespace(
         engine_client=SimpleNamespace(vllm_config=SimpleNamespace(lora_config=lora_config)),
-        model_config=SimpleNamespace(model="org/tiny"),
+        model_config=SimpleNamespace(model="org/tiny", get_vocab_size=lambda: 32),
         base_model_paths=[SimpleNamespace(name="tiny"), SimpleNamespace(name="tiny-2")],
     )
 
@@ -92,7 +92,7 @@ def start_serving(resolver):
     def start(lora_config: object):
         like = served(lora_config)
         like.engine_client.model_config = like.model_config
-        like.engine_client.renderer = like.engine_client.input_processor = None
+        like.engine_client.renderer, like.engine_client.input_processor = SimpleNamespace(tokenizer=None), None
         return OpenAIServingModels(like.engine_client, like.base_model_paths, lora_modules=None)
 
     return start
