@@ -62,10 +62,8 @@ def test_files_for_chats_are_pulled_and_shown(cli):
     said = cli("inspect", path, "--json").json
     assert said["chat"] == {"template": True, "eos_token": "</s>", "end_ids": [2], "added_tokens": {"<a>": 3}}
     assert {file["name"] for file in said["files"]} == {*adapter_files(), *CHAT}
-    assert (
-        "chat         a template, eos token </s>, end ids 2, 1 added token with the base model's: <a>\n"
-        in cli("inspect", path).out
-    )
+    brought = "a template, eos token </s>, end ids 2, 1 added token with the base model's: '<a>' (3)"
+    assert f"chat         {brought}\n" in cli("inspect", path).out
     cli.env["LORA_PLUGINS_ADAPTER_CHAT"] = "base"
     assert "chat         nothing of its own\n" in cli("inspect", path).out
     assert content(Path(cli("pull", "chat", "--json").json["path"])) == adapter_files()
