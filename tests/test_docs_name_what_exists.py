@@ -314,7 +314,7 @@ def test_the_rows_of_patches_name_each_class_that_is_wrapped() -> None:
 
 
 def _objects_are_in(objects: str, entries: list[ledger.Patch]) -> None:
-    symbols = "\n".join(f"{entry.symbols}\n{entry.what}" for entry in entries)
+    symbols = "\n".join(f"{[*entry.parsed()]}\n{entry.what}" for entry in entries)
     assert SPAN.findall(objects), objects
     for name in SPAN.findall(objects):
         assert re.search(rf"\b{re.escape(name)}\b", symbols), f"{name} is not in the ledger of its file"

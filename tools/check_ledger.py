@@ -3,7 +3,7 @@
     python tools/check_ledger.py [DIRECTORY ...]
 
 A DIRECTORY holds a `vllm/` package, such as an unpacked wheel; without one, the installed vLLM is read. Prints every
-entry with its symbols; the exit code is 1 where one of them differs from the ledger.
+entry with its reason, the end of it, and its symbols; the exit code is 1 where one of them differs from the ledger.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str], ledger: Mapping[str, Sequence[Patch]] | None 
         name = version(sources)
         for file, of_file in ledger.items():
             for entry in of_file:
-                print(f"{file}: {entry.what}")
+                print(f"{file}: {entry.what}\n    why    {entry.why}\n    until  {entry.remove}")
                 for symbol in entry.parsed():
                     difference = check(symbol, sources)
                     wrong += bool(difference)

@@ -9,9 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lora_plugins.ledger import Symbol, parse
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+from lora_plugins.ledger import FUNCTIONS, Symbol, parameters_of, parse
 
 
 def check(symbol: Symbol, sources: Path) -> str:
@@ -76,14 +74,14 @@ def installed() -> Path | None:
 @functools.lru_cache(maxsize=128)
 def _parsed(file: Path, _mtime_ns: int) -> Sequence[ast.stmt]:
     """Return the statements of a file; cached, because a file holds many symbols."""
-    return parse(file.read_text(encoding="utf-8"))
+    return parse(file.read_text(encoding="utf-8")).body
 
 
 def _difference(node: ast.stmt | None, symbol: Symbol) -> str:
     if symbol.parameters is not None:
-        if not isinstance(node, _FUNCTIONS):
+        if not isinstance(node, FUNCTIONS):
             return "it is no function"
-        found, wanted = _parameters(node), list(symbol.parameters)
+        found, wanted = parameters_of(node), list(symbol.parameters)
         if wanted and wanted[-1] == "...":
             found = [*found[: len(wanted) - 1], "..."]
         return "" if found == wanted else f"parameters are ({', '.join(found)}), not ({', '.join(wanted)})"
@@ -96,7 +94,7 @@ def _statements(scope: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a scope, including statements inside `if`, `try` and `with`."""
     for statement in scope:
         yield statement
-        if not isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+        if not isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
             for part in ("body", "orelse", "finalbody"):
                 yield from _statements(getattr(statement, part, []))
             for handler in getattr(statement, "handlers", []):
@@ -105,7 +103,7 @@ def _statements(scope: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _names(statement: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement binds in its scope."""
-    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+    if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
         yield statement.name
     elif isinstance(statement, (ast.Import, ast.ImportFrom)):
         for alias in statement.names:
@@ -124,24 +122,13 @@ def _binding(scope: Sequence[ast.stmt], name: str) -> ast.stmt | None:
     return found
 
 
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    arguments = function.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    if arguments.vararg:
-        names.append(f"*{arguments.vararg.arg}")
-    names += [argument.arg for argument in arguments.kwonlyargs]
-    if arguments.kwarg:
-        names.append(f"**{arguments.kwarg.arg}")
-    return names
-
-
 @functools.lru_cache(maxsize=128)
 def _attributes(node: ast.ClassDef) -> frozenset[str]:
     """Return a class's attributes; cached, because a class has several entries."""
     found: set[str] = set()
     for statement in _statements(node.body):
         found.update(_names(statement))
-        if isinstance(statement, _FUNCTIONS):
+        if isinstance(statement, FUNCTIONS):
             # Attributes set on `self` in any method count, as Python has no list of them.
             found.update(
                 part.attr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -29,8 +31,22 @@ def test_the_installed_vllm_has_every_symbol():
 def test_every_entry_says_what_why_and_how_to_remove():
     assert ENTRIES
     for file, entry in ENTRIES:
-        assert all((entry.symbols, entry.what, entry.why, entry.since, entry.remove)), (file, entry)
+        assert all((entry.what, entry.why, entry.remove)), (file, entry)
         assert [*entry.parsed()], (file, entry)
+
+
+def test_every_place_is_looked_for():
+    # A checker that always agrees would agree here too: no other name, and no other parameters, may pass.
+    installed = check_ledger.installed()
+    release = check_ledger.version(installed).removeprefix("vllm ")
+    looked_for = [one for one in SYMBOLS if one.since <= release and (not one.until or release < one.until)]
+    assert len(looked_for) > 0.9 * len(SYMBOLS)
+    for one in looked_for:
+        assert check_ledger.check(replace(one, name=f"{one.name}_of_no_release"), installed), one
+        if one.parameters not in (None, ("...",)):
+            assert check_ledger.check(replace(one, parameters=("of_no_release", *one.parameters)), installed), one
+        if one.attributes:
+            assert check_ledger.check(replace(one, attributes=(*one.attributes, "of_no_release")), installed), one
 
 
 def imported_from_vllm(file: Path) -> list[str]:
@@ -80,6 +96,104 @@ def test_the_checker_runs_as_a_command_and_imports_no_vllm():
 # --- reading entries
 
 
+def read(folder: Path, text: str) -> list[tuple[str, str, str, list[tuple[str, tuple[str, ...] | None]]]]:
+    """What, why, removal and places of each entry in a module of this text."""
+    (folder / "ours.py").write_text(text)
+    found = entries(folder)["ours.py"]
+    return [
+        (one.what, one.why, one.remove, [(symbol.name, symbol.parameters) for symbol in one.parsed()]) for one in found
+    ]
+
+
+OURS = """
+'''Of the module.
+
+More of it.
+
+Touches:
+    vllm.one: Called{attribute, method(self, x),
+        other()}
+Why: the module has
+    a purpose.
+Until: never.
+'''
+import vllm_of_another_package
+from vllm.one import Called, Imported
+def patch():
+    from vllm import module
+    from vllm.one import Imported
+    from vllm.two import Wrapped as Ours
+    wrap(Ours, "method", _wrapping)
+    wrap(Ours, "in_two", partial(_made_by(1), option=2))
+    wrap(module.Inner, "whole", where(_is_ours, _whole))
+    wrap(module, "unread", lambda original: _wrapping(original))
+def _is_ours(one): ...
+def _wrapping(original):
+    '''Of the wrapper.
+
+    Why: it wraps.
+
+    Raises:
+        ValueError: sometimes.
+    '''
+    async def method(self, a, *args, **kwargs): ...
+    return method
+def _made_by(option):
+    def wrapping(original):
+        def answer(*, key): ...
+        return answer
+    return wrapping
+async def _whole(original, one, a, b=1): ...
+"""
+
+
+def test_code_says_what_it_touches(tmp_path):
+    of_module = [
+        ("vllm.one:Called", None),
+        ("vllm.one:Called.method", ("self", "x")),
+        ("vllm.one:Called.other", ()),
+        ("vllm.one:Imported", None),
+        ("vllm.two:Wrapped.in_two", ("key",)),
+        ("vllm.module:Inner.whole", ("self", "a", "b")),
+        ("vllm.module:unread", None),
+    ]
+    assert read(tmp_path, OURS) == [
+        ("Of the module.", "the module has a purpose.", "never.", of_module),
+        (
+            "Of the wrapper.",
+            "it wraps.",
+            "vLLM's scheduler plans adapters itself",
+            [("vllm.two:Wrapped.method", ("self", "a", "..."))],
+        ),
+    ]
+
+
+def test_what_a_docstring_says_more_exactly_is_not_said_twice(tmp_path):
+    text = "'''X.\n\nTouches: vllm.one: A(x) # since 0.33\n    vllm.two: B\nWhy: y\n'''\n"
+    text += "from vllm.one import A\nfrom vllm.two import B\nwrap(A, 'f', lambda original: original)\n"
+    ((*_, places),) = read(tmp_path, text)
+    assert places == [("vllm.one:A", ("x",)), ("vllm.two:B", None), ("vllm.one:A.f", None)]
+
+
+WHY = "'''X.\n\nWhy: y\n'''\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("from vllm import envs\n", "no docstring says `Why:` of vllm:envs"),
+        (f"def f():\n    {WHY}wrap(vllm.A, 'f', g)\n", "no `Touches:` says what is wrapped: vllm.A, 'f'"),
+        (f"{WHY}from vllm import A\nwrap(A, name, g)\n", "no `Touches:` says what is wrapped: A, name"),
+        (f"{WHY}def g():\n    {WHY.replace('Why', 'Until')}", "a docstring has Until and no `Why:`"),
+        ("wrap(vllm.A, 'f', g)\n", "no `Touches:` says what is wrapped: vllm.A, 'f'"),
+        ("'''X.\n\nTouches: vllm.one: a -> b\nWhy: y\n'''\n", "not a symbol in the ledger"),
+    ],
+)
+def test_code_without_its_reason_is_refused(tmp_path, text, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        read(tmp_path, text)
+
+
 def test_symbols_of_several_modules_are_read():
     entry = Patch(
         """
@@ -87,20 +201,21 @@ def test_symbols_of_several_modules_are_read():
         vllm.two:
             Class.method(self)  # since 0.31
             Class{
-                first, second}
+                first, other(self, a), second, last()}
             nothing()  # until 0.33
         """,
         what="called",
         why="for a test",
         remove="never",
-        since="0.32",
     )
     assert [*entry.parsed()] == [
-        Symbol("vllm.one:function", ("a", "b", "..."), since="0.32"),
-        Symbol("vllm.one:name", since="0.32"),
+        Symbol("vllm.one:function", ("a", "b", "...")),
+        Symbol("vllm.one:name"),
         Symbol("vllm.two:Class.method", ("self",), since="0.31"),
-        Symbol("vllm.two:Class", attributes=("first", "second"), since="0.32"),
-        Symbol("vllm.two:nothing", (), since="0.32", until="0.33"),
+        Symbol("vllm.two:Class", attributes=("first", "second")),
+        Symbol("vllm.two:Class.other", ("self", "a")),
+        Symbol("vllm.two:Class.last", ()),
+        Symbol("vllm.two:nothing", (), until="0.33"),
     ]
 
 
@@ -112,19 +227,17 @@ def test_a_symbol_in_another_form_is_refused():
 
 def test_entries_are_read_without_importing_their_files(tmp_path):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "patch.py").write_text(
-        "import no_such_module\nLEDGER = (\n    Patch('vllm.one: a', what='w', why='y' 'z', remove='r'),\n)\n"
-    )
-    (tmp_path / "other.py").write_text("LEDGERS = ()\n")
-    assert entries(tmp_path) == {"folder/patch.py": [Patch("vllm.one: a", what="w", why="yz", remove="r")]}
+    (tmp_path / "folder" / "patch.py").write_text("'''W.\n\nTouches: vllm.one: a\nWhy: y\n'''\nimport no_such_module\n")
+    (tmp_path / "other.py").write_text("from vllmish import Touches\n")
+    assert entries(tmp_path) == {"folder/patch.py": [Patch("vllm.one: a", what="W.", why="y")]}
 
 
 # --- the checker
 
 
-def symbol_of(text: str, since: str = "") -> Symbol:
-    (found,) = Patch(text, what="", why="", remove="", since=since).parsed()
-    return found
+def symbol_of(text: str) -> Symbol:
+    (found,) = Patch(text, what="", why="", remove="").parsed()
+    return found if "# since" in text else replace(found, since="")
 
 
 SOURCE = """
@@ -152,6 +265,28 @@ def sources(tmp_path: Path) -> Path:
     for name in ("vllm/__init__.py", "vllm/module.py", "vllm/package/__init__.py"):
         (tmp_path / name).write_text(SOURCE)
     return tmp_path
+
+
+def test_the_checker_looks_for_what_code_says(sources, tmp_path):
+    text = f"{WHY}from vllm import module\nfrom vllm.module import Class\n"
+    text += "def wrapping(original):\n    def method(self, new, *args): ...\n    return method\n"
+    text += "wrap(Class, 'method', wrapping)\nwrap(module.Class, 'method', wrapping)\n"
+    for before, after, says in (
+        ("", "", ""),
+        ("import Class", "import Class, CONSTANT", ""),
+        ("import module", "import module, package", "no package in vllm"),
+        ("import Class", "import Class, gone", "no gone in vllm.module"),
+        ("(Class, 'method'", "(Class, 'renamed'", "no Class.renamed in vllm.module"),
+        ("module.Class, 'method'", "module.Gone, 'method'", "no Gone in vllm.module"),
+        ("import module", "import gone as module", "no module vllm.gone"),
+        ("self, new", "self, old", "parameters are (self, new, ...), not (self, old, ...)"),
+    ):
+        folder = tmp_path / "ours"
+        folder.mkdir(exist_ok=True)
+        (folder / "patch.py").write_text(text.replace(before, after))
+        said = [check_ledger.check(symbol, sources) for symbol in symbols(folder)]
+        assert says in "; ".join(said), after
+        assert any(said) == bool(says), after
 
 
 def test_the_checker_takes_what_is_there(sources):
