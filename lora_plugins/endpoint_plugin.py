@@ -6,7 +6,6 @@ import asyncio
 import socket
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import this_process
 from lora_plugins.server.follower import Follower
@@ -20,7 +19,14 @@ from lora_plugins.vllm_patches.api_server.serve_command import FOLDER, refuse_se
 
 
 class AdminPlugin:
-    """The methods that vLLM calls on an endpoint plugin (vllm/plugins/endpoint_plugins/interface.py, 0.30)."""
+    """The methods that vLLM calls on an endpoint plugin (vllm/plugins/endpoint_plugins/interface.py, 0.30).
+
+    Touches:
+        vllm.plugins.endpoint_plugins.interface:
+            EndpointPlugin{attach_router(self, app), init_state(self, engine_client, state, args)}
+    Why: the routes of lora_admin, and what is served from the start.
+    Until: never: this is the public interface.
+    """
 
     name = ADMIN
     required_tasks = None
@@ -74,17 +80,3 @@ class AdminPlugin:
         self._tasks.append(asyncio.create_task(reconciler.follow()))
         if settings.refresh_s:
             self._tasks.append(asyncio.create_task(poll(lifecycle, settings.refresh_s)))
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.plugins.endpoint_plugins.interface:
-            EndpointPlugin.attach_router(self, app)
-            EndpointPlugin.init_state(self, engine_client, state, args)
-        """,
-        what="implemented; state.openai_serving_models is read",
-        why="the routes of lora_admin, and what is served from the start",
-        remove="never: this is the public interface",
-    ),
-)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
-from lora_plugins.ledger import Patch
 
 HIDDEN = "<path>"
 _SHOWN = "adapter"  # the caller's own word
@@ -23,6 +22,9 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
     """The exception that makes vLLM answer with the error's status and text.
 
     `shows_paths` is for administrators: other callers must not see paths of the server's files.
+
+    Why: vLLM answers them with a 404 and a 400, with our text.
+    Until: never: this is the public interface.
     """
     # Imported late: importing vLLM takes seconds, and only a server needs vLLM.
     from fastapi import HTTPException
@@ -51,13 +53,3 @@ def for_clients(error: LoRAPluginsError) -> str:
     # Rebuild the error from its fields, because the name of an adapter may look like a path and must stay.
     fields = {name: text if name == _SHOWN else without_paths(text) for name, text in error.fields().items()}
     return str(type(error)(**{**fields, "place": ""}))
-
-
-LEDGER = (
-    Patch(
-        "vllm.exceptions: VLLMNotFoundError VLLMClientError",
-        what="raised for L002, and for L003 and L005",
-        why="vLLM answers them with a 404 and a 400, with our text",
-        remove="never: this is the public interface",
-    ),
-)

@@ -3,6 +3,18 @@
 Each layer object gets its own `set_lora` and `reset_lora`. Both call the methods of the class, then note the ranks. So
 neither the subclass that overrides the methods nor the caller matters: vLLM's manager in the engine loop, or our
 manager in a background thread.
+
+`set_lora` and `reset_lora` of each layer object are wrapped; the rest is called and read, as vLLM's `set_lora` does.
+
+Touches:
+    vllm.lora.layers.base:
+        BaseLayerWithLoRA{set_lora(self, index, lora_a, lora_b), reset_lora(self, index), slice_lora_a(self, lora_a),
+            slice_lora_b(self, lora_b)}
+    vllm.lora.layers.base_linear:
+        BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, tp_size, n_slices, lora_config}
+    vllm.lora.layers.column_parallel_linear: MergedColumnParallelLinearWithLoRA.expand_packed_lora(self, lora_a, lora_b)
+Why: vLLM pads slots to max_lora_rank, and knows no true ranks afterwards.
+Until: vLLM gives punica wrappers the true rank of each slot.
 """
 
 from __future__ import annotations
@@ -10,7 +22,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lora_plugins.kernels.ranks import SlotRanks, true_ranks
-from lora_plugins.ledger import Patch
 
 _RANKS = "_lora_plugins_ranks"
 
@@ -102,24 +113,3 @@ def watched_ranks(module: Any) -> SlotRanks | None:
     # From the object's own `__dict__`: torch's `Module` answers getattr from parameters and submodules too.
     known = module.__dict__.get(_RANKS)
     return known if isinstance(known, SlotRanks) else None
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.layers.base:
-            BaseLayerWithLoRA.set_lora(self, index, lora_a, lora_b)
-            BaseLayerWithLoRA.reset_lora(self, index)
-            BaseLayerWithLoRA.slice_lora_a(self, lora_a)
-            BaseLayerWithLoRA.slice_lora_b(self, lora_b)
-        vllm.lora.layers.base_linear:
-            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, tp_size, n_slices, lora_config}
-        vllm.lora.layers.column_parallel_linear:
-            MergedColumnParallelLinearWithLoRA.expand_packed_lora(self, lora_a, lora_b)
-        """,
-        what="set_lora and reset_lora wrapped on each layer object, to note the rank of what is written; the rest is "
-        "called and read, as vLLM's set_lora does",
-        why="vLLM pads slots to max_lora_rank, and knows no true ranks afterwards",
-        remove="vLLM gives punica wrappers the true rank of each slot",
-    ),
-)

@@ -22,7 +22,6 @@ from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, fill, size
 from lora_plugins.kernels.layers import note_ranks, sides_of_slices, stacks, watched_ranks
 from lora_plugins.kernels.ranks import SlotRanks
-from lora_plugins.ledger import Patch
 
 _PACKER = "_lora_plugins_packer"
 # Bytes of a cache line, and of a register of AVX-512.
@@ -31,6 +30,16 @@ ALIGNMENT = 64
 
 class Packer:
     """Packs weights for one layer, and points the layer's slots at packed weights.
+
+    The layer's stacks are views of a single zero; `set_lora` and `reset_lora` of the layer object are ours.
+
+    Touches:
+        vllm.lora.layers.base: BaseLayerWithLoRA{set_lora(self, index, lora_a, lora_b), reset_lora(self, index)}
+        vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, lora_config}
+        vllm.lora.layers.logits_processor: LogitsProcessorWithLoRA{lora_a_stacked, lora_b_stacked}
+        vllm.lora.layers.classifier: ClassificationHeadWithLoRA # since 0.31
+    Why: a slot points at an adapter's packed weights, and takes no memory.
+    Until: vLLM's CPU kernels read adapters where they were loaded.
 
     Args:
         module: vLLM's layer.
@@ -206,24 +215,3 @@ def _part_of(memory: Any, n_bytes: int) -> Any:
             f"multiple of {ALIGNMENT} are needed"
         )
     return memory[:n_bytes]
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.layers.base:
-            BaseLayerWithLoRA.set_lora(self, index, lora_a, lora_b)
-            BaseLayerWithLoRA.reset_lora(self, index)
-        vllm.lora.layers.base_linear:
-            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, lora_config}
-        vllm.lora.layers.logits_processor:
-            LogitsProcessorWithLoRA{lora_a_stacked, lora_b_stacked}
-        vllm.lora.layers.classifier:
-            ClassificationHeadWithLoRA  # since 0.31
-        """,
-        what="on layers that the compiled product computes alone, the stacks are replaced by views of one zero, and "
-        "set_lora and reset_lora by our own, on each layer object",
-        why="a slot points at an adapter's packed weights, and takes no memory",
-        remove="vLLM's CPU kernels read adapters where they were loaded",
-    ),
-)

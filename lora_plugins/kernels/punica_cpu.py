@@ -20,7 +20,6 @@ from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.ranks import SlotRanks
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 
 
@@ -29,6 +28,15 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
 
     `x` is `[rows, in]` and `y` `[rows, out]`, both perhaps with leading dimensions; stacks are as in
     `lora_plugins.kernels.reference`. float32, bfloat16 and float16.
+
+    Touches:
+        vllm.lora.punica_wrapper.punica_cpu:
+            PunicaWrapperCPU{add_shrink, add_expand, add_lora_embedding,
+                add_lora_linear(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer, **kwargs),
+                add_lora_logits(self, y, x, lora_a_stacked, lora_b_stacked, scale, buffer, **kwargs)}
+        vllm.lora.punica_wrapper.punica_base: PunicaWrapperBase{update_metadata, token_lora_indices, sampler_indices}
+    Why: vLLM's work follows max_lora_rank, and before 0.33 base rows get an adapter (vllm-project/vllm#48421).
+    Until: vLLM's CPU kernels group rows and know true ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -249,21 +257,3 @@ class ReferencePunicaWrapper(CompiledPunicaWrapperCPU):
             y, x, slots.a, slots.b, self.token_lora_indices.tolist(), slots.ranks, output_slices, scale=scale,
             add_inputs=kwargs.get("add_inputs", True),
         )  # fmt: skip
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.punica_wrapper.punica_cpu:
-            PunicaWrapperCPU{add_shrink, add_expand, add_lora_embedding}
-            PunicaWrapperCPU.add_lora_linear(
-                self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer, **kwargs)
-            PunicaWrapperCPU.add_lora_logits(self, y, x, lora_a_stacked, lora_b_stacked, scale, buffer, **kwargs)
-        vllm.lora.punica_wrapper.punica_base:
-            PunicaWrapperBase{update_metadata, token_lora_indices, sampler_indices}
-        """,
-        what="subclassed; these methods are overridden. update_metadata is extended: rows are grouped once per batch",
-        why="vLLM's work follows max_lora_rank, and before 0.33 base rows get an adapter (vllm-project/vllm#48421)",
-        remove="vLLM's CPU kernels group rows and know true ranks",
-    ),
-)

@@ -19,7 +19,6 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import layers
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.tuning import load_table
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 
 
@@ -28,6 +27,25 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
 
     `x` is `[rows, in]` and `y` `[rows, out]`, both perhaps with leading dimensions; stacks are as in
     `lora_plugins.kernels.reference`. float16, bfloat16 and float32.
+
+    `update_metadata` only finds each row's slot, without vLLM's grouping, unless a layer is computed by vLLM's own
+    path; until then reading the grouping raises. The wrapper's constructor reads in the configuration whether rows must
+    not depend on each other, and `compilation_config.max_cudagraph_capture_size`.
+
+    Touches:
+        vllm.lora.punica_wrapper.punica_gpu:
+            PunicaWrapperGPU{add_shrink, add_expand, add_lora_embedding, add_lora_linear, add_lora_logits,
+                update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)}
+            PunicaWrapperGPU.apply_lora_full_linear(self, y, x, weight_stacked, bias_stacked,
+                module_enabled) # since 0.31
+            PunicaWrapperGPU{token_mapping_meta, prompt_mapping_meta}
+        vllm.lora.punica_wrapper.punica_base:
+            PunicaWrapperBase._update_base_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size)
+            PunicaWrapperBase._select_full_linear_output(self, y, adapter_y, bias_stacked, module_enabled) # since 0.31
+        vllm.lora.layers.utils: LoRAMapping{index_mapping, prompt_mapping, is_prefill}
+        vllm.envs: VLLM_BATCH_INVARIANT
+    Why: vLLM's work follows max_lora_rank, and it groups rows with a wait for the device in every step.
+    Until: vLLM's Triton kernels know true ranks and group rows on the device.
     """
 
     token_mapping_meta: Any
@@ -188,30 +206,3 @@ def _architecture(device: Any) -> str:
         return str(device.type)
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.punica_wrapper.punica_gpu:
-            PunicaWrapperGPU{add_shrink, add_expand, add_lora_embedding, add_lora_linear, add_lora_logits}
-            PunicaWrapperGPU.apply_lora_full_linear(
-                self, y, x, weight_stacked, bias_stacked, module_enabled)  # since 0.31
-            PunicaWrapperGPU.update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
-            PunicaWrapperGPU{token_mapping_meta, prompt_mapping_meta}
-        vllm.lora.punica_wrapper.punica_base:
-            PunicaWrapperBase._update_base_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size)
-            PunicaWrapperBase._select_full_linear_output(self, y, adapter_y, bias_stacked, module_enabled)  # since 0.31
-        vllm.lora.layers.utils:
-            LoRAMapping{index_mapping, prompt_mapping, is_prefill}
-        vllm.envs: VLLM_BATCH_INVARIANT
-        vllm.config: get_current_vllm_config_or_none
-        """,
-        what="subclassed; these methods are overridden. update_metadata only finds each row's slot, without vLLM's "
-        "grouping, unless a layer is computed by vLLM's own path; until then reading the grouping raises. The "
-        "configuration is read when the wrapper is made: whether rows must not depend on each other, and "
-        "compilation_config.max_cudagraph_capture_size",
-        why="vLLM's work follows max_lora_rank, and it groups rows with a wait for the device in every step",
-        remove="vLLM's Triton kernels know true ranks and group rows on the device",
-    ),
-)
