@@ -5,14 +5,18 @@ rotation, K2 Horizon's (`fold_rope_weights` in k2_horizon.py, 0.32) are turned s
 vLLM adds an adapter's rows where they stand in the checkpoint, and so to the wrong features.
 
 Of its Transformers backend (0.32), embeddings with a scale inside (VaultGemma) are scaled without the adapter.
+
+Touches:
+    vllm.model_executor.models.llama4: Llama4ForCausalLM.permute_qk_weight_for_rotary(self, name, loaded_weight)
+    vllm.lora.model_manager: LoRAModelManager{model, modules}
+Why: vLLM takes an adapter of these and adds it to other features, or unscaled; it is refused by name.
+Until: vLLM does with an adapter's rows what it does with the weight's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
-
-from lora_plugins.ledger import Patch
 
 _TURNED = ("q_proj", "k_proj")
 
@@ -42,19 +46,3 @@ def _folds(module: Any) -> bool:
     """Whether an attention layer rotates a part of each head, and has its rows put so that the part comes first."""
     whole = getattr(module, "head_dim", None)
     return bool(getattr(module, "fold_rope_weights", False)) and getattr(module, "rope_head_dim", whole) != whole
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.model_executor.models.llama4:
-            Llama4ForCausalLM.permute_qk_weight_for_rotary(self, name, loaded_weight)
-        vllm.lora.model_manager:
-            LoRAModelManager{model, modules}
-        """,
-        what="read: whether a model has its queries' and keys' rows in another order than its checkpoint, or scales "
-        "its embeddings",
-        why="vLLM takes an adapter of these and adds it to other features, or unscaled; it is refused by name",
-        remove="vLLM does with an adapter's rows what it does with the weight's",
-    ),
-)

@@ -1,10 +1,12 @@
-"""vLLM's `LoRARequest`, and the classes that frameworks put in its place or derive from it."""
+"""vLLM's `LoRARequest`, and the classes that frameworks put in its place or derive from it.
+
+Touches: vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, load_inplace, is_3d_lora_weight}
+Why: a request of another class may hold weights, which only its own _load_adapter knows to take.
+"""
 
 from __future__ import annotations
 
 from typing import Any
-
-from lora_plugins.ledger import Patch
 
 
 def lora_request(name: str, engine_id: int, path: str, *, is_3d: bool = False) -> Any:
@@ -26,15 +28,3 @@ def is_vllms(request: Any) -> bool:
 def is_inplace(request: Any) -> bool:
     """Whether the request replaces the adapter of its id; other classes may lack the field."""
     return bool(getattr(request, "load_inplace", False))
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, load_inplace, is_3d_lora_weight}
-        """,
-        what="made, and told from the classes of others by its module",
-        why="a request of another class may hold weights, which only its own _load_adapter knows to take",
-    ),
-)

@@ -1,6 +1,24 @@
 """vLLM's worker LoRA manager, with adapters that come and go by the scheduler's commands.
 
 Source: `LRUCacheWorkerLoRAManager` in vllm/lora/worker_manager.py, 0.30 to 0.33; methods not overridden stay vLLM's.
+
+As vLLM does to register and activate an adapter, the loading thread calls and reads what follows; a scaling that is
+multiplied in with the copy is set to 1 (`worker/loading.py`, `worker/loaded_adapter.py`).
+
+Touches:
+    vllm.lora.worker_manager: WorkerLoRAManager._load_adapter(self, lora_request)
+    vllm.lora.model_manager: LoRAModelManager._validate_moe_lora_format(self, lora_model) # since 0.32
+        LoRAModelManager{_create_merged_loras_inplace(self, lora_model),
+            _restrict_to_local_experts(self, module_name, new_module_names),
+            _get_lora_layer_weights(self, lora_model, module_name)}
+        LoRAModelManager._get_module_to_save_weights(self, lora_model, module_name) # since 0.31
+    vllm.lora.lora_model: LoRAModel{loras}
+    vllm.lora.lora_weights: LoRALayerWeights{lora_a, lora_b, scaling, rank}
+    vllm.lora.layers.fused_moe: FusedMoEWithLoRA{fully_sharded, tp_size, moe_config}
+        FusedMoEWithLoRA{_tp_shard_size} # since 0.33
+    vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, output_slices, tp_size}
+    vllm.lora.layers.classifier: ClassificationHeadWithLoRA # since 0.31
+Why: weights are matched, checked and packed in a background thread, while the engine goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +38,6 @@ from vllm.utils.gc_utils import freeze_gc_heap
 
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import AdapterSpec, Change, Command, Report, Slots
 from lora_plugins.settings import Settings
@@ -43,6 +60,18 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     Adapters that vLLM itself adds (warm-up, dummy batches) are treated as in vLLM. Once there is a plan, dummies are
     computed without an adapter. Adapters that callers add and remove in workers are planned from then on.
+
+    What is planned is not read again, no step reads a disk, and once there is a plan a dummy takes no slot.
+
+    Touches:
+        vllm.lora.worker_manager:
+            LRUCacheWorkerLoRAManager{_manager_cls, create_lora_manager(self, model, vllm_config),
+                add_adapter(self, lora_request), _apply_adapters(self, lora_requests)}
+            WorkerLoRAManager{set_active_adapters(self, requests, mapping), add_dummy_lora(self, lora_request, rank),
+                remove_adapter(self, adapter_id), remove_all_adapters(self), list_adapters(self)}
+        vllm.lora.layers.utils: LoRAMapping{index_mapping, prompt_mapping}
+        vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight}
+    Why: adapters come and go as the scheduler says.
     """
 
     _manager_cls = PlannedModelManager
@@ -249,62 +278,9 @@ def _freeze_heap() -> None:
 
     The first full pass over these objects would stop every thread, and so the engine, for most of a second. vLLM's GPU
     worker freezes its heap once warm (vllm/v1/worker/gpu_worker.py, 0.32); vLLM's CPU worker does not.
+
+    Touches: vllm.utils.gc_utils: freeze_gc_heap()
+    Why: a full garbage collection in the worker stops the engine for most of a second.
+    Until: vLLM's CPU worker freezes its heap, as its GPU worker does.
     """
     freeze_gc_heap()
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.worker_manager:
-            LRUCacheWorkerLoRAManager{_manager_cls}
-            LRUCacheWorkerLoRAManager.create_lora_manager(self, model, vllm_config)
-            LRUCacheWorkerLoRAManager.add_adapter(self, lora_request)
-            LRUCacheWorkerLoRAManager._apply_adapters(self, lora_requests)
-            WorkerLoRAManager.set_active_adapters(self, requests, mapping)
-            WorkerLoRAManager.add_dummy_lora(self, lora_request, rank)
-            WorkerLoRAManager.remove_adapter(self, adapter_id)
-            WorkerLoRAManager.remove_all_adapters(self)
-            WorkerLoRAManager.list_adapters(self)
-        vllm.lora.layers.utils:
-            LoRAMapping{index_mapping, prompt_mapping}
-        vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight}
-        """,
-        what="subclassed: what is planned is not read again, no step reads a disk, and once there is a plan a dummy "
-        "takes no slot",
-        why="adapters come and go as the scheduler says",
-    ),
-    Patch(
-        """
-        vllm.lora.worker_manager:
-            WorkerLoRAManager._load_adapter(self, lora_request)
-        vllm.lora.model_manager:
-            LoRAModelManager._validate_moe_lora_format(self, lora_model)  # since 0.32
-            LoRAModelManager._create_merged_loras_inplace(self, lora_model)
-            LoRAModelManager._restrict_to_local_experts(self, module_name, new_module_names)
-            LoRAModelManager._get_lora_layer_weights(self, lora_model, module_name)
-            LoRAModelManager._get_module_to_save_weights(self, lora_model, module_name)  # since 0.31
-        vllm.lora.lora_model:
-            LoRAModel{loras}
-        vllm.lora.lora_weights:
-            LoRALayerWeights{lora_a, lora_b, scaling, rank}
-        vllm.lora.layers.fused_moe:
-            FusedMoEWithLoRA{fully_sharded, tp_size, moe_config}
-            FusedMoEWithLoRA{_tp_shard_size}  # since 0.33
-        vllm.lora.layers.base_linear:
-            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, output_slices, tp_size}
-        vllm.lora.layers.classifier:
-            ClassificationHeadWithLoRA  # since 0.31
-        """,
-        what="called and read in the loading thread, as vLLM does to register and activate an adapter; a scaling that "
-        "is multiplied in with the copy is set to 1 (worker/loading.py, worker/loaded_adapter.py)",
-        why="weights are matched, checked and packed in a background thread, while the engine goes on",
-    ),
-    Patch(
-        "vllm.utils.gc_utils: freeze_gc_heap()",
-        what="called once, on the CPU, after the LoRA manager was made",
-        why="a full garbage collection in the worker stops the engine for most of a second",
-        remove="vLLM's CPU worker freezes its heap, as its GPU worker does",
-    ),
-)

@@ -17,13 +17,29 @@ from lora_plugins.kernels.dispatch import CPU_WRAPPER
 from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import are_pointed
 from lora_plugins.kernels.ranks import at_once
-from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.messages import Slots
 from lora_plugins.worker.host_memory import UntouchedZeros
 
 
 class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
     """Slots belong to the adapters that the scheduler names; a slot in the middle of a write has a negative id.
+
+    vLLM's `set_adapter_mapping` reads `lora_index_to_id` each time, so a batch uses its adapters' slots;
+    `activate_adapter` takes the first free slot. `lora_slots` and `capacity` are ours: rows for the slots that are only
+    pointed at weights, which `torch.zeros` does not touch.
+
+    Touches:
+        vllm.lora.model_manager: LRUCacheLoRAModelManager.activate_adapter(self, lora_id)
+            create_lora_manager(model, max_num_seqs, max_num_batched_tokens, vocab_size, lora_config, vllm_config,
+                device, lora_manager_cls, **kwargs)
+            LoRAModelManager{lora_index_to_id, modules, _registered_adapters, _active_adapters, lora_slots,
+                _create_lora_modules(self), remove_adapter(self, adapter_id), remove_all_adapters(self),
+                deactivate_adapter(self, adapter_id), set_adapter_mapping(self, mapping)}
+            LoRAModelManager{punica_wrapper_mapping, capacity}
+        vllm.utils.cache: LRUCache{touch, remove_oldest}
+        vllm.config.lora: LoRAConfig{max_loras, max_cpu_loras, lora_dtype, fully_sharded_loras}
+        vllm.platforms.interface: Platform.get_punica_wrapper(cls)
+    Why: slots that the scheduler has assigned belong to no other adapter.
 
     Attributes:
         slots: copied slots, `--max-loras`, then slots that only point at packed weights. Nobody writes to the rows of
@@ -129,35 +145,3 @@ def slots_of(lora_config: Any, max_num_seqs: int) -> Slots:
     )
     # A batch never has more adapters than requests; more pointed slots than requests would only cost rows of ranks.
     return Slots(lora_config.max_loras, min(lora_config.max_cpu_loras, max_num_seqs) if is_pointed else 0)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.model_manager:
-            LRUCacheLoRAModelManager.activate_adapter(self, lora_id)
-            create_lora_manager(
-                model, max_num_seqs, max_num_batched_tokens, vocab_size, lora_config, vllm_config, device,
-                lora_manager_cls, **kwargs)
-            LoRAModelManager._create_lora_modules(self)
-            LoRAModelManager{lora_index_to_id, modules, _registered_adapters, _active_adapters, lora_slots}
-            LoRAModelManager{punica_wrapper_mapping, capacity}
-            LoRAModelManager.remove_adapter(self, adapter_id)
-            LoRAModelManager.remove_all_adapters(self)
-            LoRAModelManager.deactivate_adapter(self, adapter_id)
-            LoRAModelManager.set_adapter_mapping(self, mapping)
-        vllm.utils.cache:
-            LRUCache{touch, remove_oldest}
-        vllm.config.lora:
-            LoRAConfig{max_loras, max_cpu_loras, lora_dtype, fully_sharded_loras}
-        vllm.platforms:
-            current_platform
-        vllm.platforms.interface:
-            Platform.get_punica_wrapper(cls)
-        """,
-        what="subclassed: lora_index_to_id is written as the scheduler says. Relied on: set_adapter_mapping reads it "
-        "each time, so a batch uses its adapters' slots; activate_adapter takes the first that is free. lora_slots and "
-        "capacity are ours: rows for the slots that are only pointed at weights, which torch.zeros does not touch",
-        why="slots that the scheduler has assigned belong to no other adapter",
-    ),
-)

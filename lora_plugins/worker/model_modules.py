@@ -1,6 +1,21 @@
 """The modules for LoRA in this worker's model, read off vLLM's manager after vLLM has wrapped the model's layers.
 
 Source: `LoRAModelManager` in vllm/lora/model_manager.py, the layers in vllm/lora/layers, 0.30 to 0.33.
+
+Touches:
+    vllm.lora.model_manager: LoRAModelManager{model, modules, packed_modules, is_pooling_model, vocab_size}
+        LoRAModelManager{_is_non_gated_moe, _enable_mixed_moe_lora_format, supports_mm, mm_mapping}
+        LoRAModelManager._get_text_lora_names(self, module_name) # since 0.33
+    vllm.config.lora: LoRAConfig{max_lora_cls_labels} # since 0.31
+    vllm.lora.layers.fused_moe: FusedMoEWithLoRA{moe_config, global_num_experts, tp_size, enable_moe_shared_loras}
+        FusedMoE3DWithLoRA
+    vllm.model_executor.layers.fused_moe.config: FusedMoEConfig{hidden_dim, hidden_dim_unpadded}
+        FusedMoEConfig{intermediate_size_per_partition, intermediate_size_per_partition_unpadded}
+    vllm.model_executor.utils: get_moe_expert_mapping(model)
+    vllm.model_executor.models.utils:
+        WeightsMapper{orig_to_new_prefix, orig_to_new_substr, orig_to_new_suffix, orig_to_new_regex}
+Why: an adapter fits if each of its tensors lands in a module of this model.
+Until: vLLM says over its API which modules adapters can be for.
 """
 
 from __future__ import annotations
@@ -9,7 +24,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace, Unadapted
-from lora_plugins.ledger import Patch
 from lora_plugins.worker.computed_otherwise import computed_otherwise
 from lora_plugins.worker.unadapted import unadapted
 from lora_plugins.worker.uncalled import uncalled
@@ -230,31 +244,3 @@ def _renames(model: Any) -> dict[str, Any]:
         "prefix": dict(mapper.orig_to_new_prefix),
         "suffix": dict(mapper.orig_to_new_suffix),
     }
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm: __version__
-        vllm.lora.model_manager:
-            LoRAModelManager{model, modules, packed_modules, is_pooling_model, vocab_size}
-            LoRAModelManager{_is_non_gated_moe, _enable_mixed_moe_lora_format, supports_mm, mm_mapping}
-            LoRAModelManager._get_text_lora_names(self, module_name)  # since 0.33
-        vllm.config.lora:
-            LoRAConfig{max_lora_cls_labels}  # since 0.31
-        vllm.lora.layers.fused_moe:
-            FusedMoEWithLoRA{moe_config, global_num_experts, tp_size, enable_moe_shared_loras}
-            FusedMoE3DWithLoRA
-        vllm.model_executor.layers.fused_moe.config:
-            FusedMoEConfig{hidden_dim, hidden_dim_unpadded}
-            FusedMoEConfig{intermediate_size_per_partition, intermediate_size_per_partition_unpadded}
-        vllm.model_executor.utils:
-            get_moe_expert_mapping(model)
-        vllm.model_executor.models.utils:
-            WeightsMapper{orig_to_new_prefix, orig_to_new_substr, orig_to_new_suffix, orig_to_new_regex}
-        """,
-        what="read, with the sizes of the layers' slots and of the layers below them",
-        why="an adapter fits if each of its tensors lands in a module of this model",
-        remove="vLLM says over its API which modules adapters can be for",
-    ),
-)

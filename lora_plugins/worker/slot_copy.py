@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from lora_plugins.kernels.layers import sides_of_slices
-from lora_plugins.ledger import Patch
 
 _HELD = "_lora_plugins_slots"
 _PATCHED = "_lora_plugins_exact_slots"
@@ -108,7 +107,17 @@ def _clear(layer: Any, index: int, ranks: Ranks, left: Ranks | None) -> None:
 
 
 def patch_set_lora() -> None:
-    """Replace the methods by which vLLM's linear layers write their slots; a second call changes nothing."""
+    """Replace the methods by which vLLM's linear layers write their slots; a second call changes nothing.
+
+    Touches:
+        vllm.lora.layers.base_linear:
+            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, n_slices, set_lora(self, index, lora_a, lora_b),
+                reset_lora(self, index)}
+        vllm.lora.layers.column_parallel_linear:
+            MergedColumnParallelLinearWithLoRA.set_lora(self, index, lora_a, lora_b)
+    Why: vLLM zeroes the whole slot before every copy.
+    Until: vLLM writes slots at the adapter's rank.
+    """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
 
@@ -163,20 +172,3 @@ class SlotStream:
         """Order all later launches of the current stream after the copies."""
         if written_event is not None:
             torch.cuda.current_stream().wait_event(written_event)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.layers.base_linear:
-            BaseLinearLayerWithLoRA.set_lora(self, index, lora_a, lora_b)
-            BaseLinearLayerWithLoRA.reset_lora(self, index)
-            BaseLinearLayerWithLoRA{lora_a_stacked, lora_b_stacked, n_slices}
-        vllm.lora.layers.column_parallel_linear:
-            MergedColumnParallelLinearWithLoRA.set_lora(self, index, lora_a, lora_b)
-        """,
-        what="replaced: writes the adapter's own rank, and zeros only where a larger one has been",
-        why="vLLM zeroes the whole slot before every copy",
-        remove="vLLM writes slots at the adapter's rank",
-    ),
-)

@@ -2,6 +2,16 @@
 
 Source: `LoRAModelManager._create_lora_modules` in vllm/lora/model_manager.py, 0.30 to 0.33, passes over such modules
 with a log line at most. vLLM then leaves out the adapters' weights for the modules, without a word.
+
+Touches:
+    vllm.lora.model_manager:
+        LoRAModelManager{model, modules, lora_config, supported_lora_modules, packed_modules_mapping, mm_mapping,
+            _get_punica_wrapper(self, module_name), _match_target_modules(self, module_name)}
+    vllm.lora.utils: is_supported_lora_module(module_name, module, supported_lora_modules)
+    vllm.config.lora: LoRAConfig{enable_tower_connector_lora}
+    vllm.model_executor.models.interfaces: SupportsMultiModal{supports_tower_connector_lora}
+Why: an adapter for a module that this engine does not adapt is refused with the flag that it needs.
+Until: vLLM says which of an adapter's modules it leaves out, and why.
 """
 
 from __future__ import annotations
@@ -9,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 from lora_plugins.adapter.model_modules import Unadapted
-from lora_plugins.ledger import Patch
 
 
 def unadapted(manager: Any) -> dict[str, Unadapted]:
@@ -52,27 +61,3 @@ def _reason(manager: Any, name: str, module: Any) -> Unadapted:
     if not manager._match_target_modules(name):  # noqa: SLF001 - without named targets every module matches
         return Unadapted.TARGET
     return Unadapted.KIND
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.model_manager:
-            LoRAModelManager{model, modules, lora_config, supported_lora_modules, packed_modules_mapping, mm_mapping}
-            LoRAModelManager._get_punica_wrapper(self, module_name)
-            LoRAModelManager._match_target_modules(self, module_name)
-        vllm.lora.utils:
-            is_supported_lora_module(module_name, module, supported_lora_modules)
-        vllm.config.lora:
-            LoRAConfig{enable_tower_connector_lora}
-        vllm.model_executor.models.interfaces:
-            SupportsMultiModal{supports_tower_connector_lora}
-        vllm.model_executor.layers.fused_moe: MoERunner
-        vllm.model_executor.layers.linear: LinearBase
-        vllm.model_executor.layers.vocab_parallel_embedding: VocabParallelEmbedding
-        """,
-        what="read and called, as vLLM does when it chooses which modules to wrap",
-        why="an adapter for a module that this engine does not adapt is refused with the flag that it needs",
-        remove="vLLM says which of an adapter's modules it leaves out, and why",
-    ),
-)

@@ -12,14 +12,18 @@ profiling run has no attention metadata, so attention computes nothing; an eager
 A layer may also call its wrapper for prompts and not for decode, as the layer of vllm/models/kimi_k3 would. The holder
 of a layer is the same in each engine, and `tests/models/test_computed_modules.py` compares `uncalled` with real
 requests.
+
+Touches:
+    vllm.model_executor.layers.attention.mla_attention: MLAAttention{impl, kv_b_proj}
+    vllm.lora.model_manager: LoRAModelManager{model, modules}
+Why: vLLM takes an adapter of these and computes nothing of it; it is refused by name.
+Until: vLLM computes adapters of kv_b_proj with MLA (vllm#48974).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-
-from lora_plugins.ledger import Patch
 
 
 def uncalled(manager: Any) -> frozenset[str]:
@@ -58,19 +62,3 @@ def _held_by_attention(model: Any) -> Iterator[Any]:
         if hasattr(implementation, "__dict__"):
             yield from vars(implementation).values()
             yield getattr(layer, "kv_b_proj", None)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.model_executor.layers.attention.mla_attention:
-            MLAAttention{impl, kv_b_proj}
-        vllm.lora.model_manager:
-            LoRAModelManager{model, modules}
-        """,
-        what="read: which wrapped layers an attention layer's implementation holds as they were before, and which are "
-        "convolutions",
-        why="vLLM takes an adapter of these and computes nothing of it; it is refused by name",
-        remove="vLLM computes adapters of kv_b_proj with MLA (vllm#48974)",
-    ),
-)

@@ -17,7 +17,6 @@ import torch
 
 from lora_plugins.adapter.safetensors_header import read_header
 from lora_plugins.errors import InvalidAdapter
-from lora_plugins.ledger import Patch
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -63,18 +62,13 @@ def open_weights(path: str | os.PathLike[str], framework: str = "pt") -> Any:
 
 
 def patch_safetensors() -> None:
-    """Let vLLM read adapters by `open_weights`; a second call changes nothing."""
+    """Let vLLM read adapters by `open_weights`; a second call changes nothing.
+
+    Touches: vllm.lora.lora_model: safetensors
+    Why: safetensors' get_tensor for torch leaves 64 bytes for each tensor that is read, for ever.
+    Until: every supported safetensors frees them (0.8.0 does not).
+    """
     from vllm.lora import lora_model
 
     # The name in vLLM's module alone: other users of safetensors in the process keep the library's safe_open.
     lora_model.safetensors = SimpleNamespace(**{**vars(safetensors), "safe_open": open_weights})
-
-
-LEDGER = (
-    Patch(
-        "vllm.lora.lora_model: safetensors",
-        what="replaced in this module by one whose safe_open is `open_weights`",
-        why="safetensors' get_tensor for torch leaves 64 bytes for each tensor that is read, for ever",
-        remove="every supported safetensors frees them (0.8.0 does not)",
-    ),
-)
