@@ -12,7 +12,6 @@ import importlib.util
 from typing import Any
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.ledger import Patch
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _MODULE, _LOADS = "vllm.lora.worker_manager", "_load_adapter"
@@ -29,6 +28,18 @@ def patch(**options: Any) -> None:
 
 
 def _with_our_manager(original: Any, options: dict[str, Any]) -> Any:
+    """Meanwhile the class's name stands for our manager, or for ours that reads adapters as the class there does.
+
+    vLLM then has the manager at `model_runner.lora_manager`.
+
+    Touches:
+        vllm.v1.worker.lora_model_runner_mixin: LRUCacheWorkerLoRAManager
+            LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
+        vllm.lora.worker_manager: WorkerLoRAManager._load_adapter(self, lora_request)
+    Why: the mixin makes its manager by this name, commands find it there, and frameworks put their own there.
+    Until: vLLM lets a plugin choose the worker LoRA manager.
+    """
+
     def load_lora_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.v1.worker import lora_model_runner_mixin as module
 
@@ -105,20 +116,3 @@ def _not_planned(found: Any, what: str) -> InvalidSettings:
         expected=f"vLLM's, or a class that differs from it in {_LOADS} only",
         remedy="leave lora_lru_manager out of VLLM_PLUGINS, or have that class not be set",
     )
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.worker.lora_model_runner_mixin:
-            LRUCacheWorkerLoRAManager
-            LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
-        vllm.lora.worker_manager:
-            WorkerLoRAManager._load_adapter(self, lora_request)
-        """,
-        what="wrapped: while it runs, the name stands for our manager, or for one that also reads adapters as the "
-        "class does that was there; relied on: it is then at model_runner.lora_manager",
-        why="the mixin makes its manager by this name, commands find it there, and frameworks put their own there",
-        remove="vLLM lets a plugin choose the worker LoRA manager",
-    ),
-)

@@ -3,6 +3,17 @@
 A request with drafts has a row of logits for each draft and one more. `LoraState.make_lora_inputs`
 (vllm/v1/worker/gpu/lora_utils.py, 0.30 to 0.33) names one adapter for each request: with speculation the adapters of
 `lm_head` meet other requests' rows on GPUs, and vLLM's CPU kernels raise. vLLM's first runner repeats them by row.
+
+The adapters of requests are repeated for each row of logits that `prepare_inputs` has counted.
+
+Touches:
+    vllm.v1.worker.gpu.lora_utils:
+        LoraState{__init__(self, max_num_reqs), make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens)}
+    vllm.v1.worker.gpu.model_runner:
+        GPUModelRunner.prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, ...)
+    vllm.v1.worker.gpu.input_batch: InputBatch{cu_num_logits_np}
+Why: with speculation a request has several rows, and adapters of lm_head would meet other requests' rows.
+Until: make_lora_inputs of Model Runner V2 takes the rows of each request.
 """
 
 from __future__ import annotations
@@ -10,7 +21,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
@@ -57,20 +67,3 @@ def _by_row(original: Any) -> Any:
         return tuple(by_row), *others
 
     return make_lora_inputs
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.worker.gpu.lora_utils:
-            LoraState.__init__(self, max_num_reqs)
-            LoraState.make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens)
-        vllm.v1.worker.gpu.model_runner:
-            GPUModelRunner.prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, ...)
-        vllm.v1.worker.gpu.input_batch: InputBatch{cu_num_logits_np}
-        """,
-        what="wrapped: the adapters of requests are repeated for each row of logits that prepare_inputs has counted",
-        why="with speculation a request has several rows, and adapters of lm_head would meet other requests' rows",
-        remove="make_lora_inputs of Model Runner V2 takes the rows of each request",
-    ),
-)

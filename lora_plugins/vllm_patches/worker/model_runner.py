@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.settings import default_for_children
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -47,6 +46,13 @@ def patch_runners(vllm_config: Any) -> None:
     vLLM's own counting leaves out infinity, and in the first runner makes a tensor of the logits' size and adds it up.
     Where vLLM ends requests with NaN itself, of the base model too, vLLM's counting stays.
     On the CPU vLLM's runner leaves out groups of sliding windows, and of layers with specs of their own.
+
+    Touches:
+        vllm.v1.worker.gpu_model_runner: count_nans_per_row(logits)
+        vllm.v1.worker.gpu.sample.sampler: get_num_nans
+        vllm.v1.worker.gpu.spec_decode.rejection_sampler: get_num_nans
+    Why: an answer of such logits would be that of no weights; the scheduler ends its request.
+    Until: vLLM ends requests whose logits are NaN.
     """
     # Only modules that this process has imported: an import here would load the other runner, for nothing.
     for module, function in () if _ends_requests_with_nan(vllm_config) else _COUNTING:
@@ -71,6 +77,18 @@ class _OrRunsAdapters(property):
 
 
 def _marking(original: Any) -> Any:
+    """Mark the configurations of an engine with LoRA: workers zero each KV block before a request has the block.
+
+    On the CPU the blocks of sliding windows too (`_zeroing`).
+
+    Touches:
+        vllm.v1.kv_cache_interface: KVCacheConfig.needs_kv_cache_zeroing UniformTypeKVCacheSpecs{kv_cache_specs}
+        vllm.v1.engine.core: get_kv_cache_configs
+        vllm.v1.worker.cpu_model_runner: CPUModelRunner._zero_block_ids(self, block_ids)
+    Why: 0 * NaN: an adapter whose values overflow would reach whoever gets its blocks.
+    Until: vLLM zeroes blocks, or its kernels do not read behind the last token.
+    """
+
     def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         configs = original(vllm_config, *args, **kwargs)
         runs_adapters = vllm_config.lora_config is not None and not _loads_while_zeroing(vllm_config)
@@ -122,33 +140,3 @@ def _zeroing(original: Any) -> Any:
                     blocks[block_ids] = 0
 
     return zero_block_ids
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.kv_cache_interface:
-            KVCacheConfig.needs_kv_cache_zeroing
-            AttentionSpec
-            FullAttentionSpec
-            UniformTypeKVCacheSpecs{kv_cache_specs}
-        vllm.v1.engine.core: get_kv_cache_configs
-        vllm.v1.worker.cpu_model_runner:
-            CPUModelRunner._zero_block_ids(self, block_ids)
-        """,
-        what="true where get_kv_cache_configs, wrapped, has made it for an engine with LoRA, so that workers zero each "
-        "KV block before a request has it; on the CPU sliding windows too",
-        why="0 * NaN: an adapter whose values overflow would reach whoever gets its blocks",
-        remove="vLLM zeroes blocks, or its kernels do not read behind the last token",
-    ),
-    Patch(
-        """
-        vllm.v1.worker.gpu_model_runner: count_nans_per_row(logits)
-        vllm.v1.worker.gpu.sample.sampler: get_num_nans
-        vllm.v1.worker.gpu.spec_decode.rejection_sampler: get_num_nans
-        """,
-        what="VLLM_COMPUTE_NANS_IN_LOGITS is set, and rows of logits with NaN or infinity are counted in one pass",
-        why="an answer of such logits would be that of no weights; the scheduler ends its request",
-        remove="vLLM ends requests whose logits are NaN",
-    ),
-)

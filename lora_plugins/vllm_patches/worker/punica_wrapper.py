@@ -10,7 +10,6 @@ from lora_plugins import __version__
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.ranks import at_once
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.wrapping import wrap
@@ -54,7 +53,17 @@ def architecture(platform: Any) -> str | None:
 
 
 def use_wrapper(dotted_name: str) -> None:
-    """Have vLLM make the punica wrapper of this name, register layers with it, and compile models apart for it."""
+    """Have vLLM make the punica wrapper of this name, register layers with it, and compile models apart for it.
+
+    Replaces `get_punica_wrapper` of the current platform's class; the other methods are called, to choose the kernels.
+
+    Touches:
+        vllm.platforms.interface:
+            Platform{device_type, is_rocm(self), get_device_capability(cls, device_id), get_punica_wrapper(cls)}
+            DeviceCapability.to_int(self)
+    Why: vLLM makes every layer's kernels from this dotted name, in every process.
+    Until: vLLM lets a plugin name its LoRA kernels.
+    """
     from vllm.config.lora import LoRAConfig
     from vllm.platforms import current_platform
 
@@ -67,6 +76,12 @@ def use_wrapper(dotted_name: str) -> None:
 
 
 def _of_our_kernels(original: Any) -> Any:
+    """Have the wrapper's name and our version be part of the hash.
+
+    Why: a restart with other kernels would load the model that was compiled with the earlier ones.
+    Until: vLLM's hash has the name of the punica wrapper.
+    """
+
     def compute_hash(self: Any) -> str:
         from vllm.platforms import current_platform
 
@@ -87,6 +102,12 @@ def register_layers() -> None:
 
 
 def _registering(original: Any) -> Any:
+    """Give our punica wrapper the layer.
+
+    Why: a punica wrapper is given tensors only, padded to max_lora_rank; the layer knows the true ranks.
+    Until: vLLM gives punica wrappers the true rank of each slot.
+    """
+
     def set_mapping(self: Any, punica_wrapper: Any) -> None:
         original(self, punica_wrapper)
         punica_wrapper.register(self)
@@ -95,6 +116,12 @@ def _registering(original: Any) -> Any:
 
 
 def _at_once(original: Any) -> Any:
+    """Announce to the device once what is written into the slots of all layers.
+
+    Why: a launch for each layer's rank would cost more than the copy of all.
+    Until: vLLM gives punica wrappers the true rank of each slot.
+    """
+
     def activate_adapter(self: Any, lora_id: int) -> bool:
         with at_once():
             return bool(original(self, lora_id))
@@ -103,59 +130,20 @@ def _at_once(original: Any) -> Any:
 
 
 def base_rows_get_an_adapter() -> bool:
-    """Return whether vLLM's own kernels run, on the CPU, and compute base-model rows with an adapter."""
+    """Return whether vLLM's own kernels run, on the CPU, and compute base-model rows with an adapter.
+
+    Reads the source of vLLM's function: index -1 may be masked there.
+
+    Touches:
+        vllm.lora.ops.torch_ops.lora_ops:
+            bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling)
+        vllm.platforms.interface: Platform.is_cpu(self)
+    Why: on the CPU, vLLM before 0.33 computes base-model rows with the last slot's adapter.
+    Until: 0.32 is no longer supported.
+    """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.platforms import current_platform
 
     is_original = not hasattr(type(current_platform), _OURS)
     is_on_cpu = is_original and bool(current_platform.is_cpu())
     return is_on_cpu and dispatch.base_rows_get_an_adapter(inspect.getsource(lora_ops))
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.platforms:
-            current_platform
-        vllm.platforms.interface:
-            Platform{device_type}
-            Platform.is_rocm(self)
-            Platform.get_device_capability(cls, device_id)
-            DeviceCapability.to_int(self)
-            Platform.get_punica_wrapper(cls)
-        """,
-        what="get_punica_wrapper replaced on the current platform's class by one that names our wrapper; the others "
-        "are called, to choose the kernels",
-        why="vLLM makes every layer's kernels from this dotted name, in every process",
-        remove="vLLM lets a plugin name its LoRA kernels",
-    ),
-    Patch(
-        "vllm.config.lora: LoRAConfig.compute_hash(self)",
-        what="wrapped where our wrapper is made: the wrapper's name and our version are part of the hash",
-        why="a restart with other kernels would load the model that was compiled with the earlier ones",
-        remove="vLLM's hash has the name of the punica wrapper",
-    ),
-    Patch(
-        "vllm.lora.layers.base: BaseLayerWithLoRA.set_mapping(self, punica_wrapper)",
-        what="wrapped: our punica wrapper is given the layer",
-        why="a punica wrapper is given tensors only, padded to max_lora_rank; the layer knows the true ranks",
-        remove="vLLM gives punica wrappers the true rank of each slot",
-    ),
-    Patch(
-        "vllm.lora.model_manager: LoRAModelManager.activate_adapter(self, lora_id)",
-        what="wrapped: what it writes into the slots of all layers is announced to the device once",
-        why="a launch for each layer's rank would cost more than the copy of all",
-        remove="vLLM gives punica wrappers the true rank of each slot",
-    ),
-    Patch(
-        """
-        vllm.lora.ops.torch_ops.lora_ops:
-            bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling)
-        vllm.platforms.interface:
-            Platform.is_cpu(self)
-        """,
-        what="its source is read, to warn where it does not mask index -1",
-        why="on the CPU, vLLM before 0.33 computes base-model rows with the last slot's adapter",
-        remove="0.32 is no longer supported",
-    ),
-)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
@@ -20,19 +19,15 @@ def patch() -> None:
 
 
 def _in_one_row(original: Any) -> Any:
+    """Give token ids of two dimensions as a single row.
+
+    Why: it takes the first dimension for the number of tokens, and so one adapter's A for the whole batch.
+    Until: it takes all dimensions.
+    """
+
     def forward(self: Any, x: Any) -> Any:
         if x.ndim == 1:
             return original(self, x)
         return original(self, x.flatten()).view(*x.shape, -1)
 
     return forward
-
-
-LEDGER = (
-    Patch(
-        "vllm.lora.layers.vocab_parallel_embedding: VocabParallelEmbeddingWithLoRA.forward(self, x)",
-        what="wrapped: token ids of two dimensions are given to it as one row",
-        why="it takes the first dimension for the number of tokens, and so one adapter's A for the whole batch",
-        remove="it takes all dimensions",
-    ),
-)

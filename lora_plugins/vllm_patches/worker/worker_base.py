@@ -1,6 +1,15 @@
 """vLLM's workers carry the scheduler's commands out: before the batch of the commands, and in the background.
 
 `WorkerWrapperBase.execute_model` and `sample_tokens` (vllm/v1/worker/worker_base.py, 0.30 to 0.33) are wrapped.
+
+The wrapper of workers is given `sample_tokens`, and workers the methods `lora_plugins_…`. vLLM's empty output is
+shared, so it is copied first.
+
+Touches:
+    vllm.v1.worker.worker_base: WorkerWrapperBase{worker, vllm_config}
+        WorkerBase{model_runner, vllm_config, sample_tokens(self, grammar_output)}
+    vllm.v1.outputs: AsyncModelRunnerOutput.get_output(self)
+Why: every executor but Ray's first calls them; collective_rpc reaches the methods by name.
 """
 
 from __future__ import annotations
@@ -12,7 +21,6 @@ from typing import Any
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.model_modules import ModelModules
-from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report, Slots
@@ -160,23 +168,3 @@ def _rewrite_slots(self: Any) -> None:
 
 def _metrics(self: Any) -> dict[str, Any]:
     return asdict(manager_of(self).lora_metrics())
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.worker.worker_base:
-            WorkerWrapperBase{worker, vllm_config}
-            WorkerWrapperBase.init_device(self)
-            WorkerWrapperBase.execute_model(self, scheduler_output)
-            WorkerBase{model_runner, vllm_config}
-            WorkerBase.sample_tokens(self, grammar_output)
-        vllm.v1.outputs:
-            EMPTY_MODEL_RUNNER_OUTPUT
-            AsyncModelRunnerOutput.get_output(self)
-        """,
-        what="wrapped: commands are read before a batch, and reports put on what it returns; the wrapper is given "
-        "sample_tokens, and workers the methods lora_plugins_…. The empty output is shared, so it is copied first",
-        why="every executor but Ray's first calls them; collective_rpc reaches the methods by name",
-    ),
-)
