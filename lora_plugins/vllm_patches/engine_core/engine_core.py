@@ -2,6 +2,18 @@
 
 `EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33) gets further methods, which vLLM's clients reach by name, and vLLM's
 own methods for adapters are replaced.
+
+The planner loads, evicts and pins. Where the engine is in the caller's process no steps are made meanwhile, so workers
+are called with `lora_plugins_step`.
+
+Touches:
+    vllm.v1.engine.core:
+        EngineCore{scheduler, model_executor, add_lora(self, lora_request), remove_lora(self, lora_id),
+            abort_requests(self, request_ids), pin_lora(self, lora_id), list_loras(self),
+            collective_rpc(self, method, timeout, args, kwargs)}
+    vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight, load_inplace}
+    vllm.v1.executor.abstract: Executor.collective_rpc(self, method, timeout, args, ...)
+Why: they run in the engine's loop, and would load there and then.
 """
 
 from __future__ import annotations
@@ -12,7 +24,6 @@ from dataclasses import replace
 from typing import Any
 
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Change, Outcome, PlannerFigures, RequestsOfName
@@ -255,6 +266,11 @@ def _sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """While the engine sleeps nothing writes to slots: the workers' jobs end first.
 
     In its own process an engine makes steps until its slots are written; in the caller's the engine makes no steps.
+
+    Touches: vllm.v1.engine.core: EngineCore{sleep(self, level, mode), wake_up(self, tags)}
+    Why: a thread that writes a slot of a sleeping GPU would end the process, and sleep may discard or unmap the memory
+        that slots lie in.
+    Until: vLLM has adapters loaded again after a sleep.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -286,33 +302,3 @@ def _planner(core: Any) -> Planner:
 
 _UTILITIES = (_load, _pin, _unpin, _retire, _pause, _paused, _resume, _end_api_server, _residency, _figures)
 _METHODS = (_add_lora, _remove_lora, _pin_lora, _list_loras, _collective_rpc, _sleep, _wake_up)
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.engine.core:
-            EngineCore{scheduler, model_executor}
-            EngineCore.add_lora(self, lora_request)
-            EngineCore.remove_lora(self, lora_id)
-            EngineCore.abort_requests(self, request_ids)
-            EngineCore.pin_lora(self, lora_id)
-            EngineCore.list_loras(self)
-            EngineCore.collective_rpc(self, method, timeout, args, kwargs)
-        vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight, load_inplace}
-        vllm.v1.executor.abstract:
-            Executor.collective_rpc(self, method, timeout, args, ...)
-        """,
-        what="wrapped: loaded, evicted and pinned by the planner; utilities named lora_plugins_… are added. Where the "
-        "engine is in the caller's process no steps are made meanwhile, so workers are called with lora_plugins_step",
-        why="they run in the engine's loop, and would load there and then",
-    ),
-    Patch(
-        "vllm.v1.engine.core: EngineCoreProc EngineCore.sleep(self, level, mode) EngineCore.wake_up(self, tags)",
-        what="wrapped: where the engine is in the caller's process, what workers write to slots ends before a sleep; "
-        "once nothing sleeps, every worker writes its slots again",
-        why="a thread that writes a slot of a sleeping GPU would end the process, and sleep may discard or unmap the "
-        "memory that slots lie in",
-        remove="vLLM has adapters loaded again after a sleep",
-    ),
-)

@@ -4,13 +4,23 @@ vLLM answers a pause once the engine has no work (`EngineCoreProc._pause_complet
 `_process_input_queue` later; vllm/v1/engine/core.py, 0.30 to 0.33). The scheduler has work while workers load, so that
 the engine makes steps, and calls are answered in the pause. A pause waits for requests, and for slots that are being
 written: the next call may be a sleep, which frees the slots' memory.
+
+Pauses are answered, and the memory of the KV cache is released, while an engine makes steps for the workers' loads
+alone.
+
+Touches:
+    vllm.v1.engine.core:
+        EngineCoreProc{_pause_complete(self), _process_input_queue(self), _notify_idle_state_callbacks(self),
+            has_work(self)}
+        EngineCore{_idle_state_callbacks} EngineCore.release_kv_cache_memory(self) # since 0.31
+Why: a load from a slow source takes minutes, and has no part in a pause.
+Until: vLLM asks the scheduler whether requests are left, and apart from that whether to make a step.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
 from lora_plugins.vllm_patches.wrapping import where, wrap
 
@@ -49,22 +59,3 @@ def _release_kv_cache_memory(original: Any, self: Any) -> Any:
 
 def _has_planner(core: Any) -> bool:
     return isinstance(core.scheduler, AdmittingScheduler)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.engine.core:
-            EngineCoreProc._pause_complete(self)
-            EngineCoreProc._process_input_queue(self)
-            EngineCoreProc._notify_idle_state_callbacks(self)
-            EngineCoreProc.has_work(self)
-            EngineCore{_idle_state_callbacks}
-            EngineCore.release_kv_cache_memory(self)  # since 0.31
-        """,
-        what="wrapped: pauses are answered, and the memory of the KV cache is released, while an engine makes steps "
-        "for the workers' loads alone",
-        why="a load from a slow source takes minutes, and has no part in a pause",
-        remove="vLLM asks the scheduler whether requests are left, and apart from that whether to make a step",
-    ),
-)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Slots
@@ -31,6 +30,9 @@ def _refuse_executor(vllm_config: Any) -> None:
     """Refuse executors that miss commands: Ray's before 0.33 calls the model runner past the worker.
 
     With an external launcher every rank has a scheduler of its own, and only one rank's outputs would reach its own.
+
+    Touches: vllm.v1.executor.abstract: Executor.get_class(vllm_config)
+    Why: the first calls model runners past the worker, which reads commands; the second has several schedulers.
     """
     from vllm.v1.executor.abstract import Executor
 
@@ -47,12 +49,3 @@ def _refuse_executor(vllm_config: Any) -> None:
             expected="multiprocessing, or Ray's second executor",
             remedy="set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or leave --distributed-executor-backend ray out",
         )
-
-
-LEDGER = (
-    Patch(
-        "vllm.v1.executor.abstract: Executor.get_class(vllm_config)",
-        what="called, to refuse Ray's first executor and external launchers of several workers",
-        why="the first calls model runners past the worker, which reads commands; the second has several schedulers",
-    ),
-)

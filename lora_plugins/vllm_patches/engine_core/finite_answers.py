@@ -7,6 +7,15 @@ model are left alone, and so are all requests with speculative decoding, where v
 
 NaN speaks against the version only where the request brings no numbers of its own: embeddings or pictures of a
 client may hold NaN, or overflow the base model. A finite answer in between shows that the version computes.
+
+The request is finished before vLLM takes the step's output, and its blocks leave the prefix cache.
+
+Touches:
+    vllm.v1.outputs: ModelRunnerOutput{num_nans_in_logits, pooler_output, req_id_to_index}
+    vllm.v1.engine: FinishReason{STOP, LENGTH}
+    vllm.v1.request: Request{mm_features, prompt_embeds} RequestStatus{FINISHED_ERROR}
+Why: its tokens would be those of no weights.
+Until: vLLM ends requests whose logits are NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +28,6 @@ from typing import Any
 from cachetools import LRUCache
 
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
 
@@ -113,22 +121,3 @@ def no_numbers(adapter: str, answers: str, retry: str = "") -> InvalidAdapter:
         remedy=f"correct lora_alpha or train it again, and load it as a new version{retry}",
         adapter=adapter,
     )
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.outputs:
-            ModelRunnerOutput{num_nans_in_logits, pooler_output, req_id_to_index}
-        vllm.v1.engine:
-            FinishReason{STOP, LENGTH}
-        vllm.v1.request:
-            Request{mm_features, prompt_embeds}
-            RequestStatus{FINISHED_ERROR}
-        """,
-        what="a request of an adapter with NaN is finished before vLLM takes the step's output, and its blocks leave "
-        "the prefix cache",
-        why="its tokens would be those of no weights",
-        remove="vLLM ends requests whose logits are NaN",
-    ),
-)

@@ -3,6 +3,12 @@
 A request stops as vLLM preempts a request: its KV cache is free for others, and is computed again, or found in the
 prefix cache, after the resume. In the same way its adapter gives up its slot. The request keeps its place in vLLM's
 queue, where vLLM does not see the request until the resume.
+
+Touches:
+    vllm.v1.core.sched.scheduler:
+        Scheduler{running, requires_kv_delivery, _preempt_request(self, request, timestamp, drop_stale_output)}
+Why: one adapter stops, and all others have its blocks and its slot meanwhile.
+Until: vLLM pauses the requests of one adapter.
 """
 
 from __future__ import annotations
@@ -10,7 +16,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.engine_core.request import has_kv_cache
 
@@ -39,17 +44,3 @@ def pause(scheduler: Any, name: str, mode: PauseMode) -> list[str]:
 def _preempt(scheduler: Any, request: Any) -> None:
     scheduler.running = [other for other in scheduler.running if other is not request]
     scheduler._preempt_request(request, time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery)  # noqa: SLF001
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.core.sched.scheduler:
-            Scheduler{running, requires_kv_delivery}
-            Scheduler._preempt_request(self, request, timestamp, drop_stale_output)
-        """,
-        what="called: requests of a paused adapter are preempted",
-        why="one adapter stops, and all others have its blocks and its slot meanwhile",
-        remove="vLLM pauses the requests of one adapter",
-    ),
-)

@@ -2,6 +2,17 @@
 
 vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation. Batches find
 the slot by its id; its path keeps the keys of cached prefixes apart from other weights' keys.
+
+A request's `lora_request` names the generation of its adapter; the block hashes are made again where the generation
+changes the path.
+
+Touches:
+    vllm.v1.request:
+        Request{lora_request, block_hashes, num_computed_tokens, num_output_placeholders, num_preemptions, status,
+            trace_headers, num_output_tokens(self), update_block_hashes(self)}
+        RequestStatus{WAITING, PREEMPTED}
+Why: batches find slots, and cached prefixes their weights, by vLLM's id and path, which callers give again.
+Until: vLLM's keys of cached prefixes hold the identity of an adapter's bytes (vllm-project/vllm#48352).
 """
 
 from __future__ import annotations
@@ -10,7 +21,6 @@ import os
 import re
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.store.layout import is_digest
@@ -134,22 +144,3 @@ def _path_of(spec: AdapterSpec, weights: int) -> str:
     """Return a path that no other weights have: outside the store, with the key of the load that read the path."""
     is_enough = is_in_store(spec.path) or weights == spec.engine_id
     return spec.path if is_enough else f"{spec.path}#{weights}"
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.request:
-            Request{
-                lora_request, block_hashes, num_computed_tokens, num_output_placeholders, num_preemptions, status,
-                trace_headers}
-            Request.num_output_tokens(self)
-            RequestStatus{WAITING, PREEMPTED}
-            Request.update_block_hashes(self)
-        """,
-        what="written: a request's lora_request names the generation of its adapter, and its block hashes are made "
-        "again from where that changes its path",
-        why="batches find slots, and cached prefixes their weights, by vLLM's id and path, which callers give again",
-        remove="vLLM's keys of cached prefixes hold the identity of an adapter's bytes (vllm-project/vllm#48352)",
-    ),
-)

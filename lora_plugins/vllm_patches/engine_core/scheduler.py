@@ -4,6 +4,40 @@
 the request comes: order, priority, counts, grammars, connectors, sessions and aborts are vLLM's own. The queues are
 objects of ours (`AdapterQueue`); from them the planner learns which requests come, and which begin to run. An engine
 without LoRA gets an object of vLLM's own class.
+
+`get_scheduler_cls` returns a subclass of what it names, with these methods before vLLM's, and queues of ours: vLLM sees
+no waiting request whose adapter has no slot, and the planner learns what enters a queue and what leaves it to run.
+`has_unfinished_requests` leaves out requests of paused adapters; `has_requests` is also true while workers load.
+`lora_config` is copied, with as many `max_loras` as workers have slots. Where no API server names the client's request,
+ids of requests say what a single client asked for.
+
+Touches:
+    vllm.config.scheduler: SchedulerConfig.get_scheduler_cls(self)
+    vllm.v1.core.sched.scheduler:
+        Scheduler{requests, running, waiting, lora_config, hash_block_size, kv_cache_manager, connector,
+            max_num_running_reqs, __init__(self, vllm_config, ...),
+            _preempt_request(self, request, timestamp, drop_stale_output),
+            _free_request(self, request, delay_free_blocks)}
+        Scheduler{skipped_waiting} # until 0.30
+        Scheduler{kv_holding_waiting, deferred_waiting} # since 0.31
+    vllm.v1.core.sched.request_queue:
+        RequestQueue{add_request(self, request), pop_request(self), peek_request(self), prepend_request(self, request),
+            prepend_requests(self, requests), remove_request(self, request), remove_requests(self, requests)}
+    vllm.v1.core.kv_cache_manager: KVCacheManager{get_block_ids(self, request_id), evict_blocks(self, block_ids)}
+    vllm.v1.core.sched.interface:
+        SchedulerInterface{add_request(self, request), finish_requests(self, request_ids, finished_status),
+            schedule(self, throttle_prefills), update_from_output(self, scheduler_output, model_runner_output),
+            get_num_unfinished_requests(self), has_unfinished_requests(self), has_requests(self), pause_state(self),
+            set_pause_state(self, pause_state)}
+        PauseState{UNPAUSED}
+    vllm.v1.request:
+        Request{request_id, lora_request, client_index, priority, status, pooling_params, trace_headers,
+            num_preemptions, take_events(self), is_finished(self)}
+        RequestStatus{RUNNING, WAITING_FOR_REMOTE_KVS, WAITING_FOR_STREAMING_REQ, FINISHED_STOPPED,
+            FINISHED_LENGTH_CAPPED, FINISHED_ABORTED, FINISHED_ERROR}
+    vllm.v1.engine: EngineCoreOutputs{outputs} EngineCoreOutput{kv_transfer_params}
+Why: no running request waits for an adapter that is not in its slot, and requests keep their places in vLLM's queue.
+Until: vLLM's scheduler asks a plugin before it takes a request from its queue (vllm-project/vllm#51608).
 """
 
 from __future__ import annotations
@@ -16,7 +50,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed
 from lora_plugins.scheduler.pauses import Pauses
@@ -505,65 +538,3 @@ def patch() -> None:
     from vllm.config.scheduler import SchedulerConfig
 
     wrap(SchedulerConfig, "get_scheduler_cls", lambda original: lambda config: with_admission(original(config)))
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.config.scheduler:
-            SchedulerConfig.get_scheduler_cls(self)
-        vllm.v1.core.sched.scheduler:
-            Scheduler.__init__(self, vllm_config, ...)
-            Scheduler._preempt_request(self, request, timestamp, drop_stale_output)
-            Scheduler._free_request(self, request, delay_free_blocks)
-            Scheduler{
-                requests, running, waiting, lora_config, hash_block_size, kv_cache_manager, connector,
-                max_num_running_reqs}
-            Scheduler{skipped_waiting}  # until 0.30
-            Scheduler{kv_holding_waiting, deferred_waiting}  # since 0.31
-        vllm.v1.core.sched.request_queue:
-            FCFSRequestQueue PriorityRequestQueue
-            RequestQueue.add_request(self, request)
-            RequestQueue.pop_request(self)
-            RequestQueue.peek_request(self)
-            RequestQueue.prepend_request(self, request)
-            RequestQueue.prepend_requests(self, requests)
-            RequestQueue.remove_request(self, request)
-            RequestQueue.remove_requests(self, requests)
-        vllm.v1.core.kv_cache_manager:
-            KVCacheManager.get_block_ids(self, request_id)
-            KVCacheManager.evict_blocks(self, block_ids)
-        vllm.v1.core.sched.interface:
-            SchedulerInterface.add_request(self, request)
-            SchedulerInterface.finish_requests(self, request_ids, finished_status)
-            SchedulerInterface.schedule(self, throttle_prefills)
-            SchedulerInterface.update_from_output(self, scheduler_output, model_runner_output)
-            SchedulerInterface.get_num_unfinished_requests(self)
-            SchedulerInterface.has_unfinished_requests(self)
-            SchedulerInterface.has_requests(self)
-            SchedulerInterface.pause_state(self)
-            SchedulerInterface.set_pause_state(self, pause_state)
-            PauseState{UNPAUSED}
-        vllm.v1.request:
-            Request{
-                request_id, lora_request, client_index, priority, status, pooling_params, trace_headers,
-                num_preemptions}
-            Request.take_events(self)
-            Request.is_finished(self)
-            RequestStatus{
-                RUNNING, WAITING_FOR_REMOTE_KVS, WAITING_FOR_STREAMING_REQ, FINISHED_STOPPED, FINISHED_LENGTH_CAPPED,
-                FINISHED_ABORTED, FINISHED_ERROR}
-        vllm.v1.engine:
-            EngineCoreOutputs{outputs}
-            EngineCoreOutput{kv_transfer_params}
-        """,
-        what="get_scheduler_cls returns a subclass (Admission) of what it names; its methods are extended, and its "
-        "queues replaced: vLLM sees no waiting request whose adapter has no slot, and the planner learns what enters a "
-        "queue and what leaves it to run; has_unfinished_requests leaves out requests of paused adapters; has_requests "
-        "is also true while workers load; lora_config is copied, with as many max_loras as workers have slots. Ids of "
-        "requests are read where no API server names the client's request, to run what one client asked for as one",
-        why="no running request waits for an adapter that is not in its slot, and requests keep their places in vLLM's "
-        "queue",
-        remove="vLLM's scheduler asks a plugin before it takes a request from its queue (vllm-project/vllm#51608)",
-    ),
-)

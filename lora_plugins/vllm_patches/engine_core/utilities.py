@@ -2,6 +2,15 @@
 
 In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so the utility waits for the
 answer, as long as the workers have work for it; the utility does not wait for steps that only the caller could make.
+
+A utility's arguments are converted by its annotations.
+
+Touches:
+    vllm.v1.engine.core:
+        EngineCoreProc{_convert_msgspec_args(method, args),
+            _invoke_utility_method(name, get_result, output, enqueue_output)}
+Why: add_lora gets a LoRARequest, and utilities that wait do not stop the engine.
+Until: never: this is how vLLM calls utilities.
 """
 
 from __future__ import annotations
@@ -13,7 +22,6 @@ from concurrent.futures import Future
 from typing import Any, get_type_hints
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot
-from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.messages import Outcome, from_plain, to_plain
 from lora_plugins.scheduler.planner import Planner
 
@@ -102,18 +110,3 @@ def _step_while_busy(core: Any, future: Future[Any]) -> None:
         planner.carried_out(commands)
         planner.reported([report for reports in of_workers for report in reports], time.monotonic())
         scheduler.answer_calls()
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.engine.core:
-            EngineCoreProc._convert_msgspec_args(method, args)
-            EngineCoreProc._invoke_utility_method(name, get_result, output, enqueue_output)
-        """,
-        what="relied on: a utility's arguments are converted by its annotations, and one that returns a Future is "
-        "answered when that is done",
-        why="add_lora gets a LoRARequest, and utilities that wait do not stop the engine",
-        remove="never: this is how vLLM calls utilities",
-    ),
-)
