@@ -2,6 +2,13 @@
 
 `base_serving.py` and `openai_serving_models.py` check which adapters a request may use; the latter, and the middleware
 added here, check who may change them.
+
+`VLLM_API_KEY` says whether vLLM asks for a key, and which keys of the policy vLLM does not accept. Where vLLM asks, our
+admin key joins `args.api_key`.
+
+Touches: vllm.envs: VLLM_API_KEY
+Why: what a key may do counts only where vLLM lets it in.
+Until: vLLM lets a plugin authenticate requests.
 """
 
 from __future__ import annotations
@@ -11,7 +18,6 @@ from typing import Any
 from lora_plugins.api.access.administrators import ADMIN_KEY, Administrators
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import KnowPrincipal
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
 from lora_plugins.vllm_patches.api_server import base_serving, openai_serving_models, openai_serving_responses
@@ -89,14 +95,3 @@ def _keys_of_vllm(app: Any) -> list[str]:
     # As vLLM (vllm/entrypoints/serve/middleware/register.py, 0.30 to 0.33): the option replaces the variable.
     given = getattr(getattr(app.state, "args", None), "api_key", None)
     return [key for key in (given or [envs.VLLM_API_KEY]) if key]
-
-
-LEDGER = (
-    Patch(
-        "vllm.envs: VLLM_API_KEY",
-        what="read, to see whether vLLM asks for a key, and to warn of keys of the policy that it does not accept; our "
-        "admin key is added to args.api_key where vLLM asks for one",
-        why="what a key may do counts only where vLLM lets it in",
-        remove="vLLM lets a plugin authenticate requests",
-    ),
-)

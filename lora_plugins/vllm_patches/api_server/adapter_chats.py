@@ -17,7 +17,6 @@ from typing import Any
 from lora_plugins.adapter.chat import Chat
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.response import present
@@ -89,7 +88,17 @@ async def _with_tokens(serving: Any, chat: Chat) -> Any:
 
 
 def _rendering(original: Any) -> Any:
-    """Render with the adapter's template and tokens as defaults: a client's own template and arguments come first."""
+    """Render with the adapter's template and tokens as defaults: a client's own template and arguments come first.
+
+    Touches:
+        vllm.renderers.online_renderer:
+            OnlineRenderer.preprocess_chat(self, request, messages, default_template, default_template_content_format,
+                default_template_kwargs, tool_dicts, ...)
+            OnlineRenderer{renderer}
+        vllm.entrypoints.openai.models.serving: OpenAIServingModels{lora_requests}
+    Why: a chat adapter is trained with a template of its own, and answers oddly with another.
+    Until: vLLM renders a request with the template in its adapter's directory.
+    """
     signature = inspect.signature(original)
 
     async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +117,12 @@ def _rendering(original: Any) -> Any:
 
 
 def _cutting(original: Any) -> Any:
-    """Cut texts into the adapter's tokens."""
+    """Cut texts into the adapter's tokens.
+
+    Touches: vllm.renderers.online_renderer: OnlineRenderer.preprocess_completion(self, request, ...)
+    Why: vLLM's one tokenizer is the base model's, which splits tokens that the adapter was trained with.
+    Until: vLLM has a tokenizer for each adapter again.
+    """
 
     async def preprocess_completion(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         async def render(chat: Chat) -> Any:
@@ -120,7 +134,16 @@ def _cutting(original: Any) -> Any:
 
 
 def _tokenizing(original: Any) -> Any:
-    """Answer `/tokenize` and `/detokenize` with the adapter's tokens."""
+    """Answer `/tokenize` and `/detokenize` with the adapter's tokens.
+
+    Touches:
+        vllm.entrypoints.serve.tokenize.serving:
+            ServingTokenization.create_tokenize(self, request, ...)
+            ServingTokenization.create_detokenize(self, request, ...)
+            ServingTokenization{renderer, online_renderer}
+    Why: the routes say how a prompt of the adapter is cut.
+    Until: vLLM has a tokenizer for each adapter again.
+    """
 
     async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         # vLLM's own check comes after our look at the table, into which the check puts a cold name.
@@ -133,7 +156,12 @@ def _tokenizing(original: Any) -> Any:
 
 
 def _joining(original: Any) -> Any:
-    """Have answers, stop strings and the texts of log-probabilities come from the adapter's tokens."""
+    """Have answers, stop strings and the texts of log-probabilities come from the adapter's tokens.
+
+    Touches: vllm.v1.engine.output_processor: RequestState.from_new_request(cls, tokenizer, request, ...)
+    Why: the base model's tokenizer has no text for the ids of tokens that a trainer has added.
+    Until: vLLM has a tokenizer for each adapter again.
+    """
 
     def from_new_request(tokenizer: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if tokenizer is not None and (path := _path_of(request.lora_request)):
@@ -150,7 +178,18 @@ def know_tokenizer(renderer: Any, model_config: Any) -> None:
 
 
 def _ending(original: Any) -> Any:
-    """Have the adapter's end tokens end its answers, as vLLM has those of the base model's generation config."""
+    """Have the adapter's end tokens end its answers, as vLLM has those of the base model's generation config.
+
+    Touches:
+        vllm.v1.engine.input_processor:
+            InputProcessor{tokenizer, renderer, model_config, process_inputs(self, request_id, prompt, params, ...)}
+        vllm.sampling_params:
+            SamplingParams.update_from_generation_config(self, generation_config, eos_token_id)
+            SamplingParams.update_from_tokenizer(self, tokenizer)
+        vllm.v1.engine: EngineCoreRequest{sampling_params, lora_request}
+    Why: an adapter that was trained to end with another token never stops.
+    Until: vLLM reads the end tokens in an adapter's directory.
+    """
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(self, *args, **kwargs)
@@ -177,49 +216,3 @@ def _end_ids(chat: Chat, tokenizer: Any, vocabulary: int) -> list[int]:
     text = chat.special_tokens.get("eos_token")
     of_text = None if text is None else tokenizer.get_vocab().get(text)
     return sorted({token for token in (of_text, *chat.end_ids) if token is not None and token < vocabulary})
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.renderers.online_renderer:
-            OnlineRenderer.preprocess_chat(self, request, messages, default_template, default_template_content_format,
-                default_template_kwargs, tool_dicts, ...)
-            OnlineRenderer.preprocess_completion(self, request, ...)
-            OnlineRenderer{renderer}
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels{lora_requests}
-        """,
-        what="wrapped: the template and the special tokens of the adapter's version take the place of the defaults",
-        why="a chat adapter is trained with a template of its own, and answers oddly with another",
-        remove="vLLM renders a request with the template in its adapter's directory",
-    ),
-    Patch(
-        """
-        vllm.v1.engine.input_processor:
-            InputProcessor.process_inputs(self, request_id, prompt, params, ...)
-            InputProcessor{tokenizer, renderer, model_config}
-        vllm.sampling_params:
-            SamplingParams.update_from_generation_config(self, generation_config, eos_token_id)
-            SamplingParams.update_from_tokenizer(self, tokenizer)
-        vllm.v1.engine:
-            EngineCoreRequest{sampling_params, lora_request}
-        """,
-        what="wrapped: end tokens of the adapter's version are added, by vLLM's own function for a generation config",
-        why="an adapter that was trained to end with another token never stops",
-        remove="vLLM reads the end tokens in an adapter's directory",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.serve.tokenize.serving:
-            ServingTokenization.create_tokenize(self, request, ...)
-            ServingTokenization.create_detokenize(self, request, ...)
-            ServingTokenization{renderer, online_renderer}
-        vllm.v1.engine.output_processor:
-            RequestState.from_new_request(cls, tokenizer, request, ...)
-        """,
-        what="wrapped: the tokenizer that knows the adapter's tokens takes the place of the base model's",
-        why="an adapter that was trained with tokens of its own answers with tokens that the base model's lacks",
-        remove="vLLM has a tokenizer for each adapter again",
-    ),
-)

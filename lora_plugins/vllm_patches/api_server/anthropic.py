@@ -8,7 +8,6 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.server.response import present
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -22,7 +21,16 @@ def patch() -> None:
 
 
 def _returning_errors(original: Any) -> Any:
-    """Return errors: the routes put a returned error into Anthropic's form; the response carries its headers."""
+    """Return errors: the routes put a returned error into Anthropic's form; the response carries its headers.
+
+    Touches:
+        vllm.entrypoints.anthropic.serving:
+            AnthropicServingMessages{create_messages(self, request, raw_request),
+                count_tokens(self, request, raw_request)}
+        vllm.entrypoints.serve.engine.protocol: ErrorInfo{message, type, code} ErrorResponse{error}
+    Why: the routes catch HTTPException too: 500, a traceback in the log, and no Retry-After.
+    Until: vLLM's create_error_response keeps to the status and headers of an HTTPException.
+    """
     from fastapi import HTTPException
     from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
@@ -35,20 +43,3 @@ def _returning_errors(original: Any) -> Any:
             return ErrorResponse(error=ErrorInfo(message=error.detail, type=status.phrase, code=status.value))
 
     return answer
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.anthropic.serving:
-            AnthropicServingMessages.create_messages(self, request, raw_request)
-            AnthropicServingMessages.count_tokens(self, request, raw_request)
-        vllm.entrypoints.serve.engine.protocol:
-            ErrorInfo{message, type, code}
-            ErrorResponse{error}
-        """,
-        what="wrapped: an HTTPException is returned as an ErrorResponse, which the route answers in Anthropic's form",
-        why="the routes catch HTTPException too: 500, a traceback in the log, and no Retry-After",
-        remove="vLLM's create_error_response keeps to the status and headers of an HTTPException",
-    ),
-)

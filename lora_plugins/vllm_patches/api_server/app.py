@@ -10,7 +10,6 @@ from typing import Any
 
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.server.carrying import CarryToLeader
 from lora_plugins.server.response import AnswerForAdapters
@@ -35,6 +34,12 @@ def patch_exception_handler() -> None:
 
 
 def _attaching(original: Any) -> Any:
+    """Put our metrics behind `/metrics`, and add our middleware.
+
+    Why: attach_router runs where /metrics is, in API servers only, before the application answers.
+    Until: vLLM lets a plugin that has no endpoints add middleware.
+    """
+
     def attach_router(app: Any) -> None:
         original(app)
         process = this_process()
@@ -66,6 +71,15 @@ async def _answer(scope: Any, error: Exception) -> Any:
 
 
 def _with_headers(original: Any) -> Any:
+    """Put the headers of an `HTTPException` on the response.
+
+    Touches:
+        vllm.entrypoints.serve.exception_handling.register: http_exception_handler
+        vllm.entrypoints.serve.exception_handling.handlers.http: http_exception_handler(req, exc)
+    Why: vLLM drops them, and with them Retry-After on a 503.
+    Until: vLLM's handler passes exc.headers on, as FastAPI's own does.
+    """
+
     async def http_exception_handler(req: Any, exc: Any) -> Any:
         response = await original(req, exc)
         for name, value in (exc.headers or {}).items():
@@ -73,23 +87,3 @@ def _with_headers(original: Any) -> Any:
         return response
 
     return http_exception_handler
-
-
-LEDGER = (
-    Patch(
-        "vllm.entrypoints.serve.instrumentator.metrics: attach_router(app)",
-        what="wrapped: it also puts our metrics behind /metrics, and adds the middleware that holds the response for "
-        "an adapter back and says its version in x-lora-digest",
-        why="attach_router runs where /metrics is, in API servers only, before the application answers",
-        remove="vLLM lets a plugin that has no endpoints add middleware",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.serve.exception_handling.register: http_exception_handler
-        vllm.entrypoints.serve.exception_handling.handlers.http: http_exception_handler(req, exc)
-        """,
-        what="wrapped: the headers of the HTTPException are put on the response",
-        why="vLLM drops them, and with them Retry-After on a 503",
-        remove="vLLM's handler passes exc.headers on, as FastAPI's own does",
-    ),
-)

@@ -1,6 +1,15 @@
 """vLLM's asynchronous engine client: loads go to the planner, and our errors reach the callers.
 
 Wrapped are `AsyncLLM.add_lora`, `remove_lora`, `generate` and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33).
+
+The planner of every engine loads. What lies at a path is copied into the store before, and the engine gets a copy of
+the request with the copy's path.
+
+Touches:
+    vllm.v1.engine.async_llm: AsyncLLM{engine_core, vllm_config, errored, dead_error}
+    vllm.lora.request: LoRARequest{lora_int_id, lora_path, load_inplace, is_3d_lora_weight}
+Why: an error is answered with our status and text, and no request waits for a load in the engine's loop; prefix-cache
+    keys hold (name, path), and files may change or go.
 """
 
 from __future__ import annotations
@@ -18,7 +27,6 @@ from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import NotServed, RequestServed
-from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.server.planner_client import Ask, PlannerClient
@@ -43,7 +51,17 @@ def patch() -> None:
 
 
 def planner_of(client: Any) -> PlannerClient:
-    """Return the planners behind an engine client; the same object every time."""
+    """Return the planners behind an engine client; the same object every time.
+
+    Of several engines, each answers by the private call.
+
+    Touches:
+        vllm.v1.engine.core_client:
+            AsyncMPClient{call_utility_async(self, method, *args), _call_utility_async(self, method, *args, engine)}
+            MPClient{core_engines}
+    Why: with data parallelism, call_utility_async returns the first engine's answer only.
+    Until: call_utility_async returns every engine's answers.
+    """
     process = this_process()
     planner = process.planners.get(client)
     if planner is None:
@@ -150,6 +168,15 @@ def removing(original: Any) -> Any:
 
 
 def _answering(error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Callable[[Any], Any]:
+    """Give the request the path of the adapter's copy; raise the error that an output carries.
+
+    Touches:
+        vllm.v1.engine.async_llm:
+            AsyncLLM{generate(self, prompt, sampling_params, request_id, prompt_text, lora_request, ...),
+                encode(self, prompt, pooling_params, request_id, lora_request, ...)}
+    Why: a request whose adapter cannot be loaded is answered with our status and text.
+    """
+
     def answering(original: Any) -> Any:
         signature = inspect.signature(original)
 
@@ -221,41 +248,3 @@ def _error_of_completion(output: Any) -> LoRAPluginsError | None:
 
 def _error_of_pooling(output: Any) -> LoRAPluginsError | None:
     return error_in_tensor(output.outputs.data)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.engine.async_llm:
-            AsyncLLM{engine_core, vllm_config, errored, dead_error}
-            AsyncLLM.add_lora(self, lora_request)
-            AsyncLLM.remove_lora(self, lora_id)
-        vllm.lora.request:
-            LoRARequest{lora_int_id, lora_path, load_inplace, is_3d_lora_weight}
-        """,
-        what="wrapped: loaded by the planner of every engine; what lies at a path is copied into the store before, and "
-        "the engine gets a copy of the request with the copy's path",
-        why="an error is answered with our status and text, and no request waits for a load in the engine's loop; "
-        "prefix-cache keys hold (name, path), and files may change or go",
-    ),
-    Patch(
-        """
-        vllm.v1.engine.async_llm:
-            AsyncLLM.generate(self, prompt, sampling_params, request_id, prompt_text, lora_request, ...)
-            AsyncLLM.encode(self, prompt, pooling_params, request_id, lora_request, ...)
-        """,
-        what="wrapped: the request gets the path of the adapter's copy; an output that carries an error raises it",
-        why="a request whose adapter cannot be loaded is answered with our status and text",
-    ),
-    Patch(
-        """
-        vllm.v1.engine.core_client:
-            AsyncMPClient.call_utility_async(self, method, *args)
-            AsyncMPClient._call_utility_async(self, method, *args, engine)
-            MPClient{core_engines}
-        """,
-        what="called: reaches our utilities of the engine core; of several engines, each by the private one",
-        why="with data parallelism, call_utility_async returns the first engine's answer only",
-        remove="call_utility_async returns every engine's answers",
-    ),
-)

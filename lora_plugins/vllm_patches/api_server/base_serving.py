@@ -17,7 +17,6 @@ from typing import Any
 from lora_plugins.api.access.principals import label_of_request, principal_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.registry import no_longer_served
@@ -63,6 +62,15 @@ def may_use(name: str) -> bool:
 
 
 def _picking(original: Any) -> Any:
+    """Pick the request's adapter as vLLM does, unless the policy or a block forbids the adapter.
+
+    A streamed response for an adapter begins when the engine has begun to answer. The 404 for a name that was there a
+    moment ago is a 503, and a blocked name's answer a 404, whatever vLLM's table says.
+
+    Why: vLLM sends status 200 before it knows whether the adapter can be loaded, and looks a name up twice, between
+        which it may be unloaded.
+    Until: vLLM begins a streamed response with the engine's first output.
+    """
     from vllm.exceptions import VLLMNotFoundError
 
     def _maybe_get_adapters(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +87,17 @@ def _picking(original: Any) -> Any:
 
 
 def _checking(original: Any) -> Any:
-    """Pooling's check lets every name pass; with ours, a name that `_picking` misses was unloaded meanwhile."""
+    """Pooling's check lets every name pass; with ours, a name that `_picking` misses was unloaded meanwhile.
+
+    Touches:
+        vllm.entrypoints.serve.engine.serving:
+            BaseServing{models, _is_model_supported(self, model_name),
+                _maybe_get_adapters(self, request, supports_default_mm_loras)}
+        vllm.entrypoints.openai.models.serving: OpenAIServingModels.is_base_model(self, model_name)
+    Why: an adapter that the key may not use must look like one that does not exist. Default multimodal adapters come
+        from _maybe_get_adapters; so would pooling's unknown names, beside those that were just unloaded.
+    Until: vLLM asks a plugin which adapters a request may use.
+    """
     from vllm.exceptions import VLLMNotFoundError
 
     async def _check_model(self: Any, request: Any) -> Any:
@@ -188,7 +206,23 @@ _OF_PICKED = (_refuse_unread_fields, _withhold, _refuse_blocked, _note_version, 
 
 
 def _filling(original: Any) -> Any:
-    """Set the fields in every chunk; vLLM leaves out fields that it has not set."""
+    """Set the fields in every chunk; vLLM leaves out fields that it has not set.
+
+    Where the serving class has no fingerprint (`--fingerprint-mode none`), the field has the digest that
+    `_maybe_get_adapters` has noted. What was moved has its versions in `kv_transfer_params`; chunks too, which have no
+    such field.
+
+    Touches:
+        vllm.lora.request: LoRARequest{lora_path}
+        vllm.entrypoints.generate.base.serving: GenerateBaseServing{system_fingerprint}
+        vllm.entrypoints.openai.chat_completion.protocol: ChatCompletionResponse{system_fingerprint}
+            ChatCompletionStreamResponse{system_fingerprint}
+        vllm.entrypoints.openai.completion.protocol: CompletionResponse{system_fingerprint}
+            CompletionStreamResponse{system_fingerprint}
+    Why: an answer must say which version made it: the name stands for another one after a swap. Clients that keep
+        bodies and no headers can tell versions apart too, in every chunk of a stream.
+    Until: vLLM's fingerprint changes with the adapter's version.
+    """
 
     def made(self: Any, **fields: Any) -> None:
         if fields.get("system_fingerprint") is None and (digest := fingerprint()) is not None:
@@ -201,58 +235,3 @@ def _filling(original: Any) -> Any:
         original(self, **fields)
 
     return made
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.serve.engine.serving:
-            BaseServing._check_model(self, request)
-            BaseServing._is_model_supported(self, model_name)
-            BaseServing._maybe_get_adapters(self, request, supports_default_mm_loras)
-            BaseServing{models}
-        vllm.entrypoints.pooling.base.serving:
-            PoolingBaseServing._check_model(self, request)
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels.is_base_model(self, model_name)
-        """,
-        what="wrapped, BaseServing._check_model where there is an access policy. Pooling's check lets no unknown name "
-        "pass",
-        why="an adapter that the key may not use must look like one that does not exist. Default multimodal adapters "
-        "come from _maybe_get_adapters; so would pooling's unknown names, beside those that were just unloaded",
-        remove="vLLM asks a plugin which adapters a request may use",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.serve.engine.serving:
-            BaseServing._maybe_get_adapters(self, request, supports_default_mm_loras)
-        vllm.exceptions:
-            VLLMNotFoundError
-        """,
-        what="wrapped: a streamed response for an adapter begins when the engine has begun to answer. The 404 for a "
-        "name that was there a moment ago is a 503, and what is blocked a 404, whatever vLLM's table says",
-        why="vLLM sends status 200 before it knows whether the adapter can be loaded, and looks a name up twice, "
-        "between which it may be unloaded",
-        remove="vLLM begins a streamed response with the engine's first output",
-    ),
-    Patch(
-        """
-        vllm.lora.request:
-            LoRARequest{lora_path}
-        vllm.entrypoints.generate.base.serving:
-            GenerateBaseServing{system_fingerprint}
-        vllm.entrypoints.openai.chat_completion.protocol:
-            ChatCompletionResponse{system_fingerprint}
-            ChatCompletionStreamResponse{system_fingerprint}
-        vllm.entrypoints.openai.completion.protocol:
-            CompletionResponse{system_fingerprint}
-            CompletionStreamResponse{system_fingerprint}
-        """,
-        what="_maybe_get_adapters notes the version that a request is given; the responses' __init__ is wrapped: where "
-        "the serving class has no fingerprint (--fingerprint-mode none), they have the digest; what was moved has its "
-        "versions in kv_transfer_params, chunks too, which have no such field",
-        why="an answer must say which version made it: the name stands for another one after a swap. Clients that keep "
-        "bodies and no headers can tell versions apart too, in every chunk of a stream",
-        remove="vLLM's fingerprint changes with the adapter's version",
-    ),
-)

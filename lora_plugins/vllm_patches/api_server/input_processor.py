@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.server.response import is_for_request, present
 from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.wrapping import wrap
@@ -22,24 +21,16 @@ def patch() -> None:
 
 
 def _naming(original: Any) -> Any:
+    """Give each request for an adapter a header of ours, before vLLM divides the request into choices.
+
+    Touches: vllm.v1.engine: EngineCoreRequest{trace_headers, lora_request}
+    Why: parts of one client's request run together, and a pause waits for the parts; ids are chosen by clients.
+    Until: vLLM's engine core learns which requests are parts of one.
+    """
+
     def assign_request_id(request: Any) -> None:
         original(request)
         if request.lora_request is not None and is_for_request():
             request.trace_headers = {**(request.trace_headers or {}), CLIENT: present().client}
 
     return assign_request_id
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.engine.input_processor:
-            InputProcessor.assign_request_id(request)
-        vllm.v1.engine:
-            EngineCoreRequest{trace_headers, lora_request}
-        """,
-        what="wrapped: each request for an adapter gets a header of ours, before vLLM divides the request into choices",
-        why="parts of one client's request run together, and a pause waits for the parts; ids are chosen by clients",
-        remove="vLLM's engine core learns which requests are parts of one",
-    ),
-)

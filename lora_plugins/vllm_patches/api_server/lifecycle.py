@@ -1,4 +1,18 @@
-"""The lifecycle of the adapters of one of vLLM's API servers, made at its first use."""
+"""The lifecycle of the adapters of one of vLLM's API servers, made at its first use.
+
+Names go into `lora_requests`, each version with an id of its own; `abort` ends requests that an unload has waited for
+long enough.
+
+Touches:
+    vllm.entrypoints.openai.models.serving:
+        OpenAIServingModels{lora_requests, lora_id_counter, lora_resolver_lock, base_model_paths, model_config,
+            is_base_model(self, model_name)}
+    vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+    vllm.config.lora: LoRAConfig{max_cpu_loras}
+    vllm.v1.engine.async_llm: AsyncLLM.abort(self, request_id, internal)
+Why: this is the table of what vLLM serves, and what lora_admin changes.
+Until: vLLM has an admin API of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +20,6 @@ import asyncio
 import weakref
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.copies import Copies, watch
@@ -91,24 +104,3 @@ class _Server:
         await self._models.engine_client.abort(request_ids, internal=True)  # ids of the engine core
         if isinstance(role := this_process().role, Leader):
             role.abort(request_ids)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels{lora_requests, lora_id_counter, lora_resolver_lock, base_model_paths, model_config}
-            OpenAIServingModels.is_base_model(self, model_name)
-        vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
-        vllm.config.lora:
-            LoRAConfig{max_cpu_loras}
-        vllm.v1.engine.async_llm:
-            AsyncLLM.abort(self, request_id, internal)
-        """,
-        what="read and called: names are put into lora_requests, each version with an id of its own; abort ends "
-        "requests that an unload has waited for long enough",
-        why="this is the table of what vLLM serves, and what lora_admin changes",
-        remove="vLLM has an admin API of its own",
-    ),
-)

@@ -1,6 +1,14 @@
 """vLLM's offline engine (`LLM`): adapters are copied, and the output of a request without its adapter says why.
 
 Wrapped are `LLMEngine.add_lora`, `remove_lora`, `add_request` and `step` (vllm/v1/engine/llm_engine.py, 0.30 to 0.33).
+
+Touches:
+    vllm.v1.engine.llm_engine:
+        LLMEngine{add_request(self, request_id, prompt, params, arrival_time, lora_request, ...),
+            remove_lora(self, lora_id)}
+    vllm.outputs: RequestError{code, message, retryable} # since 0.32
+Why: prefix-cache keys hold (name, path), and files may change or go; a stop reason, or a tensor for pooling, carries
+    the error.
 """
 
 from __future__ import annotations
@@ -17,7 +25,6 @@ from typing import Any, TypeVar
 from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
@@ -113,22 +120,3 @@ def _request_error(error: LoRAPluginsError) -> Any:
     from vllm.outputs import RequestError
 
     return RequestError(code=error.code, message=str(error), retryable=error.retry_after_s is not None)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.engine.llm_engine:
-            LLMEngine.step(self)
-            LLMEngine.add_request(self, request_id, prompt, params, arrival_time, lora_request, ...)
-            LLMEngine.add_lora(self, lora_request)
-            LLMEngine.remove_lora(self, lora_id)
-        vllm.outputs:
-            RequestError{code, message, retryable}  # since 0.32
-        """,
-        what="wrapped: what lies at a path is copied into the store, the engine gets a request with its path; "
-        "the error of a refused request is put where users of the offline engine find it",
-        why="prefix-cache keys hold (name, path), and files may change or go; a stop reason, or a tensor for pooling, "
-        "carries the error",
-    ),
-)

@@ -17,7 +17,6 @@ from lora_plugins.adapter.landing import Model
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.findings import at_start
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.process import Process
 from lora_plugins.resolvers.single_flight import NameLocks
@@ -35,6 +34,13 @@ class LoRAPluginsResolver:
     """Answers vLLM from the sources of this process.
 
     Duck-typed after `vllm.lora.resolver.LoRAResolver`, and registered as its virtual subclass.
+
+    Touches:
+        vllm.lora.resolver: LoRAResolver.resolve_lora(self, base_model_name, lora_name)
+            _LoRAResolverRegistry.register_resolver(self, resolver_name, resolver)
+        vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+    Why: this is how vLLM asks for unknown model names.
+    Until: never: this is the public interface.
     """
 
     def __init__(self, process: Process) -> None:
@@ -73,7 +79,18 @@ def register(process: Process) -> None:
 
 
 def begin_serving(models: Any, process: Process) -> None:
-    """Take the served base model from vLLM's `OpenAIServingModels`, and log the sources."""
+    """Take the served base model from vLLM's `OpenAIServingModels`, and log the sources.
+
+    Locks of unused names are dropped: `lora_resolver_lock` is replaced.
+
+    Touches:
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels{engine_client, model_config, base_model_paths, lora_requests, lora_resolver_lock}
+        vllm.config.lora: LoRAConfig{max_lora_rank, fully_sharded_loras}
+    Why: resolve_lora is given the model's path only, not its names and largest rank; and lora_resolver_lock keeps a
+        lock for every name that was ever asked for.
+    Until: LoRAResolver is given the model and LoRA configuration, and unused locks are dropped.
+    """
     keep_model_of_body()
     # vLLM's `defaultdict` keeps the lock of every name that was ever asked for, and clients choose names.
     models.lora_resolver_lock = NameLocks()
@@ -104,6 +121,12 @@ def take_over(module_name: str, function_name: str, register: Callable[[], None]
     vLLM imports both entry points and keeps the last discovered. If vLLM keeps its builtin, vLLM reads the builtin from
     the builtin's module after this function has run; if vLLM keeps ours, nothing else is needed. So ours runs in either
     order. A vLLM without the builtin is refused when ours runs, or has nothing to take over.
+
+    Touches:
+        vllm.plugins.lora_resolvers.filesystem_resolver: register_filesystem_resolver()
+        vllm.plugins.lora_resolvers.hf_hub_resolver: register_hf_hub_resolver()
+    Why: vLLM ships entry points of these names, and of several with one name it keeps the last discovered.
+    Until: vLLM lets a user choose among entry points of one name.
     """
     try:
         setattr(register, _BUILTIN, builtin(module_name, function_name))
@@ -153,41 +176,3 @@ def _log_sources(process: Process) -> None:
         logger.warning("%s", finding)
     if base and not base.lora_enabled:
         logger.warning("This server runs without --enable-lora; every adapter will be refused")
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.resolver:
-            LoRAResolver.resolve_lora(self, base_model_name, lora_name)
-            LoRAResolverRegistry
-            _LoRAResolverRegistry.register_resolver(self, resolver_name, resolver)
-        vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
-        """,
-        what="implemented and registered once per process; it answers with a LoRARequest",
-        why="this is how vLLM asks for unknown model names",
-        remove="never: this is the public interface",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels{engine_client, model_config, base_model_paths, lora_requests, lora_resolver_lock}
-        vllm.config.lora:
-            LoRAConfig{max_lora_rank, fully_sharded_loras}
-        """,
-        what="when it has been made, the base model is read and lora_resolver_lock replaced",
-        why="resolve_lora is given the model's path only, not its names and largest rank; and "
-        "lora_resolver_lock keeps a lock for every name that was ever asked for",
-        remove="LoRAResolver is given the model and LoRA configuration, and unused locks are dropped",
-    ),
-    Patch(
-        """
-        vllm.plugins.lora_resolvers.filesystem_resolver: register_filesystem_resolver()
-        vllm.plugins.lora_resolvers.hf_hub_resolver: register_hf_hub_resolver()
-        """,
-        what="replaced by our function of the same entry-point name, when VLLM_PLUGINS names it",
-        why="vLLM ships entry points of these names, and of several with one name it keeps the last discovered",
-        remove="vLLM lets a user choose among entry points of one name",
-    ),
-)

@@ -14,7 +14,6 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import Metric
 
-from lora_plugins.ledger import Patch
 from lora_plugins.observability.adapter_labels import keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
 from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBeforeScrape, Reports, StoreUsage
@@ -31,6 +30,13 @@ def serve_metrics(app: Any, process: Process) -> None:
     """Count from here on, and show the counts on the application's `/metrics`.
 
     A second call, for another app of the process, keeps the counts.
+
+    `unregister_vllm_metrics` removes collectors that have a name; ours has none. A metric of ours whose name vLLM has
+    is left out (`vllm:lora_adapter_loaded` and its like, once vllm-project/vllm#54830 is merged).
+
+    Touches: vllm.v1.metrics.prometheus: get_prometheus_registry() unregister_vllm_metrics()
+    Why: with several API servers the registry reads the files of all. vLLM unregisters whenever it makes its own.
+    Until: vLLM lets a plugin refresh its metrics before a scrape.
     """
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -122,30 +128,16 @@ def forget_old_series() -> None:
     """Remove series of sets that ran long ago; call before a scrape, in the event loop that sets them.
 
     Nothing happens where several API servers count in files, from which no series can be removed.
+
+    vLLM's `record` sets each series to the time.
+
+    Touches:
+        vllm.v1.metrics.loggers:
+            PrometheusStatLogger.record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+    Why: vLLM makes one for each set of adapters and removes none: 2,000 after 10 minutes of the soak, 420 kB in each
+        scrape, which routers do every 50 ms.
+    Until: vLLM bounds them, or has a series for each adapter in their place.
     """
     gauge = REGISTRY._names_to_collectors.get(NAME)  # noqa: SLF001 - as in `_is_of_vllm`
     if type(gauge) is Gauge:
         keep_latest(gauge, MOST_SERIES)
-
-
-LEDGER = (
-    Patch(
-        "vllm.v1.metrics.prometheus: get_prometheus_registry() unregister_vllm_metrics()",
-        what="our metrics are put on the registry behind /metrics, refreshed before a scrape. Relied on: "
-        "unregister_vllm_metrics removes collectors that have a name; ours has none. A metric of ours whose name vLLM "
-        "has is left out (`vllm:lora_adapter_loaded` and its like, once vllm-project/vllm#54830 is merged)",
-        why="with several API servers the registry reads the files of all. vLLM unregisters whenever it makes its own",
-        remove="vLLM lets a plugin refresh its metrics before a scrape",
-    ),
-    Patch(
-        """
-        vllm.v1.metrics.loggers:
-            PrometheusStatLogger.record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-        """,
-        what="before a scrape, all series of the gauge vllm:lora_requests_info but the 32 set last are removed. Relied "
-        "on: record sets each to the time",
-        why="vLLM makes one for each set of adapters and removes none: 2,000 after 10 minutes of the soak, 420 kB in "
-        "each scrape, which routers do every 50 ms",
-        remove="vLLM bounds them, or has a series for each adapter in their place",
-    ),
-)

@@ -1,6 +1,13 @@
 """`GET /v1/models/NAME`: the card of one model, which clients look at before their first request; vLLM has no route.
 
 A name that a source has and nobody has asked for has a card too: nothing is fetched for it.
+
+Touches:
+    vllm.entrypoints.openai.models.serving: OpenAIServingModels{registry, lora_requests, model_config}
+        OpenAIModelRegistry.show_available_models(self)
+    vllm.entrypoints.serve.engine.protocol: ModelCard{id, root, parent}
+Why: OpenAI's API has the route, and editors and gateways refuse a server without it.
+Until: vLLM answers the route, and asks a plugin for adapters.
 """
 
 from __future__ import annotations
@@ -9,7 +16,6 @@ from typing import Any
 
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
@@ -59,21 +65,3 @@ def add_route(app: Any) -> None:
         return JSONResponse(card.model_dump())
 
     app.add_route(PATH, show_model, methods=["GET"])
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels{registry, lora_requests, model_config}
-            OpenAIModelRegistry.show_available_models(self)
-        vllm.entrypoints.serve.engine.protocol:
-            ModelCard{id, root, parent}
-        vllm.exceptions:
-            VLLMNotFoundError
-        """,
-        what="called, for a route of ours, GET /v1/models/NAME",
-        why="OpenAI's API has the route, and editors and gateways refuse a server without it",
-        remove="vLLM answers the route, and asks a plugin for adapters",
-    ),
-)

@@ -2,6 +2,19 @@
 
 Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/serving.py, 0.30 to 0.33), each once. Loads
 reach the planner by the engine client: vLLM's code runs over a copy of the table with ours in the client's place.
+
+Loads run in the background where a name is resolved, and a failed load is answered with our status and text. What lies
+at a path is copied into the store and served as any version; a load in place becomes a swap.
+
+Touches:
+    vllm.entrypoints.openai.models.serving:
+        OpenAIServingModels{engine_client, __init__(self, engine_client, base_model_paths, lora_modules),
+            init_static_loras(self), load_lora_adapter(self, request, base_model_name), resolve_lora(self, lora_name)}
+    vllm.entrypoints.serve.lora.protocol: LoadLoRAAdapterRequest{load_inplace}
+    vllm.entrypoints.serve.engine.protocol: ErrorResponse{error} ErrorInfo{code}
+Why: vLLM drops the text of the error (load_lora_adapter: and answers 500), and it loads in place in the engine's loop,
+    under what runs; files at a path may change or go. It says the same of every unknown name.
+Until: vLLM passes on the text of what add_lora and resolvers raise, and loads in place in the background.
 """
 
 from __future__ import annotations
@@ -16,7 +29,6 @@ from lora_plugins.adapter.names import is_prefix, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import absolute
 from lora_plugins.server.follower import Follower
@@ -254,7 +266,17 @@ def _checking_unload(original: Any) -> Any:
 
 
 def _unloading(original: Any) -> Any:
-    """Unload, and free slot, memory and lease; vLLM's endpoint takes the name out of its table only."""
+    """Unload, and free slot, memory and lease; vLLM's endpoint takes the name out of its table only.
+
+    The check notes, under the name's lock, which version is unloaded. Loading and unloading are for administrators
+    only.
+
+    Touches:
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels{unload_lora_adapter(self, request), _check_unload_lora_adapter_request(self, request)}
+    Why: vLLM's unload takes the name out of its table only, and SageMaker has other routes to it.
+    Until: vLLM frees what it unloads, and asks a plugin who may.
+    """
 
     async def unload_lora_adapter(self: Any, request: Any) -> Any:
         await require_admin()
@@ -281,6 +303,13 @@ def _listing(original: Any) -> Any:
     """List the adapters that the caller may use; `root` is the operator's path, not the copy's.
 
     A version by its digest is listed by its name alone.
+
+    Touches:
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels{is_base_model(self, model_name), show_available_models(self)}
+        vllm.entrypoints.serve.engine.protocol: ModelList{data} ModelCard{id, root, parent, max_model_len}
+    Why: an adapter that the key may not use must look like one that does not exist; vLLM knows no cold adapter.
+    Until: vLLM asks a plugin which adapters a request may use.
     """
 
     async def show_available_models(self: Any) -> Any:
@@ -335,52 +364,3 @@ WRAPPERS = {
     "unload_lora_adapter": _unloading,
     "show_available_models": _listing,
 }
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels.__init__(self, engine_client, base_model_paths, lora_modules)
-            OpenAIServingModels{engine_client}
-            OpenAIServingModels.init_static_loras(self)
-            OpenAIServingModels.load_lora_adapter(self, request, base_model_name)
-            OpenAIServingModels.resolve_lora(self, lora_name)
-        vllm.entrypoints.serve.lora.protocol:
-            LoadLoRAAdapterRequest{load_inplace}
-        vllm.entrypoints.serve.engine.protocol:
-            ErrorResponse{error}
-            ErrorInfo{code}
-        """,
-        what="wrapped: loads by vLLM's code go to our planner, in the background where a name is resolved; one that "
-        "fails is answered with our status and text; what lies at a path is copied into the store and served as any "
-        "version; a load in place becomes a swap. A 404 for a name that cannot be an adapter's says why",
-        why="vLLM drops the text of the error (load_lora_adapter: and answers 500), and it loads in place in the "
-        "engine's loop, under what runs; files at a path may change or go. It says the same of every unknown name",
-        remove="vLLM passes on the text of what add_lora and resolvers raise, and loads in place in the background",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels.unload_lora_adapter(self, request)
-            OpenAIServingModels._check_unload_lora_adapter_request(self, request)
-        """,
-        what="wrapped: unload waits for running requests and frees slot, host memory and lease; the check notes, under "
-        "the name's lock, which version is unloaded. Loading and unloading are for administrators only",
-        why="vLLM's unload takes the name out of its table only, and SageMaker has other routes to it",
-        remove="vLLM frees what it unloads, and asks a plugin who may",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels.is_base_model(self, model_name)
-            OpenAIServingModels.show_available_models(self)
-        vllm.entrypoints.serve.engine.protocol:
-            ModelList{data}
-            ModelCard{id, root, parent, max_model_len}
-        """,
-        what="wrapped: what the key may not use is not listed, nor a version by its digest; what was loaded from a "
-        "path is listed with it; and with LORA_PLUGINS_LIST=all what the sources list",
-        why="an adapter that the key may not use must look like one that does not exist; vLLM knows no cold adapter",
-        remove="vLLM asks a plugin which adapters a request may use",
-    ),
-)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from lora_plugins.api.access.principals import label_of_request
-from lora_plugins.ledger import Patch
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _STORES = ("response_store", "msg_store", "event_store", "background_tasks")
@@ -23,6 +22,16 @@ def patch_stores() -> None:
 
 
 def _making(original: Any) -> Any:
+    """Make the stores mappings with a part for each principal.
+
+    Touches:
+        vllm.entrypoints.openai.responses.serving:
+            OpenAIServingResponses{response_store, msg_store, event_store, background_tasks,
+                __init__(self, engine_client, models, ...)}
+    Why: ids are the callers' choice, so keys could read, continue, cancel and replace others' responses.
+    Until: vLLM keeps stored responses apart by key.
+    """
+
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for name in _STORES:
@@ -54,17 +63,3 @@ class _OfThePrincipal(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._own())
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.openai.responses.serving:
-            OpenAIServingResponses.__init__(self, engine_client, models, ...)
-            OpenAIServingResponses{response_store, msg_store, event_store, background_tasks}
-        """,
-        what="wrapped with an access policy: the stores are mappings with a part for each principal",
-        why="ids are the callers' choice, so keys could read, continue, cancel and replace others' responses",
-        remove="vLLM keeps stored responses apart by key",
-    ),
-)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from lora_plugins.events import RequestEnded
-from lora_plugins.ledger import Patch
 from lora_plugins.process import this_process
 from lora_plugins.server.response import together
 from lora_plugins.vllm_patches.answer_messages import VERSIONS
@@ -30,6 +29,16 @@ def patch() -> None:
 
 
 def _saying_versions(original: Any) -> Any:
+    """Have `lora_versions`, once said, stand in the `kv_transfer_params` of every later output; count tokens at an end.
+
+    Relied on: vLLM calls this for each end, an abort's too, after the stop checks, with `first_token_latency` set.
+
+    Touches: vllm.v1.engine.output_processor: RequestState{parent_req, lora_name, detokenizer, prompt_len, stats}
+    Why: vLLM makes the output of an aborted request itself, without any; a trainer must know what made its tokens.
+        FinishedRequestStats, which a stat logger gets, names no adapter and leaves aborted requests out.
+    Until: vLLM's outputs have a field for the versions of an adapter, and its metrics of tokens name adapters.
+    """
+
     def make_request_output(  # noqa: PLR0917 - as vLLM has it
         self: Any,
         new_token_ids: Any,
@@ -67,21 +76,3 @@ def _count(state: Any, whole: Any, *, is_result: bool) -> None:
     setattr(state, _GENERATED, generated)
     setattr(whole, _PROMPT, state.prompt_len)
     this_process().events.emit(RequestEnded(state.lora_name, prompt_tokens, more, first_token_s))
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.engine.output_processor:
-            RequestState{parent_req, lora_name, detokenizer, prompt_len, stats}
-            RequestState.make_request_output(
-                self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, ...)
-        """,
-        what="wrapped: lora_versions, once said, stand in the kv_transfer_params of every later output; the tokens of "
-        "a choice that has ended are counted by adapter. Relied on: called for each end, an abort's too, after the "
-        "stop checks; first_token_latency is set before",
-        why="vLLM makes the output of an aborted request itself, without any; a trainer must know what made its "
-        "tokens. FinishedRequestStats, which a stat logger gets, names no adapter and leaves aborted requests out",
-        remove="vLLM's outputs have a field for the versions of an adapter, and its metrics of tokens name adapters",
-    ),
-)

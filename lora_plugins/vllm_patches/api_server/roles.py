@@ -17,7 +17,6 @@ from typing import Any
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.ledger import Patch
 from lora_plugins.process import Process, this_process
 from lora_plugins.server.carrying import answer_carried
 from lora_plugins.server.follower import Follower, end_without_leader
@@ -44,6 +43,17 @@ def folder_of(app: Any) -> Path | None:
 
 async def take_role(models: Any) -> Leader | Follower | None:
     """Lead, or follow: vLLM's table of names in `models` is shared from here on. None for a single server.
+
+    `lora_requests` is replaced: by a table whose changes followers get, or by a copy.
+
+    Touches:
+        vllm.v1.engine.core_client: AsyncMPClient{client_count, client_index}
+        vllm.entrypoints.openai.models.serving:
+            OpenAIServingModels{lora_requests, engine_client, resolve_lora(self, lora_name)}
+        vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+        vllm.v1.engine.async_llm: AsyncLLM{engine_core, abort(self, request_id, internal)}
+    Why: each of several API servers of vLLM has a table of its own, and engine ids that others give too.
+    Until: API servers share what they serve.
 
     Raises:
         InvalidSettings: several servers do not know of each other, and may change the served adapters.
@@ -89,7 +99,12 @@ async def listen(models: Any, leader: Leader) -> None:
 
 
 async def resolved_by_leader(follower: Follower, name: str) -> Any:
-    """Return or raise as vLLM's `resolve_lora` does in the leader: a request of the name, or an error response."""
+    """Return or raise as vLLM's `resolve_lora` does in the leader: a request of the name, or an error response.
+
+    Touches: vllm.entrypoints.serve.engine.protocol: ErrorResponse{error}
+    Why: its client shall see the same, whichever API server it has asked.
+    Until: API servers share what they serve.
+    """
     principal = principal_of_request.get()
     who = None if principal is None else [principal.label, principal.share]
     answer = await follower.call("resolve", name=name, who=who)
@@ -151,7 +166,18 @@ def _follower(models: Any, process: Process) -> Follower:
 
 
 def _count_no_more(client: Any, app: Any, number: int) -> None:
-    """Have living API servers count nothing of a dead one, whose numbers would stay in vLLM's shared memory."""
+    """Have living API servers count nothing of a dead one, whose numbers would stay in vLLM's shared memory.
+
+    A dead API server's load is that of a server that accepts nothing. vLLM's numbers are read with `getattr`: a release
+    without them changes nothing.
+
+    Touches:
+        vllm.entrypoints.launchers.launcher: NoSignalServer{peer_loads} # since 0.32
+        vllm.v1.engine.async_llm: AsyncLLM{admission_stats}
+        vllm.v1.engine.admission_control: SharedAdmissionStats{_counters, COUNTERS_PER_SLOT}
+    Why: the least loaded API server accepts, and --max-num-queued-reqs counts the requests of all.
+    Until: vLLM goes on without a dead API server, or starts another in its place.
+    """
     loads = getattr(getattr(app.state, "server", None), "peer_loads", None)
     if loads is not None:
         loads[0][number] = _NOT_ACCEPTING
@@ -228,47 +254,3 @@ async def _used(models: Any, _: Leader, frame: Frame) -> Frame:
 
 
 _CALLS = {"resolve": _resolve, "have": _have, "used": _used}
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.launchers.launcher:
-            NoSignalServer{peer_loads}  # since 0.32
-        vllm.v1.engine.async_llm:
-            AsyncLLM{admission_stats}
-        vllm.v1.engine.admission_control:
-            SharedAdmissionStats{_counters, COUNTERS_PER_SLOT}
-        """,
-        what="written, where an API server has died: its load is that of one that accepts nothing, and it has no "
-        "requests. Only read with `getattr`, so a version without them changes nothing; `app.state.server.should_exit` "
-        "is read to know that the own shutdown has begun",
-        why="the least loaded API server accepts, and --max-num-queued-reqs counts the requests of all",
-        remove="vLLM goes on without a dead API server, or starts another in its place",
-    ),
-    Patch(
-        """
-        vllm.v1.engine.core_client:
-            AsyncMPClient{client_count, client_index}
-        vllm.entrypoints.openai.models.serving:
-            OpenAIServingModels{lora_requests, engine_client}
-            OpenAIServingModels.resolve_lora(self, lora_name)
-        vllm.lora.request:
-            LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
-        vllm.v1.engine.async_llm:
-            AsyncLLM.abort(self, request_id, internal)
-            AsyncLLM{engine_core}
-        """,
-        what="lora_requests is replaced, with several API servers: by a table whose changes followers get, or a copy",
-        why="each of several API servers of vLLM has a table of its own, and engine ids that others give too",
-        remove="API servers share what they serve",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.serve.engine.protocol: ErrorResponse{error}
-        vllm.exceptions: VLLMNotFoundError VLLMClientError
-        """,
-        what="what resolving a name raises or gives in the leader is raised or given in the follower",
-        why="its client shall see the same, whichever API server it has asked",
-        remove="API servers share what they serve",
-    ),
-)

@@ -11,7 +11,6 @@ import importlib
 import logging
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _PACKAGE = "model_hosting_container_standards.sagemaker.lora"
@@ -19,7 +18,14 @@ _HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 
 
 def keep_model_of_body() -> None:
-    """Leave a body as it is where the header names no adapter; a second call, or no such package, changes nothing."""
+    """Leave a body as it is where the header names no adapter; a second call, or no such package, changes nothing.
+
+    vLLM's route is not touched; `InjectToBodyApiTransform.transform_request` of the other package is wrapped.
+
+    Touches: vllm.entrypoints.serve.sagemaker.api_router: attach_router(app, supported_tasks, model_config)
+    Why: the base model answered for every name.
+    Until: inject_adapter_id leaves the body's model where there is no header.
+    """
     transform = _transform()
     if transform is not None:
         wrap(transform, "transform_request", _keeping)
@@ -48,14 +54,3 @@ def _transform() -> Any:
     finally:
         for one, level in zip(loggers, levels, strict=True):
             one.setLevel(level)
-
-
-LEDGER = (
-    Patch(
-        "vllm.entrypoints.serve.sagemaker.api_router: attach_router(app, supported_tasks, model_config)",
-        what="not touched; its /invocations has its body changed by model_hosting_container_standards, of which "
-        "InjectToBodyApiTransform.transform_request is wrapped: without the header the body keeps its model",
-        why="the base model answered for every name",
-        remove="inject_adapter_id leaves the body's model where there is no header",
-    ),
-)

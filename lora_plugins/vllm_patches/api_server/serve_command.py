@@ -18,7 +18,6 @@ from typing import Any
 
 from lora_plugins.api.access.administrators import ADMIN_KEY
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
-from lora_plugins.ledger import Patch
 from lora_plugins.plugin_names import ADMIN, MANAGER, RESOLVERS
 from lora_plugins.process import Process
 from lora_plugins.server import declared_file
@@ -60,6 +59,12 @@ def say_errors_in_a_line() -> None:
 
     The traceback of a variable that cannot be right shows vLLM's code and ours, and hides the line to read. With
     VLLM_LOGGING_LEVEL=DEBUG it comes first.
+
+    The traceback comes before, with the level DEBUG only.
+
+    Touches: vllm.envs: VLLM_LOGGING_LEVEL
+    Why: vLLM lets errors of plugins through, and Python prints 33 lines before the one to read.
+    Until: vLLM ends with the text of a plugin's error.
     """
     before = sys.excepthook
     if _CLI not in sys.modules or parent_process() is not None or getattr(before, "func", None) is _say:
@@ -116,6 +121,17 @@ def configured(settings: Settings) -> list[str]:
 
 
 def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
+    """Raise for `--grpc` and for the front end in Rust, with a resolver, `lora_admin` or a policy.
+
+    The gRPC server and `vllm-rs` start without this command: an imported module and the parent process give them away.
+
+    Touches:
+        vllm.entrypoints.cli.serve: ServeSubcommand.validate(self, args)
+        vllm.envs: VLLM_USE_RUST_FRONTEND
+    Why: requests do not pass vLLM's API server there, so what was asked for would be left out without a word.
+    Until: these front ends ask resolvers, and have endpoint plugins.
+    """
+
     def validate(self: Any, args: Any) -> None:
         from vllm import envs
 
@@ -132,6 +148,16 @@ def _sharing(original: Any, settings: Settings) -> Any:
     """Give several API servers a folder to find each other, and have vLLM start them with runtime updating.
 
     The others outlive one that is killed (`supervisor.py`).
+
+    Meanwhile the module's `envs` says that runtime updating is off. Where adapters may change, without
+    `lora_lru_manager` or on several hosts, the wrapper raises before an engine starts.
+
+    Touches:
+        vllm.entrypoints.cli.serve: run_multi_api_server(args) envs
+        vllm.envs: VLLM_ALLOW_RUNTIME_LORA_UPDATING
+    Why: vLLM refuses runtime updating with several API servers, as each has a table of its own; data parallelism starts
+        one API server for each engine, unless --api-server-count 1 is given.
+    Until: API servers share what they serve.
     """
 
     def run_multi_api_server(args: Any) -> Any:
@@ -198,38 +224,3 @@ def _parent() -> str:
         return Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip()
     except OSError:
         return ""
-
-
-LEDGER = (
-    Patch(
-        "vllm.envs: VLLM_LOGGING_LEVEL",
-        what="read, where Python's sys.excepthook is wrapped in the process of vllm serve: an error of ours is a line, "
-        "after the traceback with DEBUG only",
-        why="vLLM lets errors of plugins through, and Python prints 33 lines before the one to read",
-        remove="vLLM ends with the text of a plugin's error",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.cli.serve:
-            ServeSubcommand.validate(self, args)
-        vllm.envs:
-            VLLM_USE_RUST_FRONTEND
-        """,
-        what="wrapped: with a resolver, lora_admin or a policy it raises for --grpc and for the front end in Rust; the "
-        "gRPC server and vllm-rs, which start without it, are known by an imported module and by the parent process",
-        why="requests do not pass vLLM's API server there, so what was asked for would be left out without a word",
-        remove="these front ends ask resolvers, and have endpoint plugins",
-    ),
-    Patch(
-        """
-        vllm.entrypoints.cli.serve: run_multi_api_server(args) envs
-        vllm.envs: VLLM_ALLOW_RUNTIME_LORA_UPDATING
-        """,
-        what="wrapped: with lora_lru_manager the arguments name a folder, in which several API servers find each "
-        "other; meanwhile the module's envs says that runtime updating is off. Where adapters may change, without "
-        "lora_lru_manager or on several hosts, it raises before an engine is started",
-        why="vLLM refuses runtime updating with several API servers, as each has a table of its own; data parallelism "
-        "starts one API server for each engine, unless --api-server-count 1 is given",
-        remove="API servers share what they serve",
-    ),
-)

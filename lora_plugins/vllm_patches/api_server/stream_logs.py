@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.ledger import Patch
 
 _LOGGERS = (
     "vllm.entrypoints.openai.chat_completion.serving",
@@ -19,7 +18,18 @@ _LOGGERS = (
 
 
 def patch() -> None:
-    """Filter the generators' loggers of this process; a second call changes nothing."""
+    """Filter the generators' loggers of this process; a second call changes nothing.
+
+    `async_llm.py` logs the error; records of the exception raised in its place are dropped.
+
+    Touches:
+        vllm.entrypoints.openai.chat_completion.serving: logger
+        vllm.entrypoints.openai.completion.serving: logger
+        vllm.entrypoints.scale_out.token_in_token_out.serving: logger
+        vllm.entrypoints.speech_to_text.base.serving: logger
+    Why: a traceback for each refused stream: a client fills the log at will.
+    Until: the stream generators write no traceback for HTTPException and VLLMClientError.
+    """
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_is_not_ours)
 
@@ -29,18 +39,3 @@ def _is_not_ours(record: logging.LogRecord) -> bool:
     # `raise … from None` hides our error from the traceback, and keeps the error as the context.
     error = record.exc_info[1] if record.exc_info else None
     return error is None or not isinstance(error.__context__, LoRAPluginsError)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.openai.chat_completion.serving: logger
-        vllm.entrypoints.openai.completion.serving: logger
-        vllm.entrypoints.scale_out.token_in_token_out.serving: logger
-        vllm.entrypoints.speech_to_text.base.serving: logger
-        """,
-        what="a filter: no record of an error that async_llm has raised in the place of ours, which is logged there",
-        why="a traceback for each refused stream: a client fills the log at will",
-        remove="the stream generators write no traceback for HTTPException and VLLMClientError",
-    ),
-)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.server.follower import has_started
 
@@ -22,7 +21,20 @@ _END_S = 5.0
 
 
 def going_on(original: Callable[..., None], folder: Path) -> Callable[..., None]:
-    """Return vLLM's `wait_for_completion_or_failure` for API servers that find each other in this folder."""
+    """Return vLLM's `wait_for_completion_or_failure` for API servers that find each other in this folder.
+
+    After its start, an API server other than the first counts as ended with exit code 0, and the first as ended with 1.
+    Read in 0.30 to 0.33, run in 0.32: vLLM reads only `processes` of the manager, in the order of the API servers'
+    numbers, and of each process only `sentinel`, `name`, `pid` and, after its end, `exitcode`.
+
+    Touches:
+        vllm.entrypoints.cli.serve: wait_for_completion_or_failure
+        vllm.v1.utils: wait_for_completion_or_failure(api_server_manager, engine_manager, coordinator)
+            APIServerProcessManager{processes}
+    Why: vLLM goes on without a process after exit code 0 only: a killed API server ended all, and a first API server
+        that ended with 0 left the others without names.
+    Until: vLLM goes on without a dead API server, or starts another in its place.
+    """
 
     def wait_for_completion_or_failure(api_server_manager: Any, *args: Any, **kwargs: Any) -> None:
         original(_Servers(api_server_manager, folder), *args, **kwargs)
@@ -81,23 +93,3 @@ class _OtherProcess(_Ended):
             return code
         logger.error("%s (PID: %d) died with exit code %d: its requests fail, the others serve on", name, pid, code)
         return 0
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.entrypoints.cli.serve:
-            wait_for_completion_or_failure
-        vllm.v1.utils:
-            wait_for_completion_or_failure(api_server_manager, engine_manager, coordinator)
-            APIServerProcessManager{processes}
-        """,
-        what="wrapped, with several API servers of ours: after its start, an API server other than the first counts as "
-        "ended with exit code 0, and the first as ended with 1. Read in 0.30 to 0.33, run in 0.32: only "
-        "`processes` of the manager is read, in the order of the API servers' numbers, and of each process only "
-        "`sentinel`, `name`, `pid` and, after its end, `exitcode`; all accept from one socket",
-        why="vLLM goes on without a process after exit code 0 only: a killed API server ended all, and a first API "
-        "server that ended with 0 left the others without names",
-        remove="vLLM goes on without a dead API server, or starts another in its place",
-    ),
-)
