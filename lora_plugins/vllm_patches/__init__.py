@@ -1,1 +1,1 @@
-"""Our changes in vLLM: a folder for each process, a file for each object, with the symbols in its `LEDGER`."""
+"""Our changes in vLLM: a folder for each process, a file for each object. Docstrings say why, and until when."""

@@ -2,6 +2,15 @@
 
 An error travels in the last output of its request: as the stop reason, or as a tensor of bytes for a pooling request
 (`EngineCoreOutput` in vllm/v1/engine/__init__.py, 0.30 to 0.33).
+
+A part of a client's request that a pause has aborted ends with an output of ours too.
+
+Touches:
+    vllm.v1.request: RequestStatus{FINISHED_ERROR}
+    vllm.v1.engine:
+        EngineCoreOutput{request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
+        FinishReason{ABORT, ERROR}
+Why: it is answered with our status and text, and a client does not wait for a part until the resume.
 """
 
 from __future__ import annotations
@@ -10,7 +19,6 @@ import json
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError, error_of
-from lora_plugins.ledger import Patch
 
 VERSIONS = "lora_versions"  # in the kv_transfer_params of an output: vLLM passes no other free field on to answers
 _PREFIX = "lora-plugins:"  # of the stop reason
@@ -71,20 +79,3 @@ def error_in(reason: object) -> LoRAPluginsError | None:
     if isinstance(reason, str) and reason.startswith(_PREFIX):
         return error_of(json.loads(reason.removeprefix(_PREFIX)))
     return None
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.request:
-            RequestStatus{FINISHED_ERROR}
-        vllm.v1.engine:
-            EngineCoreOutput{
-                request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
-            FinishReason{ABORT, ERROR}
-        """,
-        what="made for a request whose adapter cannot be loaded: a stop reason, or a tensor for pooling, has the "
-        "error; and for a part of a request that a pause has aborted",
-        why="it is answered with our status and text, and a client does not wait for a part until the resume",
-    ),
-)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.store.layout import key_of
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def distinguish_versions() -> None:
-    """Compare requests' adapters by name and id, and caches by name and path, in this process."""
+    """Compare requests' adapters by name and id, and caches by name and path, in this process.
+
+    Touches: vllm.lora.request: LoRARequest{__eq__(self, value), __hash__(self)}
+    Why: a batch with two versions under one name would hold only one of them.
+    Until: vLLM compares ids too.
+    """
     from vllm.lora.request import LoRARequest
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.input_processor import InputProcessor
@@ -45,7 +49,13 @@ def _hash(self: Any) -> int:
 
 
 def _of_path(original: Any) -> Any:
-    """The key of a tower's work on an image gets the adapter's path, which changes with the adapter's bytes."""
+    """The key of a tower's work on an image gets the adapter's path, which changes with the adapter's bytes.
+
+    Only with `--enable-tower-connector-lora`.
+
+    Why: vLLM's has its name: a new version would be given what the old one's tower has seen.
+    Until: vLLM's key changes with the adapter's version.
+    """
 
     def _get_mm_identifier(self: Any, mm_hash: str, lora_request: Any) -> str:
         identifier: str = original(self, mm_hash, lora_request)
@@ -56,32 +66,13 @@ def _of_path(original: Any) -> Any:
 
 
 def _prefix_keys(request: Any) -> list[str]:
-    """Return the facts that a cached prefix of `request` depends on: the adapter's path changes with its bytes."""
+    """Return the facts that a cached prefix of `request` depends on: the adapter's path changes with its bytes.
+
+    In the place of vLLM's keys up to 0.30; keys of anything more than the adapter's name stay.
+
+    Touches: vllm.v1.core.kv_cache_utils: _gen_lora_extra_hash_keys(request)
+    Why: a new version must not read prefixes that the old one has computed.
+    Until: vLLM 0.30 is no longer supported.
+    """
     adapter = request.lora_request
     return [] if not adapter else [adapter.lora_name, adapter.lora_path]
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.lora.request:
-            LoRARequest.__eq__(self, value)
-            LoRARequest.__hash__(self)
-        """,
-        what="replaced: names and ids are compared",
-        why="a batch with two versions under one name would hold only one of them",
-        remove="vLLM compares ids too",
-    ),
-    Patch(
-        "vllm.v1.core.kv_cache_utils: _gen_lora_extra_hash_keys(request)",
-        what="replaced up to 0.30, whose keys hold the adapter's name only; left as it is where it reads anything else",
-        why="a new version must not read prefixes that the old one has computed",
-        remove="vLLM 0.30 is no longer supported",
-    ),
-    Patch(
-        "vllm.v1.engine.input_processor: InputProcessor._get_mm_identifier(self, mm_hash, lora_request)",
-        what="wrapped: with --enable-tower-connector-lora the key of an image's embeddings has the adapter's path too",
-        why="vLLM's has its name: a new version would be given what the old one's tower has seen",
-        remove="vLLM's key changes with the adapter's version",
-    ),
-)

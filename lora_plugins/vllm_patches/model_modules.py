@@ -12,14 +12,24 @@ from typing import Any
 
 from lora_plugins.adapter.landing import Model, Respell
 from lora_plugins.adapter.model_modules import ModelModules
-from lora_plugins.ledger import Patch
 
 METHOD = "lora_plugins_model_modules"
 TELL_METHOD = "lora_plugins_whole_model"
 
 
 def patch() -> None:
-    """Have every worker of the process answer; a second call changes nothing."""
+    """Have every worker of the process answer; a second call changes nothing.
+
+    `WorkerBase` gets `lora_plugins_model_modules` and `lora_plugins_whole_model`, called once by `collective_rpc`.
+    `load_lora_model` puts the manager at `model_runner.lora_manager`.
+
+    Touches:
+        vllm.v1.worker.worker_base: WorkerBase{model_runner}
+        vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
+        vllm.v1.engine.async_llm: AsyncLLM.collective_rpc(self, method, timeout, args, kwargs)
+    Why: only the engine knows which modules its model has, and their sizes.
+    Until: vLLM says over its API which modules adapters can be for.
+    """
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, METHOD, _model_modules)
@@ -63,6 +73,13 @@ def reader_of_names(modules: ModelModules) -> Callable[[str], tuple[str, bool]]:
     """Return vLLM's `parse_fine_tuned_lora_name` with the model's own mapping: a name's module, and whether A or B.
 
     The function raises ValueError for a tensor that is no LoRA weight.
+
+    Touches:
+        vllm.lora.utils: parse_fine_tuned_lora_name(name, weights_mapper)
+        vllm.model_executor.models.utils:
+            WeightsMapper{orig_to_new_prefix, orig_to_new_substr, orig_to_new_suffix, orig_to_new_regex}
+    Why: names in an adapter are read by vLLM's own function, with the model's mapping.
+    Until: vLLM says over its API where an adapter's tensors land.
     """
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -118,33 +135,3 @@ def _mapper(modules: ModelModules) -> Any:
 
         fields["orig_to_new_renaming"] = [WeightRenaming(*patterns) for patterns in renames["renaming"]]
     return WeightsMapper(**fields)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.worker.worker_base:
-            WorkerBase{model_runner}
-        vllm.v1.worker.lora_model_runner_mixin:
-            LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
-        vllm.v1.engine.async_llm:
-            AsyncLLM.collective_rpc(self, method, timeout, args, kwargs)
-        """,
-        what="WorkerBase is given lora_plugins_model_modules and lora_plugins_whole_model, called once by "
-        "collective_rpc; "
-        "load_lora_model is relied on to put the manager at model_runner.lora_manager",
-        why="only the engine knows which modules its model has, and their sizes",
-        remove="vLLM says over its API which modules adapters can be for",
-    ),
-    Patch(
-        """
-        vllm.lora.utils:
-            parse_fine_tuned_lora_name(name, weights_mapper)
-        vllm.model_executor.models.utils:
-            WeightsMapper{orig_to_new_prefix, orig_to_new_substr, orig_to_new_suffix, orig_to_new_regex}
-        """,
-        what="made again from what a worker sent, and called in the API server",
-        why="names in an adapter are read by vLLM's own function, with the model's mapping",
-        remove="vLLM says over its API where an adapter's tensors land",
-    ),
-)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.settings import OF_API_SERVERS, environment, set_for_children, variables_of_workers
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -18,7 +17,12 @@ _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def name_our_variables() -> None:
-    """Add the workers' variables to vLLM's list; a user's names stay, but for secrets of API servers."""
+    """Add the workers' variables to vLLM's list; a user's names stay, but for secrets of API servers.
+
+    Touches: vllm.ray.ray_env: get_env_vars_to_copy(exclude_vars, additional_vars, destination)
+    Why: engines of data parallelism by Ray, and the workers on their nodes, get vLLM's variables only.
+    Until: vLLM copies the whole environment to engines as well, as its second Ray executor does to workers.
+    """
     named = [name.strip() for name in environment().get(_COPIED, "").split(",") if name.strip()]
     kept = [name for name in named if name not in OF_API_SERVERS]
     missing = [name for name in variables_of_workers() if name not in kept]
@@ -35,23 +39,13 @@ def keep_keys_from_workers() -> None:
 
 
 def _without_keys(original: Any) -> Any:
+    """Leave out the admin key, and where policy and declared set lie.
+
+    Why: it copies the whole environment to the workers, and Ray shows what it is given.
+    Until: vLLM copies only what its workers read.
+    """
+
     def get_driver_env_vars(worker_specific_vars: set[str]) -> Any:
         return original(worker_specific_vars | OF_API_SERVERS)
 
     return get_driver_env_vars
-
-
-LEDGER = (
-    Patch(
-        "vllm.v1.executor.ray_env_utils: get_driver_env_vars(worker_specific_vars)",
-        what="wrapped: the admin key, and where policy and declared set lie, are left out",
-        why="it copies the whole environment to the workers, and Ray shows what it is given",
-        remove="vLLM copies only what its workers read",
-    ),
-    Patch(
-        "vllm.ray.ray_env: get_env_vars_to_copy(exclude_vars, additional_vars, destination)",
-        what="given our variables, by the environment variable that it reads",
-        why="engines of data parallelism by Ray, and the workers on their nodes, get vLLM's variables only",
-        remove="vLLM copies the whole environment to engines as well, as its second Ray executor does to workers",
-    ),
-)

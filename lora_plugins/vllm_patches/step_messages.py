@@ -2,6 +2,12 @@
 
 `SchedulerOutput` (vllm/v1/core/sched/output.py) and `ModelRunnerOutput` (vllm/v1/outputs.py, 0.30 to 0.33) are plain
 dataclasses, pickled whole, without a field for more.
+
+Touches:
+    vllm.v1.core.sched.output: SchedulerOutput{total_num_scheduled_tokens}
+    vllm.v1.outputs: ModelRunnerOutput
+Why: commands reach every worker with the batch that they are for, and reports the scheduler.
+Until: vLLM has a field for what plugins send along.
 """
 
 from __future__ import annotations
@@ -9,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lora_plugins.ledger import Patch
 from lora_plugins.scheduler.messages import Command, Report, Slots
 
 
@@ -41,16 +46,3 @@ def attached(output: Any, kind: type[T]) -> T:
     # Outputs of vLLM's own making, such as an empty output, lack the attribute.
     found: T = getattr(output, _NAMES[kind], None) or kind()
     return found
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.v1.core.sched.output: SchedulerOutput{total_num_scheduled_tokens}
-        vllm.v1.outputs: ModelRunnerOutput
-        """,
-        what="plain dataclasses, given the attributes lora_commands and lora_reports",
-        why="commands reach every worker with the batch that they are for, and reports the scheduler",
-        remove="vLLM has a field for what plugins send along",
-    ),
-)
