@@ -7,12 +7,24 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from lora_plugins.errors import InvalidSettings
+
 _OURS = "lora_plugins_wrapper"  # marks the function, whatever else wraps it
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Put `wrapper(original)` in the place of an attribute of a class or module; a second call changes nothing."""
-    original = getattr(owner, name)
+    """Put `wrapper(original)` in the place of an attribute of a class or module; a second call changes nothing.
+
+    Raises:
+        InvalidSettings: this vLLM has no such attribute, although its release is known.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        raise InvalidSettings(
+            f"a vLLM without {owner.__name__}.{name}",
+            expected="the places of our ledger",
+            remedy="install an unchanged vLLM that lora-plugins supports; lora-plugins doctor names what differs",
+        )
     if not hasattr(original, _OURS):
         # `wraps` copies `__dict__` too: a wrapper of another package around ours still has the mark.
         wrapped = functools.wraps(original)(wrapper(original))

@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from lora_plugins.errors import InvalidSettings
 from lora_plugins.vllm_patches.wrapping import where, wrap
 
 
@@ -42,6 +45,12 @@ def test_another_packages_wrapper_around_ours_is_kept() -> None:
     kind.say = theirs
     wrap(kind, "say", louder)
     assert kind().say("x") == "(x!)"
+
+
+def test_a_place_that_vllm_lacks_is_named() -> None:
+    with pytest.raises(InvalidSettings, match=r"a vLLM without Speaker\.shout.*doctor"):
+        wrap(Speaker, "shout", louder)
+    assert not hasattr(Speaker, "shout")
 
 
 def test_objects_that_are_not_ours_keep_vllms_method() -> None:
