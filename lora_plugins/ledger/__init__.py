@@ -30,7 +30,7 @@ _SYMBOL = re.compile(
 
 _METHOD = re.compile(r"(\w+)\(([^)]*)\)")  # among the members of a class
 _SECTION = re.compile(r"^(Touches|Why|Until):", re.MULTILINE)
-_TOUCHES_VLLM = re.compile(r"^(?:LEDGER = |\s*(?:from vllm[. ]|wrap\(|Touches:|Why:|Until:))", re.MULTILINE)
+_TOUCHES_VLLM = re.compile(r"^\s*(?:from vllm[. ]|wrap\(|Touches:|Why:|Until:)", re.MULTILINE)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Documented = ast.Module | ast.ClassDef | _Function
@@ -107,8 +107,7 @@ def entries(package: Path = PACKAGE) -> Mapping[str, Sequence[Patch]]:
         # Only files that touch vLLM are parsed: parsing takes time.
         if _TOUCHES_VLLM.search(text):
             try:
-                module = parse(text)
-                of_file = [*_in(module.body)] or [*_Source(module).entries()]
+                of_file = [*_Source(parse(text)).entries()]
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from None
             if of_file:
@@ -265,22 +264,6 @@ def _sections(node: _Documented) -> dict[str, str]:
     if found and not found.get("Why"):
         raise ValueError(f"a docstring has {', '.join(found)} and no `Why:`")
     return found
-
-
-# The form before docstrings: a tuple `LEDGER` of `Patch`es at the end of a module.
-def _in(module: Sequence[ast.stmt]) -> Iterator[Patch]:
-    for statement in module:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id="LEDGER")], value=ast.Tuple(elts=calls)):
-                for call in calls:
-                    yield _entry(call)
-
-
-def _entry(call: ast.expr) -> Patch:
-    if not isinstance(call, ast.Call):
-        raise TypeError(f"no entry of the ledger: {ast.unparse(call)}")
-    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
-    return Patch(*map(ast.literal_eval, call.args), **named)
 
 
 def _names(text: str) -> tuple[str, ...]:
