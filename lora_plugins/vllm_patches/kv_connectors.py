@@ -14,7 +14,6 @@ from multiprocessing import parent_process
 from typing import Any
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.ledger import Patch
 from lora_plugins.log import logger
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -50,6 +49,18 @@ def is_known(kind: type) -> bool:
 
 
 def _judging(original: Any) -> Any:
+    """Raise where an engine with LoRA has a connector that finds blocks by their tokens alone.
+
+    Touches:
+        vllm.engine.arg_utils: EngineArgs.create_engine_config(self, usage_context, headless)
+        vllm.distributed.kv_transfer.kv_connector.factory:
+            KVConnectorFactory.get_connector_class(cls, kv_transfer_config)
+        vllm.config.kv_transfer: KVTransferConfig{kv_connector, kv_connector_extra_config}
+        vllm.config.vllm: VllmConfig{lora_config, kv_transfer_config}
+    Why: such a connector gives a request the blocks of another adapter (vllm-project/vllm#44250).
+    Until: the keys of every connector of vLLM's hold the adapter.
+    """
+
     def create_engine_config(*args: Any, **kwargs: Any) -> Any:
         config = original(*args, **kwargs)
         if config.lora_config is not None and config.kv_transfer_config is not None:
@@ -97,19 +108,3 @@ def _classes(transfer: Any) -> Iterator[type]:
 
 def _is_of(kind: type, modules: tuple[str, ...]) -> bool:
     return any(f"{one.__module__}.".startswith(modules) for one in kind.__mro__)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.engine.arg_utils: EngineArgs.create_engine_config(self, usage_context, headless)
-        vllm.distributed.kv_transfer.kv_connector.factory:
-            KVConnectorFactory.get_connector_class(cls, kv_transfer_config)
-        vllm.config.kv_transfer: KVTransferConfig{kv_connector, kv_connector_extra_config}
-        vllm.config.vllm: VllmConfig{lora_config, kv_transfer_config}
-        """,
-        what="wrapped: it raises where an engine with LoRA has a connector that finds blocks by their tokens alone",
-        why="such a connector gives a request the blocks of another adapter (vllm-project/vllm#44250)",
-        remove="the keys of every connector of vLLM's hold the adapter",
-    ),
-)

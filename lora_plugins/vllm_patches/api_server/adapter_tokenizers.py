@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 from lora_plugins.adapter.chat import AddedToken, Chat
-from lora_plugins.ledger import Patch
 
 _MOST = 8  # tokenizers of different added tokens in memory; one with 150,000 words has 100 MB, and takes a second
 _ADDED = '"added_tokens":'
@@ -38,7 +37,18 @@ def tokenizer_of(base: Any, chat: Chat) -> Any:
 
 
 async def renderer_of(renderer: Any, chat: Chat) -> Any:
-    """VLLM's renderer for one request of an adapter: a copy with the adapter's tokenizer, or `renderer` itself."""
+    """VLLM's renderer for one request of an adapter: a copy with the adapter's tokenizer, or `renderer` itself.
+
+    Touches:
+        vllm.renderers.base:
+            BaseRenderer._tokenize_prompt(self, prompt, params)
+            BaseRenderer._decode(self, ...)
+            BaseRenderer{tokenizer, _executor, _tokenize_prompt_async, _async_tokenizer_decode}
+        vllm.tokenizers.hf: get_cached_tokenizer(tokenizer) maybe_make_thread_pool(tokenizer, ...)
+        vllm.utils.async_utils: make_async(func, ...)
+    Why: an adapter that was trained with tokens of its own gets prompts of other tokens, and answers without text.
+    Until: vLLM has a tokenizer for each adapter again.
+    """
     from vllm.utils.async_utils import make_async
 
     if not chat.added_tokens:
@@ -79,23 +89,3 @@ def _has(words: Mapping[str, int], of_base: Mapping[str, int], added: tuple[Adde
     ids = {token.id for token in added}
     kept = all(words.get(text) == token for text, token in of_base.items() if token not in ids)
     return kept and all(words.get(token.text) == token.id for token in added)
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.renderers.base:
-            BaseRenderer._tokenize_prompt(self, prompt, params)
-            BaseRenderer._decode(self, ...)
-            BaseRenderer{tokenizer, _executor, _tokenize_prompt_async, _async_tokenizer_decode}
-        vllm.tokenizers.hf:
-            get_cached_tokenizer(tokenizer)
-            maybe_make_thread_pool(tokenizer, ...)
-        vllm.utils.async_utils:
-            make_async(func, ...)
-        """,
-        what="a renderer is copied for a request, with a tokenizer that knows the adapter's tokens, wrapped as vLLM's",
-        why="an adapter that was trained with tokens of its own gets prompts of other tokens, and answers without text",
-        remove="vLLM has a tokenizer for each adapter again",
-    ),
-)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.ledger import Patch
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
@@ -21,6 +20,18 @@ def patch() -> None:
 
 
 def _following(original: Any) -> Any:
+    """Forget keys that are no longer the request's before vLLM adds the request's keys.
+
+    Touches:
+        vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:
+            RequestOffloadState{config, req, group_states}
+            RequestGroupState{offload_keys}
+            GroupOffloadConfig{hashes_per_chunk}
+        vllm.v1.kv_offload.base: get_offload_block_hash(key)
+    Why: blocks that a new version has computed would be stored under the keys of the version before.
+    Until: vLLM's connector reads the keys of a request when it stores its blocks.
+    """
+
     def update_offload_keys(self: Any) -> None:
         from vllm.v1.kv_offload.base import get_offload_block_hash
 
@@ -32,20 +43,3 @@ def _following(original: Any) -> Any:
         original(self)
 
     return update_offload_keys
-
-
-LEDGER = (
-    Patch(
-        """
-        vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:
-            RequestOffloadState{config, req, group_states}
-            RequestOffloadState.update_offload_keys(self)
-            RequestGroupState{offload_keys}
-            GroupOffloadConfig{hashes_per_chunk}
-        vllm.v1.kv_offload.base: get_offload_block_hash(key)
-        """,
-        what="wrapped: keys that are no longer the request's are forgotten before vLLM adds the request's keys",
-        why="blocks that a new version has computed would be stored under the keys of the version before",
-        remove="vLLM's connector reads the keys of a request when it stores its blocks",
-    ),
-)
