@@ -169,7 +169,7 @@ def test_labels_of_the_guide_are_those_of_the_policy():
     (change,) = re.findall(r"-p '(\{.*?\})'", GUIDE)
     role = json.loads(change)["spec"]["template"]["metadata"]["labels"]
     administrator, prometheus = (
-        yaml.safe_load(text) for text in re.findall(r"`([\w./-]+: (?:administrator|prometheus))`", GUIDE)
+        yaml.safe_load(text) for text in dict.fromkeys(re.findall(r"`([\w./-]+: (?:administrator|prometheus))`", GUIDE))
     )
     (rule,) = rendered("base")["NetworkPolicy", "lora-plugins"]["spec"]["ingress"]
     allowed = [one["podSelector"]["matchLabels"] for one in rule["from"]]

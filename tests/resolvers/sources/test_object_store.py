@@ -166,7 +166,7 @@ def test_files_for_chats_are_found_beside_however_many_checkpoints(bed: Bed) -> 
     assert found is not None
     assert {file.name: file.size_bytes for file in found.files} == {name: len(data) for name, data in files.items()}
     methods = [request.method for request in bed.proxy.requests()]
-    assert sorted(methods) == ["GET", "GET", "HEAD", "HEAD", "HEAD"]
+    assert sorted(methods) == ["GET", "GET", *["HEAD"] * len(CHAT)]
     bed.proxy.plan(faults.denied(), method="HEAD", path=TEMPLATE_FILE, times=None)
     found = locate(bed.source())
     assert found is not None
