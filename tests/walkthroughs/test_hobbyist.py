@@ -90,7 +90,7 @@ def test_the_readme_serves_an_adapter_of_the_checkout(tmp_path: Path, spawned: d
             # One name brings all plugins: kernels, the admin API, and the planner without which that does not start.
             assert "LoRA kernels: " in reader.servers[0].log()
             listed = httpx.get(f"{url}/v1/loras").raise_for_status().json()
-            assert [adapter["name"] for adapter in listed["adapters"]] == ["pirate"]
+            assert [adapter["lora_name"] for adapter in listed["loras"]] == ["pirate"]
 
 
 @pytest.mark.timeout(1200)
