@@ -64,6 +64,7 @@ class _NamesFile:
         self._looked_at_s = -math.inf
         self._version: tuple[int, ...] = ()
         self._names: frozenset[str] = frozenset()
+        self._fails = False
 
     def label_of(self, name: str) -> str:
         """Return the label of a listed name; a version of a listed name is counted with the name."""
@@ -81,8 +82,11 @@ class _NamesFile:
                 names = (line.strip() for line in lines)
                 self._names = frozenset(name for name in names if name and not name.startswith("#"))
                 self._version = version
+            self._fails = False
         except (OSError, ValueError) as error:  # the names of before go on, as their series do
-            logger.warning("%s: %s; the names read before keep their labels", self._path, error)
+            if not self._fails:
+                logger.warning("%s: %s; the names read before keep their labels", self._path, error)
+            self._fails = True
 
 
 def label_of(name: str) -> str:
