@@ -127,10 +127,10 @@ class Settings:
     """Prefixes, separated by commas, of URIs for clients to have fetched
     ([sources](../guides/sources.md#by-uri))."""
     fetch_timeout_s: float = required("LORA_PLUGINS_FETCH_TIMEOUT_S", seconds(least=0.1), "300")
-    """How long a source may take to find an adapter, and how long no byte may come in a fetch, retries included; the
-    deadline of a push, to which its size adds ([deadlines](../guides/sources.md#deadlines))."""
+    """How long a source may take to find an adapter, and how long no byte may come in a fetch, retries included, or
+    in a push ([deadlines](../guides/sources.md#deadlines))."""
     fetch_max_s: float | None = optional("LORA_PLUGINS_FETCH_MAX_S", replace(seconds(least=0.1), none="no limit"))
-    """How long a fetch may take in all, however fast its bytes come."""
+    """How long a fetch or the body of a push may take in all, however fast its bytes come."""
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
     list_models: str = required("LORA_PLUGINS_LIST", choice("served", "all"), "served")

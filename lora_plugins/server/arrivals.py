@@ -7,6 +7,7 @@ room is reserved before the bytes come; in steps for a body that does not say it
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Hashable
 from contextlib import AbstractAsyncContextManager
@@ -18,7 +19,7 @@ from lora_plugins.errors import NoFreeSlot, OutOfMemory, SlowBody
 from lora_plugins.resolvers.places import Most, PlaceLimits, Places
 from lora_plugins.server.shares import Share
 from lora_plugins.store.layout import discard
-from lora_plugins.store.store import Store, fetch_timeout_s
+from lora_plugins.store.store import Store
 
 _AT_ONCE, _OF_ONE, _WAITING = 8, 4, 10_000
 _LEAST_BYTES, _LEAST_S = 1 << 20, 30.0  # each MiB of a body must come in so many seconds
@@ -77,9 +78,10 @@ class BodyRoom:
 class Arrivals:
     """The places for bodies that arrive, and their limits. For one event loop."""
 
-    def __init__(self, store: Store, timeout_s: float, max_body_bytes: int) -> None:
-        """Limit the waiting for a place to `timeout_s`, and the receiving to as long as a fetch may take."""
+    def __init__(self, store: Store, timeout_s: float, max_body_bytes: int, most_s: float | None = None) -> None:
+        """Limit the wait for a place and a sender's silence to `timeout_s`, and the receiving to `most_s` in all."""
         self._store, self._timeout_s, self._max_body_bytes = store, timeout_s, max_body_bytes
+        self._most_s = math.inf if most_s is None else most_s
         # Half of the places at most for one principal, so that another finds a place at once.
         self._places = Places(
             PlaceLimits(_AT_ONCE, _WAITING, timeout_s),
@@ -100,25 +102,24 @@ class Arrivals:
         """The pieces of a body, which grow its room; only waits for the sender count as time.
 
         Raises:
-            SlowBody: a MiB, or the whole body, takes too long.
+            SlowBody: no byte comes, or a MiB or the whole body takes too long.
             OutOfMemory, NoFreeSlot: of `BodyRoom.grow`.
         """
         await room.grow(body.size_bytes or 0, _STEP_BYTES if body.size_bytes is None else 0)
-        size_bytes = self._max_body_bytes if body.size_bytes is None else body.size_bytes
-        whole_s = left_s = fetch_timeout_s(size_bytes, self._timeout_s)
-        received_bytes, due_bytes, due_s = 0, _LEAST_BYTES, _LEAST_S
+        received_bytes, due_bytes, due_s, left_s = 0, _LEAST_BYTES, _LEAST_S, self._most_s
         while True:
             began = time.monotonic()
             try:
-                async with asyncio.timeout(min(left_s, due_s)):
+                async with asyncio.timeout(min(self._timeout_s, due_s, left_s)):
                     piece = await anext(body.pieces)
             except StopAsyncIteration:
                 return
             except TimeoutError:
                 raise SlowBody(
                     f"a body of which {received_bytes} bytes have come",
-                    expected=f"{_LEAST_BYTES} bytes every {_LEAST_S:g} s, and the whole within {whole_s:.0f} s",
-                    remedy="push again, on a faster connection; LORA_PLUGINS_FETCH_TIMEOUT_S adds to the whole time",
+                    expected=f"{_LEAST_BYTES} bytes every {_LEAST_S:g} s, no silence of {self._timeout_s:g} s"
+                    + (f", and the whole within {self._most_s:g} s" if self._most_s < math.inf else ""),
+                    remedy="push again, on a faster connection, or raise LORA_PLUGINS_FETCH_MAX_S where it is set",
                 ) from None
             waited_s = time.monotonic() - began
             left_s, due_s = left_s - waited_s, due_s - waited_s

@@ -70,8 +70,9 @@ class Pushes:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         resolver = lifecycle.server.resolver
+        settings = resolver.settings
         self._arrivals = Arrivals(
-            resolver.store, resolver.settings.fetch_timeout_s, resolver.settings.max_adapter_bytes
+            resolver.store, settings.fetch_timeout_s, settings.max_adapter_bytes, settings.fetch_max_s
         )
         self._names = WeakValueDictionary[str, _OfName]()  # for as long as a push of the name goes on
         self._times: dict[str, deque[float]] = {}  # of each principal's pushes within the last minute

@@ -44,13 +44,7 @@ from lora_plugins.store.processes import Processes
 
 _T = TypeVar("_T", bound=CheckedAdapter)
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
-_BYTES_PER_S = 10e6  # a push at this rate is in time, whatever the size
 _TRIES_OF_FULL_DISK = 3  # other fetches may take the room that a try has made
-
-
-def fetch_timeout_s(size_bytes: int, least_s: float) -> float:
-    """Seconds that a push of so many bytes may take."""
-    return least_s + size_bytes / _BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,11 @@ MB = 1 << 20
 class Names:
     """Takes every push, as `Lifecycle` does; `taken` are the versions in their order, `broken` those it refuses."""
 
-    def __init__(self, root: Path, *, max_bytes: int | None = None, timeout_s: float = 60) -> None:
+    def __init__(
+        self, root: Path, *, max_bytes: int | None = None, timeout_s: float = 60, max_s: float | None = None
+    ) -> None:
         self.store = Store(root, max_bytes=max_bytes)
-        settings = SimpleNamespace(fetch_timeout_s=timeout_s, max_adapter_bytes=64 * MB)
+        settings = SimpleNamespace(fetch_timeout_s=timeout_s, fetch_max_s=max_s, max_adapter_bytes=64 * MB)
         self.server = SimpleNamespace(resolver=SimpleNamespace(store=self.store, settings=settings))
         self.taken: list[str] = []
         self.broken: set[str] = set()
@@ -210,9 +212,10 @@ def test_a_push_without_a_place_is_refused(tmp_path: Path) -> None:
     assert sorted(names.taken) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("fault", ["a MiB", "the whole"])
+@pytest.mark.parametrize("fault", ["a MiB", "a silence", "the whole"])
 def test_a_slow_body_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    names = Names(tmp_path / "store", timeout_s=60 if fault == "a MiB" else 0.1)
+    store = tmp_path / "store"
+    names = Names(store, timeout_s=0.1 if fault == "a silence" else 60, max_s=0.2 if fault == "the whole" else None)
     monkeypatch.setattr(arrivals, "_LEAST_S", 0.2 if fault == "a MiB" else 60)
 
     async def drips() -> AsyncIterator[bytes]:
@@ -229,6 +232,24 @@ def test_a_slow_body_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     run(steps)
     assert not names.store.layout.temporaries()
+
+
+def test_a_slow_body_that_goes_on_is_served(tmp_path: Path) -> None:
+    """2 GB at 3 MB/s were once refused after 500 s."""
+    names = Names(tmp_path / "store", timeout_s=0.5)
+
+    async def drips() -> AsyncIterator[bytes]:
+        for _ in range(15):
+            await asyncio.sleep(0.05)
+            yield b"x" * 1000
+
+    async def steps() -> None:
+        trainer = Trainer("1")
+        trainer.body = Body(drips(), 15_000, Share("a", 1))
+        await trainer.push(Pushes(names))  # type: ignore[arg-type]
+
+    run(steps)
+    assert names.taken == ["1"]
 
 
 def test_a_slow_disk_is_no_slow_body(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
