@@ -28,9 +28,7 @@ _AT_ONCE_BYTES = 1 << 20  # of the body
 _MAX_FILES = 1_000  # far more shards than any adapter has
 # Of a header checked here, 100,000 tensors; a longer header waits for the process that verifies.
 _READ_AT_ONCE_BYTES = 1 << 24
-# A member of a dictionary (RFC 8941), whose texts may have commas, and the value of a digest, perhaps with parameters.
-_MEMBER = re.compile(r"""[ \t]*([a-z*][a-z0-9_.*-]*)((?:[^,"]|"(?:[^"\\]|\\.)*")*)(?:,|$)""")
-_BYTES = re.compile(r"[ \t]*=[ \t]*:([A-Za-z0-9+/]+=*):[ \t]*(?:;.*)?")
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')  # in a dictionary (RFC 8941); its commas end no member
 _ALGORITHMS = {"sha-256": "sha256", "sha-512": "sha512"}
 _EXPECTED_FILES = f"{CONFIG_FILE} and {WEIGHTS_FILE}, or its shards with {INDEX_FILE}, each once"
 
@@ -185,19 +183,16 @@ class _Files:
 
 def _promised(content_digest: str) -> dict[str, bytes]:
     """The digests of a Content-Digest header with a known algorithm; other members may have any value."""
-    found, at, text = {}, 0, content_digest.strip(" \t,")
-    while at < len(text):
-        member = _MEMBER.match(text, at)
-        if member is None:
-            raise broken(f"Content-Digest: {content_digest[:80]}", "sha-256=:BASE64: (RFC 9530)", "correct the header")
-        at = member.end()
-        if member[1] in _ALGORITHMS:
-            value = _BYTES.fullmatch(member[2])
+    found = {}
+    for member in _TEXT.sub("", content_digest).split(","):
+        key, _, value = member.partition(";")[0].partition("=")
+        if (name := key.strip().lower()) in _ALGORITHMS:
+            encoded = re.fullmatch(r"\s*:(.+):\s*", value)
             try:
-                found[member[1]] = base64.b64decode(value[1] if value else "?", validate=True)
+                found[name] = base64.b64decode(encoded[1] if encoded else "?", validate=True)
             except ValueError:
                 raise broken(
-                    f"Content-Digest: {content_digest[:80]}", f"{member[1]}=:BASE64: (RFC 9530)", "correct the header"
+                    f"Content-Digest: {content_digest[:80]}", f"{name}=:BASE64: (RFC 9530)", "correct the header"
                 ) from None
     return found
 
