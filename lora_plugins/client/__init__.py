@@ -18,16 +18,14 @@ import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
-from lora_plugins.client.answers import Heard, answers_of, error_of, served_digests
-from lora_plugins.client.attempt import Attempt
+from lora_plugins.client.attempt import Attempt, Heard, answers_of, error_of, served_digests
 from lora_plugins.client.body import body_of
 
-_T = TypeVar("_T")
 # `mounts` of httpx's clients: a proxy of the environment would get the key, and ask its own machine.
 DIRECT = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
 
@@ -75,7 +73,7 @@ class Pushed:
 
 def push(name: str, adapter: Any, config: Mapping[str, Any] | None = None, **options: Any) -> Pushed:
     """Call `push_async`, for callers without an event loop."""
-    return _run(push_async(name, adapter, config, **options))
+    return asyncio.run(push_async(name, adapter, config, **options))
 
 
 def wait_served(name: str, digest: str, servers: Sequence[str], *, timeout_s: float = 60.0, **options: Any) -> None:
@@ -85,17 +83,17 @@ def wait_served(name: str, digest: str, servers: Sequence[str], *, timeout_s: fl
         TimeoutError: a server does not within `timeout_s`.
         CallFailed: a server denies access.
     """
-    _run(wait_served_async(name, digest, servers, timeout_s=timeout_s, **options))
+    asyncio.run(wait_served_async(name, digest, servers, timeout_s=timeout_s, **options))
 
 
 def pause(name: str, mode: str = "wait", **options: Any) -> None:
     """Call `pause_async`, for callers without an event loop."""
-    _run(pause_async(name, mode, **options))
+    asyncio.run(pause_async(name, mode, **options))
 
 
 def resume(name: str, **options: Any) -> None:
     """Call `resume_async`, for callers without an event loop."""
-    _run(resume_async(name, **options))
+    asyncio.run(resume_async(name, **options))
 
 
 async def push_async(
@@ -261,7 +259,3 @@ def _url(server: str, name: str) -> str:
 
 def _denial(heard: Heard) -> str | None:
     return next((it.text for it in answers_of(heard) if it.status in (401, 403)), None)
-
-
-def _run(work: Coroutine[Any, Any, _T]) -> _T:
-    return asyncio.run(work)
