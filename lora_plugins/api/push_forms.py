@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from lora_plugins.adapter.chat import CHAT_FILES
@@ -153,7 +153,10 @@ class _Parts:
 
 
 class _Archive:
-    """The files of a tar archive, in any folder; files that no adapter has are skipped."""
+    """The files of a tar archive, in any folder; files that no adapter has are skipped.
+
+    Not by `tarfile` as a stream, which reads records of any size into memory, and takes a broken header for the end.
+    """
 
     def __init__(self) -> None:
         self._block = bytearray()
@@ -163,7 +166,7 @@ class _Archive:
         self._has_end = False
         # While the present file is a record, a long name or a pax header, of the next file; and what records have said.
         self._record: bytearray | None = None
-        self._reads_record = _pax_fields
+        self._reads_record = _RECORDS[tarfile.XHDTYPE]
         self._record_types: set[bytes] = set()  # of the records before the next file
         self._fields: dict[bytes, bytes] = {}
         self._headers = 0
@@ -248,14 +251,6 @@ class _Archive:
         self._padding_bytes = -size_bytes % _BLOCK_BYTES
 
 
-def _long_name(record: bytes) -> dict[bytes, bytes]:
-    return {b"path": record.partition(b"\0")[0]}
-
-
-def _no_fields(record: bytes) -> dict[bytes, bytes]:  # noqa: ARG001
-    return {}
-
-
 def _fields_of_all(record: bytes) -> dict[bytes, bytes]:
     if _pax_fields(record):
         raise broken("a path or a size of all files", "a path and a size for each file")
@@ -264,8 +259,11 @@ def _fields_of_all(record: bytes) -> dict[bytes, bytes]:
 
 def _pax_fields(record: bytes) -> dict[bytes, bytes]:
     """The path and the size in a pax header: lines `LENGTH KEY=VALUE`, with the length of the whole line."""
-    fields, at = {}, 0
+    fields, at, count = {}, 0, 0
     while at < len(record):
+        count += 1
+        if count > _MAX_FIELDS:
+            raise broken(f"a pax header of more than {_MAX_FIELDS} fields", "fewer extended attributes of a file")
         match = _PAX_FIELD.match(record, at)
         end = at + int(match[1]) if match else 0
         if match is None or not match.end() < end <= len(record):
@@ -283,9 +281,10 @@ def _pax_fields(record: bytes) -> dict[bytes, bytes]:
 _PAX_FIELD = re.compile(rb"(\d{1,9}) ([^=]+)=")
 _MAX_HEADERS = 10_000  # 15 µs for each
 _MAX_RECORD_BYTES = 1 << 16
-_RECORDS = {
-    tarfile.GNUTYPE_LONGNAME: _long_name,
-    tarfile.GNUTYPE_LONGLINK: _no_fields,  # the target of a link, which is refused
+_MAX_FIELDS = 256  # of a record; 13,000 take 6 ms of the event loop, and a MiB has 16 records
+_RECORDS: dict[bytes, Callable[[bytes], dict[bytes, bytes]]] = {
+    tarfile.GNUTYPE_LONGNAME: lambda record: {b"path": record.partition(b"\0")[0]},
+    tarfile.GNUTYPE_LONGLINK: lambda _: {},  # the target of a link, which is refused
     tarfile.XHDTYPE: _pax_fields,
     tarfile.XGLTYPE: _fields_of_all,
 }

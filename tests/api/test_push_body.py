@@ -162,6 +162,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a name too long": ("application/x-tar", archive(FILES, folder="x" * 70_000), "header of 70"),
     "a negative size": ("application/x-tar", header(b"", size=-600), "a file of -600 bytes"),
     "a pax header without fields": ("application/x-tar", header(b"no fields", b"x") + archive(FILES), "a pax header"),
+    "many fields of a file": ("application/x-tar", header(b"5 a=\n" * 257, b"x") + archive(FILES), "than 256 fields"),
     "a size in words": ("application/x-tar", header(b"12 size=two\n", b"x") + archive(FILES), "a pax header whose"),
     "two pax headers of one file": ("application/x-tar", header(PAX, b"x") * 2 + archive(FILES), "two pax headers"),
     "two names of one file": ("application/x-tar", header(b"a/b", b"L") * 2 + archive(FILES), "two names"),
