@@ -21,11 +21,10 @@ from lora_plugins.adapter.chat import MAX_BYTES
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
 from lora_plugins.adapter.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header, read_metadata
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGHTS_FILE
-from lora_plugins.api.push_forms import broken, form_of, is_of_adapter
+from lora_plugins.api.push_forms import broken, check_number, form_of, is_of_adapter
 from lora_plugins.errors import describing
 
 _AT_ONCE_BYTES = 1 << 20  # of the body
-_MAX_FILES = 1_000  # far more shards than any adapter has
 # Of a header checked here, 100,000 tensors; a longer header waits for the process that verifies.
 _READ_AT_ONCE_BYTES = 1 << 24
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')  # in a dictionary (RFC 8941); its commas end no member
@@ -138,8 +137,7 @@ class _Files:
         if name not in self._sizes_bytes:
             if not is_of_adapter(name):
                 raise broken(f"the file '{name[:80]}'", _EXPECTED_FILES)
-            if len(self._sizes_bytes) == _MAX_FILES:
-                raise broken(f"more than {_MAX_FILES} files", "fewer shards")
+            check_number(len(self._sizes_bytes) + 1)
             if self._open is not None:
                 await self._open.close()
             # "x": never overwrite a file that is there already.

@@ -21,6 +21,7 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE, is_shard
 from lora_plugins.errors import InvalidAdapter
 
 OCTETS, PARTS, TAR = "application/octet-stream", "multipart/form-data", "application/x-tar"
+_MAX_FILES = 1_000  # far more shards than any adapter has
 _BLOCK_BYTES = 512  # of a tar archive
 
 
@@ -67,6 +68,12 @@ def broken(found: str, expected: str, remedy: str = "push a whole PEFT adapter",
     return InvalidAdapter(found, expected=expected, remedy=remedy, file=file)
 
 
+def check_number(files: int) -> None:
+    """Raises InvalidAdapter for more files than a push may have."""
+    if files > _MAX_FILES:
+        raise broken(f"more than {_MAX_FILES} files", "fewer shards")
+
+
 class _OneFile:
     """A body that is one safetensors file."""
 
@@ -93,6 +100,7 @@ class _Parts:
         self._field = self._value = b""
         self._headers: dict[bytes, bytes] = {}
         self._name = ""
+        self._begun = 0
         self._has_ended = False
         callbacks = {
             "on_part_begin": self._begin,
@@ -125,6 +133,8 @@ class _Parts:
             raise broken("a multipart body without its end", "the whole body", "send the body again")
 
     def _begin(self) -> None:
+        self._begun += 1
+        check_number(self._begun)
         self._headers = {}
 
     def _take_field(self, data: bytes, start: int, end: int) -> None:
