@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import NamedTuple
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import LoRAPluginsError
@@ -30,23 +30,25 @@ class State(StrEnum):
     PROBLEM = "problem"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A finding and its remedy, if something is to be done; `check` is where, once the doctor has said so."""
+class Step(NamedTuple):
+    """One check: what it found, and the remedy, if something is to be done; the doctor sets its own `check`.
 
-    state: State
+    `state` is a `State`; for `why`, also `yes`, `no`, `no answer`, `not asked`, `not checked` or `failed`.
+    """
+
+    check: str
+    state: str
     found: str
     remedy: str = ""
-    check: str = ""
 
     def __str__(self) -> str:
         return f"{self.found}; {self.remedy}" if self.remedy else self.found
 
 
-def problem_of(error: LoRAPluginsError) -> Finding:
+def problem_of(error: LoRAPluginsError) -> Step:
     """Return an error of ours as a finding."""
     expected = f"; expected {error.expected}" if error.expected else ""
-    return Finding(State.PROBLEM, f"{error.found}{expected}", error.remedy)
+    return Step("", State.PROBLEM, f"{error.found}{expected}", error.remedy)
 
 
 def discovered_plugins() -> Mapping[str, Sequence[str]]:
@@ -58,9 +60,7 @@ def discovered_plugins() -> Mapping[str, Sequence[str]]:
     return found
 
 
-def unknown_plugins(
-    env: Mapping[str, str], installed: Collection[str], *, only_ours: bool = False
-) -> Iterator[Finding]:
+def unknown_plugins(env: Mapping[str, str], installed: Collection[str], *, only_ours: bool = False) -> Iterator[Step]:
     """Yield names in `VLLM_PLUGINS` that vLLM passes over in silence; with `only_ours`, names that look like ours."""
     for name in env.get("VLLM_PLUGINS", "").split(","):
         close, looks_like_ours = plugin_meant(name)
@@ -69,21 +69,21 @@ def unknown_plugins(
         if name.strip() in installed:
             # vLLM splits at commas and strips nothing (vllm/envs.py, 0.30 to 0.33).
             found = f"VLLM_PLUGINS names '{name}', and vLLM does not leave out the space: it is not loaded"
-            yield Finding(State.PROBLEM, found, "separate the names by commas alone")
+            yield Step("plugins", State.PROBLEM, found, "separate the names by commas alone")
             continue
         close = close or (None if only_ours else closest(name.strip(), installed))
         found = f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin"
         ours = f"correct or remove the name; lora-plugins has {EVERYTHING}, or {', '.join(OURS)}"
         remedy = f"did you mean {close}?" if close else ours if looks_like_ours else "correct or remove the name"
-        yield Finding(State.PROBLEM if looks_like_ours else State.WARNING, found, remedy)
+        yield Step("plugins", State.PROBLEM if looks_like_ours else State.WARNING, found, remedy)
 
 
-def misspelt_variables(env: Mapping[str, str]) -> Iterator[Finding]:
+def misspelt_variables(env: Mapping[str, str]) -> Iterator[Step]:
     """Yield variables with almost the name of one that we read; an unknown `LORA_PLUGINS_*` is an error already."""
     for name in sorted(env):
         close = None if name in VARIABLES or name.startswith(PREFIX) else closest(name, VARIABLES, _ALMOST)
         if close:
-            yield Finding(State.WARNING, f"{name} is set, and nothing reads it", f"did you mean {close}?")
+            yield Step("settings", State.WARNING, f"{name} is set, and nothing reads it", f"did you mean {close}?")
 
 
 def plugin_meant(name: str) -> tuple[str | None, bool]:
@@ -105,38 +105,35 @@ def plugin_meant(name: str) -> tuple[str | None, bool]:
     return (None if close is None else by_words[close]), True
 
 
-def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_adapter: bool) -> Iterator[Finding]:
+def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_adapter: bool) -> Iterator[Step]:
     """Yield a server's warnings once the model is known, beside names of plugins; `check` is the doctor's.
 
     With `base_rows_get_an_adapter`, vLLM's own kernels run on the CPU and compute base-model rows with an adapter.
     """
     root = settings.filesystem_root
     if root is not None and named_in_environment(FILESYSTEM, env):
-        yield from (replace(finding, check="filesystem") for finding in root_as_adapter(root))
-    yield from (replace(finding, check="runtime") for finding in resolvers_not_asked(settings))
+        yield from root_as_adapter(root)
+    yield from resolvers_not_asked(settings)
     if base_rows_get_an_adapter:
-        yield Finding(
+        yield Step(
+            "kernels",
             State.WARNING,
             "on the CPU, vLLM before 0.33 computes base-model requests with an adapter when both share a batch "
             "(vllm-project/vllm#48421)",
             f"name {KERNELS} in VLLM_PLUGINS, without LORA_PLUGINS_KERNELS=vllm, or upgrade vLLM",
-            "kernels",
         )
 
 
-def root_as_adapter(root: Path) -> Iterator[Finding]:
+def root_as_adapter(root: Path) -> Iterator[Step]:
     """Yield a problem if the directory of adapters is an adapter itself, whose name no request can have."""
     if os.path.isfile(root / CONFIG_FILE):
         found = f"VLLM_LORA_RESOLVER_CACHE_DIR={root} is an adapter itself, and names are looked for below it"
         remedy = f"set VLLM_LORA_RESOLVER_CACHE_DIR={root.parent} to serve it as '{root.name}'"
-        yield Finding(State.PROBLEM, found, remedy)
+        yield Step("filesystem", State.PROBLEM, found, remedy)
 
 
-def resolvers_not_asked(settings: Settings) -> Iterator[Finding]:
+def resolvers_not_asked(settings: Settings) -> Iterator[Step]:
     """Yield a problem if vLLM asks no resolver."""
     if not settings.runtime_lora_updating:
-        yield Finding(
-            State.PROBLEM,
-            "vLLM asks no resolver: VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1",
-            "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-        )
+        found = "vLLM asks no resolver: VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1"
+        yield Step("runtime", State.PROBLEM, found, "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")

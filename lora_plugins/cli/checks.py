@@ -14,7 +14,7 @@ from pathlib import Path
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.cli.output import number, size
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.findings import Finding, State, at_start, misspelt_variables, problem_of, unknown_plugins
+from lora_plugins.findings import State, Step, at_start, misspelt_variables, problem_of, unknown_plugins
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
 from lora_plugins.ledger import check as ledger_check
@@ -45,8 +45,8 @@ from lora_plugins.store.file_system import check_owners, try_file_system
 from lora_plugins.store.layout import Layout
 from lora_plugins.vllm_patches import versions
 
-ok, on, off = partial(Finding, State.OK), partial(Finding, State.ON), partial(Finding, State.OFF)
-warning, problem = partial(Finding, State.WARNING), partial(Finding, State.PROBLEM)
+ok, on, off = (partial(Step, "", state) for state in (State.OK, State.ON, State.OFF))
+warning, problem = partial(Step, "", State.WARNING), partial(Step, "", State.PROBLEM)
 
 # A server's variables, but for the names of plugins: another check shows them.
 _KEPT = {*VARIABLES, "XDG_CACHE_HOME", "VLLM_API_KEY", "HUGGING_FACE_HUB_TOKEN"} - {"VLLM_PLUGINS"}
@@ -109,12 +109,12 @@ class Context:
         machine = dispatch.Machine("cpu" if self.is_cpu else "cuda", dispatch.triton_is_there(), build.problem)
         return dispatch.choose(self.settings.kernels, machine)
 
-    def at_start(self, check: str) -> list[Finding]:
+    def at_start(self, check: str) -> list[Step]:
         """Return the warnings of a server's start that belong to a check."""
         return [finding for finding in self._at_start if finding.check == check]
 
     @cached_property
-    def _at_start(self) -> Sequence[Finding]:
+    def _at_start(self) -> Sequence[Step]:
         return list(at_start(self.settings, self.env, base_rows_get_an_adapter=self._base_rows_get_an_adapter()))
 
     def _base_rows_get_an_adapter(self) -> bool:
@@ -145,10 +145,10 @@ class Context:
         return OTHERS in named or any(self.env.get(NEEDS[plugin]) for plugin in named)
 
 
-Check = Callable[[Context], Iterator[Finding]]
+Check = Callable[[Context], Iterator[Step]]
 
 
-def vllm(context: Context) -> Iterator[Finding]:
+def vllm(context: Context) -> Iterator[Step]:
     """Compare the version of vLLM's sources with the known versions; nothing is imported."""
     if context.vllm is None:
         yield problem("vLLM is not installed beside lora-plugins", "pip install vllm")
@@ -165,7 +165,7 @@ def vllm(context: Context) -> Iterator[Finding]:
     yield ok(f"vLLM {version}") if error is None else problem_of(error)
 
 
-def ledger(context: Context) -> Iterator[Finding]:
+def ledger(context: Context) -> Iterator[Step]:
     """Check every symbol of vLLM in the ledger."""
     if context.vllm is None:
         return
@@ -181,7 +181,7 @@ def ledger(context: Context) -> Iterator[Finding]:
         yield ok(f"all {len(noted)} places where we touch vLLM are as they should be")
 
 
-def settings(context: Context) -> Iterator[Finding]:
+def settings(context: Context) -> Iterator[Step]:
     """Report every wrong variable of ours, and every variable almost of ours."""
     yield from misspelt_variables(context.env)
     for name, error in context.wrong.items():
@@ -192,7 +192,7 @@ def settings(context: Context) -> Iterator[Finding]:
         yield ok(", ".join(kept) or "none is set: all at their defaults")
 
 
-def plugins(context: Context) -> Iterator[Finding]:
+def plugins(context: Context) -> Iterator[Step]:
     """Compare the names in `VLLM_PLUGINS` with the installed plugins."""
     if "VLLM_PLUGINS" not in context.env:
         yield off(
@@ -212,7 +212,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
     """
     needs = NEEDS.get(plugin, "")
 
-    def check(context: Context) -> Iterator[Finding]:
+    def check(context: Context) -> Iterator[Step]:
         why_off = context.why_off(plugin)
         named = [name for name in variables if context.env.get(name)]
         if why_off and named:
@@ -241,18 +241,18 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
 def unless_wrong(variable: str, check: Check) -> Check:
     """Return a check that looks at nothing where its variable is wrong, which another check reports."""
 
-    def known(context: Context) -> Iterator[Finding]:
+    def known(context: Context) -> Iterator[Step]:
         yield from [not_checked(variable)] if variable in context.wrong else check(context)
 
     return known
 
 
-def not_checked(variable: str) -> Finding:
+def not_checked(variable: str) -> Step:
     """Return the finding of a check whose variable is wrong."""
     return warning(f"not checked: {variable} is wrong")
 
 
-def runtime(context: Context) -> Iterator[Finding]:
+def runtime(context: Context) -> Iterator[Step]:
     """Report whether vLLM asks resolvers at all; nobody minds where no source is named."""
     not_asked = context.at_start("runtime")
     if not_asked and all(context.why_off(plugin) for plugin in RESOLVERS):
@@ -261,16 +261,16 @@ def runtime(context: Context) -> Iterator[Finding]:
         yield from not_asked or [on("vLLM asks resolvers for unknown names")]
 
 
-def manager(context: Context) -> Iterator[Finding]:
+def manager(context: Context) -> Iterator[Step]:
     """Report the manager: its name in `VLLM_PLUGINS` is enough."""
     yield _named(context, MANAGER)
 
 
-def _named(context: Context, plugin: str) -> Finding:
+def _named(context: Context, plugin: str) -> Step:
     return on(f"VLLM_PLUGINS names {plugin if context.names(plugin) else EVERYTHING}")
 
 
-def kernels(context: Context) -> Iterator[Finding]:
+def kernels(context: Context) -> Iterator[Step]:
     """Report the kernels of a server here."""
     if context.vllm is None:
         yield _named(context, KERNELS)
@@ -281,7 +281,7 @@ def kernels(context: Context) -> Iterator[Finding]:
 def or_vllms_kernels(check: Check) -> Check:
     """Return the check of our kernels, with the faults of vLLM's own on the CPU where ours do not run."""
 
-    def both(context: Context) -> Iterator[Finding]:
+    def both(context: Context) -> Iterator[Step]:
         yield from context.at_start("kernels")
         for finding in check(context):
             if finding.state is State.OFF and context.is_cpu:
@@ -293,7 +293,7 @@ def or_vllms_kernels(check: Check) -> Check:
     return both
 
 
-def admin(context: Context) -> Iterator[Finding]:
+def admin(context: Context) -> Iterator[Step]:
     """Check that the manager runs too: a server does not start without."""
     why_not = context.why_off(MANAGER)
     if why_not:
@@ -303,7 +303,7 @@ def admin(context: Context) -> Iterator[Finding]:
         yield _named(context, ADMIN)
 
 
-def store(context: Context) -> Iterator[Finding]:
+def store(context: Context) -> Iterator[Step]:
     """Check that the store can be written, links and locks files as servers do, and has room."""
     budget = context.settings.store_max_bytes
     layout = Layout(context.settings.store_dir)
@@ -341,7 +341,7 @@ def store(context: Context) -> Iterator[Finding]:
         yield ok(summary)
 
 
-def policy(context: Context) -> Iterator[Finding]:
+def policy(context: Context) -> Iterator[Step]:
     """Check that the policy can be read, and by whom."""
     path = context.settings.policy
     if path is None:
@@ -355,7 +355,7 @@ def policy(context: Context) -> Iterator[Finding]:
         yield on(summary)
 
 
-def adapters_file(context: Context) -> Iterator[Finding]:
+def adapters_file(context: Context) -> Iterator[Step]:
     """Check that the file of declared adapters can be read, if there is a file."""
     path = context.settings.adapters_file
     if path is not None:

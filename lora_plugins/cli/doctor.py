@@ -5,28 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from lora_plugins.api.models import AdapterList, DeclaredState
 from lora_plugins.cli import checks, source_checks
 from lora_plugins.cli.checks import Check, Context, of_plugin, ok, problem, unless_wrong, warning
 from lora_plugins.cli.exits import Exit
-from lora_plugins.cli.output import Result, Shown, line, number, table
+from lora_plugins.cli.output import Result, line, number, steps_table
 from lora_plugins.cli.server import AdminClient
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.findings import Finding, State, discovered_plugins, problem_of
+from lora_plugins.findings import State, Step, discovered_plugins, problem_of
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, NEEDS, OTHERS, S3
 from lora_plugins.settings import SOURCES, environment
 from lora_plugins.vllm_patches import versions
 
-_STYLES = {
+_STYLES: Mapping[str, str] = {
     State.OK: "green",
     State.ON: "green",
     State.OFF: "dim",
@@ -93,23 +91,16 @@ def doctor(
         "problems": problems,
         "warnings": warnings,
         "verdict": sentence,
-        "findings": [
-            {"check": item.check, "state": str(item.state), "found": item.found, "remedy": item.remedy}
-            for item in found
-        ],
+        "findings": [item._asdict() for item in found],
     }
     counts = f"{number(problems, 'problem')}, {number(warnings, 'warning')}"
     style = "bold red" if problems else "yellow" if warnings else "bold green"
-    rows: list[tuple[str | Text, ...]] = []
-    for item in found:
-        rows.append((item.check, Text(str(item.state), style=_STYLES[item.state]), item.found))
-        if item.remedy:
-            rows.append(("", "", f"→ {item.remedy}"))
-    shown: list[Shown] = [table(("", "", ""), rows), line(), line(counts, style), line(sentence, "bold")]
-    return Result(fields, shown, Exit.WRONG if problems else Exit.OK)
+    shown = steps_table(("", "", ""), found, _STYLES)
+    end = line(counts, style), line(sentence, "bold")
+    return Result(fields, [shown, line(), *end], Exit.WRONG if problems else Exit.OK)
 
 
-def examine(context: Context, client: AdminClient | None = None) -> list[Finding]:
+def examine(context: Context, client: AdminClient | None = None) -> list[Step]:
     """Return the findings of every check, and with a client the findings about its server."""
     checks = dict(CHECKS)
     if client is not None:
@@ -117,16 +108,16 @@ def examine(context: Context, client: AdminClient | None = None) -> list[Finding
     return [finding for name, check in checks.items() for finding in _run(name, check, context)]
 
 
-def _run(name: str, check: Check, context: Context) -> Iterator[Finding]:
+def _run(name: str, check: Check, context: Context) -> Iterator[Step]:
     """Return the findings of a check; an error of ours in the check is a problem."""
     try:
         for finding in check(context):
-            yield replace(finding, check=name)
+            yield finding._replace(check=name)
     except LoRAPluginsError as error:
-        yield replace(problem_of(error), check=name)
+        yield problem_of(error)._replace(check=name)
 
 
-def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
+def verdict(found: Sequence[Step], env: Mapping[str, str]) -> str:
     """Return what lora-plugins serves, or the first obstacle."""
     # A server's problem may be of another environment.
     problems = [item for item in found if item.state is State.PROBLEM and item.check != "server"]
@@ -157,7 +148,7 @@ def verdict(found: Sequence[Finding], env: Mapping[str, str]) -> str:
     return f"{where}; {'with' if 'admin' in runs else 'without'} the admin API"
 
 
-def _server(client: AdminClient, context: Context) -> Iterator[Finding]:
+def _server(client: AdminClient, context: Context) -> Iterator[Step]:
     """Compare a running server's version, plugins, adapters and store with this environment's."""
     yield _version(client, context)
     metrics = ""
@@ -187,7 +178,7 @@ def _server(client: AdminClient, context: Context) -> Iterator[Finding]:
         raise listed
 
 
-def _version(client: AdminClient, context: Context) -> Finding:
+def _version(client: AdminClient, context: Context) -> Step:
     answer = client.text("/version")
     try:
         version = str(json.loads(answer)["version"])
@@ -201,7 +192,7 @@ def _version(client: AdminClient, context: Context) -> Finding:
     return ok(f"{client.url} is vLLM {version}")
 
 
-def _plugin(context: Context, plugin: str, *, runs: bool) -> Finding:
+def _plugin(context: Context, plugin: str, *, runs: bool) -> Step:
     does, is_named = "runs" if runs else "does not run", not context.why_off(plugin)
     if runs == is_named:
         return ok(f"{plugin} {does}, as in this environment")
@@ -210,7 +201,7 @@ def _plugin(context: Context, plugin: str, *, runs: bool) -> Finding:
     return warning(f"{plugin} {does}, and this environment {names} it", remedy)
 
 
-def _adapters(listed: AdapterList, store: Path) -> Iterator[Finding]:
+def _adapters(listed: AdapterList, store: Path) -> Iterator[Step]:
     broken = [f"{one.lora_name}: {one.last_error.message}" for one in listed.loras if one.last_error is not None]
     yield from map(warning, broken[:_SHOWN])
     if len(broken) > _SHOWN:

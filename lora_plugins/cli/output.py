@@ -9,7 +9,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from lora_plugins.cli.exits import Exit, exit_of, worst
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.findings import Step
 from lora_plugins.settings import environment
 
 SHOWN_CHARACTERS = 12  # of a digest
@@ -148,6 +149,15 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return made
+
+
+def steps_table(heads: Sequence[str], steps: Iterable[Step], styles: Mapping[str, str]) -> Table:
+    """Return a table of what was checked, the verdict in its style, what was found, and below a remedy, if any."""
+    rows: list[tuple[str | Text, ...]] = []
+    for what, verdict, found, remedy in steps:
+        rows.append((what, line(verdict, styles.get(verdict, "")), found))
+        rows += [("", "", f"→ {remedy}")] if remedy else []
+    return table(heads, rows)
 
 
 def table_above(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Shown]:

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.checks import Context, not_checked, off, on, problem, warning
 from lora_plugins.cli.output import number
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
-from lora_plugins.findings import Finding, State, problem_of
+from lora_plugins.findings import State, Step, problem_of
 from lora_plugins.plugin_names import OTHERS
 from lora_plugins.resolvers.sources.configured import (
     filesystem_source,
@@ -37,7 +36,7 @@ _SHOWN = 3
 _OF_EXT4 = "lost+found"  # root's own, at the top of a volume
 
 
-def filesystem(context: Context) -> Iterator[Finding]:
+def filesystem(context: Context) -> Iterator[Step]:
     """Check that the directory can be read, has adapters, and is no adapter itself."""
     filesystem_source(context.settings)
     root = context.settings.filesystem_root
@@ -50,7 +49,7 @@ def filesystem(context: Context) -> Iterator[Finding]:
         yield problem(f"{root} cannot be read: {error.strerror}", "let the server's user read it")
         return
     is_adapter = context.at_start("filesystem")
-    yield from (replace(finding, state=State.WARNING) if count else finding for finding in is_adapter)
+    yield from (finding._replace(state=State.WARNING) if count else finding for finding in is_adapter)
     if denied:
         shown = ", ".join(denied[:_SHOWN]) + (f" and {len(denied) - _SHOWN} more" if len(denied) > _SHOWN else "")
         yield problem(f"this user may not read {shown}", "let the server's user read it, and run doctor as that user")
@@ -98,7 +97,7 @@ def _is_a_name(text: str) -> bool:
     return False
 
 
-def s3(context: Context) -> Iterator[Finding]:
+def s3(context: Context) -> Iterator[Step]:
     """Check that the object store answers for the template, asked for an adapter that need not be there."""
     s3_source(context.settings)
     template = context.settings.s3_path_template or ""
@@ -114,7 +113,7 @@ def s3(context: Context) -> Iterator[Finding]:
     answer, listed = asyncio.run(_ask_and_list(source, context.timeout_s))
     if isinstance(answer, SourceUnavailable):
         finding = problem_of(answer)
-        yield replace(finding, found=f"{shown}: {finding.found}")
+        yield finding._replace(found=f"{shown}: {finding.found}")
     elif isinstance(
         answer, LoRAPluginsError
     ):  # an adapter of the probe's name, broken or not, shows that the store answers
@@ -144,7 +143,7 @@ async def _ask_and_list(
     return answer, listing.gaps[0] if listing.gaps else len(listing.names)
 
 
-def hub(context: Context) -> Iterator[Finding]:
+def hub(context: Context) -> Iterator[Step]:
     """Report the Hub's answer for each entry of the list."""
     hub_source(context.settings)
     repos = context.settings.hub_repos
@@ -179,7 +178,7 @@ def hub(context: Context) -> Iterator[Finding]:
             yield on(f"{entry}: the Hub answers, and has no adapter at this place itself")
 
 
-def others(context: Context) -> Iterator[Finding]:
+def others(context: Context) -> Iterator[Step]:
     """List the sources of other packages; nothing where no package has a source and `VLLM_PLUGINS` names none."""
     installed = [point.name for point in points_of_others()]
     why_off = context.why_off(OTHERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -25,10 +25,10 @@ from lora_plugins.cli.base_model import (
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.lookup import LookUp, look_up, names_of_environment
 from lora_plugins.cli.names import NamesFile, expand, is_several, together, wanted
-from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, ago, error_fields, line, number, size, table
+from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, ago, error_fields, line, number, size, steps_table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
-from lora_plugins.findings import resolvers_not_asked
+from lora_plugins.findings import Step, resolvers_not_asked
 from lora_plugins.resolvers.search import SourceAnswer
 from lora_plugins.resolvers.sources.pushed import LABEL as PUSHED
 from lora_plugins.settings import Settings
@@ -46,15 +46,6 @@ _VERDICTS = {
     "not resolved": "found, and no request finds it: vLLM asks no resolver; set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
     "paused": "served, and paused: requests wait for a resume",
 }
-
-
-class Step(NamedTuple):
-    """A step: `verdict` is `ok`, `yes`, `no`, `no answer`, `not asked`, `not checked`, `warning` or `failed`."""
-
-    step: str
-    verdict: str
-    detail: str
-    hint: str = ""
 
 
 @dataclass(slots=True)
@@ -115,7 +106,7 @@ def why(
             raise
         for one in rest:
             one.found.error = error
-    warnings = [Step("vllm", "warning", item.found, item.remedy) for item in resolvers_not_asked(settings)]
+    warnings = [item._replace(check="vllm", state="warning") for item in resolvers_not_asked(settings)]
 
     def answer(one: LookUp) -> Result:
         of_server = said.get(one.name, OfServer([]))
@@ -253,13 +244,13 @@ def _why_not_compared(asked: LookUp, base: BaseModel | None) -> str:
 
 def _verdict(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: BaseModel | None) -> tuple[str, Exit]:
     """Return the verdict by the last step, or by the first: a warning that vLLM asks no resolver."""
-    last, is_resolved = steps[-1], steps[0].step != "vllm"
+    last, is_resolved = steps[-1], steps[0].check != "vllm"
     error = asked.found.error
     if error is not None:
         verdict = "unavailable" if isinstance(error, SourceUnavailable) else "refused"
-        is_silent = any(step.verdict == "no answer" for step in of_server.steps)
+        is_silent = any(step.state == "no answer" for step in of_server.steps)
         by_step = {"name": "unknown", "revision": "unknown", "settings": "no answer" if is_silent else "not asked"}
-        return by_step.get(last.step, verdict), exit_of(error)
+        return by_step.get(last.check, verdict), exit_of(error)
     if of_server.view is not None and of_server.is_the_end:
         is_paused = of_server.view.state is ServedState.PAUSED
         return ("paused", Exit.UNAVAILABLE) if is_paused else ("served", Exit.OK)
@@ -274,7 +265,7 @@ def _in_words(asked: LookUp, of_server: OfServer, verdict: str, base: BaseModel 
     if verdict == "served" and asked.stored is not None:
         return would_be_served(base, asked.stored.facts.rank)
     if verdict == "served" and of_server.view is not None:
-        is_warned = any(step.verdict == "warning" for step in of_server.steps)
+        is_warned = any(step.state == "warning" for step in of_server.steps)
         return f"served, version {_version(of_server.view)}{', with a warning above' if is_warned else ''}"
     reason = _why_not_compared(asked, base) if verdict == "not compared" else ""
     return f"{_VERDICTS[verdict]}: {reason}" if reason else _VERDICTS[verdict]
@@ -285,7 +276,7 @@ def _result(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: Bas
     fields: dict[str, Any] = {
         "name": asked.name,
         "verdict": verdict,
-        "steps": [step._asdict() for step in steps],
+        "steps": [dict(zip(("step", "verdict", "detail", "hint"), step, strict=True)) for step in steps],
         "server": None if of_server.view is None else of_server.view.model_dump(mode="json"),
         "adapter": None,
     }
@@ -306,11 +297,6 @@ def _result(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: Bas
         fields["located"] = asked.would_fetch.as_json()
     if asked.found.error is not None:
         fields["error"] = error_fields(asked.found.error)
-    rows = []
-    for step in steps:
-        rows.append(step[:3])
-        if step.hint:
-            rows.append(("", "", f"→ {step.hint}"))
     style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(code, "bold red")
     end = line(f"{asked.name}: {_in_words(asked, of_server, verdict, base)}", style)
-    return Result(fields, [table(("step", "verdict", ""), rows), line(), end], code)
+    return Result(fields, [steps_table(("step", "verdict", ""), steps, {}), line(), end], code)

@@ -11,7 +11,7 @@ import pytest
 from lora_plugins.cli.checks import Context
 from lora_plugins.cli.doctor import CHECKS
 from lora_plugins.cli.exits import Exit
-from lora_plugins.findings import Finding, State, discovered_plugins
+from lora_plugins.findings import State, Step, discovered_plugins
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols
 from lora_plugins.settings import OWN_VARIABLES
@@ -341,7 +341,7 @@ def around(*names: str) -> Context:
     return Context(env, discovered, ledger_check.installed(), network=False, timeout_s=1)
 
 
-def verdict(surroundings: Context, check: str) -> Finding:
+def verdict(surroundings: Context, check: str) -> Step:
     (finding,) = CHECKS[check](surroundings)
     return finding
 

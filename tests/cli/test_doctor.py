@@ -9,7 +9,7 @@ import pytest
 from lora_plugins.cli.doctor import verdict
 from lora_plugins.cli.exits import Exit
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.findings import Finding, State
+from lora_plugins.findings import State, Step
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 from tests.cli.common import Cli
 
@@ -113,7 +113,7 @@ def test_the_last_line_is_a_verdict(cli, kind):
 
 
 def test_without_vllm_nothing_is_served():
-    found = [Finding(State.PROBLEM, "vLLM is not installed beside lora-plugins", "pip install vllm", "vllm")]
+    found = [Step("vllm", State.PROBLEM, "vLLM is not installed beside lora-plugins", "pip install vllm")]
     assert verdict(found, {"VLLM_PLUGINS": ALL}) == (
         "nothing is served by lora-plugins: vLLM is not installed beside lora-plugins"
     )
