@@ -15,12 +15,11 @@ from urllib.parse import quote, urlsplit
 import typer
 from pydantic import BaseModel
 
-from lora_plugins import errors
 from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList
 from lora_plugins.cli.exits import UsageProblem
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
+from lora_plugins.errors import KINDS, InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
 from lora_plugins.replica_answers import object_of, rows_of
 from lora_plugins.settings import VARIABLES, environment
 from lora_plugins.store.layout import is_digest
@@ -39,11 +38,7 @@ _ERROR = re.compile(
     r"(?:; expected (?P<expected>.*?))?(?:\. To fix: (?P<remedy>.*))?\.",
     re.DOTALL,
 )
-_KINDS = {
-    kind.code: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, LoRAPluginsError) and kind is not LoRAPluginsError
-}
+_BY_CODE = {kind.code: kind for kind in KINDS}
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -238,8 +233,6 @@ def _error_of(message: str) -> LoRAPluginsError | None:
     """Return the error of ours that says `message`, or None."""
     # Servers send our errors as text: read back, an error keeps its code, and so its exit code.
     match = _ERROR.fullmatch(message)
-    kind = match and _KINDS.get(match["code"])
-    if not match or kind is None:
-        return None
-    fields = {name: text or "" for name, text in match.groupdict().items() if name != "code"}
-    return kind(**fields)
+    fields = match.groupdict("") if match else {}
+    kind = _BY_CODE.get(fields.pop("code", ""))
+    return None if kind is None else kind(**fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -174,7 +174,7 @@ def verify(
     """Hash what is in the store again; quarantine damage."""
     view = StoreView(Settings.from_env())
     chosen, errors = view.select_all(names, file) if names or file is not None else (view.entries(), [])
-    adapters = []
+    adapters: list[dict[str, Any]] = []
     for entry in counted(output, chosen, len(chosen), "hashed"):
         if not output.shows_progress or len(chosen) < 2:
             output.progress(f"hashing {entry.digest[:SHOWN_CHARACTERS]}")
@@ -190,17 +190,11 @@ def verify(
         "damaged": damaged,
         "errors": [error_fields(error) for error in errors],
     }
-    rows = [(str(adapter["digest"])[:SHOWN_CHARACTERS], _verdict(adapter)) for adapter in adapters]
+    bad = {True: "damaged, quarantined", False: "damaged, and in use: replaced once it is fetched again"}
+    said = ["whole" if adapter["whole"] else bad[adapter["quarantined"]] for adapter in adapters]
+    rows = [(entry.digest[:SHOWN_CHARACTERS], verdict) for entry, verdict in zip(chosen, said, strict=True)]
     end = line(f"{number(len(adapters), 'adapter')}, {damaged} damaged", "bold red" if damaged else "")
     return Result(fields, [*errors, table(("digest", "verdict"), rows), end], Exit.WRONG if damaged else Exit.OK)
-
-
-def _verdict(adapter: Mapping[str, object]) -> str:
-    if adapter["whole"]:
-        return "whole"
-    return (
-        "damaged, quarantined" if adapter["quarantined"] else "damaged, and in use: replaced once it is fetched again"
-    )
 
 
 def gc(
@@ -239,10 +233,9 @@ def gc(
     damaged = quarantined(view.layout) if view.layout.folder("quarantine").is_dir() else []
     done = evict(sorted(known, key=lambda entry: entry.digest in served), budget, remove)
     kept = [entry for entry in done.leased if entry.digest in served and not rows[entry.digest]["leases"]]
-    leased = [entry for entry in done.leased if entry not in kept]
-    if damaged and not dry_run:
-        for entry in damaged:
-            discard_quarantined(view.store.layout, entry.digest)
+    groups = {"removed": done.removed, "leased": [one for one in done.leased if one not in kept], "served": kept}
+    for entry in () if dry_run else damaged:
+        discard_quarantined(view.store.layout, entry.digest)
     fits = done.left_bytes <= budget
     fields = {
         "store": str(view.layout.root),
@@ -251,18 +244,13 @@ def gc(
         "before_bytes": before_bytes,
         "after_bytes": done.left_bytes,
         "fits": fits,
-        "removed": [rows[entry.digest] for entry in done.removed],
-        "leased": [rows[entry.digest] for entry in leased],
-        "served": [rows[entry.digest] for entry in kept],
+        **{name: [rows[entry.digest] for entry in some] for name, some in groups.items()},
         "quarantine": [{"name": entry.digest, "size_bytes": entry.size_bytes} for entry in damaged],
     }
     removed = "would be removed" if dry_run else "removed"
-    verdicts = [
-        *((entry, ago(entry.used_at), removed) for entry in done.removed),
-        *((entry, ago(entry.used_at), "stays: leased") for entry in leased),
-        *((entry, ago(entry.used_at), "stays: served lately") for entry in kept),
-        *((entry, "", f"damaged, {removed}") for entry in damaged),
-    ]
+    ends = {"removed": removed, "leased": "stays: leased", "served": "stays: served lately"}
+    verdicts = [(entry, ago(entry.used_at), ends[name]) for name, some in groups.items() for entry in some]
+    verdicts += [(entry, "", f"damaged, {removed}") for entry in damaged]
     cells = [(entry.digest[:SHOWN_CHARACTERS], size(entry.size_bytes), used, said) for entry, used, said in verdicts]
     shown = table_above(("digest", "size", "used", ""), cells)
     end = line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}")

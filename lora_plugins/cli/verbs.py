@@ -122,11 +122,9 @@ class Verb:
 
 
 def _query(options: dict[str, Any]) -> str:
-    query = {"block": "true"} if options.get("block") else {}
-    if options.get("drain_s") is not None:
-        query["timeout_s"] = str(options["drain_s"])
-    if options.get("mode") is not None:
-        query["mode"] = options["mode"].value
+    asked = {"block": "true" if options.get("block") else None}
+    asked |= {"timeout_s": options.get("drain_s"), "mode": options.get("mode")}
+    query = {name: value for name, value in asked.items() if value is not None}
     return f"?{urlencode(query)}" if query else ""
 
 
