@@ -11,10 +11,10 @@ from typing import Any
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.cli.names import AskedName
+from lora_plugins.cli.names import AskedName, malformed
 from lora_plugins.cli.output import Output
 from lora_plugins.cli.progress import FetchBars
-from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
+from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.events import AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
@@ -261,7 +261,4 @@ def _prefix(uri: SourceUri) -> SourceUri:
 def _name_of(uri: SourceUri) -> str:
     """Return a name for messages: the last part of the URI, where the part is a name."""
     last = uri.segments[-1] if uri.segments else ""
-    try:
-        return str(AdapterName.parse(last))
-    except AdapterNotFound:
-        return "unnamed"
+    return last if malformed(last) is None else "unnamed"

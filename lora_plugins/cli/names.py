@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lora_plugins.adapter.names import AdapterName
 from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli.exits import UsageProblem, worst
 from lora_plugins.cli.output import Result, error_fields, line
@@ -55,6 +56,15 @@ def is_several(names: Sequence[str] | None, file: Path | None) -> bool:
 def is_pattern(text: str) -> bool:
     """Return whether a text stands for all names that fit; a URI does not."""
     return ("*" in text or "?" in text) and "://" not in text
+
+
+def malformed(name: str) -> AdapterNotFound | None:
+    """Return the fault in a name that no adapter can have, or None."""
+    try:
+        AdapterName.parse(name)
+    except AdapterNotFound as error:
+        return error
+    return None
 
 
 def expand(

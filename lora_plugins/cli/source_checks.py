@@ -13,8 +13,9 @@ from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.checks import Context, not_checked, off, on, problem, warning
+from lora_plugins.cli.names import malformed
 from lora_plugins.cli.output import number
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import State, Step, problem_of
 from lora_plugins.plugin_names import OTHERS
 from lora_plugins.resolvers.sources.configured import (
@@ -68,7 +69,7 @@ def _adapters_below(root: Path) -> tuple[int, list[str]]:
         below = [folder.path]
         with suppress(PermissionError):  # `_denied_in` names it
             below += [entry.path for entry in os.scandir(folder) if entry.is_dir()]
-        for path in (path for path in below if _is_a_name(os.path.relpath(path, root))):
+        for path in (path for path in below if malformed(os.path.relpath(path, root)) is None):
             not_read = _denied_in(path)
             denied += not_read
             count += not not_read and os.path.lexists(os.path.join(path, CONFIG_FILE))
@@ -88,13 +89,6 @@ def _denied_in(folder: str) -> list[str]:
 
 def _may(path: str, mode: int) -> bool:
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
-
-
-def _is_a_name(text: str) -> bool:
-    with suppress(AdapterNotFound):
-        AdapterName.parse(text)
-        return True
-    return False
 
 
 def s3(context: Context) -> Iterator[Step]:

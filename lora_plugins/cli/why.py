@@ -11,7 +11,7 @@ import typer
 
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
-from lora_plugins.adapter.names import AdapterName, why_absent
+from lora_plugins.adapter.names import why_absent
 from lora_plugins.api.models import AdapterList, AdapterView, ServedState
 from lora_plugins.cli.base_model import (
     BasePath,
@@ -24,7 +24,7 @@ from lora_plugins.cli.base_model import (
 )
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.lookup import LookUp, look_up, names_of_environment
-from lora_plugins.cli.names import NamesFile, expand, is_several, together, wanted
+from lora_plugins.cli.names import NamesFile, expand, is_several, malformed, together, wanted
 from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, ago, error_fields, line, number, size, steps_table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
@@ -46,6 +46,10 @@ _VERDICTS = {
     "not resolved": "found, and no request finds it: vLLM asks no resolver; set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
     "paused": "served, and paused: requests wait for a resume",
 }
+
+
+# The steps of errors without a source.
+_PLACES = {Exit.SETTINGS: "settings", Exit.UNAVAILABLE: "fetch", Exit.NO_ROOM: "store"}
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ def why(
     client = AdminClient(url, timeout_s)
     asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_path), "the sources")
     by_name = {one.name: LookUp(one.name, one.name) for one in asked if not isinstance(one, LoRAPluginsError)}
-    well_formed = {name: one for name, one in by_name.items() if _malformed(name) is None}
+    well_formed = {name: one for name, one in by_name.items() if malformed(name) is None}
     said = {name: OfServer([]) for name in well_formed} if no_server else _ask(client, well_formed)
     blocks = Blocks(Layout(settings.store_dir))  # every server of the store heeds them
     for name, of_server in said.items():
@@ -171,20 +175,11 @@ def _version(view: AdapterView) -> str:
     return f"{text} from {view.uri}" if view.uri else text
 
 
-def _malformed(name: str) -> AdapterNotFound | None:
-    try:
-        AdapterName.parse(name)
-    except AdapterNotFound as error:
-        return error
-    return None
-
-
 def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: BaseModel | None) -> Iterator[Step]:
     """Yield the steps of a request for the name, up to its end; a name that no source can have ends as an error."""
-    malformed = _malformed(asked.name)
-    if malformed is not None:
-        asked.found.error = malformed
-        yield Step("name", "failed", str(malformed))
+    if (fault := malformed(asked.name)) is not None:
+        asked.found.error = fault
+        yield Step("name", "failed", str(fault))
         return
     yield Step("name", "ok", "is well-formed")
     yield from of_server.steps
@@ -196,7 +191,8 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
     for label in labels:
         yield _step_of(label, asked.found.answers.get(label))
     if asked.found.error is not None and asked.found.error not in asked.found.answers.values():
-        yield Step(_place_of(asked.found.error), "failed", str(asked.found.error))
+        place = _PLACES.get(exit_of(asked.found.error), "adapter")
+        yield Step(place, "failed", str(asked.found.error))
     elif asked.would_fetch is not None:
         located = asked.would_fetch
         files = f"{number(len(located.adapter.files), 'file')}, {size(located.size_bytes)}"
@@ -209,12 +205,10 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
         yield Step("store", "ok", f"{how}: {event.path}")
         yield Step("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}")
         said = "; ".join((*event.warnings, *event.notes))
-        if base is None or _why_not_compared(asked, base):
-            verdict = "warning" if event.warnings else "not checked"
-            yield Step("base", verdict, said or ("no --base-model was given" if base is None else compared_with(base)))
-        else:
-            verdict = "warning" if event.warnings else "ok"
-            yield Step("base", verdict, said or f"fits {base.path}: {compared_with(base)}")
+        verdict, fits = "not checked", "no --base-model was given" if base is None else compared_with(base)
+        if base is not None and not _why_not_compared(asked, base):
+            verdict, fits = "ok", f"fits {base.path}: {fits}"
+        yield Step("base", "warning" if event.warnings else verdict, said or fits)
     elif asked.found.error is None and (reason := why_absent(asked.name)) is not None:
         asked.found.error = reason
         yield Step("revision", "failed", str(reason))
@@ -230,12 +224,6 @@ def _step_of(source: str, answer: SourceAnswer | None) -> Step:
         return Step(source, "no" if answer.was_asked else "not asked", detail, answer.hint)
     files = f"{number(len(answer.files), 'file')}, {size(sum(file.size_bytes for file in answer.files))}"
     return Step(source, "yes", f"{answer.uri}, version {answer.version[:12]}, {files}")
-
-
-def _place_of(error: LoRAPluginsError) -> str:
-    """Return the step of an error without a source."""
-    places = {Exit.SETTINGS: "settings", Exit.UNAVAILABLE: "fetch", Exit.NO_ROOM: "store"}
-    return places.get(exit_of(error), "adapter")
 
 
 def _why_not_compared(asked: LookUp, base: BaseModel | None) -> str:
@@ -284,13 +272,8 @@ def _result(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: Bas
         found, event = asked.stored.adapter, asked.stored.facts
         fields["adapter"] = {
             "lora_id": found.adapter_id,
-            "source": found.source,
-            "version": found.version,
-            "digest": found.digest,
-            "path": event.path,
-            "rank": event.rank,
-            "size_bytes": event.size_bytes,
-            "fetched": event.fetched,
+            **{name: getattr(found, name) for name in ("source", "version", "digest")},
+            **{name: getattr(event, name) for name in ("path", "rank", "size_bytes", "fetched")},
             "notes": list(event.notes),
         }
     if asked.would_fetch is not None:
