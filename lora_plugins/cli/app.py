@@ -30,20 +30,8 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
-_COMMANDS: Sequence[Callable[..., Result | None]] = (
-    doctor,
-    why,
-    inspect,
-    pull,
-    ls,
-    verify,
-    gc,
-    rm,
-    push,
-    compare,
-    explain,
-    *(verb.command() for verb in VERBS),
-)
+_OWN = (doctor, why, inspect, pull, ls, verify, gc, rm, push, compare, explain)
+_COMMANDS: Sequence[Callable[..., Result | None]] = (*_OWN, *(verb.command() for verb in VERBS))
 # By Typer's error: Typer suggests a name that is spelt alike.
 _FORMER = {
     "No such command 'resolve'": "'resolve' is now 'why': lora-plugins why NAME (--no-server: the sources alone)"

@@ -42,7 +42,7 @@ from lora_plugins.cli.base_model import (
 )
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.names import NamesFile, is_pattern, is_several, together, wanted
-from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, error_fields, line, number, size
+from lora_plugins.cli.output import Output, Result, error_fields, line, number, short, size
 from lora_plugins.cli.pull import bring
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
@@ -322,7 +322,7 @@ def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
         yield f"compared with {base.path}: {compared_with(base)}"
     converted = fields["converted"]
     if converted is not None:
-        original = converted["original_digest"][:SHOWN_CHARACTERS]
+        original = short(converted["original_digest"])
         yield f"converted    from {original}: {', '.join(converted['changes'])}"
     if fields["to_convert"]:
         yield f"to convert   {', '.join(fields['to_convert'])}; the store does so when it is served"

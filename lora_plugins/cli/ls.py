@@ -16,18 +16,7 @@ from rich.live import Live
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
 from lora_plugins.cli.lookup import list_names, require_sources, sources_of_environment
-from lora_plugins.cli.output import (
-    SHOWN_CHARACTERS,
-    Output,
-    Result,
-    ago,
-    error_fields,
-    line,
-    number,
-    size,
-    table,
-    table_above,
-)
+from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, table, table_above
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
@@ -81,7 +70,7 @@ def _stored(view: StoreView) -> Result:
     }
     cells = [
         (
-            row["digest"][:SHOWN_CHARACTERS],
+            short(row["digest"]),
             size(row["size_bytes"]),
             ago(row["used_at"]),
             f"by {row['leases']}" if row["leases"] else "",
@@ -118,10 +107,7 @@ def _remote(view: StoreView, base_model: str) -> Result:
             adapters += ({"name": name, "source": source.label, "stored": stored[name]} for name in listing.names)
             why = [line(f"  not listed: {gap}") for gap in listing.gaps]
         ends += [line(f"{source}: {number(answer['count'], 'adapter')}"), *why]
-    cells = [
-        (row["name"], row["source"], " ".join(digest[:SHOWN_CHARACTERS] for digest in row["stored"]))
-        for row in adapters
-    ]
+    cells = [(row["name"], row["source"], " ".join(short(digest) for digest in row["stored"])) for row in adapters]
     shown = table_above(("name", "source", "in the store"), cells)
     return Result({"adapters": adapters, "count": len(adapters), "sources": answers}, [*shown, *ends], code)
 
@@ -177,7 +163,7 @@ def _view(listed: AdapterList, url: str, width: int) -> Group:
 def _marks(item: AdapterView) -> str:
     marks = ["pinned"] if item.pinned else []
     if item.pinned_digest:
-        marks.append(f"stays at {item.pinned_digest[:SHOWN_CHARACTERS]}")
+        marks.append(f"stays at {short(item.pinned_digest)}")
     if item.last_error is not None:
         marks.append(item.last_error.message)
     return "; ".join(marks)
@@ -192,6 +178,6 @@ _COLUMNS: Mapping[str, Callable[[AdapterView], str]] = {
     "size": lambda item: size(item.size_bytes),
     "tiers": lambda item: " ".join(item.tiers),
     "used": lambda item: ago(item.last_used_at),
-    "version": lambda item: (item.digest or item.path or "")[:SHOWN_CHARACTERS],
+    "version": lambda item: short(item.digest or item.path),
     "": _marks,
 }

@@ -22,7 +22,6 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.findings import Step
 from lora_plugins.settings import environment
 
-SHOWN_CHARACTERS = 12  # of a digest
 _NUMBERS = ("size", "took", "running", "held", "rank")  # heads of columns that end at the right
 # A pipe has no width to break lines at, unless COLUMNS gives one.
 _WIDE = 10_000
@@ -168,6 +167,11 @@ def table_above(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Sho
 def printable(text: str) -> str:
     """Return `text` with escapes for characters that would move a cursor, or that UTF-8 cannot carry."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def short(digest: str | None) -> str:
+    """Return the beginning of a digest, enough to tell versions apart; empty for none."""
+    return (digest or "")[:12]
 
 
 def size(size_bytes: float) -> str:

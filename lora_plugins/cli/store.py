@@ -15,18 +15,7 @@ from lora_plugins.adapter.names import MIN_PREFIX, is_prefix
 from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli.exits import Exit, UsageProblem
 from lora_plugins.cli.names import NamesFile, is_pattern, wanted
-from lora_plugins.cli.output import (
-    SHOWN_CHARACTERS,
-    Output,
-    Result,
-    ago,
-    error_fields,
-    line,
-    number,
-    size,
-    table,
-    table_above,
-)
+from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, table, table_above
 from lora_plugins.cli.progress import counted
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.resolvers.sources.templates import Template
@@ -177,7 +166,7 @@ def verify(
     adapters: list[dict[str, Any]] = []
     for entry in counted(output, chosen, len(chosen), "hashed"):
         if not output.shows_progress or len(chosen) < 2:
-            output.progress(f"hashing {entry.digest[:SHOWN_CHARACTERS]}")
+            output.progress(f"hashing {short(entry.digest)}")
         whole = view.store.verify(entry.digest)
         # A leased adapter stays in its place until the next fetch.
         is_gone = not view.layout.adapter(entry.digest).exists()
@@ -192,7 +181,7 @@ def verify(
     }
     bad = {True: "damaged, quarantined", False: "damaged, and in use: replaced once it is fetched again"}
     said = ["whole" if adapter["whole"] else bad[adapter["quarantined"]] for adapter in adapters]
-    rows = [(entry.digest[:SHOWN_CHARACTERS], verdict) for entry, verdict in zip(chosen, said, strict=True)]
+    rows = [(short(entry.digest), verdict) for entry, verdict in zip(chosen, said, strict=True)]
     end = line(f"{number(len(adapters), 'adapter')}, {damaged} damaged", "bold red" if damaged else "")
     return Result(fields, [*errors, table(("digest", "verdict"), rows), end], Exit.WRONG if damaged else Exit.OK)
 
@@ -251,7 +240,7 @@ def gc(
     ends = {"removed": removed, "leased": "stays: leased", "served": "stays: served lately"}
     verdicts = [(entry, ago(entry.used_at), ends[name]) for name, some in groups.items() for entry in some]
     verdicts += [(entry, "", f"damaged, {removed}") for entry in damaged]
-    cells = [(entry.digest[:SHOWN_CHARACTERS], size(entry.size_bytes), used, said) for entry, used, said in verdicts]
+    cells = [(short(entry.digest), size(entry.size_bytes), used, said) for entry, used, said in verdicts]
     shown = table_above(("digest", "size", "used", ""), cells)
     end = line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}")
     if fits:
@@ -302,7 +291,7 @@ def rm(
     cells = []
     for row in rows:
         verdict = done if row["removed"] else f"stays: leased by {', '.join(row['holders']) or 'another process'}"
-        cells.append((row["digest"][:SHOWN_CHARACTERS], size(row["size_bytes"]), verdict, row["uri"] or "?"))
+        cells.append((short(row["digest"]), size(row["size_bytes"]), verdict, row["uri"] or "?"))
     shown = table_above(("digest", "size", "", "uri"), cells)
     end = line(f"{number(len(removed), 'adapter')} {done}, {size(removed_bytes)}")
     return Result(fields, [*errors, *shown, end], Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM)

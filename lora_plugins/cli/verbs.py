@@ -17,7 +17,7 @@ from lora_plugins.adapter.names import MIN_PREFIX
 from lora_plugins.api.models import AdapterSource, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, wanted
-from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, table
+from lora_plugins.cli.output import Output, Result, short, table
 from lora_plugins.cli.progress import counted
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import LoRAPluginsError
@@ -212,7 +212,7 @@ def row_of(one: AdapterStatus) -> tuple[str, ...]:
     """Return the name, the change of versions, and the server's sentence, without the name in front."""
     versions: tuple[str, ...] = ()
     if isinstance(one, VersionStatus):
-        digests = [(digest or "")[:SHOWN_CHARACTERS] for digest in (one.digest, one.previous_digest)]
+        digests = [short(digest) for digest in (one.digest, one.previous_digest)]
         took = f"{one.elapsed_ms:.0f} ms" if one.elapsed_ms < 9_999.5 else f"{one.elapsed_ms / 1000:.1f} s"
         versions = *digests, "yes" if one.swapped else "no", took
     result = one.message.removeprefix(f"LoRA adapter '{one.lora_name}' ").removesuffix(".")

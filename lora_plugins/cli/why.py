@@ -25,7 +25,7 @@ from lora_plugins.cli.base_model import (
 from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.cli.lookup import LookUp, look_up, names_of_environment
 from lora_plugins.cli.names import NamesFile, expand, is_several, malformed, together, wanted
-from lora_plugins.cli.output import SHOWN_CHARACTERS, Output, Result, ago, error_fields, line, number, size, steps_table
+from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, steps_table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import Step, resolvers_not_asked
@@ -158,7 +158,7 @@ def _steps_of_server(view: AdapterView, url: str) -> Iterator[Step]:
         ends = [view.chat.end_token or "", *map(str, view.chat.end_ids)]
         yield Step("chat", "ok", f"{template}; ends at {', '.join(filter(None, ends)) or 'the end of the base model'}")
     if view.pinned_digest:
-        stays = f"stays at {view.pinned_digest[:SHOWN_CHARACTERS]}"
+        stays = f"stays at {short(view.pinned_digest)}"
         if view.source == PUSHED:
             yield Step("version", "ok", f"{stays}, which was pushed, until the next push")
         else:
@@ -171,7 +171,7 @@ def _steps_of_server(view: AdapterView, url: str) -> Iterator[Step]:
 
 
 def _version(view: AdapterView) -> str:
-    text = view.digest[:SHOWN_CHARACTERS] if view.digest else str(view.path)
+    text = short(view.digest) if view.digest else str(view.path)
     return f"{text} from {view.uri}" if view.uri else text
 
 
