@@ -236,6 +236,7 @@ def _result(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
 def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:
     files = {name: _of_source(path, name).stat().st_size for name in _files(path) if (path / name).is_file()}
     verified, conversion = found.verified, found.verified.conversion if found.verified else None
+    modules = None if base is None or base.model is None else len(base.model.modules.places)
     return {
         "path": str(path),
         "uri": uri,
@@ -245,7 +246,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "dtypes": dict(Counter(tensor.dtype for tensor in found.tensors)),
         "modules": [_module(pair) for pair in found.pairs],
         "chat": _chat(found.chat),
-        "base": None if base is None else _base(base),
+        "base": None if base is None else {"path": base.path, "modules": modules, "max_rank": base.max_rank},
         "verdict": "served",
         "notes": list(verified.notes) if verified else [],
         "warnings": list(found.warnings),
@@ -272,11 +273,6 @@ def _chat(chat: Chat) -> dict[str, Any]:
     return {"template": chat.template is not None, "eos_token": eos_token, "end_ids": list(chat.end_ids)} | {
         "added_tokens": {token.text: token.id for token in chat.added_tokens}
     }
-
-
-def _base(base: BaseModel) -> dict[str, Any]:
-    modules = None if base.model is None else len(base.model.modules.places)
-    return {"path": base.path, "modules": modules, "max_rank": base.max_rank}
 
 
 def _converted(path: Path) -> dict[str, Any] | None:

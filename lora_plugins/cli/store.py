@@ -164,6 +164,7 @@ def verify(
     view = StoreView(Settings.from_env())
     chosen, errors = view.select_all(names, file) if names or file is not None else (view.entries(), [])
     adapters: list[dict[str, Any]] = []
+    rows: list[tuple[str, str]] = []
     for entry in counted(output, chosen, len(chosen), "hashed"):
         if not output.shows_progress or len(chosen) < 2:
             output.progress(f"hashing {short(entry.digest)}")
@@ -171,6 +172,8 @@ def verify(
         # A leased adapter stays in its place until the next fetch.
         is_gone = not view.layout.adapter(entry.digest).exists()
         adapters.append({"digest": entry.digest, "whole": whole, "quarantined": is_gone})
+        bad = "damaged, quarantined" if is_gone else "damaged, and in use: replaced once it is fetched again"
+        rows.append((short(entry.digest), "whole" if whole else bad))
     damaged = sum(not adapter["whole"] for adapter in adapters)
     fields = {
         "store": str(view.layout.root),
@@ -179,9 +182,6 @@ def verify(
         "damaged": damaged,
         "errors": [error_fields(error) for error in errors],
     }
-    bad = {True: "damaged, quarantined", False: "damaged, and in use: replaced once it is fetched again"}
-    said = ["whole" if adapter["whole"] else bad[adapter["quarantined"]] for adapter in adapters]
-    rows = [(short(entry.digest), verdict) for entry, verdict in zip(chosen, said, strict=True)]
     end = line(f"{number(len(adapters), 'adapter')}, {damaged} damaged", "bold red" if damaged else "")
     return Result(fields, [*errors, table(("digest", "verdict"), rows), end], Exit.WRONG if damaged else Exit.OK)
 
@@ -272,26 +272,24 @@ def rm(
     """Remove adapters from the store, unless they are in use."""
     view = StoreView(Settings.from_env())
     found, errors = view.select_all(names, file)
+    done = "would be removed" if dry_run else "removed"
     rows: list[dict[str, Any]] = []
+    cells: list[tuple[str, ...]] = []
     for entry in found:
         row, holders = view.row(entry), view.holders(entry)
         is_gone = not holders if dry_run else view.store.remove(entry.digest)
         rows.append({**row, "removed": is_gone, "holders": [] if is_gone else holders})
-    removed = [row for row in rows if row["removed"]]
-    removed_bytes = sum(row["size_bytes"] for row in removed)
+        verdict = done if is_gone else f"stays: leased by {', '.join(holders) or 'another process'}"
+        cells.append((short(entry.digest), size(entry.size_bytes), verdict, row["uri"] or "?"))
+    removed = [row["size_bytes"] for row in rows if row["removed"]]
     fields = {
         "store": str(view.layout.root),
         "dry_run": dry_run,
         "adapters": rows,
         "count": len(rows),
-        "removed_bytes": removed_bytes,
+        "removed_bytes": sum(removed),
         "errors": [error_fields(error) for error in errors],
     }
-    done = "would be removed" if dry_run else "removed"
-    cells = []
-    for row in rows:
-        verdict = done if row["removed"] else f"stays: leased by {', '.join(row['holders']) or 'another process'}"
-        cells.append((short(row["digest"]), size(row["size_bytes"]), verdict, row["uri"] or "?"))
     shown = table_above(("digest", "size", "", "uri"), cells)
-    end = line(f"{number(len(removed), 'adapter')} {done}, {size(removed_bytes)}")
+    end = line(f"{number(len(removed), 'adapter')} {done}, {size(sum(removed))}")
     return Result(fields, [*errors, *shown, end], Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM)

@@ -133,10 +133,6 @@ def _load(one: AskedName, options: dict[str, Any]) -> LoadAdapterRequest:
     return LoadAdapterRequest(lora_name=one.name, source=None if uri is None else AdapterSource(uri=uri))
 
 
-def _version(_: AskedName, options: dict[str, Any]) -> RollbackRequest | None:
-    return None if options["to"] is None else RollbackRequest(digest=options["to"])
-
-
 VERBS = (
     Verb(
         "load",
@@ -159,7 +155,7 @@ VERBS = (
         "Go back to the version before, until the next refresh or push.",
         ("to", "if_match"),
         VersionStatus,
-        body=_version,
+        body=lambda _, options: None if options["to"] is None else RollbackRequest(digest=options["to"]),
     ),
     Verb("pin", "Keep adapters in host memory and in slots."),
     Verb("unpin", "Let pinned adapters be evicted like any other."),
