@@ -42,7 +42,7 @@ def test_router_reads_that_held_requests_wait() -> None:
     assert value("vllm:num_requests_waiting") == 3
     assert value("lora_plugins_held") == 3
     latest, _ = max(samples(TEXT, "vllm:lora_requests_info"), key=lambda one: one[1])
-    # Of requests that have not run vLLM tells no adapter, with or without us: the events come with the first output.
+    # vLLM names no adapter of a request that has not run, with or without us: the events come with the first output.
     assert latest["waiting_lora_adapters"] == latest["running_lora_adapters"] == "stable"
     assert latest["max_lora"] == "2"
 
