@@ -10,15 +10,13 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Hashable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self, cast
 
 from lora_plugins.errors import NoFreeSlot, OutOfMemory, SlowBody
 from lora_plugins.resolvers.places import Most, PlaceLimits, Places
 from lora_plugins.server.shares import Share
-from lora_plugins.store.layout import discard
 from lora_plugins.store.store import Store
 
 _AT_ONCE, _OF_ONE, _WAITING = 8, 4, 10_000
@@ -40,7 +38,7 @@ class BodyRoom:
 
     def __init__(self, store: Store, most_bytes: int | None) -> None:
         self._store, self._most_bytes = store, most_bytes
-        self._announced: list[Path] = []
+        self._announced = AsyncExitStack()
         self.size_bytes = 0
 
     async def __aenter__(self) -> Self:
@@ -64,15 +62,12 @@ class BodyRoom:
             )
         size_bytes += spare_bytes if self._most_bytes is None else min(spare_bytes, self._most_bytes - size_bytes)
         more_bytes = size_bytes - self.size_bytes
-        announced = self._store.layout.new_temporary(self._store.processes.me(), more_bytes)
-        self._announced.append(announced)
-        await self._store.have_room(announced, more_bytes)
+        await self._announced.enter_async_context(self._store.reserve(more_bytes))
         self.size_bytes = size_bytes
 
     async def release(self) -> None:
         """End the room, which whoever takes the bytes over has again."""
-        for announced in self._announced:
-            await asyncio.to_thread(discard, announced)
+        await self._announced.aclose()
 
 
 class Arrivals:

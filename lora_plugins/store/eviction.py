@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import os
 import shutil
@@ -42,6 +43,20 @@ class Eviction:
     removed: tuple[Entry, ...]
     leased: tuple[Entry, ...]
     left_bytes: int
+
+
+class Room(enum.Enum):
+    """What became of a search for room."""
+
+    FOUND = enum.auto()  # without a removal: another fetch has left the room
+    MADE = enum.auto()
+    LEASED = enum.auto()  # leases are in the way
+    NONE = enum.auto()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a write finds room by now."""
+        return self in (Room.FOUND, Room.MADE)
 
 
 def entries(layout: Layout) -> list[Entry]:
@@ -103,7 +118,7 @@ def make_room(
     on_evict: Callable[[str, int], None] | None = None,
     kept_free_bytes: int = 0,
     own: Path | None = None,
-) -> None:
+) -> Room:
     """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
 
     Entries of the quarantine go first. Where the disk would have less than `kept_free_bytes` left, more entries go.
@@ -111,10 +126,9 @@ def make_room(
 
     Raises:
         OutOfMemory: the adapter does not fit even into an empty store.
-        NoFreeSlot: engines lease the adapters that would have to go.
     """
     if max_bytes is None:
-        return
+        return Room.FOUND
     if needed_bytes > max_bytes:
         raise OutOfMemory(
             f"an adapter of {needed_bytes} bytes",
@@ -140,7 +154,7 @@ def make_room(
     room_bytes = budget_bytes - needed_bytes - pending
     chosen = to_go(inventory, leases, stored_bytes - room_bytes)
     if chosen is None:  # keep all adapters where removing them would not free enough
-        raise _all_used(max_bytes, needed_bytes)
+        return Room.LEASED
     for entry in damaged:
         if damaged_bytes <= room_bytes - stored_bytes:
             break
@@ -151,8 +165,9 @@ def make_room(
     while over_bytes > 0:
         digest = next(in_order, None)
         if digest is None:  # another process has leased the rest meanwhile
-            raise _all_used(max_bytes, needed_bytes)
+            return Room.LEASED
         over_bytes -= evicted_bytes(layout, leases, inventory, digest, on_evict)
+    return Room.MADE
 
 
 def evicted_bytes(
@@ -191,7 +206,8 @@ def to_go(
     return None
 
 
-def _all_used(max_bytes: int, needed_bytes: int) -> NoFreeSlot:
+def all_used(max_bytes: int | None, needed_bytes: int) -> NoFreeSlot:
+    """The error for `Room.LEASED` of `make_room`."""
     return NoFreeSlot(
         f"a store of {max_bytes} bytes of which engines still use all that would have to go",
         expected=f"{needed_bytes} bytes that can be made free",

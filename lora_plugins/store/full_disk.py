@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 from collections.abc import Callable
 
 from lora_plugins.store.errors import FULL
-from lora_plugins.store.eviction import discard_quarantined, evicted_bytes, pending_bytes, quarantined, to_go
+from lora_plugins.store.eviction import Room, discard_quarantined, evicted_bytes, pending_bytes, quarantined, to_go
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
@@ -16,20 +15,6 @@ from lora_plugins.store.leases import Leases
 _OWN_FILES = 6  # inodes of an adapter: directory, manifest, index, time of use, lease, directory of leases
 _OWN_PAGES = 3  # manifest, index, and a configuration in its canonical form
 _PAGE_BYTES = 4096
-
-
-class Room(enum.Enum):
-    """What became of a full disk."""
-
-    FOUND = enum.auto()  # without a removal: another fetch has left the room
-    MADE = enum.auto()
-    LEASED = enum.auto()  # leases are in the way
-    NONE = enum.auto()
-
-    @property
-    def is_there(self) -> bool:
-        """Whether a write finds room by now."""
-        return self in (Room.FOUND, Room.MADE)
 
 
 def give_way(

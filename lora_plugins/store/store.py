@@ -10,18 +10,18 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import FULL, FullDisk, is_damage, store_errors
-from lora_plugins.store.eviction import make_room, remove, share_of_disk
+from lora_plugins.store.eviction import Room, all_used, make_room, remove, share_of_disk
 from lora_plugins.store.file_system import try_file_system
-from lora_plugins.store.full_disk import Room, give_way
+from lora_plugins.store.full_disk import give_way
 from lora_plugins.store.hashing import HashedEntries, identity_of, sha256_of
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import (
@@ -43,6 +43,7 @@ from lora_plugins.store.partial_download import CheckedAdapter, DownloadSpec, Pa
 from lora_plugins.store.processes import Processes
 
 _T = TypeVar("_T", bound=CheckedAdapter)
+_R = TypeVar("_R")
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
 _TRIES_OF_FULL_DISK = 3  # other fetches may take the room that a try has made
 
@@ -145,73 +146,47 @@ class Store:
             SourceUnavailable: the store cannot be written, or the source promised other bytes than those that arrived.
             Anything that `fetch` or `check` raises.
         """
-        size_bytes, files = sum(size for _, size, _ in wanted.promised), len(wanted.promised)
-        directory = self.layout.new_temporary(self.processes.me(), size_bytes)
-        giving: asyncio.Task[Room] | None = None
-        rooms: list[Room] = []
+        sizes_bytes = {name: size for name, size, _ in wanted.promised}
+        needed_bytes, form = sum(sizes_bytes.values()), converted.form if converted else ""
+        directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
+        lock = self.layout.folder("locks") / f"{self.layout.index(wanted.uri, wanted.version, form).name}.fetch"
+        find = partial(self.find_leased, wanted.uri, wanted.version, set(sizes_bytes), holder, form)
+
+        async def find_or_fetch() -> StoredAdapter[_T]:
+            await asyncio.to_thread(self.leases.make_again)
+            if (found := await asyncio.to_thread(find)) is not None:
+                return found
+            temporary = self.layout.new_temporary(self.processes.me())
+            async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=self._fetch_timeout_s):
+                # Another process may have published the version while this process waited for the lock.
+                if (found := await asyncio.to_thread(find)) is not None:
+                    return found
+                async with self.reserve(needed_bytes, directory):
+                    download = PartialDownload(directory, list(sizes_bytes))
+                    try:
+                        await fetch(download)
+                        return await asyncio.to_thread(self._publish, wanted, download, check, holder, converted)
+                    finally:
+                        await asyncio.to_thread(download.finish_quietly)
+
+        give_way = partial(self.give_way, needed_bytes, len(sizes_bytes), directory=directory)
+        was_full, rooms = False, list[Room]()
         try:
-            for _ in range(_TRIES_OF_FULL_DISK):
+            while True:
                 try:
-                    return await self._obtain(wanted, fetch, check, holder, converted, directory=directory)
+                    with store_errors():
+                        return await find_or_fetch()
                 except FullDisk:
-                    giving = asyncio.create_task(self._give_way_or_press(size_bytes, files, directory))
-                    rooms.append(await asyncio.shield(giving))
+                    was_full = True
+                    if len(rooms) == _TRIES_OF_FULL_DISK:
+                        raise
+                    rooms.append(await _to_its_end(self._relieved(give_way)))
                     # Where a write fails beside room twice, another fetch is not the cause.
                     if not rooms[-1].is_there or rooms.count(Room.FOUND) > 1:
                         raise
-            return await self._obtain(wanted, fetch, check, holder, converted, directory=directory)
         finally:
-            if giving is not None:
-                await asyncio.wait([giving])  # a cancelled fetch must not leave what its thread makes afterwards
+            if was_full:
                 await asyncio.to_thread(discard, directory)
-
-    async def _obtain(
-        self,
-        wanted: DownloadSpec,
-        fetch: Callable[[PartialDownload], Awaitable[None]],
-        check: Callable[[Path], _T],
-        holder: Hashable,
-        converted: Converted | None,
-        *,
-        directory: Path,
-    ) -> StoredAdapter[_T]:
-        form = converted.form if converted else ""
-        lock = self.layout.folder("locks") / f"{self.layout.index(wanted.uri, wanted.version, form).name}.fetch"
-        with store_errors():
-            await asyncio.to_thread(self.leases.make_again)
-            names = {name for name, _, _ in wanted.promised}
-            find = partial(self.find_leased, wanted.uri, wanted.version, names, holder, form)
-            found = await asyncio.to_thread(find)
-            if found is not None:
-                return found
-            temporary = self.layout.new_temporary(self.processes.me())
-            timeout_s = self._fetch_timeout_s
-            async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=timeout_s):
-                # Another process may have published the version while this process waited for the lock.
-                found = await asyncio.to_thread(find)
-                if found is not None:
-                    return found
-                return await self._fetch(wanted, fetch, check, holder, converted, directory=directory)
-
-    async def _fetch(
-        self,
-        wanted: DownloadSpec,
-        fetch: Callable[[PartialDownload], Awaitable[None]],
-        check: Callable[[Path], _T],
-        holder: Hashable,
-        converted: Converted | None,
-        *,
-        directory: Path,
-    ) -> StoredAdapter[_T]:
-        sizes_bytes = {name: size for name, size, _ in wanted.promised}
-        download = PartialDownload(directory, list(sizes_bytes))
-        try:
-            await self.have_room(directory, sum(sizes_bytes.values()))
-            await fetch(download)
-            return await asyncio.to_thread(self._publish, wanted, download, check, holder, converted)
-        finally:
-            await asyncio.to_thread(download.finish_quietly)
-            await asyncio.to_thread(discard, directory)
 
     def give_way(self, needed_bytes: int, needed_files: int, kept: str = "", directory: Path | None = None) -> Room:
         """Call `give_way` of `full_disk.py`; `Room.NONE` where the store cannot be read.
@@ -236,46 +211,36 @@ class Store:
             return room
         return Room.NONE
 
-    async def have_room(self, directory: Path, needed_bytes: int) -> None:
-        """Make room for so many bytes, and `directory`, whose name announces them until the caller removes it.
+    @contextlib.asynccontextmanager
+    async def reserve(self, needed_bytes: int, directory: Path | None = None) -> AsyncIterator[None]:
+        """Inside, so many bytes have room; the name of `directory`, which is made and removed, announces the bytes.
 
         Raises:
             OutOfMemory: the bytes do not fit even into an empty store. NoFreeSlot: leases are in the way.
         """
-        making = asyncio.create_task(self._have_room(directory, needed_bytes))
+        if directory is None:
+            directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
+        make = partial(self._make_room, directory, needed_bytes)
         try:
-            await asyncio.shield(making)
+            if await _to_its_end(self._relieved(make)) is Room.LEASED:
+                raise all_used(self.max_bytes, needed_bytes)
+            yield
         finally:
-            await asyncio.wait([making])  # a cancelled caller must not leave what its thread makes afterwards
+            await asyncio.to_thread(discard, directory)
 
-    async def _have_room(self, directory: Path, needed_bytes: int) -> None:
-        """Do as `_make_room`; where leases are in the way, first end unused leases of this process, then of others.
+    async def _relieved(self, make: Callable[[], Room]) -> Room:
+        """Make room in a thread; where leases are in the way, first end unused leases of this process, then of others.
 
         Other processes see the mark `.pressure`, and end their unused leases before the next try of this fetch.
         """
-        try:
-            await asyncio.to_thread(self._make_room, directory, needed_bytes)
-        except NoFreeSlot:
-            if self.relieve is not None:
-                await self.relieve()
-            try:
-                await asyncio.to_thread(self._make_room, directory, needed_bytes)
-            except NoFreeSlot:
+        room = await asyncio.to_thread(make)
+        if room is Room.LEASED and self.relieve is not None:
+            await self.relieve()
+            room = await asyncio.to_thread(make)
+        if room is Room.LEASED:
+            with contextlib.suppress(OSError):
                 await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
-                raise
-
-    async def _give_way_or_press(self, needed_bytes: int, needed_files: int, directory: Path) -> Room:
-        """Do as `give_way`; where leases are in the way, end unused leases as `_have_room` does."""
-        for relieve in (self.relieve, None):
-            room = await asyncio.to_thread(self.give_way, needed_bytes, needed_files, "", directory)
-            if room is not Room.LEASED:
-                return room
-            if relieve is None:
-                break
-            await relieve()
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
-        return Room.LEASED
+        return room
 
     def pressed_at(self) -> int:
         """When a process last found no room for leases of others, in the file system's ns; 0 where none ever has."""
@@ -293,11 +258,11 @@ class Store:
                     self._inventory.note_use(digest, used_at)
             self.leases.release(digest, holder)
 
-    def _make_room(self, directory: Path, needed_bytes: int) -> None:
+    def _make_room(self, directory: Path, needed_bytes: int) -> Room:
         """Make room, and the directory whose name announces the bytes, under one lock: the next fetch counts both."""
         with self.leases.guard("room"):
             self._sweep_temporaries()  # the room announced by a process that has died since the start is free
-            make_room(
+            room = make_room(
                 self.layout,
                 self.leases,
                 self._inventory,
@@ -307,7 +272,9 @@ class Store:
                 kept_free_bytes=self._kept_free_bytes,
                 own=directory,
             )
-            directory.mkdir(exist_ok=True)
+            if room.is_there:
+                directory.mkdir(exist_ok=True)
+            return room
 
     def _publish(
         self,
@@ -614,6 +581,15 @@ class Store:
                 self._inventory.look()
                 self._inventory.order()
             self.leases.sweep()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, _R]) -> _R:
+    """The result of `work`; a cancelled caller waits too, and leaves nothing that a thread makes afterwards."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait([task])
 
 
 def _check_promised(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:

@@ -286,7 +286,7 @@ def test_the_room_of_a_body_is_reserved_before_it_comes(tmp_path: Path, *, is_an
         assert pending_bytes(names.store.layout) >= (60 if is_announced else 30) * MB
         assert bool(names.store.layout.digests()) is not is_announced, "what nobody uses makes room"
         with pytest.raises(NoFreeSlot):
-            await names.store.have_room(names.store.layout.new_temporary("p", 20 * MB), 20 * MB)
+            await names.store.reserve(20 * MB).__aenter__()
         trainer.sends.set()
         await task
 

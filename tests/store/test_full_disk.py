@@ -16,7 +16,7 @@ import pytest
 
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
 from lora_plugins.store import full_disk
-from lora_plugins.store.full_disk import Room
+from lora_plugins.store.eviction import Room
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain

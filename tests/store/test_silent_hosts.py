@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.store.full_disk import Room
+from lora_plugins.store.eviction import Room
 from lora_plugins.store.processes import Processes
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, make_room_for_one, obtain
