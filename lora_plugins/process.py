@@ -20,7 +20,6 @@ from lora_plugins.events import Events
 from lora_plugins.findings import discovered_plugins, misspelt_variables, unknown_plugins
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
-from lora_plugins.observability.scrape import StoreUsageReader
 from lora_plugins.plugin_names import EVERYTHING, OURS
 from lora_plugins.resolvers.listed_names import ListedNames, RefusedNames
 from lora_plugins.resolvers.resolver import AdapterResolver
@@ -47,7 +46,7 @@ class Process:
         refused: names whose adapter was refused a moment ago.
         is_manager_patched: whether adapters are planned and loaded our way.
         is_resolver_registered: whether vLLM asks our resolver.
-        counted: the metrics that are counted from events. store_usage: the memory of the store's metrics.
+        counted: the metrics that are counted from events.
         tables: vLLM's `OpenAIServingModels`, one where there is an API server.
         planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
         copies: of served adapters, by vLLM's `AsyncLLM`.
@@ -68,7 +67,6 @@ class Process:
         self.is_manager_patched = False
         self.is_resolver_registered = False
         self.counted: CollectorRegistry | None = None
-        self.store_usage = StoreUsageReader()
         # Weak keys: the state of an engine ends with the engine.
         self.tables: WeakSet[Any] = WeakSet()
         self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()

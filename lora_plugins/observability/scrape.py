@@ -15,12 +15,10 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.log import logger
 from lora_plugins.observability import engine_metrics as of_engines
 from lora_plugins.observability.adapter_labels import AdapterLabels, Labelled
 from lora_plugins.scheduler.messages import PlannerFigures
-from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
 
 INTERVAL_S = 1.0
@@ -41,25 +39,9 @@ class StoreUsage:
     max_bytes: int | None
 
 
-class StoreUsageReader:
-    """Reads a store; as the content of a digest never changes, each manifest is read once."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[str, int] = {}  # by digest
-
-    def read(self, store: Store) -> StoreUsage:
-        """Count the published adapters and their bytes; an adapter with an unreadable manifest is left out."""
-        sizes = {}
-        for digest in store.layout.digests():
-            size_bytes = self._sizes.get(digest)
-            if size_bytes is None:
-                try:
-                    size_bytes = Manifest.read(store.layout.adapter(digest)).size_bytes
-                except (InvalidAdapter, SourceUnavailable):
-                    continue
-            sizes[digest] = size_bytes
-        self._sizes = sizes
-        return StoreUsage(len(sizes), sum(sizes.values()), store.max_bytes)
+def store_usage(store: Store) -> StoreUsage:
+    """Count the published adapters and their bytes; an adapter with an unreadable manifest is left out."""
+    return StoreUsage(*store.inventory.readable(), store.max_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,13 @@ class Inventory:
                 self._write(sizes)
             return self._total_bytes
 
+    def readable(self) -> tuple[int, int]:
+        """How many adapters with a readable manifest a look finds, and their bytes; raises OSError as `look`."""
+        with self._lock:
+            total_bytes = self.look()
+            unreadable = [self.size_bytes(digest) for digest in self._unreadable]
+            return len(self._sizes_bytes or {}) - len(unreadable), total_bytes - sum(unreadable)
+
     def size_bytes(self, digest: str) -> int:
         """The size of an adapter that the last look found; 0 for others."""
         return (self._sizes_bytes or {}).get(digest, 0)
@@ -161,11 +168,11 @@ class Inventory:
         try:
             return Manifest.read(directory).size_bytes
         except (InvalidAdapter, SourceUnavailable):
-            self._unreadable.add(digest)  # perhaps only for now; the sizes of its files are a guess
-        try:
-            return files_bytes(directory)
-        except OSError:
-            return None  # another process has just removed it, or it is no directory
+            with contextlib.suppress(OSError):  # another process has just removed it, or it is no directory
+                size_bytes = files_bytes(directory)
+                self._unreadable.add(digest)  # perhaps only for now; the sizes of its files are a guess
+                return size_bytes
+        return None
 
     def _read(self) -> dict[str, int]:
         try:

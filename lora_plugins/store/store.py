@@ -90,10 +90,10 @@ class Store:
         self.processes = Processes(self.layout.folder("processes"))
         self.leases = Leases(self.layout, self.processes)
         self.blocks = Blocks(self.layout)
-        self._inventory = Inventory(self.layout)
+        self.inventory = Inventory(self.layout)
         self.max_bytes, self._kept_free_bytes = max_bytes, 0
         if has_share and max_bytes is None:
-            self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self._inventory)
+            self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self.inventory)
         # Ends leases of this process that nobody uses at the moment, because a fetch needs their room.
         self.relieve: Callable[[], Awaitable[None]] | None = None
         self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
@@ -199,7 +199,7 @@ class Store:
             room = give_way(
                 self.layout,
                 self.leases,
-                self._inventory,
+                self.inventory,
                 needed_bytes=needed_bytes,
                 needed_files=needed_files,
                 on_evict=self.on_evict,
@@ -255,7 +255,7 @@ class Store:
             if used_at is not None:
                 with contextlib.suppress(OSError):  # then only the order of eviction is stale
                     os.utime(self.layout.folder("uses") / digest, (used_at, used_at))
-                    self._inventory.note_use(digest, used_at)
+                    self.inventory.note_use(digest, used_at)
             self.leases.release(digest, holder)
 
     def _make_room(self, directory: Path, needed_bytes: int) -> Room:
@@ -265,7 +265,7 @@ class Store:
             room = make_room(
                 self.layout,
                 self.leases,
-                self._inventory,
+                self.inventory,
                 needed_bytes=needed_bytes,
                 max_bytes=self.max_bytes,
                 on_evict=self.on_evict,
@@ -578,8 +578,8 @@ class Store:
         """Do the slow part of opening a large store, so that neither the start nor the first fetch waits."""
         with contextlib.suppress(OSError):  # the store is away; the next process to open the store sweeps
             if self.max_bytes is not None:
-                self._inventory.look()
-                self._inventory.order()
+                self.inventory.look()
+                self.inventory.order()
             self.leases.sweep()
 
 
