@@ -24,9 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace, Unadapted
-from lora_plugins.worker.computed_otherwise import computed_otherwise
-from lora_plugins.worker.unadapted import unadapted
-from lora_plugins.worker.uncalled import uncalled
+from lora_plugins.worker.refused_modules import computed_otherwise, unadapted, uncalled
 
 
 def describe(manager: Any) -> ModelModules:
