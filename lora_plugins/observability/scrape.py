@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -38,10 +38,10 @@ class StoreUsage:
     size_bytes: int
     max_bytes: int | None
 
-
-def store_usage(store: Store) -> StoreUsage:
-    """Count the published adapters and their bytes; an adapter with an unreadable manifest is left out."""
-    return StoreUsage(*store.inventory.readable(), store.max_bytes)
+    @classmethod
+    def of(cls, store: Store) -> Self:
+        """Count the published adapters and their bytes; an adapter with an unreadable manifest is left out."""
+        return cls(*store.inventory.readable(), store.max_bytes)
 
 
 @dataclass(frozen=True, slots=True)

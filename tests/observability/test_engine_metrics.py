@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from lora_plugins.observability.adapter_labels import OTHERS, AdapterLabels
 from lora_plugins.observability.engine_metrics import families
-from lora_plugins.observability.scrape import StoreUsage, store_usage
+from lora_plugins.observability.scrape import StoreUsage
 from lora_plugins.scheduler.messages import AdapterState, PlannerFigures
 from lora_plugins.scheduler.stats import BOUNDS_S, FoundIn, Histogram, Stats
 from lora_plugins.store.inventory import Inventory
@@ -127,20 +127,20 @@ def test_any_adapter_name_can_be_written():
 
 def test_usage_is_current_and_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "store", max_bytes=10_000_000)
-    assert store_usage(store) == StoreUsage(0, 0, 10_000_000)
+    assert StoreUsage.of(store) == StoreUsage(0, 0, 10_000_000)
     stored = [obtain(store, DownloadSpec(adapter_files(seed=seed), version=str(seed))) for seed in range(3)]
     one = sum(map(len, adapter_files().values()))
-    assert store_usage(store) == StoreUsage(3, 3 * one, 10_000_000)
+    assert StoreUsage.of(store) == StoreUsage(3, 3 * one, 10_000_000)
     monkeypatch.setattr(Inventory, "_size_of", lambda *_: pytest.fail("read again"))
-    assert store_usage(store) == StoreUsage(3, 3 * one, 10_000_000)
+    assert StoreUsage.of(store) == StoreUsage(3, 3 * one, 10_000_000)
     store.leases.release(stored[0].digest)
     assert store.remove(stored[0].digest)
-    assert store_usage(store) == StoreUsage(2, 2 * one, 10_000_000)
+    assert StoreUsage.of(store) == StoreUsage(2, 2 * one, 10_000_000)
 
 
 def test_adapter_without_a_readable_manifest_is_skipped(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     stored = obtain(store, DownloadSpec(adapter_files()))
     (store.layout.adapter("f" * 64)).mkdir()
-    assert store_usage(store) == StoreUsage(1, sum(map(len, adapter_files().values())), None)
+    assert StoreUsage.of(store) == StoreUsage(1, sum(map(len, adapter_files().values())), None)
     assert stored.directory.is_dir()

@@ -16,14 +16,7 @@ from prometheus_client.core import Metric
 
 from lora_plugins.observability.adapter_labels import keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
-from lora_plugins.observability.scrape import (
-    Asgi,
-    MetricsCollector,
-    RefreshBeforeScrape,
-    Reports,
-    StoreUsage,
-    store_usage,
-)
+from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBeforeScrape, Reports, StoreUsage
 from lora_plugins.process import Process
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, planner_of
 
@@ -128,7 +121,7 @@ async def _query_engines(process: Process, client: Any) -> Reports | None:
 
 
 def _read_store_usage(process: Process) -> StoreUsage | None:
-    return store_usage(process.resolver.store) if process.has_opened_resolver else None
+    return StoreUsage.of(process.resolver.store) if process.has_opened_resolver else None
 
 
 def forget_old_series() -> None:
