@@ -62,7 +62,7 @@ class AdapterResolver:
 
     def __init__(self, settings: Settings, events: Events, store: Store, sources: Sequence[Source] = ()) -> None:
         self.settings, self.events, self.store = settings, events, store
-        store.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
+        store.evictor.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
         store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self._search = SourceSearch(settings, events, sources)
         self.sources = self._search.sources

@@ -108,133 +108,132 @@ def evict(known: Iterable[Entry], max_bytes: int, remove: Callable[[Entry], bool
     return Eviction(tuple(removed), tuple(leased), left_bytes)
 
 
-def make_room(
-    layout: Layout,
-    leases: Leases,
-    inventory: Inventory,
-    *,
-    needed_bytes: int,
-    max_bytes: int | None,
-    on_evict: Callable[[str, int], None] | None = None,
-    kept_free_bytes: int = 0,
-    own: Path | None = None,
-) -> Room:
-    """Remove adapters until `needed_bytes` more fit under `max_bytes`; `on_evict` gets the digest and bytes of each.
+@dataclass
+class Evictor:
+    """Removes adapters that nobody leases from one store, the least recently used first.
 
-    Entries of the quarantine go first. Where the disk would have less than `kept_free_bytes` left, more entries go.
-    The temporary directory `own` is the caller's, and does not count as a download of another.
-
-    Raises:
-        OutOfMemory: the adapter does not fit even into an empty store.
+    Attributes:
+        on_evict: called with the digest and bytes of each adapter that goes to make room, in a thread.
     """
-    if max_bytes is None:
-        return Room.FOUND
-    if needed_bytes > max_bytes:
-        raise OutOfMemory(
-            f"an adapter of {needed_bytes} bytes",
-            expected=f"at most {max_bytes}, the store's budget",
-            remedy="raise LORA_PLUGINS_STORE_MAX_BYTES",
-        )
-    # Count downloads first: an adapter published between the two counts is then counted twice, not never.
-    pending = pending_bytes(layout, besides=own)
-    stored_bytes = inventory.look()
-    damaged = quarantined(layout)
-    damaged_bytes = sum(entry.size_bytes for entry in damaged)
-    budget_bytes = max_bytes
-    if kept_free_bytes:
-        disk = os.statvfs(layout.root)
-        used_bytes = stored_bytes + damaged_bytes
-        budget_bytes = min(max_bytes, used_bytes + disk.f_bavail * disk.f_frsize - kept_free_bytes)
-    if needed_bytes > budget_bytes:
-        raise OutOfMemory(
-            f"a disk below the store on which {max(0, budget_bytes)} bytes can be used",
-            expected=f"{needed_bytes} for the adapter, beside {kept_free_bytes} that stay free",
-            remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
-        )
-    room_bytes = budget_bytes - needed_bytes - pending
-    chosen = to_go(inventory, leases, stored_bytes - room_bytes)
-    if chosen is None:  # keep all adapters where removing them would not free enough
-        return Room.LEASED
-    for entry in damaged:
-        if damaged_bytes <= room_bytes - stored_bytes:
-            break
-        discard_quarantined(layout, entry.digest)
-        damaged_bytes -= entry.size_bytes
-    over_bytes = stored_bytes + damaged_bytes - room_bytes
-    in_order = itertools.chain(chosen, inventory.oldest(leases.is_ours))
-    while over_bytes > 0:
-        digest = next(in_order, None)
-        if digest is None:  # another process has leased the rest meanwhile
+
+    layout: Layout
+    leases: Leases
+    inventory: Inventory
+    on_evict: Callable[[str, int], None] | None = None
+
+    def make_room(
+        self, needed_bytes: int, max_bytes: int | None, *, kept_free_bytes: int = 0, own: Path | None = None
+    ) -> Room:
+        """Remove adapters until `needed_bytes` more fit under `max_bytes`.
+
+        Entries of the quarantine go first. Where the disk would have less than `kept_free_bytes` left, more entries go.
+        The temporary directory `own` is the caller's, and does not count as a download of another.
+
+        Raises:
+            OutOfMemory: the adapter does not fit even into an empty store.
+        """
+        if max_bytes is None:
+            return Room.FOUND
+        if needed_bytes > max_bytes:
+            raise OutOfMemory(
+                f"an adapter of {needed_bytes} bytes",
+                expected=f"at most {max_bytes}, the store's budget",
+                remedy="raise LORA_PLUGINS_STORE_MAX_BYTES",
+            )
+        # Count downloads first: an adapter published between the two counts is then counted twice, not never.
+        pending = pending_bytes(self.layout, besides=own)
+        stored_bytes = self.inventory.look()
+        damaged = quarantined(self.layout)
+        damaged_bytes = sum(entry.size_bytes for entry in damaged)
+        budget_bytes = max_bytes
+        if kept_free_bytes:
+            disk = os.statvfs(self.layout.root)
+            used_bytes = stored_bytes + damaged_bytes
+            budget_bytes = min(max_bytes, used_bytes + disk.f_bavail * disk.f_frsize - kept_free_bytes)
+        if needed_bytes > budget_bytes:
+            raise OutOfMemory(
+                f"a disk below the store on which {max(0, budget_bytes)} bytes can be used",
+                expected=f"{needed_bytes} for the adapter, beside {kept_free_bytes} that stay free",
+                remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
+            )
+        room_bytes = budget_bytes - needed_bytes - pending
+        chosen = self.to_go(stored_bytes - room_bytes)
+        if chosen is None:  # keep all adapters where removing them would not free enough
             return Room.LEASED
-        over_bytes -= evicted_bytes(layout, leases, inventory, digest, on_evict)
-    return Room.MADE
+        for entry in damaged:
+            if damaged_bytes <= room_bytes - stored_bytes:
+                break
+            discard_quarantined(self.layout, entry.digest)
+            damaged_bytes -= entry.size_bytes
+        over_bytes = stored_bytes + damaged_bytes - room_bytes
+        in_order = itertools.chain(chosen, self.inventory.oldest(self.leases.is_ours))
+        while over_bytes > 0:
+            digest = next(in_order, None)
+            if digest is None:  # another process has leased the rest meanwhile
+                return Room.LEASED
+            over_bytes -= self.evict(digest)
+        return Room.MADE
 
+    def evict(self, digest: str) -> int:
+        """Remove one adapter without a lease; returns the bytes freed."""
+        size_bytes = self.inventory.size_bytes(digest)
+        if self.leases.holders(digest) or not self.remove(digest):
+            return 0
+        self.inventory.forget(digest)
+        if self.on_evict is not None:
+            self.on_evict(digest, size_bytes)
+        return size_bytes
 
-def evicted_bytes(
-    layout: Layout, leases: Leases, inventory: Inventory, digest: str, on_evict: Callable[[str, int], None] | None
-) -> int:
-    """Remove one adapter without a lease; returns the bytes freed."""
-    size_bytes = inventory.size_bytes(digest)
-    if leases.holders(digest) or not remove(layout, leases, digest):
-        return 0
-    inventory.forget(digest)
-    if on_evict is not None:
-        on_evict(digest, size_bytes)
-    return size_bytes
+    def to_go(self, wanted_bytes: int, *, least: int = 0, kept: str = "") -> list[str] | None:
+        """The least recently used without a lease, but not `kept`: at least `wanted_bytes` and `least` adapters.
 
-
-def to_go(
-    inventory: Inventory, leases: Leases, wanted_bytes: int, *, least: int = 0, kept: str = ""
-) -> list[str] | None:
-    """The least recently used adapters without a lease, but not `kept`: at least `wanted_bytes` and `least` adapters.
-
-    Adapters that only silent hosts lease go last. None where all adapters together free too little.
-    """
-    chosen: list[str] = []
-    silent: list[str] = []
-    if wanted_bytes <= 0 and least <= 0:
-        return chosen
-    free = (digest for digest in inventory.oldest(leases.is_ours) if digest != kept and not leases.holders(digest))
-    for digest, is_last in itertools.chain(((it, False) for it in free), ((it, True) for it in silent)):
-        if not is_last and leases.is_of_the_silent(digest):
-            silent.append(digest)
-            continue
-        chosen.append(digest)
-        wanted_bytes -= inventory.size_bytes(digest)
-        if wanted_bytes <= 0 and len(chosen) >= least:
+        Adapters that only silent hosts lease go last. None where all adapters together free too little.
+        """
+        chosen: list[str] = []
+        silent: list[str] = []
+        if wanted_bytes <= 0 and least <= 0:
             return chosen
-    return None
+        holders, oldest = self.leases.holders, self.inventory.oldest(self.leases.is_ours)
+        free = (digest for digest in oldest if digest != kept and not holders(digest))
+        for digest, is_last in itertools.chain(((it, False) for it in free), ((it, True) for it in silent)):
+            if not is_last and self.leases.is_of_the_silent(digest):
+                silent.append(digest)
+                continue
+            chosen.append(digest)
+            wanted_bytes -= self.inventory.size_bytes(digest)
+            if wanted_bytes <= 0 and len(chosen) >= least:
+                return chosen
+        return None
+
+    def remove(self, digest: str) -> bool:
+        """Remove one adapter unless it is leased; returns whether it is gone."""
+        with self.leases.guard(digest):
+            if self.leases.holders(digest):
+                return False
+            # Before the adapter: what a killed process leaves then belongs to an adapter, which the next removal finds.
+            shutil.rmtree(self.layout.folder("leases") / digest, ignore_errors=True)
+            for path in filter(None, (_index_of(self.layout, digest), self.layout.folder("uses") / digest)):
+                path.unlink(missing_ok=True)
+            # Rename under the guard, delete outside: a delete of gigabytes must not block other leases. A killed
+            # process leaves a directory that the next start sweeps.
+            removed = self.layout.new_quarantine(digest, ".removed")
+            try:
+                os.rename(self.layout.adapter(digest), removed)
+            except FileNotFoundError:
+                return True
+        shutil.rmtree(removed, ignore_errors=True)
+        # The mark describes the removed copy, not the next copy.
+        (self.layout.folder("damaged") / digest).unlink(missing_ok=True)
+        return True
 
 
 def all_used(max_bytes: int | None, needed_bytes: int) -> NoFreeSlot:
-    """The error for `Room.LEASED` of `make_room`."""
+    """The error for `Room.LEASED` of `Evictor.make_room`."""
     return NoFreeSlot(
         f"a store of {max_bytes} bytes of which engines still use all that would have to go",
         expected=f"{needed_bytes} bytes that can be made free",
         remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
     )
-
-
-def remove(layout: Layout, leases: Leases, digest: str) -> bool:
-    """Remove one adapter unless it is leased; returns whether it is gone."""
-    with leases.guard(digest):
-        if leases.holders(digest):
-            return False
-        # Before the adapter: what a killed process leaves then belongs to an adapter, which the next removal finds.
-        shutil.rmtree(layout.folder("leases") / digest, ignore_errors=True)
-        for path in filter(None, (_index_of(layout, digest), layout.folder("uses") / digest)):
-            path.unlink(missing_ok=True)
-        # Rename under the guard, delete outside: a delete of gigabytes must not block other leases. A killed process
-        # leaves a directory that the next start sweeps.
-        removed = layout.new_quarantine(digest, ".removed")
-        try:
-            os.rename(layout.adapter(digest), removed)
-        except FileNotFoundError:
-            return True
-    shutil.rmtree(removed, ignore_errors=True)
-    # The mark describes the removed copy, not the next copy.
-    (layout.folder("damaged") / digest).unlink(missing_ok=True)
-    return True
 
 
 def _index_of(layout: Layout, digest: str) -> Path | None:

@@ -7,26 +7,15 @@ import os
 from collections.abc import Callable
 
 from lora_plugins.store.errors import FULL
-from lora_plugins.store.eviction import Room, discard_quarantined, evicted_bytes, pending_bytes, quarantined, to_go
-from lora_plugins.store.inventory import Inventory
+from lora_plugins.store.eviction import Evictor, Room, discard_quarantined, pending_bytes, quarantined
 from lora_plugins.store.layout import Layout
-from lora_plugins.store.leases import Leases
 
 _OWN_FILES = 6  # inodes of an adapter: directory, manifest, index, time of use, lease, directory of leases
 _OWN_PAGES = 3  # manifest, index, and a configuration in its canonical form
 _PAGE_BYTES = 4096
 
 
-def give_way(
-    layout: Layout,
-    leases: Leases,
-    inventory: Inventory,
-    *,
-    needed_bytes: int,
-    needed_files: int,
-    on_evict: Callable[[str, int], None] | None = None,
-    kept: str = "",
-) -> Room:
+def give_way(evictor: Evictor, needed_bytes: int, needed_files: int, *, kept: str = "") -> Room:
     """Remove adapters from a full disk, but not `kept`, until so many bytes and files have room.
 
     What running downloads still need has room beside them, where adapters can give that much.
@@ -35,10 +24,11 @@ def give_way(
     what is free. Only a write can tell the limit of a quota: then adapters go one by one, and none where not even a
     page can be written and no download runs, because nothing shows that a removal would help.
     """
+    layout = evictor.layout
     damaged = quarantined(layout)
     for entry in damaged:
         discard_quarantined(layout, entry.digest)
-    stored_bytes = inventory.look()
+    stored_bytes = evictor.inventory.look()
     others_bytes = pending_bytes(layout, is_rest=True)
     disk = os.statvfs(layout.root)
     # Each file takes whole pages; `f_files` is 0 where the file system makes inodes on demand.
@@ -47,12 +37,12 @@ def give_way(
 
     def evict(digest: str) -> int:
         with contextlib.suppress(OSError):  # the guard's file may need an inode itself
-            return evicted_bytes(layout, leases, inventory, digest, on_evict)
+            return evictor.evict(digest)
         return 0
 
     def choose(wanted_bytes: int, least: int = 1) -> list[str] | None:
         for beside_bytes in (others_bytes, 0):
-            chosen = to_go(inventory, leases, wanted_bytes + beside_bytes, least=least, kept=kept)
+            chosen = evictor.to_go(wanted_bytes + beside_bytes, least=least, kept=kept)
             if chosen is not None:
                 return chosen
         return None

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import FULL, FullDisk, is_damage, store_errors
-from lora_plugins.store.eviction import Room, all_used, make_room, remove, share_of_disk
+from lora_plugins.store.eviction import Evictor, Room, all_used, share_of_disk
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.full_disk import give_way
 from lora_plugins.store.hashing import HashedEntries, identity_of, sha256_of
@@ -91,12 +91,12 @@ class Store:
         self.leases = Leases(self.layout, self.processes)
         self.blocks = Blocks(self.layout)
         self.inventory = Inventory(self.layout)
+        self.evictor = Evictor(self.layout, self.leases, self.inventory)
         self.max_bytes, self._kept_free_bytes = max_bytes, 0
         if has_share and max_bytes is None:
             self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self.inventory)
         # Ends leases of this process that nobody uses at the moment, because a fetch needs their room.
         self.relieve: Callable[[], Awaitable[None]] | None = None
-        self.on_evict: Callable[[str, int], None] | None = None  # called with digest and bytes, in a thread
         self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
         self._fetch_timeout_s = fetch_timeout_s
@@ -196,15 +196,7 @@ class Store:
         """
         with contextlib.suppress(OSError), self.leases.guard("room"):
             self._sweep_temporaries()
-            room = give_way(
-                self.layout,
-                self.leases,
-                self.inventory,
-                needed_bytes=needed_bytes,
-                needed_files=needed_files,
-                on_evict=self.on_evict,
-                kept=kept,
-            )
+            room = give_way(self.evictor, needed_bytes, needed_files, kept=kept)
             if room.is_there and directory is not None:
                 with contextlib.suppress(OSError):
                     directory.mkdir()
@@ -262,16 +254,8 @@ class Store:
         """Make room, and the directory whose name announces the bytes, under one lock: the next fetch counts both."""
         with self.leases.guard("room"):
             self._sweep_temporaries()  # the room announced by a process that has died since the start is free
-            room = make_room(
-                self.layout,
-                self.leases,
-                self.inventory,
-                needed_bytes=needed_bytes,
-                max_bytes=self.max_bytes,
-                on_evict=self.on_evict,
-                kept_free_bytes=self._kept_free_bytes,
-                own=directory,
-            )
+            kept_free_bytes = self._kept_free_bytes
+            room = self.evictor.make_room(needed_bytes, self.max_bytes, kept_free_bytes=kept_free_bytes, own=directory)
             if room.is_there:
                 directory.mkdir(exist_ok=True)
             return room
@@ -488,7 +472,7 @@ class Store:
 
     def remove(self, digest: str) -> bool:
         """Remove a published adapter unless it is leased; returns whether it is gone."""
-        return remove(self.layout, self.leases, digest)
+        return self.evictor.remove(digest)
 
     def find_leased(
         self, uri: str, version: str, names: Collection[str], holder: Hashable, form: str = ""

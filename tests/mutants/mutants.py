@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "store: a leased adapter is removed",
         "lora_plugins/store/eviction.py",
-        "        if leases.holders(digest):\n            return False",
-        "        if not leases.holders(digest):\n            return False",
+        "            if self.leases.holders(digest):\n                return False",
+        "            if not self.leases.holders(digest):\n                return False",
         ("tests/store/test_eviction.py",),
     ),
     Mutant(

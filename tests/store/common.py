@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import Settings
-from lora_plugins.store.eviction import make_room
+from lora_plugins.store.eviction import Evictor
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
@@ -76,5 +76,5 @@ def leftovers(store: Store) -> list[str]:
 
 def make_room_for_one(store: Store) -> None:
     """As a fetch does where the budget is used up."""
-    inventory = Inventory(store.layout)
-    make_room(store.layout, store.leases, inventory, needed_bytes=1, max_bytes=inventory.look())
+    evictor = Evictor(store.layout, store.leases, Inventory(store.layout))
+    evictor.make_room(1, evictor.inventory.look())

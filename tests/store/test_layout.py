@@ -13,8 +13,7 @@ import pytest
 
 from lora_plugins.adapter.names import is_prefix
 from lora_plugins.errors import NoFreeSlot
-from lora_plugins.store import store as store_module
-from lora_plugins.store.eviction import entries, pending_bytes
+from lora_plugins.store.eviction import Evictor, entries, pending_bytes
 from lora_plugins.store.layout import Layout, Published, is_digest, key_of, write_small
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
@@ -158,14 +157,14 @@ def test_a_cancelled_fetch_leaves_nothing(store: Store) -> None:
 
 def test_a_fetch_cancelled_while_it_makes_room_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
-    real = store_module.make_room
+    real = Evictor.make_room
 
     def slow(*arguments: object, **named: object) -> list[str]:
         begun.set()
         assert go.wait(60)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(store_module, "make_room", slow)
+    monkeypatch.setattr(Evictor, "make_room", slow)
     wanted = DownloadSpec(adapter_files())
 
     async def run() -> None:
