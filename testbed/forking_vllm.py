@@ -195,7 +195,9 @@ def main() -> None:
     listener.listen()
     os.dup2(2, 1)  # vLLM prints
     sys.path.append(str(Path(__file__).parent.parent))
+    gc.disable()  # what is imported stays
     import_vllm()
+    gc.enable()
     gc.collect()
     gc.freeze()  # else the first collection of each program copies all of it
     _serve(listener, path)
