@@ -14,17 +14,24 @@ from testbed.bed import Bed
 from testbed.client import connect
 from testbed.models import PROMPT
 from testbed.reference import Reference
+from testbed.server import Server
 from tests.e2e.digests import of_files
 from tests.e2e.servers import RESOLVER, lora_server
+from tests.e2e.test_tokens_by_adapter import counted, of_usage, settled
 
 
 @pytest.fixture(scope="module")
-def client(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def server(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("pooling")
     arguments = ("--runner", "pooling", "--convert", "embed")
     root = str(bed.adapters)
-    with lora_server(bed, home, *arguments, plugins=[RESOLVER], VLLM_LORA_RESOLVER_CACHE_DIR=root) as server:
-        yield connect(server)
+    with lora_server(bed, home, *arguments, plugins=[RESOLVER], VLLM_LORA_RESOLVER_CACHE_DIR=root) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return connect(server)
 
 
 @pytest.mark.deployment("embeddings and pooling", "tested", "without lora_lru_manager")
@@ -51,6 +58,15 @@ def test_each_route_says_which_version_answered(
     answer = httpx.post(url, json={"model": "sql", **body}, timeout=240)
     assert (answer.status_code, answer.headers[HEADER]) == (200, of_files(bed.adapters / "sql")), answer.text
     assert HEADER not in httpx.post(url, json={"model": str(bed.base), **body}, timeout=240).headers
+
+
+def test_tokens_by_adapter_are_those_of_the_usage(server: Server) -> None:
+    before = counted(server)
+    body = {"model": "sql", "input": [PROMPT, "the lazy dog"]}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=240)
+    assert answer.status_code == 200, answer.text
+    expected = before + of_usage("sql", answer.json()["usage"])
+    assert settled(server, expected) == expected != before
 
 
 def test_unknown_name_is_404(client: openai.OpenAI) -> None:

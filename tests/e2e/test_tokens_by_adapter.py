@@ -133,7 +133,7 @@ def test_a_refused_request_counts_nothing(server: Server) -> None:
     assert counted(server) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_scrape_of_two_api_servers_has_all_tokens(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "adapters").symlink_to(bed.adapters)
     (tmp_path / "metrics").mkdir()
@@ -151,14 +151,3 @@ def test_each_scrape_of_two_api_servers_has_all_tokens(bed: Bed, tmp_path: Path)
         expected |= Counter({(part, "_other"): said[part, "chat"] for part in PARTS})
         assert settled(server, expected) == expected
         assert [counted(server) for _ in range(8)] == [expected] * 8, "whichever server answers"
-
-
-def test_embeddings_count_their_prompts(bed: Bed, tmp_path: Path) -> None:
-    (tmp_path / "adapters").symlink_to(bed.adapters)
-    arguments = ("--runner", "pooling", "--convert", "embed")
-    with lora_server(bed, tmp_path, *arguments, plugins=(RESOLVER,)) as server:
-        body = {"model": "sql", "input": [PROMPT, "the lazy dog"]}
-        answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=LONGEST_S)
-        assert answer.status_code == 200, answer.text
-        expected = of_usage("sql", answer.json()["usage"])
-        assert settled(server, expected) == expected
