@@ -26,6 +26,8 @@ ROWS = {
     "api key": ({}, ("--api-key", KEY), (*WITHOUT_ADMIN, ADMIN), (200, 401, 401)),
     "without lora_admin": ({}, (), WITHOUT_ADMIN, (200, 200, 200)),
 }
+QUICK = ("admin key", "without lora_admin")  # test_administrators.py and test_access.py load by the other ways
+CASES = [pytest.param(row, marks=[] if row in QUICK else [pytest.mark.nightly]) for row in ROWS]
 
 
 def calls(path: Path) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -38,7 +40,7 @@ def calls(path: Path) -> tuple[tuple[str, dict[str, Any]], ...]:
     )
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", CASES)
 def test_controllers_load_and_unload_as_the_page_says(bed: Bed, tmp_path: Path, row: str) -> None:
     settings, options, plugins, statuses = ROWS[row]
     (tmp_path / "adapters").mkdir()

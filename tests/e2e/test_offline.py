@@ -114,7 +114,8 @@ def test_an_engine_here_waits_for_nothing_only_we_end(bed: Bed, tmp_path: Path) 
     assert answer["outputs"] == {name: bed.answers[name] for name in ("sql", "chat")}
 
 
-@pytest.mark.parametrize("is_async", [pytest.param("0", marks=NIGHTLY), "1"], ids=["LLM", "AsyncLLM"])
+@NIGHTLY
+@pytest.mark.parametrize("is_async", ["0", "1"], ids=["LLM", "AsyncLLM"])
 def test_a_directory_that_changes_answers_as_it_was_taken(bed: Bed, tmp_path: Path, is_async: str) -> None:
     reference = Reference(bed.base)
     prompt = f"{PROMPT} the lazy dog. def shrink(x, a): return x @ a.T; " * 4
@@ -138,6 +139,7 @@ def test_a_directory_that_changes_answers_as_it_was_taken(bed: Bed, tmp_path: Pa
     }
 
 
+@NIGHTLY
 def test_an_idle_session_frees_its_place_on_a_real_engine(bed: Bed, tmp_path: Path) -> None:
     """Alone, each turn of the session and each request of others has the same tokens."""
     asked = [(name, str(bed.adapters / name)) for name in ("sql", "chat")]
@@ -174,7 +176,7 @@ def test_calls_in_any_order_answer_as_the_version_they_name(bed: Bed, tmp_path: 
     prompt_ids = reference.prompt_ids(REPEATED * PROMPT)
     assert len(prompt_ids) > 64
     answers = json.dumps({name: reference.generate(Path(path), prompt_ids, MAX_TOKENS) for name, path in versions})
-    examples = str(times(60, short=12))
+    examples = str(times(60, short=6))
     said = said_by("offline_any_order", bed, tmp_path, 0, versions, ANSWERS=answers, EXAMPLES=examples)
     assert int(said["said"]) > int(examples)
 

@@ -17,6 +17,7 @@ from tests.e2e.servers import MANAGER, RESOLVER, admin_server, lora_server
 from tests.e2e.standing_still import LONGEST_S
 
 
+@pytest.mark.nightly
 @pytest.mark.deployment("data parallel, one API server", "tested", "two engines; pins and unloads reach both")
 def test_two_engines_equal_peft_and_change_together(bed: Bed, tmp_path: Path) -> None:
     shutil.copytree(bed.adapters, tmp_path / "adapters")

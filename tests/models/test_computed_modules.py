@@ -40,7 +40,8 @@ def test_what_is_never_called_is_described(engines: ForkedEngines, architecture:
     assert {name.rpartition(".")[2] for name in uncalled} == UNCALLED.get(architecture.label, set())
 
 
-@pytest.mark.parametrize("architecture", rows(MLA, QUICK))
+@pytest.mark.nightly
+@pytest.mark.parametrize("architecture", MLA, ids=lambda one: one.label)
 def test_an_adapter_without_effect_in_vllm_is_refused(
     engines: ForkedEngines, architecture: Architecture, tmp_path: Path
 ) -> None:
