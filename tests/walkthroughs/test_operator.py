@@ -29,9 +29,10 @@ from testbed.server import SMALL_ENGINE, reserved_port
 from tests.walkthroughs.kubectl import Pod
 from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, left_out
 
-pytestmark = pytest.mark.skipif(
-    None in map(shutil.which, ("curl", "git", "jq", "openssl")), reason="the page uses them"
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(None in map(shutil.which, ("curl", "git", "jq", "openssl")), reason="the page uses them"),
+]
 
 ADAPTERS = 300
 APPLY = "kubectl kustomize my-overlay | less"
