@@ -95,7 +95,11 @@ def test_components_are_those_that_are_combined_here():
     assert {path.name for path in (KUBERNETES / "components").iterdir()} == set(COMPONENTS)
 
 
-@pytest.mark.parametrize("components", COMBINATIONS, ids="+".join)
+@pytest.mark.parametrize(
+    "components",
+    [pytest.param(each, marks=pytest.mark.nightly if len(each) == 2 else []) for each in COMBINATIONS],
+    ids="+".join,
+)
 def test_every_combination_keeps_what_each_component_adds(tmp_path, components):
     objects = check_manifests.render(combined(tmp_path, components))
     for one in objects:

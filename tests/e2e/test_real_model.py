@@ -19,7 +19,7 @@ from testbed.server import Server, vllm_server
 from tests.e2e.servers import ENVIRONMENT
 from tests.repetitions import times
 
-MAX_TOKENS = times(64, short=32)
+MAX_TOKENS = times(64, short=16)
 QUESTIONS = (
     "What is the sea?", "What is a tree?", "Is snow cold?", "How many sales were there in June?",
     "How do I bake bread?", "What is a river?", "Tell me about dogs.", "Is a lion a plant?",

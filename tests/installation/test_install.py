@@ -54,8 +54,14 @@ def requirements(extra: str = "") -> list[Requirement]:
     ]
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("kind", VLLMS)
+@pytest.mark.parametrize(
+    ("tool", "kind"),
+    [
+        pytest.param(tool, kind, marks=[] if tool == "uv" or kind == "newest known" else [pytest.mark.nightly])
+        for tool in TOOLS
+        for kind in VLLMS
+    ],
+)
 def test_installing_beside_any_vllm_changes_nothing(tmp_path, wheel, tool, kind):
     environment = Environment(tmp_path / "env", tmp_path / "index")
     name, version = VLLMS[kind]

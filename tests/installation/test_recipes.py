@@ -78,6 +78,7 @@ def run(environment: Environment, folder: Path, script: str, at: str = "") -> No
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_recipe_for_s3_changes_no_other_package(tmp_path, environment, commits):
     before = environment.installed()
     run(environment, tmp_path, recipe("docs/get-started/install.md"))
