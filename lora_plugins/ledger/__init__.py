@@ -107,7 +107,7 @@ def entries(package: Path = PACKAGE) -> Mapping[str, Sequence[Patch]]:
         # Only files that touch vLLM are parsed: parsing takes time.
         if _TOUCHES_VLLM.search(text):
             try:
-                of_file = [*_Source(parse(text)).entries()]
+                of_file = [*_Module(parse(text)).entries()]
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from None
             if of_file:
@@ -141,7 +141,7 @@ def parameters_of(function: _Function) -> list[str]:
     return names
 
 
-class _Source:
+class _Module:
     """A module of ours: its docstrings with a `Why:`, and the places that its imports and wrappers touch.
 
     Raises:

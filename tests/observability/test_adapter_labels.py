@@ -32,7 +32,7 @@ def test_any_name_becomes_a_valid_label():
     assert label_of("team/ü") == "team/ü"
 
 
-def test_file_names_the_labels_and_is_read_again(tmp_path, monkeypatch, caplog):
+def test_file_names_the_labels_and_is_read_again(tmp_path, monkeypatch, logged):
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     (file := tmp_path / "customers.txt").write_text("# ours\ncust001\n\n  cust002  \n")
@@ -52,4 +52,4 @@ def test_file_names_the_labels_and_is_read_again(tmp_path, monkeypatch, caplog):
     for _ in range(3):
         now_s[0] += 1.0
         assert labels.of("cust003") == "cust003", "the names read before"
-    assert len(caplog.records) == 1, "not a line each second"
+    assert len(logged.records) == 1, "not a line each second"

@@ -76,10 +76,10 @@ def test_connectors_by_block_hashes_run(base: Path, name: str | None, caplog: py
     assert "KV connector" not in caplog.text
 
 
-def test_unknown_connectors_are_named_once(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_connectors_are_named_once(base: Path, logged: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         start(base, "KVRecorder", module=MODULE)
-    (said,) = [line for line in caplog.messages if "KVRecorder" in line and "adapter" in line]
+    (said,) = [line for line in logged.messages if "KVRecorder" in line and "adapter" in line]
     assert f"{MODULE}.KVRecorder" in said
 
 
