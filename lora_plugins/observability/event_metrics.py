@@ -6,6 +6,8 @@ Our own metrics begin with `lora_plugins_`. Names with `vllm:` are names that vL
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from lora_plugins import events
@@ -158,7 +160,8 @@ class CountEvents:
                 self._aborted.inc(event.aborted)
                 if self._can_forget and (freed := self._labels.forget(event.name)) is not None:
                     for metric in self._of_adapters:
-                        metric.remove(freed)
+                        with suppress(KeyError):  # of a series that never began, in older releases
+                            metric.remove(freed)
             case events.DeclaredSetReconciled():
                 self._declared.labels("served").set(event.served)
                 self._declared.labels("failed").set(event.failed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import (
@@ -157,6 +158,17 @@ def test_unloaded_adapter_leaves_no_series_and_frees_its_label():
     counted.count(AdapterUnloaded("a", 0.0, 0), AdapterUnloaded("b", 0.0, 0), *served("b"))
     assert requests(counted) == {"b": 1, OTHERS: 1}
     assert not [key for key in counted.all if key.endswith(",a")]
+
+
+def test_adapter_without_a_whole_answer_is_unloaded_beside_older_libraries(monkeypatch):
+    """vLLM allows prometheus_client 0.18, which until 0.22 removes only series that there are."""
+
+    def remove(self: Counter, *labels: str) -> None:
+        del self._metrics[labels]
+
+    monkeypatch.setattr(MetricWrapperBase, "remove", remove)
+    counted = Counted(1).count(*served("a"), AdapterUnloaded("a", 0.0, 0), *served("b"))
+    assert requests(counted) == {"b": 1}
 
 
 def test_count_of_every_adapter_outlives_its_unload():
