@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.plugin_names import EVERYTHING, FILESYSTEM, KERNELS, OURS, PLUGIN_GROUPS
-from lora_plugins.settings import VARIABLES, Settings, named_in_environment
+from lora_plugins.settings import VARIABLES, Settings, named_in_environment, names_of_plugins
 from lora_plugins.variables import PREFIX, closest
 
 _SHARED = ("lora", "resolver", "plugin", "plugins")
@@ -62,7 +62,7 @@ def discovered_plugins() -> Mapping[str, Sequence[str]]:
 
 def unknown_plugins(env: Mapping[str, str], installed: Collection[str], *, only_ours: bool = False) -> Iterator[Step]:
     """Yield names in `VLLM_PLUGINS` that vLLM passes over in silence; with `only_ours`, names that look like ours."""
-    for name in env.get("VLLM_PLUGINS", "").split(","):
+    for name in names_of_plugins(env):
         close, looks_like_ours = plugin_meant(name)
         if not name or name in installed or (only_ours and not looks_like_ours):
             continue

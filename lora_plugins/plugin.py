@@ -11,7 +11,7 @@ from lora_plugins.plugin_names import ADMIN, EVERYTHING, FILESYSTEM, HUB, KERNEL
 from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source, sources_of_others
 from lora_plugins.resolvers.sources.source import Source
-from lora_plugins.settings import PLUGINS, Settings, environment, named_in_environment
+from lora_plugins.settings import Settings, environment, named_in_environment, names_of_plugins
 from lora_plugins.vllm_patches import installation, kv_connectors, ray_environment, versions
 from lora_plugins.vllm_patches.api_server import lora_resolver, serve_command
 
@@ -117,7 +117,7 @@ def register_everything() -> None:
     """
     if not named_in_environment(EVERYTHING):
         return
-    names = environment()[PLUGINS.name].split(",")
+    names = names_of_plugins(environment())
     twice = [plugin for plugin in OURS if plugin in names]
     if twice:
         raise InvalidSettings(

@@ -254,9 +254,13 @@ def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> b
     Everything is all plugins but the sources without their own variable. Never raises.
     """
     env = os.environ if env is None else env
-    named = env.get(PLUGINS.name, "").split(",")
-    needs = plugin_names.NEEDS.get(plugin)
+    named, needs = names_of_plugins(env), plugin_names.NEEDS.get(plugin)
     return plugin in named or (plugin_names.EVERYTHING in named and (needs is None or bool(env.get(needs))))
+
+
+def names_of_plugins(env: Mapping[str, str]) -> list[str]:
+    """Return the very names in `VLLM_PLUGINS`, as vLLM splits the text (vllm/envs.py, 0.30 to 0.33). Never raises."""
+    return env.get(PLUGINS.name, "").split(",")
 
 
 def environment() -> Mapping[str, str]:

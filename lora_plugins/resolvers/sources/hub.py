@@ -244,7 +244,7 @@ class HubSource:
     ) -> None:
         where = f"{file.repo}@{file.commit[:12]}"
         directory = download.directory
-        progressed = partial(asyncio.get_running_loop().call_soon_threadsafe, state.progressed)
+        progressed = state.progressed_in_thread()
         if not await self._call(partial(copy_cached, file, directory, self._cache_dir, progressed), where):
             get = partial(download_file, self._api, file, directory, stop, progressed)
             await self._retries.run(lambda: self._call(get, where), state)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import stamina
@@ -71,6 +72,10 @@ class Deadline:
         if self.timeout_s is not None:
             with suppress(RuntimeError):  # a thread reports after the end of the block
                 self.timeout.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
+
+    def progressed_in_thread(self) -> Callable[[], object]:
+        """Return `progressed` for another thread to call. To be called on the loop of the block."""
+        return partial(asyncio.get_running_loop().call_soon_threadsafe, self.progressed)
 
 
 class NoAnswer(SourceUnavailable):
