@@ -23,7 +23,7 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
 
     `shows_paths` is for administrators: other callers must not see paths of the server's files.
 
-    Why: vLLM answers them with a 404 and a 400, with our text.
+    Why: vLLM answers `VLLMNotFoundError` and `VLLMClientError` with a 404 and a 400, with our text.
     Until: never: this is the public interface.
     """
     # Imported late: importing vLLM takes seconds, and only a server needs vLLM.

@@ -10,7 +10,7 @@ Touches:
     vllm.v1.engine:
         EngineCoreOutput{request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
         FinishReason{ABORT, ERROR}
-Why: it is answered with our status and text, and a client does not wait for a part until the resume.
+Why: the client gets our status and text, and does not wait for a part until the resume.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def keep_keys_from_workers() -> None:
 def _without_keys(original: Any) -> Any:
     """Leave out the admin key, and where policy and declared set lie.
 
-    Why: it copies the whole environment to the workers, and Ray shows what it is given.
+    Why: vLLM copies the whole environment to the workers, and Ray shows all variables that Ray is given.
     Until: vLLM copies only what its workers read.
     """
 

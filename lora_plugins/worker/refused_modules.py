@@ -88,7 +88,7 @@ def uncalled(manager: Any) -> frozenset[str]:
     Touches:
         vllm.model_executor.layers.attention.mla_attention: MLAAttention{impl, kv_b_proj}
         vllm.lora.model_manager: LoRAModelManager{model, modules}
-    Why: vLLM takes an adapter of these and computes nothing of it; it is refused by name.
+    Why: vLLM takes an adapter of such modules and computes nothing of the adapter, so we refuse the adapter by name.
     Until: vLLM computes adapters of kv_b_proj with MLA (vllm#48974).
     """
     names: dict[int, str] = {}
@@ -139,7 +139,7 @@ def computed_otherwise(manager: Any, places: Collection[str]) -> frozenset[str]:
     Touches:
         vllm.model_executor.models.llama4: Llama4ForCausalLM.permute_qk_weight_for_rotary(self, name, loaded_weight)
         vllm.lora.model_manager: LoRAModelManager{model, modules}
-    Why: vLLM takes an adapter of these and adds it to other features, or unscaled; it is refused by name.
+    Why: vLLM takes an adapter of such modules, and adds the result to other features, or unscaled: we refuse by name.
     Until: vLLM does with an adapter's rows what it does with the weight's.
     """
     holders = [

@@ -66,7 +66,7 @@ def patch_safetensors() -> None:
 
     Touches: vllm.lora.lora_model: safetensors
     Why: safetensors' get_tensor for torch leaves 64 bytes for each tensor that is read, for ever.
-    Until: every supported safetensors frees them (0.8.0 does not).
+    Until: every supported safetensors frees the bytes (0.8.0 does not).
     """
     from vllm.lora import lora_model
 

@@ -7,7 +7,7 @@ added here, check who may change them.
 admin key joins `args.api_key`.
 
 Touches: vllm.envs: VLLM_API_KEY
-Why: what a key may do counts only where vLLM lets it in.
+Why: the rights of a key count only where vLLM lets the key in.
 Until: vLLM lets a plugin authenticate requests.
 """
 

@@ -76,7 +76,7 @@ def _with_headers(original: Any) -> Any:
     Touches:
         vllm.entrypoints.serve.exception_handling.register: http_exception_handler
         vllm.entrypoints.serve.exception_handling.handlers.http: http_exception_handler(req, exc)
-    Why: vLLM drops them, and with them Retry-After on a 503.
+    Why: vLLM drops the headers, and with the headers Retry-After on a 503.
     Until: vLLM's handler passes exc.headers on, as FastAPI's own does.
     """
 

@@ -10,7 +10,7 @@ Touches:
     vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
     vllm.config.lora: LoRAConfig{max_cpu_loras}
     vllm.v1.engine.async_llm: AsyncLLM.abort(self, request_id, internal)
-Why: this is the table of what vLLM serves, and what lora_admin changes.
+Why: `lora_requests` is the table of the adapters that vLLM serves, and that lora_admin changes.
 Until: vLLM has an admin API of its own.
 """
 

@@ -134,9 +134,9 @@ def forget_old_series() -> None:
     Touches:
         vllm.v1.metrics.loggers:
             PrometheusStatLogger.record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-    Why: vLLM makes one for each set of adapters and removes none: 2,000 after 10 minutes of the soak, 420 kB in each
-        scrape, which routers do every 50 ms.
-    Until: vLLM bounds them, or has a series for each adapter in their place.
+    Why: vLLM makes a series for each set of adapters and removes none: 2,000 after 10 minutes of the soak, 420 kB in
+        each scrape, which routers do every 50 ms.
+    Until: vLLM bounds the series, or has a series for each adapter.
     """
     gauge = REGISTRY._names_to_collectors.get(NAME)  # noqa: SLF001 - as in `_is_of_vllm`
     if type(gauge) is Gauge:

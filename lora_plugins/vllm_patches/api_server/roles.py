@@ -102,7 +102,7 @@ async def resolved_by_leader(follower: Follower, name: str) -> Any:
     """Return or raise as vLLM's `resolve_lora` does in the leader: a request of the name, or an error response.
 
     Touches: vllm.entrypoints.serve.engine.protocol: ErrorResponse{error}
-    Why: its client shall see the same, whichever API server it has asked.
+    Why: a client shall see the same, whichever API server the client has asked.
     Until: API servers share what they serve.
     """
     principal = principal_of_request.get()

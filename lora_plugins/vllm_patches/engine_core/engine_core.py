@@ -13,7 +13,7 @@ Touches:
             collective_rpc(self, method, timeout, args, kwargs)}
     vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight, load_inplace}
     vllm.v1.executor.abstract: Executor.collective_rpc(self, method, timeout, args, ...)
-Why: they run in the engine's loop, and would load there and then.
+Why: vLLM's own methods run in the engine's loop, and would load there and then.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Touches:
     vllm.v1.outputs: ModelRunnerOutput{num_nans_in_logits, pooler_output, req_id_to_index}
     vllm.v1.engine: FinishReason{STOP, LENGTH}
     vllm.v1.request: Request{mm_features, prompt_embeds} RequestStatus{FINISHED_ERROR}
-Why: its tokens would be those of no weights.
+Why: the request's tokens would be those of no weights.
 Until: vLLM ends requests whose logits are NaN.
 """
 

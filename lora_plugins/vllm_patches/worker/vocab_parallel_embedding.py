@@ -21,8 +21,8 @@ def patch() -> None:
 def _in_one_row(original: Any) -> Any:
     """Give token ids of two dimensions as a single row.
 
-    Why: it takes the first dimension for the number of tokens, and so one adapter's A for the whole batch.
-    Until: it takes all dimensions.
+    Why: vLLM takes the first dimension for the number of tokens, and so one adapter's A for the whole batch.
+    Until: vLLM takes all dimensions.
     """
 
     def forward(self: Any, x: Any) -> Any:

@@ -9,7 +9,7 @@ Touches:
     vllm.v1.worker.worker_base: WorkerWrapperBase{worker, vllm_config}
         WorkerBase{model_runner, vllm_config, sample_tokens(self, grammar_output)}
     vllm.v1.outputs: AsyncModelRunnerOutput.get_output(self)
-Why: every executor but Ray's first calls them; collective_rpc reaches the methods by name.
+Why: every executor but Ray's first calls the wrapped methods; collective_rpc reaches ours by name.
 """
 
 from __future__ import annotations
