@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cachetools import TTLCache
 
@@ -54,6 +55,10 @@ class ListedNames:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._failed: set[str] = set()
 
+    def at_hand(self) -> Iterator[str]:
+        """Names of the sources' last lists; no source is asked."""
+        return itertools.chain.from_iterable(self._names.values())
+
     async def names(self, base_path: str, may_list: Callable[[str], bool]) -> list[str]:
         """The first `MOST` names that `may_list` accepts, in alphabetical order."""
         for source in self._sources:
@@ -64,8 +69,7 @@ class ListedNames:
         return await asyncio.to_thread(self._first, may_list)
 
     def _first(self, may_list: Callable[[str], bool]) -> list[str]:
-        known = {name for names in self._names.values() for name in names}
-        return heapq.nsmallest(MOST, filter(may_list, known))
+        return heapq.nsmallest(MOST, filter(may_list, set(self.at_hand())))
 
     def _ask(self, label: str, source: ListsNames, base_path: str) -> None:
         now = time.monotonic()

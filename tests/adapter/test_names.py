@@ -9,7 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lora_plugins.adapter.names import MAX_CHARACTERS, MAX_SEGMENT_BYTES, AdapterName, adapter_id, with_base_name
+from lora_plugins.adapter.names import (
+    MAX_CHARACTERS,
+    MAX_SEGMENT_BYTES,
+    AdapterName,
+    adapter_id,
+    misspelt,
+    near,
+    with_base_name,
+)
 from lora_plugins.errors import AdapterNotFound
 
 # What attacks are made of, so that most drawn names come close to the grammar's edges.
@@ -157,3 +165,33 @@ def test_a_base_models_name_before_a_name_is_seen(text, rest):
     error = with_base_name(text, ["base", "other/base"])
     assert (error is None) == (rest is None)
     assert error is None or f'"model": "{rest}"' in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "found"),
+    [
+        ("cust05", [f"cust{number:03}" for number in range(20)], ["cust005", "cust015", "cust000"]),
+        ("acme/slq", ["acme/other", "acme/sql", "ace/sql"], ["acme/sql"]),
+        ("Team_A/SQL", ["team-a/sql", "team-b/sql"], ["team-a/sql", "team-b/sql"]),
+        ("sqll", ["sql"], ["sql"]),
+        ("checkpoint-5", ["checkpoint-500", "checkpoint-5000"], ["checkpoint-500"]),
+        ("ab", ["b", "ac", "xy"], []),
+        ("sql", ["pirate", "haiku"], []),
+        ("aaa", [f"aaa{letter}" for letter in "edcba"], ["aaaa", "aaab", "aaac"]),
+    ],
+)
+def test_near_names_differ_in_one_place(text, names, found):
+    assert near(text, names) == found
+
+
+def test_a_misspelt_name_is_answered_with_near_ones():
+    assert misspelt("sqk", []) is None
+    error = misspelt("sqk", near("sqk", ["sql", "other"]))
+    assert error is not None
+    assert (error.adapter, "'sql'" in error.expected, "other" in str(error)) == ("sqk", True, False)
+
+
+@given(st.text("abcXYZ_-/.1", min_size=5, max_size=20), st.integers(0, 19), st.text("abc_9", max_size=2))
+def test_a_change_of_one_place_is_always_near(name, place, written):
+    place = min(place, len(name) - 2)
+    assert near(name[:place] + written + name[place + 2 :], [name.casefold().replace("_", "-")])

@@ -93,6 +93,7 @@ def test_local_path_template_links_to_what_the_engine_reads(world: World) -> Non
         ("cloud-no-weights", 404, ("L002", "adapter_model.safetensors")),
         ("acme/nobody", 404, ("does not exist",)),
         ("other-org/repo", 404, ("does not exist",)),
+        ("team/peot", 404, ("L002", "a name like 'team/poet'")),
     ],
 )
 def test_remote_refusal_has_its_reason(world: World, name: str, status: int, texts: tuple[str, ...]) -> None:

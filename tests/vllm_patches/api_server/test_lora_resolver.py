@@ -13,7 +13,7 @@ import pytest
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.process import Process
+from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
@@ -139,6 +139,20 @@ def test_a_404_says_why_a_name_is_none(start_serving, resolver, name, says):
     assert says in str(caught.value)
     ordinary = asyncio.run(models.resolve_lora("nobody/has-this"))
     assert ordinary.error.message == "LoRA adapter nobody/has-this does not exist"
+
+
+def test_a_misspelt_name_meets_near_ones_that_may_be_used(start_serving, resolver, monkeypatch):
+    from vllm.exceptions import VLLMNotFoundError
+
+    models = start_serving(SimpleNamespace(max_lora_rank=64))
+    models.lora_resolvers = [resolver]
+    models.lora_requests = dict.fromkeys(("mine/sql", "theirs/sql", "mine/sql@v1", "gone/sql"))
+    monkeypatch.setattr(openai_serving_models, "may_use", lambda name: not name.startswith("theirs/"))
+    this_process().resolver.store.blocks.hold("gone/sql")
+    with pytest.raises(VLLMNotFoundError, match="a name like 'mine/sql'"):
+        asyncio.run(models.resolve_lora("mine/sqll"))
+    for name in ("theirs/sqll", "gone/sqll"):
+        assert asyncio.run(models.resolve_lora(name)).error.message == f"LoRA adapter {name} does not exist"
 
 
 def test_another_resolver_may_have_other_names(start_serving, resolver):
