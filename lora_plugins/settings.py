@@ -51,10 +51,16 @@ class BaseMatch(StrEnum):
 
 
 class AdapterChat(StrEnum):
-    """Whose chat template and end tokens an adapter's requests get."""
+    """Whose chat template and end tokens an adapter's requests get; strict: the base model's, or a refusal."""
 
     ADAPTER = "adapter"
     BASE = "base"
+    STRICT = "strict"
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the adapter's files for chats count."""
+        return self is not AdapterChat.BASE
 
 
 class Kernels(StrEnum):
@@ -99,7 +105,8 @@ class Settings:
     """Further names, separated by commas, under which adapters may know the served base model."""
     adapter_chat: AdapterChat = required("LORA_PLUGINS_ADAPTER_CHAT", member(AdapterChat), "adapter")
     """Whose chat template, special tokens and end tokens an adapter's requests get: the `adapter`'s, where the adapter
-    brings them, or always the `base` model's ([chats](../guides/chat.md))."""
+    brings them, always the `base` model's, or `strict`: the base model's, and a refusal for adapters that bring others
+    ([chats](../guides/chat.md))."""
     adapter_fields: str = required("LORA_PLUGINS_ADAPTER_FIELDS", choice("refuse", "ignore"), "refuse")
     """A request for the base model that names an adapter in a field of other servers (`lora_adapter`, `adapter_id`,
     `lora_path`, `lora_name`): `refuse` it, or `ignore` the field as vLLM does."""

@@ -29,6 +29,7 @@ DEFAULT_STORE = Path("~/.cache/lora-plugins").expanduser()
 VALID = [
     ("LORA_PLUGINS_ADAPTER_FIELDS", "ignore", "adapter_fields", "ignore"),
     ("LORA_PLUGINS_ADAPTER_CHAT", "Base", "adapter_chat", AdapterChat.BASE),
+    ("LORA_PLUGINS_ADAPTER_CHAT", "strict", "adapter_chat", AdapterChat.STRICT),
     ("LORA_PLUGINS_BASE_MATCH", "strict", "base_match", BaseMatch.STRICT),
     ("LORA_PLUGINS_BASE_MATCH", " Compatible ", "base_match", BaseMatch.COMPATIBLE),
     ("LORA_PLUGINS_BASE_MATCH", "OFF", "base_match", BaseMatch.OFF),
@@ -112,7 +113,7 @@ VALID = [
 ]
 INVALID = [
     *[("LORA_PLUGINS_ADAPTER_FIELDS", text) for text in ("no", "1")],
-    *[("LORA_PLUGINS_ADAPTER_CHAT", text) for text in ("", "strict", "adapter,base")],
+    *[("LORA_PLUGINS_ADAPTER_CHAT", text) for text in ("", "strictly", "adapter,base")],
     *[("LORA_PLUGINS_BASE_MATCH", text) for text in ("", "loose", "strict,off")],
     *[
         (name, text)

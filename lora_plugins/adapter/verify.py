@@ -25,7 +25,7 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_
 from lora_plugins.adapter.weights import Weights, pair_weights
 from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
-from lora_plugins.settings import AdapterChat, Settings
+from lora_plugins.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
             below = [DEFAULT] if os.path.isfile(directory / DEFAULT) else []
             name_format(error, [*os.listdir(directory), *below])
         raise
-    if settings.adapter_chat is AdapterChat.ADAPTER:
+    if settings.adapter_chat.reads_files:
         read_chat(directory)
     # Loading a pickle runs code, so only size and configuration are checked.
     if name in PICKLE_FILES:

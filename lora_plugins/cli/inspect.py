@@ -47,7 +47,7 @@ from lora_plugins.cli.pull import bring
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import choose_files
-from lora_plugins.settings import AdapterChat, Settings
+from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
 
 
@@ -172,7 +172,7 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
         with suppress(LoRAPluginsError):
             pairs = pair_weights(tensors, config).pairs
     chat = Chat()
-    if settings.adapter_chat is AdapterChat.ADAPTER:
+    if settings.adapter_chat.reads_files:
         with suppress(LoRAPluginsError):
             chat = read_chat(path)
     named = () if config is None or base is None else warnings_of(config, base, settings.base_match)

@@ -9,7 +9,7 @@ from pathlib import Path
 from cachetools import LRUCache
 
 from lora_plugins.adapter.chat import Chat, read_chat
-from lora_plugins.settings import AdapterChat, Settings
+from lora_plugins.settings import Settings
 from lora_plugins.store.layout import Layout
 
 _MOST = 512  # versions whose chats are kept in memory
@@ -24,7 +24,7 @@ class Chats:
     """
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
-        self._is_on = settings.adapter_chat is AdapterChat.ADAPTER
+        self._is_on = settings.adapter_chat.reads_files
         self._layout = layout
         self.served: Callable[[Chat], Chat] | None = None
         self._read: LRUCache[Path, Chat] = LRUCache(_MOST)  # of the event loop alone

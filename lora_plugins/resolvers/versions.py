@@ -34,7 +34,7 @@ from lora_plugins.resolvers.fetch_progress import reported
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.retries import deadline
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
-from lora_plugins.settings import AdapterChat, Settings
+from lora_plugins.settings import Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
 from lora_plugins.store.layout import is_digest
 from lora_plugins.store.manifest import Manifest
@@ -379,4 +379,4 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
 
 def _chat_files(adapter: RemoteAdapter, settings: Settings) -> tuple[str, ...]:
     """The names of the adapter's files for chats, where the settings say to serve the adapter with these."""
-    return chat_files(file.name for file in adapter.files) if settings.adapter_chat is AdapterChat.ADAPTER else ()
+    return chat_files(file.name for file in adapter.files) if settings.adapter_chat.reads_files else ()

@@ -14,12 +14,13 @@ from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from lora_plugins.adapter.chat import Chat
+from lora_plugins.adapter.chat import Chat, few
 from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.response import present
+from lora_plugins.settings import AdapterChat
 from lora_plugins.vllm_patches.api_server.adapter_tokenizers import renderer_of, served_chat, tokenizer_of
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -49,6 +50,8 @@ def _path_of(request: Any) -> str:
 async def _chat_of(name: str | None) -> Chat:
     """What the version brings that is served under a name now."""
     process = this_process()
+    if process.settings.adapter_chat is AdapterChat.STRICT:
+        return Chat()  # no adapter's template runs before `_refuse_other` has seen it
     path = _path_of(next((table.lora_requests.get(name) for table in process.tables), None))
     try:
         chat = await process.resolver.chats.read(path) if path else Chat()
@@ -198,6 +201,8 @@ def _ending(original: Any) -> Any:
             know_tokenizer(self.renderer, self.model_config)  # `LLM` has no table of models
             try:
                 chat = this_process().resolver.chats.at(path)
+                if this_process().settings.adapter_chat is AdapterChat.STRICT:
+                    _refuse_other(chat, self)
             except LoRAPluginsError as error:
                 raise http_error(error) from None
             tokenizer = tokenizer_of(self.tokenizer, chat)
@@ -209,6 +214,30 @@ def _ending(original: Any) -> Any:
         return made
 
     return process_inputs
+
+
+def _refuse_other(chat: Chat, processor: Any) -> None:
+    """Refuse an adapter that brings for chats what the base model does not have (LORA_PLUGINS_ADAPTER_CHAT=strict)."""
+    tokenizer, of_server = processor.tokenizer, processor.generation_config_fields.get("eos_token_id") or ()
+    ends = {tokenizer.eos_token_id, *((of_server,) if isinstance(of_server, int) else of_server)}
+    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    templates = templates or {"default": tokenizer.chat_template or ""}
+    new_ends = [end for end in _end_ids(chat, tokenizer, processor.model_config.get_vocab_size()) if end not in ends]
+    differs = [
+        *(
+            f"a chat template '{kind}'"
+            for kind, text in (("default", chat.template), ("tool_use", chat.tool_template))
+            if text is not None and text.strip() != templates.get(kind, "").strip()
+        ),
+        *([f"end tokens {new_ends}"] if new_ends else ()),
+        *([f"added tokens {few(tokens)}"] if (tokens := (*chat.added_tokens, *chat.lost_tokens)) else ()),
+    ]
+    if differs:
+        raise IncompatibleAdapter(
+            f"{', '.join(differs)}",
+            expected="the base model's, as LORA_PLUGINS_ADAPTER_CHAT=strict",
+            remedy="set LORA_PLUGINS_ADAPTER_CHAT=adapter to serve the adapter with its own, or =base without",
+        )
 
 
 def _end_ids(chat: Chat, tokenizer: Any, vocabulary: int) -> list[int]:

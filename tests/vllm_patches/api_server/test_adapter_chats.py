@@ -125,6 +125,35 @@ def test_settings_can_keep_the_chats_of_the_base_model(process: Process, vllm_co
     assert ids_of(InputProcessor(vllm_config), path).stop_token_ids == []
 
 
+@pytest.mark.parametrize(
+    ("brings", "named"),
+    [
+        ({"template": TEMPLATE}, "chat template 'default'"),
+        ({"eos_ids": [1, 9]}, r"end tokens \[9\]"),
+        ({"eos": "</s>", "eos_ids": 1}, None),
+        ({}, None),
+    ],
+)
+def test_strict_refuses_chats_that_the_base_model_lacks(
+    process: Process, vllm_config: Any, tmp_path: Path, brings: dict[str, Any], named: str | None
+) -> None:
+    process.settings = Settings(store_dir=tmp_path / "store", adapter_chat=AdapterChat.STRICT)
+    process.is_resolver_registered = True
+    adapter_chats.patch()
+    processor = InputProcessor(vllm_config)
+    path = write(process.resolver.store.layout.adapter(DIGEST), **brings)
+    if named is None:
+        assert ids_of(processor, path).all_stop_token_ids == ids_of(processor, "").all_stop_token_ids
+        return
+    with pytest.raises(VLLMClientError, match=rf"\[L003\].*{named}.*LORA_PLUGINS_ADAPTER_CHAT=strict"):
+        ids_of(processor, path)
+    process.tables.add(Table(sql=path))
+    with pytest.raises(
+        Exception, match="chat template"
+    ):  # the base model's, which has none: nothing of the adapter ran
+        rendered(process, processor, "sql")
+
+
 def test_broken_files_are_errors_that_name_the_file(processor: InputProcessor, store: Path) -> None:
     with pytest.raises(VLLMClientError, match=r"generation_config\.json"):
         ids_of(processor, write(store / DIGEST, eos_ids="no"))
