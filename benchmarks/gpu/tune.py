@@ -63,7 +63,7 @@ def fusions(plan: Plan) -> Iterator[Plan]:
     """One launch in the place of two, for the smallest batches."""
     if plan.max_rows <= 64 and plan.max_in < tuning.ANY and plan.chunk == tuning.CHUNK_SIZES[0]:
         for rank, columns_in, columns_out in product((16,), (128, 256), (64, 128)):
-            yield replace(plan, fused=FusedTile(rank, columns_in, columns_out, 4, 3))
+            yield replace(plan, fused=FusedTile(rank, columns_in, columns_out, 4, 1))
 
 
 def best(plan: Plan, candidates: Iterable[Plan], score: Score, until: float) -> tuple[Plan, float]:

@@ -55,7 +55,7 @@ class FusedTile:
     columns_in: int = 128
     columns_out: int = 256
     warps: int = 4
-    stages: int = 3
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)

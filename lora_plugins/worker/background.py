@@ -15,10 +15,7 @@ SWITCH_INTERVAL_S = 0.0002
 
 
 class BackgroundThread:
-    """Runs jobs one after another, on cores that the engine's compute threads leave free where there are any.
-
-    `begin` is called first, in the thread.
-    """
+    """Runs jobs one after another; `begin` is called first, in the thread."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._begin = begin
@@ -31,7 +28,6 @@ class BackgroundThread:
         self._jobs.put(job)
 
     def _run(self) -> None:
-        _leave_compute_cores()
         self._begin()
         while True:
             job = self._jobs.get()
@@ -78,7 +74,7 @@ class _SwitchInterval:
 _short_switch_interval = _SwitchInterval()
 
 
-def _leave_compute_cores() -> None:
+def leave_compute_cores() -> None:
     """Move this thread off the cores that the worker is bound to, if the parent process may use others."""
     # vLLM's CPU worker binds itself to the cores of OpenMP (VLLM_CPU_OMP_THREADS_BIND); a new thread inherits the
     # binding, and would compete with the engine's compute threads.

@@ -108,8 +108,8 @@ class Jobs:
         self._owners = owners
         self._stream = stream
         self._agreement = agreement
-        self._loader = BackgroundThread("lora-plugins-loading", stream.use_device)
-        self._fetcher = BackgroundThread("lora-plugins-fetching", stream.use_device)
+        self._loader = BackgroundThread("lora-plugins-loading", stream.begin_thread)
+        self._fetcher = BackgroundThread("lora-plugins-fetching", stream.begin_thread)
         self._done: deque[_Done] = deque()
         self._something_done = threading.Event()
         self._running: set[int] = set()  # jobs that still run in a thread

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lora_plugins.kernels.layers import sides_of_slices
+from lora_plugins.worker.background import leave_compute_cores
 
 _HELD = "_lora_plugins_slots"
 _PATCHED = "_lora_plugins_exact_slots"
@@ -139,11 +140,14 @@ class SlotStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def use_device(self) -> None:
-        """Make the stream's device the calling thread's; each thread begins with device 0, whatever others use."""
-        # Else page-locked memory, and the end of `write`, would make a context of 0.5 GiB on device 0 for each rank.
-        if self._stream is not None:
-            torch.cuda.set_device(self._stream.device)
+    def begin_thread(self) -> None:
+        """Make the stream's device the calling thread's; on the CPU, leave the cores of the compute threads."""
+        if self._stream is None:
+            leave_compute_cores()
+            return
+        # Each thread begins with device 0, whatever others use: page-locked memory, and the end of `write`, would make
+        # a context of 0.5 GiB on device 0 for each rank.
+        torch.cuda.set_device(self._stream.device)
 
     def idle_event(self) -> Any:
         """Return an event after all work launched so far; None where launching means computing."""

@@ -148,6 +148,13 @@ def test_packaged_tables_hold_what_kernels_can_be_compiled_with(path: Path) -> N
     assert_compilable(tuning.read_table(path))
 
 
+@pytest.mark.parametrize("path", sorted(tuning.PACKAGED.glob("*.json")), ids=lambda path: path.stem)
+def test_packaged_tables_pipeline_no_load_beside_a_factor_in_registers(path: Path) -> None:
+    """Which ptxas before 13.3 miscompiles on sm_90 (triton-lang/triton#9433)."""
+    plans = tuning.read_table(path).plans
+    assert {tile.stages for plan in plans for tile in (plan.expand, plan.fused) if tile is not None} == {1}
+
+
 AMX = Processor("x86_64", X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})
 
 

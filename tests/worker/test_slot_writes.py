@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lora_plugins.scheduler.messages import Activate, Activated, Evict, Load, Loaded
 from lora_plugins.worker.background import SWITCH_INTERVAL_S, BackgroundThread
+from lora_plugins.worker.slot_copy import SlotStream
 from tests.worker.small_model import (
     Adapter,
     Blocked,
@@ -193,6 +197,21 @@ def test_jobs_run_in_their_order_also_after_one_that_fails(thread):
     thread.submit(lambda: 1 // 0)
     thread.submit(lambda: done.put(2))
     assert [done.get(timeout=LIMIT_S) for _ in range(2)] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_threads_leave_compute_cores_on_the_cpu_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker with a GPU has no compute threads, and `--numa-bind` keeps it beside its GPU's memory."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    cores = {os.getpid(): {0}, os.getppid(): {0, 1}}
+    chosen: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, free: chosen.append(free))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    thread = BackgroundThread("test-cores", SlotStream(torch.device(kind)).begin_thread)
+    thread.close()
+    assert chosen == ([{1}] if kind == "cpu" else [])
 
 
 def test_the_interpreter_is_handed_on_quickly_while_any_job_runs(thread):
