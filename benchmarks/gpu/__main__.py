@@ -1,4 +1,4 @@
-"""The programs for a machine with a GPU: `python -m benchmarks.gpu check|streams|tune|time|compile|prepare`."""
+"""The programs for a machine with a GPU: `python -m benchmarks.gpu all|check|streams|tune|time|compile|prepare`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu import cases, device, vllm
+from benchmarks.gpu import cases, device, parts, vllm
 from benchmarks.record import RESULTS
 
-# Seconds of each program; all of them together leave time for the starts of a machine that is lent for 30 minutes.
-SECONDS = {"check": 240.0, "streams": 120.0, "tune": 480.0, "time": 500.0, "compile": 3600.0}
+# Seconds of each program that runs alone; `parts` divides those of `all`, for a machine that is lent for 15 minutes.
+SECONDS = {"check": 240.0, "streams": 120.0, "tune": 480.0, "time": 500.0, "compile": 3600.0, "all": 450.0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
         "tune": "a tuning table for this GPU",
         "time": "ours, vLLM's, the base model's products and the memory floor",
         "compile": "what `check` launches, for sm_90; needs no GPU",
+        "all": "streams, check, time and tune in one call, each until its deadline",
     }.items():
         program = programs.add_parser(name, help=text)
         program.add_argument("--seconds", type=float, default=SECONDS[name], help="after this it begins nothing new")
@@ -49,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.program == "compile":
         return int(not compiled(options.table, options.seconds))
+    if options.program == "all":
+        given = {"--table": options.table, "--out": options.out}
+        carried = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
+        carried += ["--rehearse"] * options.rehearse
+        return int(not parts.run(options.seconds, parts.command_of(carried)))
     gpu = device.device(rehearse=options.rehearse)
     theirs = vllm.load(rehearse=gpu.rehearsal) if options.program == "time" else None
     if gpu.rehearsal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from statistics import median
@@ -19,7 +19,8 @@ def _layers(hidden: int, key_value: int, intermediate: int) -> Layers:
     }
 
 
-MODELS: dict[str, Layers] = {"Llama-8B": _layers(4096, 1024, 14336), "Llama-70B": _layers(8192, 1024, 28672)}
+LLAMA_8B = _layers(4096, 1024, 14336)
+MODELS: dict[str, Layers] = {"Llama-8B": LLAMA_8B, "Llama-70B": _layers(8192, 1024, 28672)}
 TINY = _layers(32, 16, 48)  # for rehearsals
 DECODE_ROWS, PREFILL_ROWS = (1, 4, 16, 64, 256, 1024), (2048, 8192)
 ADAPTERS = (1, 4, 16, 64)
@@ -85,9 +86,16 @@ class Case:
 
     def floor_bytes(self, itemsize: int = 2) -> int:
         """Bytes that must move: x and the used adapters once in, y once in and out; of rows with an adapter."""
+        return self._bytes(itemsize, self.rank_of_slot)
+
+    def slot_bytes(self, itemsize: int = 2) -> int:
+        """Bytes that move where a used slot is read whole, as vLLM's operators do."""
+        return self._bytes(itemsize, lambda _: self.slot_rank)
+
+    def _bytes(self, itemsize: int, rank_of: Callable[[int], int]) -> int:
         used = {slot for slot in self.slot_of_row() if slot >= 0}
         rows = sum(slot >= 0 for slot in self.slot_of_row())
-        weights = sum(self.rank_of_slot(slot) for slot in used) * sum(self.n_in + width for width in self.widths)
+        weights = sum(map(rank_of, used)) * sum(self.n_in + width for width in self.widths)
         return itemsize * (rows * (self.n_in + 2 * sum(self.widths)) + weights)
 
     def floor_us(self, bytes_per_s: float) -> float:
