@@ -13,7 +13,8 @@ LoRAPluginsError
 ├── ReplicaLost          L009  ConnectionError    503  the replica that should answer is gone
 ├── VersionMismatch      L010  RuntimeError       412  another version is served than If-Match names
 ├── PushSuperseded       L011  RuntimeError       409  a later push of the name arrived first
-└── SlowBody             L012  TimeoutError       408  the body of a push comes too slowly
+├── SlowBody             L012  TimeoutError       408  the body of a push comes too slowly
+└── RateExceeded         L013  RuntimeError       429  more requests or tokens than a key may have
 ```
 """
 
@@ -177,6 +178,13 @@ class SlowBody(LoRAPluginsError, TimeoutError):
     http_status = 408
 
 
+class RateExceeded(LoRAPluginsError, RuntimeError):
+    """L013: more requests or tokens within a minute than the access policy gives a tenant's keys."""
+
+    code = "L013"
+    http_status = 429
+
+
 class ErrorKind(StrEnum):
     """The subject of an error: the subject decides who remembers the error and for how long."""
 
@@ -201,6 +209,7 @@ KINDS: Mapping[type[LoRAPluginsError], ErrorKind] = {
     VersionMismatch: ErrorKind.REFUSAL,
     PushSuperseded: ErrorKind.REFUSAL,
     SlowBody: ErrorKind.REFUSAL,
+    RateExceeded: ErrorKind.REFUSAL,
 }
 # For `isinstance`: errors about an adapter itself, true until the adapter changes.
 OfAdapter = tuple(error for error, kind in KINDS.items() if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE))

@@ -203,6 +203,14 @@ class NotServed:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyRefused:
+    """A request of a tenant of the access policy, named by `label`, was refused for its key's limits."""
+
+    label: str
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterLoaded:
     """Every worker has loaded an adapter from its directory into its host cache."""
 
@@ -270,6 +278,7 @@ Event = (
     | RequestServed
     | RequestEnded
     | NotServed
+    | KeyRefused
     | AdapterLoaded
     | AdapterSwapped
     | AdapterUnloaded

@@ -29,6 +29,7 @@ from lora_plugins.server.follower import Follower
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import PlannerClient
+from lora_plugins.server.rates import Rates
 from lora_plugins.server.snapshots import Snapshots
 from lora_plugins.settings import BaseMatch, Settings, environment
 from lora_plugins.store.opening import open_store
@@ -42,6 +43,7 @@ class Process:
 
     Attributes:
         policy: the access policy of this process's API server.
+        rates: the requests and tokens of the policy's principals.
         lets_in_administrators_only: whether the API server asks who wants to change the served adapters.
         refused: names whose adapter was refused a moment ago.
         is_manager_patched: whether adapters are planned and loaded our way.
@@ -63,6 +65,7 @@ class Process:
         self.refused = RefusedNames()
         self.events = Events(self.log, self.refused)
         self.policy: Policy | None = None
+        self.rates = Rates()
         self.lets_in_administrators_only = False
         self.is_manager_patched = False
         self.is_resolver_registered = False

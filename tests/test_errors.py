@@ -32,6 +32,7 @@ from lora_plugins.errors import (
     NotAllowed,
     OutOfMemory,
     PushSuperseded,
+    RateExceeded,
     ReplicaLost,
     SlowBody,
     SourceUnavailable,
@@ -57,6 +58,7 @@ TABLE = {
     VersionMismatch: ("L010", RuntimeError, 412),
     PushSuperseded: ("L011", RuntimeError, 409),
     SlowBody: ("L012", TimeoutError, 408),
+    RateExceeded: ("L013", RuntimeError, 429),
 }
 FIELDS = {
     "found": "7 bytes",
@@ -160,7 +162,7 @@ def test_no_status_contradicts_its_kind(every_error):
             case ErrorKind.ABSENCE:
                 assert (error.http_status, error.retry_after_s) == (404, None), error
             case ErrorKind.REFUSAL:
-                assert error.http_status in (403, 408, 409, 412, 500), error
+                assert error.http_status in (403, 408, 409, 412, 429, 500), error
                 assert error.retry_after_s is None, error
 
 

@@ -58,7 +58,8 @@ class CountEvents:
         )  # fmt: skip
         self._errors = counter(
             "errors",
-            "Adapters that could not be served, by where (resolve, load, request, update, declared) and error code",
+            "Adapters that could not be served, by where (resolve, load, request, update, declared) and error code; "
+            "requests over a key's limit (key)",
             "stage", "code",
         )  # fmt: skip
         self._locate_s = histogram("locate", "Asking sources where an adapter is", _LOCATE_BUCKETS_S, "source")
@@ -151,6 +152,8 @@ class CountEvents:
                     self._first_token_s.labels(label).observe(event.first_token_s)
             case events.NotServed():
                 self._count_error(event.stage, event.error)
+            case events.KeyRefused():
+                self._count_error("key", event.error)
             case events.AdapterSwapped():
                 self._swaps.inc()
                 self._swap_s.observe(event.load_s)

@@ -65,6 +65,8 @@ class LogEvents:
             case events.NotServed():
                 self._log_not_loaded(event.name)
                 self._warn(event.name, f"{_NOT_SERVED[event.stage].format(event.name)}: {event.error}")
+            case events.KeyRefused():
+                self._warn(event.label, f"A key has reached its limit: {event.error}")
             case events.AdapterRejected():
                 self._warn(event.name, f"Adapter refused ({event.source}): {event.error}")
             case events.SourceFailed(error=BreakerOpen()):

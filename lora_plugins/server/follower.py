@@ -160,7 +160,15 @@ class Follower:
         now = time.monotonic()
         if now - self._told_used.get(engine_id, -math.inf) >= _USED_AGAIN_S:
             self._told_used[engine_id] = now
-            self._send({"call": "used", "engine_id": engine_id})
+            self.tell("used", engine_id=engine_id)
+
+    def tell(self, name: str, /, **arguments: Any) -> None:
+        """Have the leader do something, and wait for no answer.
+
+        Raises:
+            SourceUnavailable: the leader is gone.
+        """
+        self._send({"call": name, **arguments})
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a connection of its own to the leader, for one request.

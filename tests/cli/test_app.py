@@ -217,7 +217,7 @@ def test_every_error_of_ours_has_an_exit_code():
         for kind in vars(lora_plugins.errors).values()
         if isinstance(kind, type) and kind.__mro__[1] is LoRAPluginsError
     ]
-    assert len(kinds) == 12
+    assert len(kinds) == 13
     assert all(exit_of(kind("x")) in set(Exit) - {Exit.OK, Exit.USAGE, Exit.BUG} for kind in kinds)
 
 

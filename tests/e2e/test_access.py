@@ -32,11 +32,16 @@ keys = ["key-b"]
 adapters = ["team-b/*", "shared"]
 pushes = ["team-b/pushed*"]
 pushes_per_minute = 2
+[tenants.metered]
+keys = ["key-m", "key-n"]
+adapters = ["shared"]
+tokens_per_minute = 60
 [tenants.operators]
 keys = ["key-root"]
 admin = true
 """
 KEYS = ("key-a", "key-b", "key-root", "unlisted")
+METERED = ("key-m", "key-n")
 # Where each lies, and whose answer it gives.
 ADAPTERS = {"team-a/sql": "sql", "team-b/sql": "chat", "team-b/cold": "chat", "shared": "wide", "public/sql": "sql"}
 MAY = {
@@ -84,7 +89,7 @@ def guarded(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guar
     with lora_server(
         bed,
         home,
-        *("--max-loras", "2", "--enable-scale-out", "--enable-tokenizer-info-endpoint", "--api-key", *KEYS),
+        *("--max-loras", "2", "--enable-scale-out", "--enable-tokenizer-info-endpoint", "--api-key", *KEYS, *METERED),
         plugins=(RESOLVER, MANAGER, KERNELS, ADMIN),
         LORA_PLUGINS_POLICY=str(home / "policy.toml"),
         VLLM_SERVER_DEV_MODE="1",  # /pause and /resume
@@ -175,6 +180,28 @@ def test_a_key_pushes_its_own_names_at_its_own_rate(guarded: Guarded) -> None:
             f"{guarded.server.url}/v1/loras/{name}", headers={"Authorization": "Bearer key-b"}, timeout=LONGEST_S
         )
         assert gone.status_code == 200
+
+
+def test_a_tenants_keys_share_their_tokens_of_a_minute(guarded: Guarded) -> None:
+    """Answers are let in while a token is left, streamed or whole, of adapters and the base model; then 429."""
+    body = {"prompt": PROMPT, "max_tokens": 9, "ignore_eos": True}
+    base = guarded.ask("GET", "/v1/models", "key-m").json()["data"][0]["id"]
+    asked = itertools.cycle(itertools.product(METERED, ("shared", base), (False, True)))
+    used = 0
+    for key, name, streamed in itertools.islice(asked, 40):
+        more = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+        answer = guarded.ask("POST", "/v1/completions", key, json={"model": name, **body, **more})
+        if answer.status_code != 200:
+            break
+        assert used < 100, "a token was left: 60, and what has come back since"
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith('data: {"')]
+        usage = httpx.Response(200, text=lines[-1] if streamed else answer.text).json()["usage"]
+        used += usage["total_tokens"]
+    assert (answer.status_code, used >= 60) == (429, True), answer.text
+    assert answer.json()["error"]["message"].startswith("[L013]")
+    assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    assert guarded.ask("GET", "/v1/models", "key-n").status_code == 200
+    assert guarded.post("/v1/completions", "key-a", model="shared", **body).status_code == 200
 
 
 def test_only_administrators_load_and_unload(guarded: Guarded) -> None:
@@ -275,6 +302,6 @@ def test_a_stored_response_is_its_keys_alone(guarded: Guarded) -> None:
 
 def test_the_log_names_tenants_and_no_key(guarded: Guarded) -> None:
     log = guarded.server.log()
-    assert "Access policy: 3 keys of team-a, team-b, operators" in log
+    assert "Access policy: 5 keys of team-a, team-b, metered, operators" in log
     ours = [line for line in log.splitlines() if "lora_plugins" in line or "ccess" in line]
-    assert not [line for line in ours if any(key in line for key in KEYS)]
+    assert not [line for line in ours if any(key in line for key in (*KEYS, *METERED))]

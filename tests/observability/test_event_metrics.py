@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from lora_plugins.errors import InvalidAdapter, NoFreeSlot, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, NoFreeSlot, RateExceeded, SourceUnavailable
 from lora_plugins.events import (
     AbsenceRemembered,
     AdapterConfirmed,
@@ -27,6 +27,7 @@ from lora_plugins.events import (
     FetchEnded,
     FetchGoesOn,
     FetchStarted,
+    KeyRefused,
     LookUpRefused,
     NotServed,
     RequestEnded,
@@ -103,6 +104,7 @@ def test_all_counters_start_at_zero():
         (RequestEnded("sql", 0, 7), {"generation_tokens_total,sql": 7}),  # a further choice
         (NotServed("request", "sql", NoFreeSlot("x")), {"errors_total,request,L001": 1}),
         (NotServed("load", "sql", NoFreeSlot("x")), {"errors_total,load,L001": 1}),
+        (KeyRefused("team-a", RateExceeded("x")), {"errors_total,key,L013": 1}),
         (AdapterLoaded("sql", "/x", 10, 0.5), {}),  # the engines count it
         (AdapterSwapped("sql", "a", "b", 2.0),
          {"swaps_total": 1, "swap_load_seconds_count": 1, "swap_load_seconds_sum": 2.0}),

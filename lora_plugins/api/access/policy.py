@@ -8,6 +8,8 @@ adapters = ["public/*"]
 keys = ["sha256:2bb80d53…", "a-plain-key"]
 adapters = ["team-a/*", "shared/sql"]
 share = 0.3                     # of host memory, store and look-ups at once; 0.5 where it is left out
+requests_per_minute = 600       # of all keys together; no limit where it is left out
+tokens_per_minute = 100_000
 
 [tenants.operators]
 keys = ["sha256:5e884898…"]
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.server.rates import Rate
 
 # Patterns of adapter names: `*` matches any characters, also slashes, `?` one character; others match themselves.
 #
@@ -72,10 +75,11 @@ def _fits(pattern: str, text: str) -> bool:
 
 _HASHED = "sha256:"
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
+_RATE = ("requests_per_minute", "tokens_per_minute")
 _FIELDS = {
     "": ("default", "tenants"),
-    "default": ("adapters", "share"),
-    "tenants": ("keys", "adapters", "admin", "share", "pushes", "pushes_per_minute"),
+    "default": ("adapters", "share", *_RATE),
+    "tenants": ("keys", "adapters", "admin", "share", "pushes", "pushes_per_minute", *_RATE),
 }
 _SHARE = 0.5  # so that no principal takes everything
 
@@ -86,7 +90,8 @@ class Principal:
 
     `label` is for logs; `share` limits the part of host memory, store and look-ups that running requests may use;
     `pushes` covers the adapters that the principal may push, at most `pushes_per_minute` (None: no limit);
-    `is_pusher`: an administrator for this call only, of a name that `pushes` covers.
+    `is_pusher`: an administrator for this call only, of a name that `pushes` covers; `rate` limits requests and tokens
+    (None: no limit).
     """
 
     label: str
@@ -96,6 +101,7 @@ class Principal:
     pushes: tuple[NamePattern, ...] = ()
     pushes_per_minute: int | None = None
     is_pusher: bool = False
+    rate: Rate | None = None
 
     def may_use(self, name: str) -> bool:
         """Whether requests may name this adapter."""
@@ -167,7 +173,8 @@ class Policy:
                     raise InvalidSettings(f"the key of {owners[digest]} once more in {place}", expected="a key once")
                 owners[digest] = place
                 tenants[digest] = principal
-        everybody = Principal("(default)", _patterns(default, "default"), share=_share(default, "default"))
+        share, rate = _share(default, "default"), _rate("(default)", default, "default")
+        everybody = Principal("(default)", _patterns(default, "default"), share=share, rate=rate)
         return cls(everybody, tenants)
 
     def of_key(self, key: str | None) -> Principal:
@@ -197,6 +204,11 @@ class Policy:
         return tuple(dict.fromkeys(principal.label for principal in self._tenants.values()))
 
     @property
+    def has_rates(self) -> bool:
+        """Whether a principal has a limit of requests or tokens."""
+        return any(principal.rate is not None for principal in (self.default, *self._tenants.values()))
+
+    @property
     def key_count(self) -> int:
         """Number of keys in the policy."""
         return len(self._tenants)
@@ -218,13 +230,22 @@ def _tenant(label: str, table: Mapping[str, Any], where: str) -> Principal:
         raise InvalidSettings(f"{where} without adapters", expected="adapters = [...], be it an empty list")
     share = 1.0 if is_admin else _share(table, where)
     pushes = _patterns(table, where, "pushes")
-    return Principal(label, _patterns(table, where), is_admin, share, pushes, _per_minute(table, where))
+    pushes_per_minute = _per_minute(table, where, "pushes_per_minute")
+    rate = _rate(label, table, where)
+    return Principal(label, _patterns(table, where), is_admin, share, pushes, pushes_per_minute, rate=rate)
 
 
-def _per_minute(table: Mapping[str, Any], where: str) -> int | None:
-    count = table.get("pushes_per_minute")
+def _rate(label: str, table: Mapping[str, Any], where: str) -> Rate | None:
+    limits = [_per_minute(table, where, field) for field in _RATE]
+    return None if limits == [None, None] else Rate(label, *limits)
+
+
+def _per_minute(table: Mapping[str, Any], where: str, field: str) -> int | None:
+    count = table.get(field)
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise InvalidSettings(f"{where}.pushes_per_minute that is no number of pushes", expected="1 or more")
+        raise InvalidSettings(
+            f"{where}.{field} that is no number of {field.removesuffix('_per_minute')}", expected="1 or more"
+        )
     return count
 
 

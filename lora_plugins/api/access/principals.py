@@ -6,13 +6,15 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs
 
 from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
 from lora_plugins.api.access.policy import Principal
-from lora_plugins.api.access.tenants_routes import is_tenants
-from lora_plugins.errors import NotAllowed
+from lora_plugins.api.access.tenants_routes import is_counted, is_tenants
+from lora_plugins.errors import LoRAPluginsError, NotAllowed
+from lora_plugins.server.rates import Rate
 from lora_plugins.server.response import route_path
 from lora_plugins.server.shares import Share
 
@@ -44,6 +46,12 @@ def share_of_request() -> Share | None:
     return None if principal is None or principal.share == 1 else Share(principal.label, principal.share)
 
 
+def rate_of_request() -> Rate | None:
+    """The limits of the running request's principal; None without limits."""
+    principal = principal_of_request.get()
+    return None if principal is None else principal.rate
+
+
 async def require_admin() -> None:
     """Let only administrators in; a FastAPI dependency. Code outside requests passes.
 
@@ -61,11 +69,17 @@ class KnowPrincipal:
     """ASGI middleware: notes the principal of a request, and keeps all but administrators from their routes.
 
     Stands inside vLLM's own authentication, which answers 401 first.
+
+    Args:
+        admit: counts a request of a principal with limits; raises the refusal of a request over them.
     """
 
-    def __init__(self, app: App, administrators: Administrators) -> None:
+    def __init__(
+        self, app: App, administrators: Administrators, admit: Callable[[Rate], Awaitable[None]] | None = None
+    ) -> None:
         self._app = app
         self._administrators = administrators
+        self._admit = admit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -78,9 +92,15 @@ class KnowPrincipal:
         # Refuse here, before vLLM reads the body, which may be gigabytes of a push.
         if not principal.is_admin and _is_administrators(scope, has_policy=ours.policy is not None):
             if not _may_call(principal, scope):
-                await _forbid(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
+                await _refuse(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
                 return
             principal = replace(principal, is_admin=True, is_pusher=True)
+        if self._admit is not None and principal.rate is not None and is_counted(*_route(scope)):
+            try:
+                await self._admit(principal.rate)
+            except LoRAPluginsError as refusal:
+                await _refuse(scope, send, refusal)
+                return
         # Context variables follow the request into its tasks, but not into other requests.
         tokens = principal_of_request.set(principal), _refusal.set(lambda: ours.refusal(scope))
         try:
@@ -91,10 +111,14 @@ class KnowPrincipal:
 
 
 def _is_administrators(scope: Scope, *, has_policy: bool) -> bool:
-    path = route_path(scope)
     if has_policy:
-        return not is_tenants("WEBSOCKET" if scope["type"] == "websocket" else scope["method"], path)
+        return not is_tenants(*_route(scope))
+    path = route_path(scope)
     return any(path == admin or path.startswith(f"{admin}/") for admin in _ADMIN_PATHS)
+
+
+def _route(scope: Scope) -> tuple[str, str]:
+    return "WEBSOCKET" if scope["type"] == "websocket" else scope["method"], route_path(scope)
 
 
 def _may_call(principal: Principal, scope: Scope) -> bool:
@@ -108,16 +132,19 @@ def _may_call(principal: Principal, scope: Scope) -> bool:
     return any(principal.may_push(name.removesuffix(end)) for end in ends)
 
 
-async def _forbid(scope: Scope, send: Send, refusal: NotAllowed, *, asks_for_key: bool) -> None:
+async def _refuse(scope: Scope, send: Send, refusal: LoRAPluginsError, *, asks_for_key: bool = False) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    status, kind = (401, "Unauthorized") if asks_for_key else (refusal.http_status, "Forbidden")
-    error = {"message": str(refusal), "type": kind, "param": None, "code": status}
-    body = json.dumps({"error": error}).encode()
+    status = HTTPStatus(401 if asks_for_key else refusal.http_status)
+    error = {"message": str(refusal), "type": status.phrase, "param": None, "code": status}
+    of_anthropic = {"type": "error"} if route_path(scope).startswith("/v1/messages") else {}
+    body = json.dumps(of_anthropic | {"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if asks_for_key:
         # RFC 9110 requires the header with a 401.
         headers.append((b"www-authenticate", b"Bearer"))
+    if refusal.retry_after_s is not None:
+        headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

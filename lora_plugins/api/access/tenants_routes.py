@@ -7,18 +7,19 @@ stands here: it may change the engine, or other tenants' work.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-# Use one model, which the policy checks, or none at all.
-_USES_A_MODEL = """
-/v1/completions /v1/completions/render /v1/completions/derender
-/v1/chat/completions /v1/chat/completions/batch /v1/chat/completions/render /v1/chat/completions/derender
-/v1/responses /v1/responses/render /v1/responses/ID/cancel
-/v1/messages /v1/messages/count_tokens /v1/messages/render
-/cohere/v2/chat /cohere/v2/chat/render
+# Use one model, which the policy checks, or none at all: with the engine, which a key's limits count, or without.
+_RUNS_THE_ENGINE = """
+/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/messages /cohere/v2/chat
 /v1/audio/transcriptions /v1/audio/translations
 /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank
-/generative_scoring /v1/systemone /v1/decisions
-/inference/v1/generate /invocations /tokenize /detokenize
+/generative_scoring /v1/systemone /v1/decisions /inference/v1/generate /invocations
+"""
+_USES_A_MODEL = f"""{_RUNS_THE_ENGINE}
+/v1/completions/render /v1/completions/derender /v1/chat/completions/render /v1/chat/completions/derender
+/v1/responses/render /v1/responses/ID/cancel /v1/messages/count_tokens /v1/messages/render /cohere/v2/chat/render
+/tokenize /detokenize
 """
 # `/metrics` also answers below it, for Prometheus; the pages of the documentation come with files of their own.
 _READS = """
@@ -41,7 +42,19 @@ _BY_METHOD = {
 }
 
 
+_COUNTED = {"POST": _matching(_RUNS_THE_ENGINE), "WEBSOCKET": _BY_METHOD["WEBSOCKET"]}
+
+
 def is_tenants(method: str, path: str) -> bool:
     """Whether every key reaches a route; `path` is below the root path, and `method` is `WEBSOCKET` for those."""
-    routes = _BY_METHOD.get(method)
+    return _is_among(_BY_METHOD, method, path)
+
+
+def is_counted(method: str, path: str) -> bool:
+    """Whether a key's limits count a request of a route; arguments as of `is_tenants`."""
+    return _is_among(_COUNTED, method, path)
+
+
+def _is_among(by_method: Mapping[str, re.Pattern[str]], method: str, path: str) -> bool:
+    routes = by_method.get(method)
     return routes is not None and routes.fullmatch(path) is not None

@@ -18,9 +18,17 @@ from typing import Any
 from lora_plugins.api.access.administrators import ADMIN_KEY, Administrators
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import KnowPrincipal
+from lora_plugins.errors import RateExceeded
+from lora_plugins.events import KeyRefused
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.vllm_patches.api_server import base_serving, openai_serving_models, openai_serving_responses
+from lora_plugins.server.rates import Rate
+from lora_plugins.vllm_patches.api_server import (
+    base_serving,
+    openai_serving_models,
+    openai_serving_responses,
+    output_processor,
+)
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 
 
@@ -40,13 +48,24 @@ def install(app: Any, process: Process) -> None:
     administrators = app.state.lora_plugins_administrators = Administrators(
         policy, settings.admin_key, keys_of_vllm=tuple(keys), is_unix_socket=bool(getattr(args, "uds", None))
     )
-    app.add_middleware(KnowPrincipal, administrators=administrators)
+
+    async def admit(rate: Rate) -> None:
+        try:
+            await process.rates.admit(rate)
+        except RateExceeded as error:
+            process.events.emit(KeyRefused(rate.label, error))
+            raise
+
+    app.add_middleware(KnowPrincipal, administrators=administrators, admit=admit)
     keep_model_of_body()
     base_serving.patch()
     openai_serving_models.patch()
     if policy is not None:
         base_serving.patch_check()
         openai_serving_responses.patch_stores()
+        if policy.has_rates:
+            output_processor.patch()
+            output_processor.patch_rates()
     process.lets_in_administrators_only = True
     process.policy = policy
     _log_who_administers(administrators)

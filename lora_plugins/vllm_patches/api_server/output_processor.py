@@ -3,14 +3,15 @@
 The scheduler names versions in the outputs of a moved request (`engine_core/request.py`). vLLM passes on one output's
 names: of several choices the last choice's, of a whole answer the end's. An abort's end has no names.
 
-Every step of every request passes here, its abort too, so tokens are counted by adapter here, once a choice has ended.
-vLLM's stat loggers see neither a request's adapter nor aborted requests.
+Every step of every request passes here, its abort too, so tokens are counted by adapter and key here, once a choice has
+ended. vLLM's stat loggers see neither a request's adapter nor aborted requests.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from lora_plugins.api.access.principals import rate_of_request
 from lora_plugins.events import RequestEnded
 from lora_plugins.process import this_process
 from lora_plugins.server.response import together
@@ -19,6 +20,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 # Attributes of the request's state, or of the state that several choices share; the last, of each choice's state.
 _SPANS, _PROMPT, _GENERATED = "lora_plugins_spans", "lora_plugins_prompt_tokens", "lora_plugins_generated_tokens"
+_RATE = "lora_plugins_rate"  # of the state: the limits of its key
 
 
 def patch() -> None:
@@ -26,6 +28,30 @@ def patch() -> None:
     from vllm.v1.engine.output_processor import RequestState
 
     wrap(RequestState, "make_request_output", _saying_versions)
+
+
+def patch_rates() -> None:
+    """Have requests count for the limits of their keys; a second call changes nothing."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    wrap(RequestState, "__init__", _noting_rate)
+
+
+def _noting_rate(original: Any) -> Any:
+    """Note whose request it is: the loop that reads outputs runs for no request.
+
+    Relied on: vLLM makes the state in the task of the request, or in a task that has its context.
+
+    Why: a key's limit counts the tokens of its requests.
+    Until: vLLM limits the tokens of a key.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        if (rate := rate_of_request()) is not None and rate.tokens_per_minute is not None:
+            setattr(self, _RATE, rate)
+
+    return __init__
 
 
 def _saying_versions(original: Any) -> Any:
@@ -54,7 +80,7 @@ def _saying_versions(original: Any) -> Any:
         if spans := together(getattr(whole, _SPANS, ()), said):
             setattr(whole, _SPANS, spans)
             kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}
-        if finish_reason is not None and self.lora_name is not None:
+        if finish_reason is not None and (self.lora_name is not None or hasattr(self, _RATE)):
             _count(self, whole, is_result=str(finish_reason) not in {"abort", "error"})
         return original(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
@@ -75,4 +101,7 @@ def _count(state: Any, whole: Any, *, is_result: bool) -> None:
     more, prompt_tokens = generated - getattr(state, _GENERATED, 0), state.prompt_len - counted
     setattr(state, _GENERATED, generated)
     setattr(whole, _PROMPT, state.prompt_len)
-    this_process().events.emit(RequestEnded(state.lora_name, prompt_tokens, more, first_token_s))
+    if (rate := getattr(state, _RATE, None)) is not None:
+        this_process().rates.spend(rate, prompt_tokens + more)
+    if state.lora_name is not None:
+        this_process().events.emit(RequestEnded(state.lora_name, prompt_tokens, more, first_token_s))

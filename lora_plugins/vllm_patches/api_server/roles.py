@@ -22,6 +22,7 @@ from lora_plugins.server.carrying import answer_carried
 from lora_plugins.server.follower import Follower, end_without_leader
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
+from lora_plugins.server.rates import FollowedRates, Rate
 from lora_plugins.server.shared_copies import FollowedCopies
 from lora_plugins.server.shares import Share
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
@@ -78,6 +79,7 @@ async def take_role(models: Any) -> Leader | Follower | None:
     process.role = follower = _follower(models, process)
     # Before the connection: the leader's first message fills the table.
     models.lora_requests = follower.table
+    process.rates = FollowedRates(follower)
     await follower.connect(folder, core.client_index)
     return follower
 
@@ -253,4 +255,13 @@ async def _used(models: Any, _: Leader, frame: Frame) -> Frame:
     return {}
 
 
-_CALLS = {"resolve": _resolve, "have": _have, "used": _used}
+async def _admit(_models: Any, _: Leader, frame: Frame) -> Frame:
+    return {"wait": this_process().rates.wait(Rate(**frame["rate"]))}
+
+
+async def _spend(_models: Any, _: Leader, frame: Frame) -> Frame:
+    this_process().rates.spend(Rate(**frame["rate"]), frame["tokens"])
+    return {}
+
+
+_CALLS = {"resolve": _resolve, "have": _have, "used": _used, "admit": _admit, "spend": _spend}

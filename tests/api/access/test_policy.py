@@ -144,6 +144,8 @@ SECRET_HASH = hashlib.sha256(b"secret-key").hexdigest()
         (TENANT + "pushes = ['']", "tenants.t.pushes[0] that is empty"),
         (TENANT + "pushes_per_minute = 0", "tenants.t.pushes_per_minute that is no number"),
         (TENANT + "pushes_per_minute = true", "tenants.t.pushes_per_minute that is no number"),
+        (TENANT + "requests_per_minute = 0", "tenants.t.requests_per_minute that is no number of requests"),
+        ("[default]\ntokens_per_minute = '9'", "default.tokens_per_minute that is no number of tokens"),
         ("[default]\npushes = ['x']", "the unknown field 'pushes' in default"),
         ("[tenant.t]", "the unknown field 'tenant'"),
         ("[default]\nadapter = []", "the unknown field 'adapter' in default"),

@@ -11,6 +11,7 @@ import pytest
 from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import KnowPrincipal, principal_of_request
+from lora_plugins.server.rates import Rates
 
 POLICY = Policy.parse(
     """
@@ -21,6 +22,10 @@ adapters = ["a/*"]
 keys = ["key-t"]
 adapters = []
 pushes = ["t/*", "v1?"]
+[tenants.metered]
+keys = ["key-m", "key-n"]
+adapters = []
+requests_per_minute = 2
 [tenants.root]
 keys = ["key-root"]
 admin = true
@@ -254,3 +259,33 @@ def test_a_key_pushes_below_its_own_prefix(method: str, path: str) -> None:
 def test_a_key_that_pushes_may_nothing_else(method: str, path: str, query: bytes) -> None:
     app, sent = ask(TRAINER, method=method, path=path, query=query)
     assert (app.seen, sent[0]["status"]) == ([], 403)
+
+
+def test_a_tenant_over_its_limit_never_reaches_the_app() -> None:
+    rates, app = Rates(), App()
+    middleware = KnowPrincipal(app, Administrators(POLICY), rates.admit)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def ask_all() -> None:
+        for path, key in [
+            ("/tokenize", "key-m"),  # runs no model
+            ("/v1/completions", "key-m"),
+            ("/v1/chat/completions", "key-n"),
+            ("/v1/completions", "key-n"),
+            ("/v1/messages", "key-m"),
+            ("/v1/completions", "key-a"),
+        ]:
+            headers = [(b"authorization", f"Bearer {key}".encode())]
+            await middleware({"type": "http", "path": path, "method": "POST", "headers": headers}, None, send)
+
+    asyncio.run(ask_all())
+    assert app.seen == [label for label in ("metered", "metered", "metered", "a") for _ in range(3)]
+    refused, of_anthropic = sent[0::2]
+    assert (refused["status"], of_anthropic["status"]) == (429, 429)
+    assert dict(refused["headers"])[b"retry-after"] == b"30"
+    bodies = [json.loads(message["body"]) for message in sent[1::2]]
+    assert "[L013]" in bodies[0]["error"]["message"]
+    assert [body.get("type") for body in bodies] == [None, "error"]

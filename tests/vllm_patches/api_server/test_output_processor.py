@@ -12,8 +12,11 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 
+from lora_plugins.api.access.policy import Principal
+from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.events import Events, RequestEnded
 from lora_plugins.process import Process
+from lora_plugins.server.rates import Rate
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import output_processor
 from tests.vllm_patches.engine_bed import adapter
@@ -129,6 +132,27 @@ def test_an_aborted_answer_counts_what_was_generated(ended: list[RequestEnded]) 
     asked.answers()
     asked.processor.abort_requests(["r"], internal=True)
     assert tokens(ended) == [(adapter(1).lora_name, 2, 1)]
+
+
+def test_an_answer_takes_the_tokens_of_its_key(ended: list[RequestEnded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestState, "__init__", RequestState.__init__)
+    output_processor.patch_rates()
+    rates, rate = output_processor.this_process().rates, Rate("a", tokens_per_minute=60)
+    rates.clock = lambda: 1000.0
+    token = principal_of_request.set(Principal("a", (), rate=rate))
+    asked = Asked(RequestOutputKind.FINAL_ONLY, choices=2)
+    principal_of_request.reset(token)  # outputs are read for no request
+    rates.spend(rate, 54)
+    asked.answers(0, ends=True)
+    assert rates.wait(rate) == ("", 0)  # 54, two of the prompt, one generated
+    asked.answers(1)
+    asked.answers(1, ends=True)
+    assert rates.wait(rate) == ("", 0)
+    asked.processor.abort_requests(["r"], internal=True)
+    rates.spend(rate, 1)
+    assert rates.wait(rate) == ("tokens", 1)
+    Asked(RequestOutputKind.FINAL_ONLY).answers(ends=True)  # of another, without limits
+    assert rates.wait(rate) == ("tokens", 1)
 
 
 def test_a_request_that_never_ran_counts_nothing(ended: list[RequestEnded]) -> None:

@@ -1,0 +1,121 @@
+"""Limits on the requests and tokens of one principal in a minute.
+
+Each limit is a bucket that holds a minute's worth and refills steadily. A request is admitted while both buckets have
+at least one. The request's tokens are known, and taken, once the request has ended: the bucket may go below zero, and
+admits again when it has refilled. So nothing predicts the length of an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from lora_plugins.errors import RateExceeded, SourceUnavailable
+from lora_plugins.server.follower import Follower
+
+_MINUTE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The limits of a principal, named by `label`; None for no limit."""
+
+    label: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What was taken of `per_minute` and has not refilled yet, as of `at_s`."""
+
+    per_minute: int
+    at_s: float
+    taken: float = 0.0
+
+    def take(self, count: int, now_s: float) -> None:
+        """Refill until now, and take `count`, be it more than there is."""
+        self.taken = max(0.0, self.taken - (now_s - self.at_s) * self.per_minute / _MINUTE_S) + count
+        self.at_s = now_s
+
+    def wait_s(self, now_s: float) -> int:
+        """Return after how many seconds one can be taken, 0 for now."""
+        self.take(0, now_s)
+        return max(0, math.ceil((self.taken + 1 - self.per_minute) * _MINUTE_S / self.per_minute - 1e-6))
+
+
+@dataclass(eq=False)
+class Rates:
+    """The buckets of all principals, which begin full. For one event loop; `clock` counts seconds."""
+
+    clock: Callable[[], float] = time.monotonic
+    _buckets: dict[tuple[str, str], _Bucket] = field(default_factory=dict)
+
+    async def admit(self, rate: Rate) -> None:
+        """Count a request that has arrived; a refused request takes nothing.
+
+        Raises:
+            RateExceeded: the principal has no request or no token left.
+        """
+        _refuse(rate, *self.wait(rate))
+
+    def wait(self, rate: Rate) -> tuple[str, int]:
+        """Count a request as `admit` does; for a refusal, return what is used up, and for how many seconds."""
+        for unit in ("tokens", "requests"):
+            bucket = self._bucket(rate, unit)
+            if bucket is not None and (wait_s := bucket.wait_s(self.clock())):
+                return unit, wait_s
+        self._take(rate, "requests", 1)
+        return "", 0
+
+    def spend(self, rate: Rate, tokens: int) -> None:
+        """Take the tokens of a request that has ended."""
+        self._take(rate, "tokens", tokens)
+
+    def _take(self, rate: Rate, unit: str, count: int) -> None:
+        if (bucket := self._bucket(rate, unit)) is not None:
+            bucket.take(count, self.clock())
+
+    def _bucket(self, rate: Rate, unit: str) -> _Bucket | None:
+        per_minute = rate.tokens_per_minute if unit == "tokens" else rate.requests_per_minute
+        if per_minute is None:
+            return None
+        return self._buckets.setdefault((rate.label, unit), _Bucket(per_minute, self.clock()))
+
+
+class FollowedRates(Rates):
+    """The rates of a follower: limits cover all API servers, and the leader has the buckets."""
+
+    def __init__(self, follower: Follower) -> None:
+        super().__init__()
+        self._follower = follower
+
+    async def admit(self, rate: Rate) -> None:
+        """Admit as `Rates.admit` does.
+
+        Raises:
+            RateExceeded: the principal has no request or no token left.
+            SourceUnavailable: the leader is gone.
+        """
+        _refuse(rate, *(await self._follower.call("admit", rate=asdict(rate)))["wait"])
+
+    def spend(self, rate: Rate, tokens: int) -> None:
+        """Have the leader take the tokens of a request that has ended."""
+        with suppress(SourceUnavailable):  # the leader is gone, and this server ends
+            self._follower.tell("spend", rate=asdict(rate), tokens=tokens)
+
+
+def _refuse(rate: Rate, unit: str, wait_s: int) -> None:
+    if not wait_s:
+        return
+    limit = rate.tokens_per_minute if unit == "tokens" else rate.requests_per_minute
+    refusal = RateExceeded(
+        f"more {unit} of {rate.label} than its limit",
+        expected=f"{limit} {unit} a minute at most",
+        remedy=f"ask again after Retry-After, or have the operator raise {unit}_per_minute in the policy",
+    )
+    refusal.retry_after_s = wait_s
+    raise refusal
