@@ -17,13 +17,14 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route, Router
 
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, RateExceeded, SourceUnavailable
 from lora_plugins.server import frames
 from lora_plugins.server import leader as leading
 from lora_plugins.server.carrying import CarryToLeader, answer_carried
 from lora_plugins.server.follower import FollowedTable, Follower, has_started
 from lora_plugins.server.frames import Frame
 from lora_plugins.server.leader import Leader
+from lora_plugins.server.rates import FollowedRates, Rate, Rates
 from lora_plugins.server.shares import Share, Shares
 
 NAMES = ["sql", "chat", "team/poet"]
@@ -51,7 +52,7 @@ class Servers:
         self.aborted: list[str] = []
         self.relieved = 0
         self.lost = 0
-        self.shares = Shares(4, None)
+        self.shares, self.rates = Shares(4, None), Rates()
         self._app = app
 
     async def start(self, folder: Path) -> None:
@@ -68,6 +69,10 @@ class Servers:
             raise ValueError("not for followers")
         if frame["call"] == "resolve":
             self.leader.table[frame["name"]] = Request(frame["name"], 7)
+        if frame["call"] == "admit":
+            return {"wait": self.rates.wait(Rate(**frame["rate"]))}
+        if frame["call"] == "spend":
+            self.rates.spend(Rate(**frame["rate"]), frame["tokens"])
         return {"said": frame["call"]}
 
     async def _relieve(self) -> None:
@@ -216,6 +221,34 @@ def test_a_follower_says_each_second_which_adapters_are_used(tmp_path: Path) -> 
             follower.used(engine_id)
         await follower.call("done")
         assert [frame["engine_id"] for frame in some.calls if frame["call"] == "used"] == [1, 2]
+
+    run(tmp_path, steps)
+
+
+def test_a_limit_counts_what_all_servers_admit(tmp_path: Path) -> None:
+    rate = Rate("team-a", 3, 100)
+
+    async def refusal_of(rates: Rates) -> RateExceeded:
+        with pytest.raises(RateExceeded) as refused:
+            await rates.admit(rate)
+        return refused.value
+
+    async def steps(some: Servers) -> None:
+        joined = [await some.join(number) for number in (1, 2)]
+        one, two = (FollowedRates(follower) for follower in joined)
+        for rates in (one, two, some.rates):
+            await rates.admit(rate)
+        for rates in (one, two, some.rates):
+            refused = await refusal_of(rates)
+            assert ("requests" in str(refused), refused.retry_after_s) == (True, 20)
+        one.spend(rate, 300)
+        await joined[0].call("done")
+        for rates in (two, some.rates):
+            assert "tokens" in str(await refusal_of(rates))
+        joined[0].close()
+        one.spend(rate, 1)
+        with pytest.raises(SourceUnavailable):
+            await one.admit(rate)
 
     run(tmp_path, steps)
 
