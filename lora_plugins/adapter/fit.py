@@ -74,15 +74,7 @@ def check_base(
     Raises:
         IncompatibleAdapter: rank, base model or modules do not fit.
     """
-    if not base.lora_enabled:
-        raise without_lora()
-    if base.max_rank is not None and config.max_rank > base.max_rank:
-        raise IncompatibleAdapter(
-            f"rank {config.max_rank}",
-            expected=f"at most {base.max_rank}, the server's --max-lora-rank",
-            remedy=_rank_remedy(config.max_rank),
-        )
-    named = _check_name(config, base, mode)
+    named = check_config(config, base, mode)
     # The modules are compared wherever both sides are known, whatever the names say.
     notes: tuple[str, ...] = ()
     if weights is not None and base.model is not None:
@@ -104,6 +96,23 @@ def check_base(
         return notes
     note = f"names base model '{config.base_model}'" if config.base_model else "names no base model"
     return (*notes, f"{note}, served is '{base.path}'; accepted because {'the rest' if notes else 'every shape'} fits")
+
+
+def check_config(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool:
+    """Check what needs no weights; return whether the configuration names the served model.
+
+    Raises:
+        IncompatibleAdapter: rank or base model do not fit.
+    """
+    if not base.lora_enabled:
+        raise without_lora()
+    if base.max_rank is not None and config.max_rank > base.max_rank:
+        raise IncompatibleAdapter(
+            f"rank {config.max_rank}",
+            expected=f"at most {base.max_rank}, the server's --max-lora-rank",
+            remedy=_rank_remedy(config.max_rank),
+        )
+    return _check_name(config, base, mode)
 
 
 def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tuple[str, ...]:

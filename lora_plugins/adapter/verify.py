@@ -21,7 +21,14 @@ from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite, check_magnitudes
 from lora_plugins.adapter.fit import BaseModel, check_base, warnings_of
 from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
-from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, open_weights
+from lora_plugins.adapter.weight_files import (
+    INDEX_FILE,
+    MAX_INDEX_BYTES,
+    PICKLE_FILES,
+    WEIGHTS_FILE,
+    open_weights,
+    read_index,
+)
 from lora_plugins.adapter.weights import Weights, pair_weights
 from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
@@ -64,8 +71,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         SourceUnavailable: the file system does not answer or denies.
     """
     try:
-        with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
-            config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
+        config, config_bytes = _read_config(directory)
         if os.path.lexists(directory / ORIGINAL_CONFIG_FILE):
             # The size is the source's: in the store, our canonical configuration stands under the plain name.
             config_bytes = os.lstat(directory / ORIGINAL_CONFIG_FILE).st_size
@@ -100,6 +106,21 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
                 largest |= check_finite(file, tensors)
             check_magnitudes(weights.pairs, config, largest)
     return verified
+
+
+def verify_config(directory: Path, settings: Settings) -> VerifiedAdapter:
+    """Verify the small files in `directory`, before the weights are there; without weights and exact patterns.
+
+    Raises:
+        As `verify_adapter`, without a base model.
+    """
+    config, config_bytes = _read_config(directory)
+    if settings.adapter_chat is AdapterChat.ADAPTER:
+        read_chat(directory)
+    if os.path.lexists(directory / INDEX_FILE):
+        with describing(file=INDEX_FILE), open_regular(directory / INDEX_FILE) as (file, _):
+            read_index(file.read(MAX_INDEX_BYTES + 1))
+    return VerifiedAdapter(config, None, config_bytes)
 
 
 def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) -> VerifiedAdapter:
@@ -160,6 +181,11 @@ def check_size(size_bytes: int, settings: Settings) -> None:
             expected=f"at most {settings.max_adapter_bytes}",
             remedy="raise LORA_PLUGINS_MAX_ADAPTER_BYTES",
         )
+
+
+def _read_config(directory: Path) -> tuple[AdapterConfig, int]:
+    with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
+        return parse_config(file.read(MAX_CONFIG_BYTES + 1)), config_bytes
 
 
 def _present(directory: Path) -> list[str]:

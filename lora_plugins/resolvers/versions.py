@@ -11,16 +11,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lora_plugins.adapter.chat import chat_files, check_chat_size
+from lora_plugins.adapter.chat import CHAT_FILES, VOCABULARY_FILE, chat_files, check_chat_size
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.fit import BaseModel, check_config
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
-from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE, check_shards, is_shard
+from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, check_shards, is_shard
 from lora_plugins.adapter.writers import name_format
 from lora_plugins.errors import (
     AdapterNotFound,
     ErrorKind,
+    IncompatibleAdapter,
     InvalidAdapter,
     LoRAPluginsError,
     SourceUnavailable,
@@ -44,6 +45,8 @@ from lora_plugins.verification.children import children
 from lora_plugins.verification.messages import ReadAdapter
 
 _Stored = StoredAdapter[ReadAdapter]
+# Small, except the tokenizer's vocabulary, which comes with the weights.
+_JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE, *CHAT_FILES} - {VOCABULARY_FILE})
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
 
 
@@ -258,7 +261,11 @@ class VersionStore:
             started = FetchStarted(name, source.label, str(download.directory), files)
             most = deadline(self._settings.fetch_max_s, variable="LORA_PLUGINS_FETCH_MAX_S")
             async with reported(self._events, started), most:
-                await fetches.breaker.judged(source.fetch(selected, download), adapter.uri)
+                first = replace(selected, files=tuple(file for file in selected.files if file.name in _JUDGED_FIRST))
+                await fetches.breaker.judged(source.fetch(first, download), adapter.uri)
+                rest = await asyncio.to_thread(self._check_first, first, selected, download.directory, asker.base)
+                if rest.files:
+                    await fetches.breaker.judged(source.fetch(rest, download), adapter.uri)
 
         try:
             async with fetches.turn(asker.principal, is_here):
@@ -293,14 +300,35 @@ class VersionStore:
             return None
         return found[0]
 
-    def _check_fetched(self, selected: RemoteAdapter, directory: Path) -> ReadAdapter:
+    def _check_first(
+        self, first: RemoteAdapter, selected: RemoteAdapter, directory: Path, base: BaseModel | None
+    ) -> RemoteAdapter:
+        """Verify the files before the weights, and return what is left to fetch.
+
+        Raises:
+            As `_check_fetched`.
+        """
+        config = self._check_fetched(first, directory, config_only=True).adapter.config
+        # Patterns may match no module, so ranks of patterns wait for the weights.
+        if base is not None and config.max_rank == config.rank:
+            is_pickle = any(file.name in PICKLE_FILES for file in selected.files)
+            try:
+                with describing(file=CONFIG_FILE if is_pickle else WEIGHTS_FILE):
+                    check_config(config, base, self._settings.base_match)
+            except IncompatibleAdapter as error:
+                raise _BytesRefused(error) from error
+        left = tuple(file for file in selected.files if not (directory / file.name).exists())
+        return replace(selected, files=left, is_rest=True)
+
+    def _check_fetched(self, selected: RemoteAdapter, directory: Path, *, config_only: bool = False) -> ReadAdapter:
         """Verify the fetched files.
 
         Raises:
             _BytesRefused: the bytes are no adapter that can be served. LoRAPluginsError: the files could not be read.
         """
         try:
-            return children().read(directory, self._settings).result()
+            read = children().read_config if config_only else children().read
+            return read(directory, self._settings).result()
         except LoRAPluginsError as error:
             kind = kind_of(error)
             if kind is ErrorKind.ABSENCE and not all((directory / file.name).exists() for file in selected.files):

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import MAX_CONFIG_BYTES
 from lora_plugins.adapter.layouts.writing import write_weights
-from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.verify import verify_adapter, verify_config
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.verification.limits import (
@@ -82,8 +82,12 @@ def main() -> None:
 
 def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
     _set_limits(request)
+    directory = Path(os.fsdecode(request.directory))
     try:
-        verified = verify_adapter(Path(os.fsdecode(request.directory)), None, request.settings)
+        if request.config_only:
+            yield from answer_of(ReadAdapter(verify_config(directory, request.settings), b""))
+            return
+        verified = verify_adapter(directory, None, request.settings)
         canonical = canonical_bytes(verified.config)
         if len(canonical) > MAX_CONFIG_BYTES:
             raise InvalidAdapter(

@@ -96,12 +96,20 @@ class Children:
         computing, or crashes each process with memory to spare; and `SourceUnavailable` where no process starts, is
         killed or does not answer in time.
         """
+        return self._read(directory, settings)
+
+    def read_config(self, directory: Path, settings: Settings) -> Future[ReadAdapter]:
+        """Verify as `verify_config` does, and make no configuration; raises as `read`."""
+        return self._read(directory, settings, config_only=True)
+
+    def _read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[ReadAdapter]:
         request = Read(
             os.fsencode(directory.absolute()),
             settings.max_adapter_bytes,
             settings.allow_pickle,
             settings.check_finite,
             settings.adapter_chat,
+            config_only,
         )
         return self._submit(lambda process: process.read(request), lambda: takes_long(str(directory)))
 

@@ -34,13 +34,14 @@ _BYTES_IN_A_PART = 1 << 18
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Verify the adapter in a directory, without a base model, by these settings."""
+    """Verify the adapter in a directory, without a base model, by these settings; `config_only` as `verify_config`."""
 
     directory: bytes
     max_adapter_bytes: int
     allow_pickle: bool
     check_finite: bool
     adapter_chat: AdapterChat
+    config_only: bool = False
 
     @property
     def settings(self) -> Settings:

@@ -64,13 +64,14 @@ def test_a_flipped_header_is_not_the_adapters_fault(make):
 
 
 def test_what_does_not_fit_is_refused_by_a_good_copy(make):
-    source = FakeSource("s3", {"sql": GOOD})
+    files = adapter_files(rank_pattern={"no_module": 8})  # so weights decide
+    source = FakeSource("s3", {"sql": files})
     flip(make(source).ask().path / WEIGHTS_FILE, 64)
     resolver = make(source)
     resolver.base = resolver.base.__class__(path="org/tiny", max_rank=1)
     with pytest.raises(IncompatibleAdapter):
         resolver.ask()
-    assert content(resolver.store.layout.adapter(resolver.store.layout.digests()[0])) == GOOD
+    assert content(resolver.store.layout.adapter(resolver.store.layout.digests()[0])) == files
     assert source.fetched == ["sql"] * 2
 
 

@@ -17,6 +17,7 @@ import pytest
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName, adapter_id
+from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import (
     AdapterNotFound,
@@ -58,7 +59,7 @@ from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from lora_plugins.verification.children import Children
-from tests.make import BASE, adapter_files, put, weights
+from tests.make import BASE, CHAT, adapter_files, put, sharded, weights
 from tests.resolvers.sources.contract import content, ranked, turned
 from tests.virtual_time import run_in_virtual_time
 
@@ -95,7 +96,8 @@ class FakeSource:
         return RemoteAdapter(name, self.label, f"{self.label}://{name}", version_of(files), files)
 
     async def fetch(self, located: RemoteAdapter, arriving: PartialDownload) -> None:
-        self.fetched.append(str(located.name))
+        if not located.is_rest:  # once for each version: the weights come in a call of their own
+            self.fetched.append(str(located.name))
         if self.gate is not None:
             await self.gate.wait()
         self.while_fetching()
@@ -454,7 +456,7 @@ def test_an_adapter_is_validated_against_the_served_model(make):
 
 def test_an_adapter_that_does_not_fit_is_not_leased(make):
     # Or a store with a budget would fill with what no engine reads.
-    resolver = make(FakeSource("one", {"sql": adapter_files()}))
+    resolver = make(FakeSource("one", {"sql": adapter_files(rank_pattern={"no_module": 8})}))  # so weights decide
     resolver.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter):
         resolver.ask()
@@ -563,6 +565,49 @@ def test_what_may_not_be_fetched_is_not_fetched(make, files, settings, kind, say
         assert caught.value.adapter == "sql"
     assert source.fetched == []
     assert resolver.kinds == [AdapterRejected] * 2
+
+
+_LONG = {"max_rank": 2}
+CONDEMNED = {
+    "no JSON": (adapter_files() | {CONFIG_FILE: b"{"}, {}, {}),
+    "DoRA": (adapter_files(use_dora=True), {}, {}),
+    "rank": (adapter_files(), _LONG, {}),
+    "another base model": (adapter_files(base_model_name_or_path="other/model"), {}, {"base_match": BaseMatch.STRICT}),
+    "a server without LoRA": (adapter_files(), {"lora_enabled": False}, {}),
+    "files for chats": (adapter_files() | {"tokenizer_config.json": b"{"}, {}, {}),
+    "index": (sharded(adapter_files()) | {INDEX_FILE: b'{"adapter_model-00001-of-00002.safetensors"'}, {}, {}),
+    "rank of a pickle": ({**files_of(**{PICKLE_FILES[0]: 9})}, _LONG, {"allow_pickle": True}),
+}
+
+
+@pytest.mark.parametrize(("files", "base", "settings"), CONDEMNED.values(), ids=CONDEMNED)
+def test_what_its_configuration_condemns_brings_no_weights(make, tmp_path, files, base, settings):
+    source = FakeSource("one", {"sql": files})
+    resolver = make(source, **settings)
+    resolver.base = replace(BASE, **base)
+    with pytest.raises(LoRAPluginsError) as of_whole:
+        verify_adapter(put(tmp_path / "whole", files), resolver.base, resolver.settings)
+    for _ in range(2):
+        with pytest.raises(type(of_whole.value)) as caught:
+            resolver.ask()
+        caught.value.adapter = ""
+        assert str(caught.value) == str(of_whole.value)
+    assert set(source.fetched_files) <= {CONFIG_FILE, INDEX_FILE, "tokenizer_config.json"}
+    assert source.fetched == ["sql"], "refused for good"
+    assert resolver.store.layout.digests() == []
+
+
+def test_no_file_of_a_good_adapter_is_fetched_twice(make):
+    files = sharded(adapter_files()) | CHAT
+    source = FakeSource("one", {"sql": files})
+    assert make(source).ask()
+    assert sorted(source.fetched_files) == sorted(files)
+
+
+def test_ranks_that_only_patterns_have_wait_for_the_weights(make):
+    resolver = make(FakeSource("one", {"sql": adapter_files(rank_pattern={"no_module": 8})}))
+    resolver.base = replace(BASE, max_rank=4)
+    assert resolver.ask().rank == 4
 
 
 def test_the_size_cap_counts_only_what_is_fetched(make):

@@ -221,7 +221,7 @@ def test_a_new_version_that_does_not_fit_is_not_leased(make):
     source = FakeSource("s3", {"sql": GOOD})
     resolver = make(source)
     first = resolver.ask()
-    source.answers["sql"] = turned()
+    source.answers["sql"] = adapter_files(rank_pattern={"no_module": 8})  # so weights decide
     resolver.base = replace(BASE, max_rank=1)
     with pytest.raises(IncompatibleAdapter):
         newest(resolver)

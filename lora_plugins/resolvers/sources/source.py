@@ -51,6 +51,7 @@ class RemoteAdapter:
         version: the identity of the bytes at the source: a commit, or a digest of names, sizes and ETags.
         files: the adapter's files among `ADAPTER_FILES`, and its shards.
         link: a path to make a link to the fetched adapter, if any.
+        is_rest: whether the configuration has been fetched, and `files` are what is left.
 
     Raises:
         AdapterNotFound: the adapter has no configuration.
@@ -62,10 +63,11 @@ class RemoteAdapter:
     version: str
     files: tuple[SourceFile, ...]
     link: LocalLink | None = None
+    is_rest: bool = False
 
     def __post_init__(self) -> None:
         """Refuse weights without a configuration."""
-        if all(file.name != CONFIG_FILE for file in self.files):
+        if not self.is_rest and all(file.name != CONFIG_FILE for file in self.files):
             raise AdapterNotFound(
                 "weights without a configuration",
                 expected="this file beside them",
@@ -138,7 +140,11 @@ class Source(Protocol):
         ...
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
-        """Write the located version's files, all files and no others, to `download.directory`."""
+        """Write `adapter.files` of the located version to `download.directory`.
+
+        Called twice, first for the configuration: an adapter that its configuration condemns is fetched no further.
+        Not called again where all files are there.
+        """
         ...
 
 

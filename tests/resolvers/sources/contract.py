@@ -14,12 +14,20 @@ import pytest
 from lora_plugins import testing
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.canonical import canonical_bytes
-from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE
+from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import (
+    AdapterNotFound,
+    IncompatibleAdapter,
+    InvalidAdapter,
+    LoRAPluginsError,
+    SourceUnavailable,
+)
+from lora_plugins.events import Events
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import Settings
@@ -276,6 +284,22 @@ class SourceContract(testing.SourceContract):
         harness.settle()
         assert content(arriving.directory) == {name: files[name] for name in wanted}
         assert {file.name: file.size_bytes for file in arriving.finish()} == {n: len(files[n]) for n in wanted}
+
+    def test_what_its_configuration_condemns_brings_no_weights(self, harness, source, store, monkeypatch):
+        harness.put_adapter("sql", {**adapter_files(use_dora=True), **CHAT})
+        fetch, arrived = source.fetch, []
+
+        async def watched(adapter: RemoteAdapter, download: PartialDownload) -> None:
+            await fetch(adapter, download)
+            arrived.append(set(os.listdir(download.directory)))
+
+        monkeypatch.setattr(source, "fetch", watched)
+        resolver = AdapterResolver(Settings(), Events(), store, [source])
+        for _ in range(2):
+            with pytest.raises(IncompatibleAdapter, match="DoRA"):
+                asyncio.run(resolver.resolve(harness.asked("sql"), BASE.path))
+        harness.settle()
+        assert arrived == [{CONFIG_FILE, *CHAT} - {VOCABULARY_FILE}], "once, and no weights"
 
     def test_what_was_put_is_published_and_fetched_once(self, harness, source, store, find, leftovers):
         harness.put_adapter("sql", {**adapter_files(), "README.md": b"x"})
