@@ -224,7 +224,7 @@ class AdapterLoaded:
 class AdapterSwapped:
     """A name points to another version; running requests go on with the old version.
 
-    Versions are digests, or Hub ids if loaded by Hub ids; the same digest twice if a damaged copy was replaced.
+    Versions are digests, or paths that only workers have; the same digest twice if a damaged copy was replaced.
     """
 
     name: str

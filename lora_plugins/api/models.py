@@ -74,7 +74,7 @@ class AdapterStatus(BaseModel):
 class VersionStatus(AdapterStatus):
     """The result of a load, a refresh or a rollback, with the version that new requests get."""
 
-    digest: str | None = Field(default=None, description="of the version that is served now; null if loaded by Hub id")
+    digest: str | None = Field(default=None, description="of the version that is served now; null if unknown")
     previous_digest: str | None = Field(default=None, description="of the one that was served before the call")
     swapped: bool = Field(default=False, description="whether the call has exchanged one for the other")
     elapsed_ms: float = Field(default=0.0, description="of the call, waiting for others that change the name included")
@@ -119,14 +119,14 @@ class AdapterView(BaseModel):
     lora_name: str
     lora_id: int
     state: ServedState
-    source: str | None = Field(default=None, description="label of the source; null for adapters loaded by Hub id")
+    source: str | None = Field(default=None, description="label of the source; null if unknown")
     uri: str | None = None
     version: str | None = Field(
         default=None, description="at the source: a commit, or a digest of names, sizes and ETags"
     )
     digest: str | None = Field(default=None, description="SHA-256 over the served files")
     path: str | None = None
-    size_bytes: int = Field(default=0, description="of the files; in host memory for adapters loaded by Hub id")
+    size_bytes: int = Field(default=0, description="of the files; in host memory where only workers have the files")
     rank: int | None = None
     tiers: list[str] = Field(default_factory=list, description='those that it is in: "store", "host", "slot"')
     requests_in_flight: int = Field(default=0, description="of all versions: running")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
-from lora_plugins.resolvers.sources.uri import SourceUri, is_from, is_path
+from lora_plugins.resolvers.sources.uri import SourceUri, is_by_path, is_from
 from lora_plugins.resolvers.versions import VersionStore
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
@@ -113,19 +114,10 @@ class AdapterResolver:
             looked = await self._flights.run(query, lambda: self._resolve(query, base_path))
         else:
             looked = await self._finding.run(query.key, lambda: self._find(query, base_path))
-        causes = [answer.cause for answer in looked.absences if answer.cause is not None]
         if looked.error is not None:
             self.known.note_fault(query.key, looked.error)
-        elif looked.located is None and causes:
-            return replace(looked, error=causes[0])
-        elif uri is not None and looked.located is None:
-            absent = AdapterNotFound(
-                "no adapter at this URI",
-                expected="a directory with adapter_config.json and its weights",
-                remedy="correct the URI, or put the adapter there",
-                adapter=text,
-            )
-            return replace(looked, error=absent)
+        elif looked.located is None and (uri is not None or any(answer.cause for answer in looked.absences)):
+            return replace(looked, error=_absent(text, looked))
         return looked
 
     async def resolve(self, text: str, base_path: str, uri: str | None = None) -> ResolvedAdapter | None:
@@ -146,20 +138,26 @@ class AdapterResolver:
         return looked.version() is not None or looked.located is not None
 
     async def snapshot(self, name: str, path: str, base_path: str, holder: Hashable = None) -> ResolvedAdapter | None:
-        """The adapter in a directory as of now, copied and verified, for one of vLLM's own calls with a path.
+        """The adapter at a place of `place_by_path` as of now, in the store and verified, for one of vLLM's own calls.
 
-        The path needs no allowed prefix, and `name` may be any text. None where the directory has no adapter. The lease
-        is of `holder`, if given.
+        The path needs no allowed prefix, and `name` may be any text. None where a directory has no adapter, as only the
+        workers may have it. The lease is of `holder`, if given.
 
         Raises:
-            LoRAPluginsError: the adapter cannot be served, or the file system does not answer.
+            LoRAPluginsError: the adapter cannot be served, the repository has none, or the source does not answer.
         """
         # No path can have a zero byte, and os calls would raise ValueError.
         if "\0" in path:
             return None
-        query = Query(AdapterName(name), SourceUri.of_path(path), force_refresh=True, holder=holder)
+        with describing(adapter=name):
+            uri = SourceUri.of_path(path) if os.path.isabs(path) else self._search.by_uri.of_repo(path)
+        query = Query(AdapterName(name), uri, force_refresh=True, holder=holder)
         # Not shared with earlier callers: the files may have changed since.
-        return (await self._flights.run((query, object()), lambda: self._resolve(query, base_path))).version()
+        looked = await self._flights.run((query, object()), lambda: self._resolve(query, base_path))
+        if looked.error is None and looked.located is None and not query.is_by_path:
+            # The workers would fetch the repository past every check.
+            raise _absent(name, looked)
+        return looked.version()
 
     async def pushed(self, adapter: PushedAdapter, base_path: str) -> ResolvedAdapter:
         """A pushed adapter, verified and leased for its name.
@@ -184,7 +182,7 @@ class AdapterResolver:
             LoRAPluginsError: the newest version cannot be served, or the source is unavailable. A later source never
                 replaces the source that the adapter last came from.
         """
-        if is_path(uri):
+        if is_by_path(uri):
             return await self.snapshot(name, uri, base_path)
         try:
             newest = replace(self._query(name, uri), force_refresh=True)
@@ -280,7 +278,7 @@ class AdapterResolver:
                 looked = await self._search.locate(query, base_path, self.known.last(*query.key), self.principal())
             if looked.error is None and looked.located is None:
                 self.known.disbelieve(query.key)
-                if not query.is_by_path:  # a path may be a Hub id too, which vLLM looks up
+                if not query.is_by_path:  # the workers may have a directory there
                     self.events.emit(AdapterUnknown(name, absences=looked.absences))
             if looked.located is None:
                 return looked
@@ -326,3 +324,15 @@ class AdapterResolver:
             if model is None:  # LoRA is off, and the answer will not change
                 self.describe_model = None
             return self.base
+
+
+def _absent(name: str, looked: LookedUp) -> LoRAPluginsError:
+    causes = [answer.cause for answer in looked.absences if answer.cause is not None]
+    if causes:
+        return causes[0]
+    return AdapterNotFound(
+        "no adapter at this URI",
+        expected="a directory with adapter_config.json and its weights",
+        remedy="correct the URI, or put the adapter there",
+        adapter=name,
+    )

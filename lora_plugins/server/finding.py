@@ -5,7 +5,7 @@ from __future__ import annotations
 from lora_plugins.adapter.names import why_absent
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
-from lora_plugins.resolvers.sources.uri import is_from, is_path
+from lora_plugins.resolvers.sources.uri import is_by_path, is_from
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.registry import gone_from_source
 
@@ -50,10 +50,10 @@ async def find_version(server: ApiServer, name: str, uri: str | None, digest: st
     # All 64 characters prove that the caller knows the version, so another name's copy counts too.
     kept = await server.resolver.of_digest(name, digest, of_any_name=True)
     if kept is not None:
-        if uri is None or is_path(uri) or is_from(kept.uri, uri):
+        if uri is None or is_by_path(uri) or is_from(kept.uri, uri):
             return kept
         server.release(name, kept)  # the same bytes from another place
-    found = await (find_newest if is_path(uri) else find)(server, name, uri)
+    found = await (find_newest if is_by_path(uri) else find)(server, name, uri)
     if found.digest != digest:
         server.release(name, found)
         raise AdapterNotFound(

@@ -12,7 +12,7 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
-from lora_plugins.resolvers.sources.uri import absolute, is_path
+from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
 from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.desired import DesiredAdapter
@@ -88,7 +88,7 @@ class Lifecycle:
             LoRAPluginsError: the adapter cannot be served so; nothing has changed.
         """
         self.registry.blocked.refuse(name)
-        if not is_path(uri):
+        if not is_by_path(uri):
             self._check_name(name)
         async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
@@ -140,7 +140,7 @@ class Lifecycle:
         Raises:
             LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
         """
-        name, path = request.lora_name, absolute(request.lora_path)
+        name, path = request.lora_name, place_by_path(request.lora_path)
         request.load_inplace = False  # else workers read the files at each request; the copy's path fixes the bytes
         adapter = self.registry.get(name)
         if adapter is None:
@@ -524,7 +524,7 @@ class Lifecycle:
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
         if adapter.version is None:
             raise InvalidAdapter(
-                "an adapter that was loaded by its Hub id",
+                "an adapter by a path that only the workers have",
                 expected="one that comes from a source or a directory",
                 remedy="load it with POST /v1/loras",
                 adapter=adapter.name,

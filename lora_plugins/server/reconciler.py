@@ -419,7 +419,7 @@ class Reconciler:
         registry, declared, served = self._lifecycle.registry, self.declared or {}, list[_Fields]()
         async for name in in_steps(registry.names()):
             it = registry.get(name)
-            if it is None or it.version is None:  # no version: loaded by its Hub id
+            if it is None or it.version is None:  # no version: only the workers have it
                 continue
             target = declared.get(name)
             if target is None or (it.held_digest is not None and target.adapter.held_digest is None):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lora_plugins.adapter.names import adapter_id, is_prefix
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
-from lora_plugins.resolvers.sources.uri import is_path
+from lora_plugins.resolvers.sources.uri import is_by_path
 from lora_plugins.store.blocks import Blocks
 
 
@@ -32,7 +32,7 @@ class ServedAdapter:
 
     Attributes:
         request: vLLM's `LoRARequest`, with which new requests enter the engine.
-        version: None for an adapter loaded by its Hub id, past this package's resolvers.
+        version: None for an adapter that only the workers have, past this package's resolvers.
         uri: the place that the operator gave, or the path that vLLM's own call named; None where the name is enough.
         previous: versions for a rollback, the latest first; leased in the store.
         held_digest: the fixed digest: after a rollback, a load by path, a push, or a declared digest.
@@ -60,7 +60,7 @@ class ServedAdapter:
 
     @property
     def digest(self) -> str | None:
-        """The digest of the version that new requests get; None for an adapter loaded by its Hub id."""
+        """The digest of the version that new requests get; None for an adapter that only workers have."""
         return None if self.version is None else self.version.digest
 
     @property
@@ -77,8 +77,8 @@ class ServedAdapter:
 
     @property
     def given_path(self) -> str | None:
-        """The directory that vLLM's own call named; None for other adapters."""
-        return self.uri if is_path(self.uri) else None
+        """The directory, or the Hub's repository, that vLLM's own call named; None for other adapters."""
+        return self.uri if is_by_path(self.uri) else None
 
     def failed(self, error: LoRAPluginsError) -> None:
         """Note an error; the name goes on serving its version."""

@@ -18,7 +18,7 @@ from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPlugins
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.single_flight import NameLocks
-from lora_plugins.resolvers.sources.uri import absolute
+from lora_plugins.resolvers.sources.uri import place_by_path
 
 REMEMBERED = 10_000
 
@@ -83,7 +83,7 @@ class Snapshots:
         """A copy of the files now at the path of a request, for `trying`; None where the request stays as it is."""
         if self._stays(request):
             return None
-        path = absolute(request.lora_path)
+        path = place_by_path(request.lora_path)
         return await self._resolver.snapshot(request.lora_name, path, self._base_path, holder=object())
 
     @contextmanager

@@ -42,7 +42,7 @@ class ChangeReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class VersionChange:
-    """Digests of a name before and after a call; None where the name is not served, or is served by a Hub id."""
+    """Digests of a name before and after a call; None where the name is not served, or only workers have it."""
 
     before: str | None
     after: str | None

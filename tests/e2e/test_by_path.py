@@ -16,8 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.events import events_of
+from testbed.hub import Hub, local_hub
 from testbed.models import edit_config
 from testbed.reference import Reference
 from testbed.server import Server
@@ -42,6 +45,7 @@ class Served:
     bed: Bed
     home: Path
     answers: dict[tuple[str, str], list[int]]
+    hub: Hub
 
     def call(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
         return httpx.request(method, f"{self.server.url}{path}", json=body, headers=headers, timeout=LONGEST_S)
@@ -98,8 +102,8 @@ def served(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
     }
     assert len(reference.prompt_ids(PREFIX)) > 100
     assert len({tuple(ids) for ids in answers.values()}) == len(answers), "a mix-up would not be seen"
-    with admin_server(bed, home, *ARGUMENTS) as server:
-        yield Served(server, bed, home, answers)
+    with local_hub() as hub, admin_server(bed, home, *ARGUMENTS, **hub.env(home / "hf")) as server:
+        yield Served(server, bed, home, answers, hub)
 
 
 def test_new_files_loaded_in_place_answer_as_peft_does(served: Served, tmp_path: Path) -> None:
@@ -110,6 +114,24 @@ def test_new_files_loaded_in_place_answer_as_peft_does(served: Served, tmp_path:
         assert served.view("policy")["path"] != str(directory)
     (root,) = [card["root"] for card in served.call("GET", "/v1/models").json()["data"] if card["id"] == "policy"]
     assert root == str(tmp_path / "policy"), "where the operator has it"
+
+
+def test_a_hub_id_is_verified_and_answers_with_its_digest(served: Served) -> None:
+    for step, version in enumerate(VERSIONS[:2]):
+        files = {path.name: path.read_bytes() for path in (served.bed.adapters / version).iterdir()}
+        served.hub.commit("team/by-id", files)
+        served.load("by-id", Path("team/by-id"), in_place=step > 0)
+        served.answers_like("by-id", version)
+        view = served.view("by-id")
+        assert served.ask("by-id").headers["x-lora-digest"] == view["digest"] == Path(view["path"]).name
+    (root,) = [card["root"] for card in served.call("GET", "/v1/models").json()["data"] if card["id"] == "by-id"]
+    assert root == "team/by-id"
+    served.hub.commit("team/condemned", files | {CONFIG_FILE: b"{"})
+    for repo, status, says in (("team/condemned", 400, CONFIG_FILE), ("team/none", 503, "L006"), ("x", 400, "org/")):
+        answer = served.call("POST", "/v1/load_lora_adapter", {"lora_name": "refused", "lora_path": repo})
+        assert (answer.status_code, says in answer.text) == (status, True), answer.text
+    fetched = {request.path.rpartition("/")[2] for request in served.hub.requests() if "team/condemned" in request.path}
+    assert WEIGHTS_FILE not in fetched
 
 
 @pytest.mark.parametrize("becomes", ["overwritten", "deleted"])

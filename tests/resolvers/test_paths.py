@@ -16,7 +16,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import Events
 from lora_plugins.resolvers.resolver import AdapterResolver
-from lora_plugins.resolvers.sources.uri import absolute
+from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 from tests.adapter.test_deliberate_refusals import CASES
@@ -83,7 +83,7 @@ def test_symlinks_are_followed_wherever_they_lead(bed: Bed, tmp_path: Path, dire
 @pytest.mark.parametrize("path", ["/not/there", "/", "/etc/passwd", "/dev/null/x", "no\0path"])
 def test_where_no_adapter_lies_the_answer_is_none(bed: Bed, path: str) -> None:
     assert bed.take(path) is None
-    assert bed.told == [], "it may be a Hub id, which vLLM looks up"
+    assert bed.told == [], "the workers may have it"
 
 
 def test_a_uri_of_the_path_is_not_allowed_by_it(bed: Bed, directory: Path) -> None:
@@ -144,6 +144,9 @@ def test_a_configuration_alone_is_no_adapter(bed: Bed, directory: Path) -> None:
 def test_paths_are_those_that_vllm_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    assert absolute("~/sql") == "/home/me/sql"
-    assert absolute("adapters/sql") == os.path.join(os.getcwd(), "adapters/sql")
-    assert absolute("/adapters/../sql") == "/adapters/../sql"
+    assert place_by_path("~/sql") == "/home/me/sql"
+    assert place_by_path("adapters/sql") == "adapters/sql", "on the Hub"
+    (tmp_path / "adapters" / "sql").mkdir(parents=True)
+    assert place_by_path("adapters/sql") == os.path.join(os.getcwd(), "adapters/sql")
+    assert place_by_path("/adapters/../sql") == "/adapters/../sql"
+    assert [is_by_path(place) for place in ("/a", "org/a", "hf://org/a", None)] == [True, True, False, False]

@@ -419,10 +419,10 @@ async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> N
 
 
 @runs
-async def test_an_adapter_loaded_by_hub_id_is_not_refreshed() -> None:
+async def test_an_adapter_that_only_workers_have_is_not_refreshed() -> None:
     world = World()
-    world.table.lora_requests["mine"] = Request("mine", 99, "org/adapter")
-    with pytest.raises(InvalidAdapter, match="loaded by its Hub id"):
+    world.table.lora_requests["mine"] = Request("mine", 99, "/only/workers")
+    with pytest.raises(InvalidAdapter, match="only the workers have"):
         await world.lifecycle.refresh("mine")
     await world.lifecycle.poll("mine")
     assert world.resolver.asked == []

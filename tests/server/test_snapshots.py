@@ -139,7 +139,7 @@ async def test_the_callers_own_request_stays_as_it_is(bed: Bed) -> None:
 
 @runs
 async def test_what_is_no_directory_is_left_as_it_is(bed: Bed) -> None:
-    for path in ("org/adapter", "/not/there", "no\0path", str(bed.directory / CONFIG_FILE)):
+    for path in ("/not/there", "no\0path", str(bed.directory / CONFIG_FILE)):
         request = bed.request(path=path)
         assert await bed.snapshots.of(request) is request
     in_store, tensors = bed.request(9, await bed.path()), TensorRequest("policy", 1, str(bed.directory))
@@ -149,10 +149,10 @@ async def test_what_is_no_directory_is_left_as_it_is(bed: Bed) -> None:
 
 
 @runs
-async def test_an_added_hub_id_takes_the_copys_place(bed: Bed) -> None:
+async def test_an_added_directory_of_the_workers_takes_the_copys_place(bed: Bed) -> None:
     await bed.add()
-    assert await bed.add(path="org/adapter") == "org/adapter"
-    assert await bed.path(path="org/adapter") == "org/adapter"
+    assert await bed.add(path="/only/workers") == "/only/workers"
+    assert await bed.path(path="/only/workers") == "/only/workers"
     assert await bed.leased() == 0
 
 

@@ -13,7 +13,7 @@ from lora_plugins.server.registry import ServedAdapter
 from tests.server.world import Version, World, serving
 from tests.virtual_time import runs
 
-HUB = "org/adapter"
+ELSEWHERE = "/only/on/workers/adapter"
 
 
 @dataclass
@@ -128,7 +128,7 @@ async def test_weights_that_cannot_be_served_leave_the_old_ones(is_refused_by: s
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("path", ["/by/hand", HUB])
+@pytest.mark.parametrize("path", ["/by/hand", ELSEWHERE])
 @runs
 async def test_what_was_pinned_is_pinned_again(path: str) -> None:
     world = World(slots=3)
@@ -141,15 +141,15 @@ async def test_what_was_pinned_is_pinned_again(path: str) -> None:
     assert world.engine.pinned == {served(world).engine_id}
 
 
-# --- a Hub id, which the workers find ---
+# --- a directory that only workers have ---
 
 
 @runs
-async def test_a_hub_id_takes_the_place_of_a_version() -> None:
+async def test_what_only_workers_have_takes_a_versions_place() -> None:
     world = World()
     await serving(world, "aa")
-    assert await load_in_place(world, "sql", HUB)
-    assert (await world.ask("sql"), served(world).version, served(world).held_digest) == (HUB, None, None)
+    assert await load_in_place(world, "sql", ELSEWHERE)
+    assert (await world.ask("sql"), served(world).version, served(world).held_digest) == (ELSEWHERE, None, None)
     await gone(world)
     assert world.in_workers == {"adapter"}
     world.resolver.has["/by/hand"] = Version("bb")
@@ -158,7 +158,7 @@ async def test_a_hub_id_takes_the_place_of_a_version() -> None:
 
 
 @runs
-async def test_a_new_names_hub_id_is_left_to_workers() -> None:
+async def test_a_new_names_directory_elsewhere_is_left_to_workers() -> None:
     world = World()
-    assert not await load_in_place(world, "sql", HUB)
+    assert not await load_in_place(world, "sql", ELSEWHERE)
     assert (world.told, world.worker.paths) == ([], {})

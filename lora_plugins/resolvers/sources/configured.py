@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import InvalidSettings, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, InvalidSettings, SourceUnavailable
 from lora_plugins.plugin_names import FILESYSTEM, HUB, OTHERS, S3
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
@@ -145,6 +145,20 @@ class UriSources:
         """
         return self._allowed.check(text)
 
+    def of_repo(self, repo: str) -> SourceUri:
+        """The URI of a repository that one of vLLM's own calls names.
+
+        Raises:
+            InvalidAdapter: the Hub can have no such repository, or vLLM takes repositories from ModelScope.
+        """
+        if self._settings.use_modelscope:
+            raise InvalidAdapter(
+                f"'{repo}', which is no directory here, with VLLM_USE_MODELSCOPE=1",
+                expected="the path of a directory",
+                remedy="run 'modelscope download --local_dir', and load that directory",
+            )
+        return SourceUri.of_repo(repo)
+
     def at(self, uri: SourceUri) -> tuple[Source, AdapterName]:
         """The source of a URI from `check`, and the name by which the source knows the adapter.
 
@@ -165,7 +179,8 @@ class UriSources:
             elif uri.scheme == "hf":
                 # As for names: a moved repository is followed only where the operator named the repository.
                 # An allowed prefix without a path (hf://org) names an owner, and no repository.
-                named = any(prefix.segments for prefix in below)
+                # So is the repository of `of_repo`, which no prefix need allow.
+                named = not below or any(prefix.segments for prefix in below)
                 pinned = any(prefix.revision is not None for prefix in below)
                 source = self._made(("hf", f"{named} {pinned}"), lambda: self._hub(named=named, pinned=pinned))
                 path = (uri.authority, *uri.segments)

@@ -59,14 +59,16 @@ _TWICE = re.compile(r"%[0-9A-Fa-f]{2}")
 _LONG_REVISIONS = {("refs", "pr"), ("refs", "convert"), ("refs", "heads"), ("refs", "tags")}
 
 
-def absolute(path: str) -> str:
-    """The path that vLLM reads for a path in one of vLLM's own calls."""
-    return os.path.join(os.getcwd(), os.path.expanduser(path))
+def place_by_path(path: str) -> str:
+    """What vLLM reads for a path in one of vLLM's own calls: an absolute path; unchanged, a repository of the Hub."""
+    if os.path.isabs(path) or path.startswith("~") or os.path.exists(path) or "\0" in path:
+        return os.path.join(os.getcwd(), os.path.expanduser(path))
+    return path
 
 
-def is_path(place: str | None) -> TypeGuard[str]:
-    """Whether a place is an absolute path, as in vLLM's own calls, and no URI."""
-    return place is not None and place.startswith("/")
+def is_by_path(place: str | None) -> TypeGuard[str]:
+    """Whether a place is from `place_by_path`, and no URI."""
+    return place is not None and "://" not in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,18 @@ class SourceUri:
     def of_path(cls, path: str) -> SourceUri:
         """The URI of a directory by its absolute path in any spelling; only vLLM's own calls have such paths."""
         return cls(BY_PATH, "", tuple(filter(None, path.split("/"))))
+
+    @classmethod
+    def of_repo(cls, repo: str) -> SourceUri:
+        """The URI of a repository of the Hub, as vLLM's own calls name one: `org/repo`, without a revision.
+
+        Raises:
+            InvalidAdapter: the Hub can have no such repository.
+        """
+        if not is_repo(repo):
+            raise _refused(f"'{repo}', which is no directory here", "an absolute path, or org/repo on the Hub")
+        org, _, name = repo.partition("/")
+        return cls("hf", org, (name,))
 
     @property
     def repo(self) -> str:

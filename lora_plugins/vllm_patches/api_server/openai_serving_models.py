@@ -31,7 +31,7 @@ from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.process import moves_running, this_process
-from lora_plugins.resolvers.sources.uri import absolute
+from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import ServedAdapter, no_longer_served
@@ -142,7 +142,7 @@ class _LoadsInBackground(_Client):
         if not is_vllms(request):  # it may hold weights, which only vLLM's own call brings to the workers
             return bool(await self._client.add_lora(request))
         async with snapshots_of(self._client).adding(request) as taken:
-            uri = None if taken is request else absolute(request.lora_path)
+            uri = None if taken is request else place_by_path(request.lora_path)
             load = planner_of(self._client).load(taken, uri=uri, moves=moves_running())
         # An error raised here would not reach the caller: vLLM logs it and asks the next resolver (`except
         # BaseException` in `resolve_lora`, 0.32).

@@ -417,6 +417,44 @@ def test_a_moved_repository_is_followed_only_where_named(hub, tmp_path, prefix, 
             resolver.load("hf://team/sql")
 
 
+def by_id(resolver: RecordingResolver, repo: str) -> ResolvedAdapter | None:
+    return asyncio.run(resolver.snapshot("any name", repo, BASE.path))
+
+
+def test_a_hub_id_by_path_is_verified_and_stored(hub, tmp_path):
+    hub.commit("team/sql", GOOD)
+    resolver = RecordingResolver(tmp_path / "store")
+    first = by_id(resolver, "team/sql")
+    assert (content(first.path), first.uri) == (GOOD, "hf://team/sql")
+    hub.commit("team/sql", turned())
+    assert content(resolver.newest("team/sql", "any name").path) == turned()
+    hub.commit("team/sql", {CONFIG_FILE: b"{"})
+    with pytest.raises(InvalidAdapter, match=CONFIG_FILE):
+        by_id(resolver, "team/sql")
+    hub.move("team/sql", "others/sql")
+    hub.commit("others/sql", GOOD)
+    assert content(by_id(resolver, "team/sql").path) == GOOD, "followed, as the operator has named it"
+    with pytest.raises(InvalidAdapter, match="not allowed"):
+        resolver.load("hf://team/sql")
+
+
+@pytest.mark.parametrize(
+    ("repo", "settings", "error", "says"),
+    [
+        ("team/none", {}, SourceUnavailable, "missing or private"),
+        ("team/text", {}, AdapterNotFound, "any name"),
+        ("sql", {}, InvalidAdapter, "absolute path, or org/repo"),
+        ("team/sql@v1", {}, InvalidAdapter, "absolute path, or org/repo"),
+        ("team/sql", {"use_modelscope": True}, InvalidAdapter, "modelscope download"),
+    ],
+)
+def test_no_hub_id_is_left_to_the_workers(hub, tmp_path, repo, settings, error, says):
+    hub.commit("team/sql", GOOD)
+    hub.commit("team/text", {"README.md": b"no adapter"})
+    with pytest.raises(error, match=says):
+        by_id(RecordingResolver(tmp_path / "store", **settings), repo)
+
+
 def test_the_hub_is_refused_where_repositories_are_modelscopes():
     env = {"VLLM_USE_MODELSCOPE": "True", "VLLM_LORA_RESOLVER_HF_REPO_LIST": "team/sql"}
     with pytest.raises(InvalidSettings, match=r"VLLM_USE_MODELSCOPE=1.*Hugging Face.*modelscope download"):

@@ -328,14 +328,14 @@ async def test_a_load_by_path_is_a_version(of_this_world: Any) -> None:
 async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
     world = of_this_world(World())
     models = Models(world)
-    await models.load("mine", "org/hand-1")
+    await models.load("mine", "/workers/hand-1")
     running = world.start("mine", 10)
     await world.settled()
     before = world.table.lora_requests["mine"].lora_int_id
-    await models.load("mine", "org/hand-2", in_place=True)
+    await models.load("mine", "/workers/hand-2", in_place=True)
     assert world.table.lora_requests["mine"].lora_int_id != before
-    assert await world.ask("mine") == "org/hand-2"
-    assert await running == "org/hand-1", "the weights that it began with"
+    assert await world.ask("mine") == "/workers/hand-2"
+    assert await running == "/workers/hand-1", "the weights that it began with"
     await world.settled()
     assert world.in_workers == {"hand-2"}
     assert world.written == 2
