@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +51,7 @@ def _look_up_of(one: AskedName) -> LookUp | LoRAPluginsError:
         return LookUp.of(one)
     except LoRAPluginsError as error:
         if one.name.startswith(("/", "./", "../", "~/")) and one.uri is None:
-            path = Path(one.name).expanduser().absolute()
+            path = Path(os.path.expanduser(one.name)).absolute()  # `Path.expanduser` raises where there is no home
             error.remedy = f"for a directory of this machine use {path.as_uri()}"
         return error
 

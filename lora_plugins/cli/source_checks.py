@@ -97,7 +97,7 @@ def s3(context: Context) -> Iterator[Step]:
     template = context.settings.s3_path_template or ""
     shown = without_login(template)
     if "://" not in template:
-        shown = f"s3://{shown.lstrip('/')} (S3_PATH_TEMPLATE without a scheme)"
+        shown = f"s3://{shown} (S3_PATH_TEMPLATE without a scheme)"
     if not context.network:
         yield on(f"{shown} (not asked)")
         return

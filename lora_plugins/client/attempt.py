@@ -6,6 +6,7 @@ On Ray Serve one call reaches several replicas, and each has its own answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from lora_plugins.replica_answers import object_of, rows_of
 
 Heard = httpx.Response | BaseException
 _LOOK_S = 10.0
+_SECRET = re.compile(r"(?<=//)[^/?#]*@|[?#].*")  # login, query and fragment of a URL
 # With these errors the server has not got the whole body, and so cannot take the push.
 _UNSENT = (
     httpx.ConnectError,
@@ -59,7 +61,7 @@ def answers_of(heard: Heard) -> list[Answer]:
     body = object_of(heard.content)
     if not (rows := rows_of(body)):
         # Not followed: it would change the method, or carry the key and the adapter elsewhere.
-        leads = f"leads to {heard.headers['Location']} " if heard.has_redirect_location else ""
+        leads = f"leads to {_SECRET.sub('…', heard.headers['Location'])} " if heard.has_redirect_location else ""
         return [Answer(heard.status_code, body, f"{heard.status_code} {leads}{heard.text}")]
     return [
         Answer(it["status"], it["body"], f"replica {it['replica']}: {it['status']} {json.dumps(it['said'])}")

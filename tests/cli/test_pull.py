@@ -91,6 +91,14 @@ def test_pull_of_a_path_says_the_uri_of_it(cli):
     assert cli("pull", (cli.adapters / "sql").as_uri()).code == Exit.OK
 
 
+def test_pull_below_no_home_is_a_name_not_found(cli, monkeypatch):
+    """As of a user ID that has no home."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    done = cli("pull", "~/../sql")
+    assert (done.code, "use file:///" in done.err) == (Exit.NOT_FOUND, True), done.err
+
+
 def test_pull_of_an_unknown_name_says_where_it_looked(cli):
     done = cli("pull", "team/Poet")
     assert done.code == Exit.NOT_FOUND

@@ -15,6 +15,7 @@ import pytest
 
 from lora_plugins import client
 from lora_plugins.client import CallFailed, PushFailed, pause, push, push_async, resume, wait_served
+from lora_plugins.client.attempt import answers_of
 
 NEW, OLD, OTHER, HUB = "a" * 64, "b" * 64, "c" * 64, "hub"
 Use = Callable[..., list[str]]
@@ -133,6 +134,14 @@ def test_a_failed_push_is_undone_or_named(use: Use, servers: list[Any], serve: l
     assert [it.served for it in each] == serve
     assert failed.value.not_rolled_back == left
     assert {it.running for it in each} <= {"", "inflight"}
+
+
+def test_a_login_in_a_redirect_is_not_shown() -> None:
+    leads = {"Location": "https://me:secret@other/v1/loras?X-Amz-Signature=secret"}
+    (said,) = answers_of(httpx.Response(307, headers=leads))
+    assert "leads to https://" in said.text
+    assert "other/v1/loras" in said.text
+    assert "secret" not in said.text
 
 
 def test_a_cancelled_push_is_undone(use: Use) -> None:

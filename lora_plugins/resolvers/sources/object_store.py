@@ -226,7 +226,7 @@ def _split(template: str) -> tuple[str, str]:
     known = Template(template, _VARIABLE)
     url = template.rstrip("/")
     if "://" not in url:
-        url = "s3://" + url.lstrip("/")
+        url = "s3://" + url
     match = _URL.fullmatch(url)
     if match is None or not match[2]:
         raise known.wrong("no URL of one bucket or host")

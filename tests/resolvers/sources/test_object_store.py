@@ -142,6 +142,12 @@ def test_a_scheme_without_two_slashes_is_named(template: str) -> None:
         ObjectSource(template)
 
 
+@pytest.mark.parametrize("template", ["/loras/{lora_name}", "//loras/{lora_name}"])
+def test_a_path_is_no_bucket(template: str) -> None:
+    with pytest.raises(InvalidSettings, match="no URL of one bucket or host in S3_PATH_TEMPLATE"):
+        ObjectSource(template)
+
+
 def test_a_client_that_needs_more_than_the_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidSettings, match=r"ftp://, whose client needs host .* set FSSPEC_FTP_HOST"):
         ObjectSource("ftp://127.0.0.1:1/{lora_name}")
