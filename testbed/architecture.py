@@ -52,6 +52,7 @@ class Architecture:
         dtype: that the engine computes in.
         is_computed: whether the engine runs; otherwise the model is only made.
         is_quick: whether it is in the normal test run.
+        tied: whether only adapters of the weights that embeddings and head share are made.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Architecture:
     dtype: str = "float32"
     is_computed: bool = True
     is_quick: bool = False
+    tied: bool = False
 
     @property
     def label(self) -> str:
@@ -103,6 +105,12 @@ class Architecture:
 
     def kinds(self) -> dict[str, dict[str, Any]]:
         """Kinds of adapters, with the arguments of PEFT's `LoraConfig`."""
+        if self.tied:
+            return {
+                "embeddings": {"target_modules": list(EMBEDDINGS)},
+                "embeddings-head": {"target_modules": list(WORDS)},
+                "tied": {"target_modules": list(EMBEDDINGS), "ensure_weight_tying": True},
+            }
         attention = list(self.attention)
         kinds: dict[str, dict[str, Any]] = {
             "all-linear": {"target_modules": "all-linear"},

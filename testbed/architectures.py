@@ -213,4 +213,6 @@ MLA = (
 )
 
 ARCHITECTURES = (*_TRANSFORMERS, *_VLLM_ALONE, *RECENT)
-BY_NAME = {one.label: one for one in (*ARCHITECTURES, *MLA, TURNED)}
+# Beside the table's rows: for tests/models/test_tied_embeddings.py.
+TIED_LLAMA = Architecture("LlamaForCausalLM", "llama", TIED, words=WORDS, variant="tied", tied=True)
+BY_NAME = {one.label: one for one in (*ARCHITECTURES, *MLA, TURNED, TIED_LLAMA)}
