@@ -115,7 +115,7 @@ def verify_config(directory: Path, settings: Settings) -> VerifiedAdapter:
         As `verify_adapter`, without a base model.
     """
     config, config_bytes = _read_config(directory)
-    if settings.adapter_chat is AdapterChat.ADAPTER:
+    if settings.adapter_chat.reads_files:
         read_chat(directory)
     if os.path.lexists(directory / INDEX_FILE):
         with describing(file=INDEX_FILE), open_regular(directory / INDEX_FILE) as (file, _):
