@@ -70,7 +70,9 @@ def test_ctrl_c_undoes_a_push_or_names_its_server(servers: list[Trainee]) -> Non
         dead.bind(("127.0.0.1", 0))  # and does not listen
         urls = [quick.url, slow.url, f"http://127.0.0.1:{dead.getsockname()[1]}"]
         pushes = f"push('sql', {{'w': numpy.zeros(2)}}, {{'r': 1}}, servers={urls!r})"
-        code = f"import numpy; from lora_plugins.client import push; {pushes}"
+        # A shell ignores the signal in what it starts in the background, and so do all children.
+        heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        code = f"{heeds}; import numpy; from lora_plugins.client import push; {pushes}"
         with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as trainer:
             assert quick.asked.wait(30)
             assert slow.asked.wait(30)
