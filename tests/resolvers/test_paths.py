@@ -149,4 +149,7 @@ def test_paths_are_those_that_vllm_reads(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "adapters" / "sql").mkdir(parents=True)
     assert place_by_path("adapters/sql") == os.path.join(os.getcwd(), "adapters/sql")
     assert place_by_path("/adapters/../sql") == "/adapters/../sql"
-    assert [is_by_path(place) for place in ("/a", "org/a", "hf://org/a", None)] == [True, True, False, False]
+    assert [is_by_path(place) for place in ("/a", "/a://b", "org/a", "hf://org/a", None)] == [
+        *[True] * 3,
+        *[False] * 2,
+    ]

@@ -68,7 +68,7 @@ def place_by_path(path: str) -> str:
 
 def is_by_path(place: str | None) -> TypeGuard[str]:
     """Whether a place is from `place_by_path`, and no URI."""
-    return place is not None and "://" not in place
+    return place is not None and (place.startswith("/") or "://" not in place)
 
 
 @dataclass(frozen=True, slots=True)
