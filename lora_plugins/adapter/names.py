@@ -126,15 +126,13 @@ def near(text: str, names: Iterable[str]) -> list[str]:
 def misspelt(text: str, names: Iterable[str]) -> AdapterNotFound | None:
     """Return the error for a name that nobody has, beside near `names`; None where there are none."""
     quoted = [f"'{name}'" for name in names]
-    return (
-        AdapterNotFound(
-            "no adapter of this name",
-            expected=f"a name like {' or '.join(quoted)}",
-            remedy="correct the name; see /v1/models",
-            adapter=text,
-        )
-        if quoted
-        else None
+    if not quoted:
+        return None
+    return AdapterNotFound(
+        "no adapter of this name",
+        expected=f"a name like {' or '.join(quoted)}",
+        remedy="correct the name; see /v1/models",
+        adapter=text,
     )
 
 
@@ -151,7 +149,7 @@ def _alike(text: str, other: str) -> int:
     if len(shorter) < max(least, 2) or (shorter[:half] != longer[:half] and shorter[-half:] != longer[-half:]):
         return 0
     head = _same(shorter, longer)
-    tail = _same(shorter[: head - 1 if head else None : -1], longer[: head - 1 if head else None : -1])
+    tail = _same(shorter[head:][::-1], longer[head:][::-1])
     return head + tail if head + tail >= max(least, 2) else 0
 
 

@@ -10,17 +10,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from testbed.bed import Bed
 from testbed.models import ATTENTION, MLP, AdapterSpec, build_adapter, build_base
 from testbed.quantised import quantise
-from testbed.server import vllm_server
-from tests.e2e.servers import BLOCKS, ENVIRONMENT, KERNELS, MANAGER, RESOLVER
+from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
 
+PLUGINS = (RESOLVER, MANAGER, KERNELS)
 PROMPT = list(range(20, 60))
 # Half precision is all that vLLM's four-bit layers take.
 NEAR, FAR = 0.05, 0.4
 
 
-def means(model: torch.nn.Module) -> list[float]:
+def logprobs_of(model: torch.nn.Module) -> list[float]:
     """Log-probabilities of the prompt's tokens after the first."""
     with torch.no_grad():
         logprobs = model(torch.tensor([PROMPT])).logits.log_softmax(-1)[0]
@@ -38,19 +39,11 @@ def test_adapters_on_four_bits_answer_as_peft_on_floats(scheme: str, tmp_path: P
     adapter = build_adapter(base, tmp_path / "adapters", AdapterSpec("sql", 8, ATTENTION + MLP))
     made, plain = quantise(base, tmp_path, scheme)
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    of_base = means(model)
-    of_adapter = means(PeftModel.from_pretrained(model, adapter))
+    of_base = logprobs_of(model)
+    of_adapter = logprobs_of(PeftModel.from_pretrained(model, adapter))
     assert distance(of_base, of_adapter) > FAR
-    arguments = ("--enable-lora", "--max-lora-rank", "16", "--dtype", "half", *BLOCKS)
-    env = {
-        "VLLM_PLUGINS": f"{RESOLVER},{MANAGER},{KERNELS}",
-        "VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path / "adapters"),
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
-        **ENVIRONMENT,
-    }
     with (
-        vllm_server(made, tmp_path / "server.log", arguments=arguments, env=env) as server,
+        lora_server(Bed(made, tmp_path, {}), tmp_path, "--dtype", "half", plugins=PLUGINS) as server,
         httpx.Client(base_url=server.url, timeout=240) as client,
     ):
         name = client.get("/v1/models").json()["data"][0]["id"]

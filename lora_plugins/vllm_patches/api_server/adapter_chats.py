@@ -220,8 +220,8 @@ def _refuse_other(chat: Chat, processor: Any) -> None:
     """Refuse an adapter that brings for chats what the base model does not have (LORA_PLUGINS_ADAPTER_CHAT=strict)."""
     tokenizer, of_server = processor.tokenizer, processor.generation_config_fields.get("eos_token_id") or ()
     ends = {tokenizer.eos_token_id, *((of_server,) if isinstance(of_server, int) else of_server)}
-    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    templates = templates or {"default": tokenizer.chat_template or ""}
+    own = tokenizer.chat_template or {}
+    templates = own if isinstance(own, dict) else {"default": own}
     new_ends = [end for end in _end_ids(chat, tokenizer, processor.model_config.get_vocab_size()) if end not in ends]
     differs = [
         *(
@@ -234,7 +234,7 @@ def _refuse_other(chat: Chat, processor: Any) -> None:
     ]
     if differs:
         raise IncompatibleAdapter(
-            f"{', '.join(differs)}",
+            ", ".join(differs),
             expected="the base model's, as LORA_PLUGINS_ADAPTER_CHAT=strict",
             remedy="set LORA_PLUGINS_ADAPTER_CHAT=adapter to serve the adapter with its own, or =base without",
         )

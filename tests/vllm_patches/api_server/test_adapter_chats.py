@@ -148,9 +148,8 @@ def test_strict_refuses_chats_that_the_base_model_lacks(
     with pytest.raises(VLLMClientError, match=rf"\[L003\].*{named}.*LORA_PLUGINS_ADAPTER_CHAT=strict"):
         ids_of(processor, path)
     process.tables.add(Table(sql=path))
-    with pytest.raises(
-        Exception, match="chat template"
-    ):  # the base model's, which has none: nothing of the adapter ran
+    # The base model has none, and the adapter's does not run.
+    with pytest.raises(Exception, match="chat template"):
         rendered(process, processor, "sql")
 
 
