@@ -129,20 +129,32 @@ class Copies:
             self.on_change()
         return change
 
-    async def is_at_fault(self, request: Any, error: LoRAPluginsError) -> bool:
-        """Whether an engine failed to load an adapter because of a damaged copy; flags the adapter then."""
+    async def after_failure(self, request: Any, error: LoRAPluginsError) -> Any:
+        """Return the request to try again with, where the copy is why an engine failed to load; None where not.
+
+        A damaged copy is flagged. A missing copy, of which the source has another version by now, is replaced here.
+        """
         digest = self._store.digest_at(request.lora_path)
-        if digest is None or not isinstance(error, OfAdapter):
-            return False
+        if digest is None:
+            return None
+        is_missing = not self._store.is_marked(digest) and not self._store.has(Path(request.lora_path))
+        if is_missing and isinstance(error, SourceUnavailable):
+            with suppress(LoRAPluginsError):  # the engine has already asked the source: its error stands
+                return await self._replaced(request)
+        if is_missing or not isinstance(error, OfAdapter):
+            return None
         try:
             if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
-                return False
+                return None
         except SourceUnavailable:  # nobody can tell now whether the copy is at fault
-            return True
-        if not self._store.is_marked(digest) and not self._store.has(Path(request.lora_path)):
-            return False  # the copy is missing, and the engine has already asked the source
+            return request
         self._flag(digest)
-        return self._registry.get(request.lora_name) is not None
+        return request if self._registry.get(request.lora_name) is not None else None
+
+    async def _replaced(self, request: Any) -> Any:
+        await self.have(request.lora_name, request.lora_int_id)
+        adapter = self._registry.get(request.lora_name)
+        return None if adapter is None else adapter.request
 
     async def look(self) -> None:
         """Find damage reported by other processes, and copies written to; load the damaged adapters again."""

@@ -77,6 +77,10 @@ class FollowedCopies(Copies):
             request = present
         raise DamagedCopy.of(digest or request.lora_path)
 
+    async def _replaced(self, request: Any) -> Any:
+        await self._follower.call("have", name=request.lora_name, engine_id=request.lora_int_id)
+        return self._follower.table.get(request.lora_name)
+
     async def _is_leased(self, request: Any, digest: str, holder: object) -> bool:
         if self._store.is_marked(digest):
             return False

@@ -239,10 +239,10 @@ async def test_an_engine_that_cannot_read_it_has_it_hashed(make_bed) -> None:
     bed = make_bed()
     adapter = await bed.load()
     request = adapter.request
-    assert not await bed.copies.is_at_fault(request, InvalidAdapter("x")), "its bytes are good"
+    assert await bed.copies.after_failure(request, InvalidAdapter("x")) is None, "its bytes are good"
     bed.damage(adapter)
-    assert not await bed.copies.is_at_fault(request, NoFreeSlot("x"))
-    assert await bed.copies.is_at_fault(request, InvalidAdapter("x"))
+    assert await bed.copies.after_failure(request, NoFreeSlot("x")) is None
+    assert await bed.copies.after_failure(request, InvalidAdapter("x")) is request
     async with bed.copies.using(request) as taken:
         assert content(Path(taken.lora_path)) == GOOD
         assert taken is adapter.request is not request
@@ -254,9 +254,30 @@ async def test_a_copy_that_is_gone_is_no_damage(make_bed) -> None:
     adapter = await bed.load()
     shutil.rmtree(adapter.version.path)
     await bed.copies.look()
-    assert not await bed.copies.is_at_fault(adapter.request, AdapterNotFound("x"))
+    assert await bed.copies.after_failure(adapter.request, AdapterNotFound("x")) is None
     assert not bed.verify(adapter)
     assert (loads(bed), bed.damages, bed.resolver.store.marked()) == (1, 0, set())
+
+
+@runs
+@pytest.mark.parametrize("is_fixed", [False, True])
+async def test_one_gone_here_and_newer_at_the_source_is_swapped(make_bed, is_fixed: bool) -> None:
+    """A worker serves no other bytes under an id, so without a swap each request is L006 until somebody refreshes."""
+    bed = make_bed()
+    adapter = await bed.load()
+    before, gone = adapter.request, adapter.version.digest
+    adapter.held_digest = gone if is_fixed else None
+    bed.source.answers["sql"] = adapter_files(rank=4)
+    shutil.rmtree(adapter.version.path)
+    again = await bed.copies.after_failure(before, SourceUnavailable("another version at the source"))
+    if is_fixed:
+        assert (again, adapter.version.digest) == (before, gone)  # the planner's weights in memory go on
+        return
+    assert again is adapter.request is not before
+    assert again.lora_int_id != before.lora_int_id, "no prefix of the version before may be found"
+    assert adapter.version.digest != gone
+    async with bed.copies.using(again) as taken:
+        assert content(Path(taken.lora_path)) == content(adapter.version.path)
 
 
 @runs

@@ -202,7 +202,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
             response.error = http_error(refusal)
             raise response.error from None
     copies, share = this_process().copies.get(client), share_of_request()
-    # With copies, a damaged copy is fetched again and the request goes on: hence at most two rounds.
+    # With copies, a damaged or missing copy is fetched again and the request goes on: hence at most two rounds.
     for is_last in (copies is None, True):
         taken = None
         try:
@@ -223,7 +223,9 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
         except LoRAPluginsError as error:
             # An answer that has begun cannot begin again, and an error before `taken` is not a copy's fault.
             is_final = is_last or has_begun or taken is None
-            if copies is not None and not is_final and await copies.is_at_fault(taken, error):
+            again = None if copies is None or is_final else await copies.after_failure(taken, error)
+            if again is not None:
+                lora_request = again
                 continue  # the adapter is fetched again before the request goes on
             events.emit(NotServed("request", name, error))
             snapshots_of(client).refused(taken or lora_request, error)

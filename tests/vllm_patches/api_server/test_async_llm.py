@@ -383,10 +383,10 @@ class MendedCopies:
         finally:
             self.held.remove(taken)
 
-    async def is_at_fault(self, lora_request: Any, error: LoRAPluginsError) -> bool:
+    async def after_failure(self, lora_request: Any, error: LoRAPluginsError) -> Any:
         assert lora_request.lora_path == self.given[-1]
         self.faults -= 1
-        return self.faults >= 0
+        return lora_request if self.faults >= 0 else None
 
 
 class Refusing(Client):
