@@ -45,6 +45,7 @@ _LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that a hangi
 _WRITE_DELAY_S = 0.5
 _WRITE_AGAIN_S = 1.0  # after a failed write, for example on a full disk
 _WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,000 names are not written all the time
+_WRITTEN_S = 10.0  # 100,000 names take 2 s; only a disk that does not answer takes longer
 # The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
 # stop the event loop for 20 ms.
 _Fields = tuple[str | bool | None, ...]
@@ -368,12 +369,13 @@ class Reconciler:
             self._writing = asyncio.create_task(self._write())
 
     async def written(self) -> None:
-        """Wait until all changes so far are written, or half a second, which a list of many names may take."""
+        """Wait until all changes so far are written, or have failed to be; a disk that hangs holds up no caller."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         self._is_awaited.set()
         self._write_soon()
-        await asyncio.wait([waiting], timeout=_WRITE_DELAY_S)
+        if not (await asyncio.wait([waiting], timeout=_WRITTEN_S))[0]:
+            logger.warning("What is served is not written to %s within %.0f s", self._served.path, _WRITTEN_S)
 
     async def _write(self) -> None:
         """Write at once, then later changes together: one writer at a time, so that the last state wins.
@@ -386,25 +388,25 @@ class Reconciler:
             served = await self._what_is_served()
             try:
                 loop = asyncio.get_running_loop()
-                least_s, pause_s = _WRITE_DELAY_S, await loop.run_in_executor(self._writer, self._write_file, served)
+                least_s, busy_s = _WRITE_DELAY_S, await loop.run_in_executor(self._writer, self._write_file, served)
             except OSError as error:
-                self._is_written, least_s, pause_s = False, _WRITE_AGAIN_S, 0.0
+                self._is_written, least_s, busy_s = False, _WRITE_AGAIN_S, 0.0
                 self._note_unwritable(error)
             else:
                 self._note_unwritable(None)
             for one in waiting:
                 one.set_result(None)
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(busy_s)
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, least_s - pause_s)):
+                async with asyncio.timeout(max(least_s, _WRITE_PAUSE * busy_s) - busy_s):
                     await self._is_awaited.wait()
 
     def _write_file(self, served: Iterable[_Fields]) -> float:
-        """Write the served names, and return for how many seconds no further write may begin."""
+        """Write the served names, and return the seconds of a processor's time that the write took."""
         # Not the time on the clock: a thread that waits for the disk or for a processor takes nothing from others.
         started = time.thread_time()
         self._served.write(itertools.starmap(DesiredAdapter, served))
-        return _WRITE_PAUSE * (time.thread_time() - started)
+        return time.thread_time() - started
 
     def _note_unwritable(self, error: OSError | None) -> None:
         """Log when writing begins to fail, and when the file is written again."""

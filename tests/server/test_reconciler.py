@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -567,6 +568,26 @@ async def test_a_push_waits_until_every_change_before_is_written(tmp_path: Path)
     world, file = world_with("first", "second", "third"), ServedFile(tmp_path / "served.json")
     await reconciling(world, Settings(), file).start()
     for number, name in enumerate(("first", "second", "third"), start=1):  # within half a second
+        await world.lifecycle.load(name)
+        await world.lifecycle.written()
+        assert len(file.read()) == number
+
+
+@runs
+async def test_an_answered_change_of_a_long_list_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause after a write that takes much of a processor holds back only changes that no call waits for."""
+    world, file = world_with("first", "second", "third"), ServedFile(tmp_path / "served.json")
+    write = file.write
+
+    def busily(served: Iterable[DesiredAdapter]) -> None:
+        write(served)
+        began = time.thread_time()
+        while time.thread_time() < began + 0.1:
+            pass
+
+    monkeypatch.setattr(file, "write", busily)
+    await reconciling(world, Settings(), file).start()
+    for number, name in enumerate(("first", "second", "third"), start=1):
         await world.lifecycle.load(name)
         await world.lifecycle.written()
         assert len(file.read()) == number
