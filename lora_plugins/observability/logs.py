@@ -8,11 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
 
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 
 from lora_plugins import events
 from lora_plugins.events import AdapterUnknown
@@ -27,8 +25,6 @@ _NOT_SERVED = {
     "update": "Adapter '{}' goes on with its old version",
     "declared": "Declared adapter '{}' is not served as declared",
 }
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 
 class LogEvents:
@@ -44,9 +40,9 @@ class LogEvents:
 
     def __init__(self) -> None:
         self.waits_for_load = False
-        self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._resolved: OrderedDict[str, tuple[str, str]] = OrderedDict()  # by name: path, and the line's beginning
-        self._loaded: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._warned: LRUCache[tuple[str, str], None] = LRUCache(_REMEMBERED)
+        self._resolved: LRUCache[str, tuple[str, str]] = LRUCache(_REMEMBERED)  # by name: path, line's beginning
+        self._loaded: LRUCache[tuple[str, str], None] = LRUCache(_REMEMBERED)
         self._unknown = UnknownNames()
         self._said_busy: dict[str, float] = {}  # by source
 
@@ -126,7 +122,7 @@ class LogEvents:
         )
         if self.waits_for_load:
             logger.debug("%s, %s", line, event.path)
-            _remember(self._resolved, event.name, (event.path, line))
+            self._resolved[event.name] = event.path, line
         else:
             logger.info("%s, %s", line, event.path)
         for warning in event.warnings:  # once for each version
@@ -143,7 +139,7 @@ class LogEvents:
         else:
             line = ""
         is_new = bool(line) or key not in self._loaded
-        _remember(self._loaded, key, None)
+        self._loaded[key] = None
         logger.log(
             logging.INFO if is_new else logging.DEBUG,
             "%s, loaded in %.1f ms, %s",
@@ -174,15 +170,8 @@ class LogEvents:
     def _warn(self, name: str, text: str) -> None:
         # By text too: a new reason for the same name is a new warning.
         is_repeat = (name, text) in self._warned
-        _remember(self._warned, (name, text), None)
+        self._warned[name, text] = None
         logger.log(logging.DEBUG if is_repeat else logging.WARNING, "%s", text)
-
-
-def _remember(memory: OrderedDict[_K, _V], key: _K, value: _V) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    if len(memory) > _REMEMBERED:
-        memory.popitem(last=False)
 
 
 def _short(version: str) -> str:

@@ -18,6 +18,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from pathlib import Path
 from typing import Any
 
+from cachetools import TTLCache
+
 from lora_plugins.errors import ErrorKind, LoRAPluginsError, OfAdapter, SourceUnavailable, kind_of
 from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
@@ -54,7 +56,8 @@ class Copies:
         self._pressed_at: int | None = None
         # The store calls `relieve` where leases are in the way of a fetch.
         self._store.relieve = self.relieve
-        self._tried_at: dict[str, float] = {}  # time of the last failed fetch of a copy, by name, of time.monotonic()
+        # Names whose copies could not be fetched a moment ago.
+        self._tried: TTLCache[str, None] = TTLCache(math.inf, _RETRY_S, timer=time.monotonic)
         noted = weakref.WeakMethod(self._noted)  # the events live as long as the process, which may outlive this server
         server.events.add(lambda event: None if (note := noted()) is None else note(event))
 
@@ -124,7 +127,7 @@ class Copies:
             # An outage does not prove that the source has lost the version; an answer about the adapter does.
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
             raise
-        self._tried_at.pop(adapter.name, None)
+        self._tried.pop(adapter.name, None)
         if change.is_swap:
             self.on_change()
         return change
@@ -176,9 +179,7 @@ class Copies:
         # A new mark: a fetch of another process needs room.
         if before not in (None, self._pressed_at):
             await self.relieve()
-        now = time.monotonic()
-        damaged = [adapter for adapter in self._registry.all() if adapter.is_damaged]
-        due = [it for it in damaged if now - self._tried_at.get(it.name, -math.inf) >= _RETRY_S]
+        due = [it for it in self._registry.all() if it.is_damaged and it.name not in self._tried]
         await asyncio.gather(*(self._replace(adapter) for adapter in due))
 
     async def relieve(self) -> None:
@@ -226,7 +227,7 @@ class Copies:
     async def _replace(self, adapter: ServedAdapter) -> None:
         async with self._server.vllm.lock(adapter.name):
             if self._registry.get(adapter.name) is adapter and adapter.is_damaged:
-                self._tried_at[adapter.name] = time.monotonic()
+                self._tried[adapter.name] = None
                 with suppress(LoRAPluginsError):  # `update` has noted the error
                     await self._have(adapter)
 
@@ -269,15 +270,14 @@ class Copies:
         Raises:
             LoRAPluginsError: no copy can be had, and the engine would have to read one.
         """
-        tried_at = self._tried_at.get(adapter.name, -math.inf)
-        if time.monotonic() - tried_at < _RETRY_S and await self._is_in_memory(adapter):
+        if adapter.name in self._tried and await self._is_in_memory(adapter):
             return adapter.version is not None and await self.has(adapter.name, adapter.version)
         try:
             await self._have(adapter)
         except LoRAPluginsError as error:
             if kind_of(error) is ErrorKind.REFUSAL or not await self._is_in_memory(adapter):
                 raise
-            self._tried_at[adapter.name] = time.monotonic()
+            self._tried[adapter.name] = None
             return False
         return True
 

@@ -11,10 +11,11 @@ import stat
 import sys
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from cachetools import LRUCache
 
 from lora_plugins.store.layout import store_threads
 
@@ -148,7 +149,7 @@ class HashedEntries:
     """The last 20,000 entries whose files matched their digests. Callable from any thread."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
+        self._known: LRUCache[str, tuple[Identity, float]] = LRUCache(_REMEMBERED)
         self._lock = threading.Lock()
 
     def note(self, digest: str, identity: Identity | None) -> None:
@@ -157,9 +158,6 @@ class HashedEntries:
             return
         with self._lock:
             self._known[digest] = identity, time.monotonic()
-            self._known.move_to_end(digest)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
 
     def forget(self, digest: str) -> None:
         """Have the entry hashed again at the next question."""
@@ -168,12 +166,14 @@ class HashedEntries:
 
     def has(self, digest: str, identity: Identity | None, max_age_s: float) -> bool:
         """Whether exactly these files were hashed, at most `max_age_s` ago."""
-        known = self._known.get(digest)
+        with self._lock:  # a look changes the order
+            known = self._known.get(digest)
         return known is not None and known[0] == identity and time.monotonic() - known[1] <= max_age_s
 
     def differs(self, digest: str, identity: Identity | None) -> bool:
         """Whether the directory now has other files, or other contents, than the hashed files."""
-        known = self._known.get(digest)
+        with self._lock:
+            known = self._known.get(digest)
         if known is None or identity is None:
             return False
         return [file.content for file in known[0]] != [file.content for file in identity]
