@@ -54,9 +54,9 @@ async def fetch_lock(path: Path, processes: Processes, *, temporary: Path, timeo
             yield
         finally:
             touching.cancel()
-            discard(path)
+            await asyncio.to_thread(discard, path)
     finally:
-        discard(temporary)
+        await asyncio.to_thread(discard, temporary)
 
 
 async def _keep_touched(path: Path) -> None:

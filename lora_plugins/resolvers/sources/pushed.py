@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,5 +49,5 @@ class PushSource:
             raise TypeError(type(adapter))
         # Hard links: no bytes are copied, and the push's own directory may go at any time.
         for file in adapter.files:
-            os.link(adapter.directory / file.name, download.directory / file.name)
+            await asyncio.to_thread(os.link, adapter.directory / file.name, download.directory / file.name)
             download.landed(file.name, file.size_bytes)
