@@ -327,8 +327,7 @@ class VersionStore:
             _BytesRefused: the bytes are no adapter that can be served. LoRAPluginsError: the files could not be read.
         """
         try:
-            read = children().read_config if config_only else children().read
-            return read(directory, self._settings).result()
+            return children().read(directory, self._settings, config_only=config_only).result()
         except LoRAPluginsError as error:
             kind = kind_of(error)
             if kind is ErrorKind.ABSENCE and not all((directory / file.name).exists() for file in selected.files):

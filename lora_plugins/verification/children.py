@@ -1,8 +1,7 @@
 """The reading processes of this server: a few, each with one adapter at a time, replaced when they end.
 
-Small adapters are never behind large adapters (`JobQueue`). Unlike `resolvers/places.py`, `JobQueue` is no queue of
-callers: threads hand over jobs, and threads take jobs. The resolver has already decided which principal is next, how
-many may wait, and for how long.
+Small adapters are never behind large adapters, of which one at a time is read. Unlike `resolvers/places.py`, the jobs
+here know no callers: the resolver has already decided which principal is next, how many may wait, and for how long.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,81 +25,38 @@ from lora_plugins.verification.limits import takes_long
 from lora_plugins.verification.messages import Read, ReadAdapter, requests_of
 from lora_plugins.verification.process import Lost, ReadingProcess
 
-_PROCESSES = 2  # one process takes long adapters, which delay only each other
 _ATTEMPTS = 3
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """`run` does the job; `takes_long` looks at the job's files. A reading thread calls both."""
-
-    run: Callable[[], None]
-    takes_long: Callable[[], bool]
-
-
-class JobQueue:
-    """The waiting jobs, first come, first served. For any thread."""
-
-    def __init__(self) -> None:
-        self._new: deque[Job] = deque()
-        self._long: deque[Job] = deque()  # jobs for which `takes_long` was true
-        self._changed = threading.Condition()
-
-    def put(self, job: Job) -> None:
-        """Add a job."""
-        with self._changed:
-            self._new.append(job)
-            self._changed.notify_all()
-
-    def do_next(self, *, also_long: bool) -> None:
-        """Wait for a job and run the job; a long job only after all others, and only with `also_long`."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._new or (also_long and self._long))
-                is_long = not self._new
-                job = (self._long if is_long else self._new).popleft()
-            # Outside of the lock: `takes_long` reads a directory, and callers of `put` must not wait for a disk.
-            if is_long or not job.takes_long():
-                job.run()
-                return
-            with self._changed:
-                self._long.append(job)
-                self._changed.notify_all()
+# What does the job, and whether the job takes long, by its files. A reading thread calls both.
+_Job = tuple[Callable[[], None], Callable[[], bool]]
 
 
 class Children:
-    """Verifies adapters in reading processes; short reads go first, in their order. For any thread."""
+    """Verifies adapters in reading processes, first come, first served. For any thread."""
 
-    def __init__(self, processes: int = _PROCESSES) -> None:
-        self._processes = processes
+    def __init__(self) -> None:
         self._idle: queue.LifoQueue[ReadingProcess] = queue.LifoQueue()
-        self._jobs = JobQueue()
+        self._new: deque[_Job] = deque()
+        self._long: deque[_Job] = deque()  # jobs that take long: one thread does these, and only after all others
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
-        self._changing = threading.Lock()
-        self._has_started = False
         self._has_ended = False
 
     def warm(self) -> None:
         """Start a process where none was started, so that the process is ready at the first use; return at once."""
-        if not self._has_started:
-            self._start()
-            self._jobs.put(Job(self._warm, takes_long=lambda: False))
+        if not self._threads:
+            self._put(self._new, (self._warm, lambda: False))
 
-    def read(self, directory: Path, settings: Settings) -> Future[ReadAdapter]:
+    def read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[ReadAdapter]:
         """Verify the adapter in `directory` without a base model, and make the configuration that engines read.
+
+        With `config_only` as `verify_config` does, and without making a configuration.
 
         The future raises the errors of `verify_adapter`; `InvalidAdapter` also where reading takes too much memory or
         computing, or crashes each process with memory to spare; and `SourceUnavailable` where no process starts, is
         killed or does not answer in time.
         """
-        return self._read(directory, settings)
-
-    def read_config(self, directory: Path, settings: Settings) -> Future[ReadAdapter]:
-        """Verify as `verify_config` does, and make no configuration; raises as `read`."""
-        return self._read(directory, settings, config_only=True)
-
-    def _read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[ReadAdapter]:
         request = Read(
             os.fsencode(directory.absolute()),
             settings.max_adapter_bytes,
@@ -125,7 +79,6 @@ class Children:
         return self._submit(lambda process: process.write(requests, original, landed), lambda: True)
 
     def _submit(self, work: Callable[[ReadingProcess], _T], takes_long: Callable[[], bool]) -> Future[_T]:
-        self._start()
         answer: Future[_T] = Future()
 
         def run() -> None:
@@ -135,7 +88,7 @@ class Children:
                 except BaseException as error:  # noqa: BLE001 - the error belongs to the waiting caller
                     answer.set_exception(error)
 
-        self._jobs.put(Job(run, takes_long))
+        self._put(self._new, (run, takes_long))
         return answer
 
     def pids(self) -> list[int]:
@@ -149,17 +102,26 @@ class Children:
             while True:
                 self._idle.get_nowait().end()
 
-    def _start(self) -> None:
-        with self._changing:
-            if not self._has_started:
-                for number in range(self._processes):
-                    work = partial(self._work, also_long=number > 0 or self._processes == 1)
-                    threading.Thread(target=work, daemon=True, name=f"lora-plugins-verify-{number}").start()
-            self._has_started = True
+    def _put(self, jobs: deque[_Job], job: _Job) -> None:
+        with self._changed:
+            jobs.append(job)
+            self._changed.notify_all()
+            for also_long in (False, True)[len(self._threads) :]:
+                thread = threading.Thread(target=self._work, args=(also_long,), daemon=True, name="lora-plugins-verify")
+                thread.start()
+                self._threads.append(thread)
 
-    def _work(self, *, also_long: bool) -> None:
+    def _work(self, also_long: bool) -> None:
         while True:
-            self._jobs.do_next(also_long=also_long)
+            with self._changed:
+                self._changed.wait_for(lambda: self._new or (also_long and self._long))
+                is_new = bool(self._new)
+                run, takes_long = job = (self._new or self._long).popleft()
+            # Outside of the lock: `takes_long` reads a directory, and callers of `_put` must not wait for a disk.
+            if is_new and takes_long():
+                self._put(self._long, job)
+            else:
+                run()
 
     def _warm(self) -> None:
         # The next caller meets the same error, and reports it.

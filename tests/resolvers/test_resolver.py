@@ -501,13 +501,14 @@ def test_verification_runs_in_a_thread(make, monkeypatch):
 
 @pytest.fixture
 def headers_read(monkeypatch):
-    """Grows with each adapter that a process is asked to read."""
+    """Grows with each adapter whose weights a process is asked to read."""
     asked: list[object] = []
     read = Children.read
 
-    def reading(*arguments):
-        asked.append(arguments)
-        return read(*arguments)
+    def reading(*arguments, config_only=False):
+        if not config_only:
+            asked.append(arguments)
+        return read(*arguments, config_only=config_only)
 
     monkeypatch.setattr(Children, "read", reading)
     return asked

@@ -547,9 +547,10 @@ def test_fetched_files_that_vanish_are_no_missing_adapter(make, clock, monkeypat
         for file in self._files.values():
             file.finish()
 
-    def after_the_cleaner(self, directory, settings):
-        (directory / CONFIG_FILE).unlink()
-        return read(self, directory, settings)
+    def after_the_cleaner(self, directory, settings, *, config_only=False):
+        if not config_only:
+            (directory / CONFIG_FILE).unlink()
+        return read(self, directory, settings, config_only=config_only)
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(Children, "read", after_the_cleaner)

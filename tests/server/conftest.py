@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from lora_plugins.adapter.canonical import canonical_bytes
-from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter, verify_config
+from lora_plugins.adapter.verify import verify_adapter, verify_config
 from lora_plugins.resolvers import versions
 from lora_plugins.settings import Settings
 from lora_plugins.verification.messages import ReadAdapter
@@ -21,16 +20,10 @@ class InThisProcess:
     def warm(self) -> None:
         """Nothing is to be started."""
 
-    def read(self, directory: Path, settings: Settings) -> Future[ReadAdapter]:
-        return self._read(lambda: verify_adapter(directory, None, settings))
-
-    def read_config(self, directory: Path, settings: Settings) -> Future[ReadAdapter]:
-        return self._read(lambda: verify_config(directory, settings))
-
-    def _read(self, verify: Callable[[], VerifiedAdapter]) -> Future[ReadAdapter]:
+    def read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[ReadAdapter]:
         found: Future[ReadAdapter] = Future()
         try:
-            verified = verify()
+            verified = verify_config(directory, settings) if config_only else verify_adapter(directory, None, settings)
             found.set_result(ReadAdapter(verified, canonical_bytes(verified.config)))
         except Exception as error:
             found.set_exception(error)

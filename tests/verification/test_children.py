@@ -81,6 +81,24 @@ def test_large_adapters_keep_no_small_one_waiting(
             one.result()
 
 
+def test_no_more_than_two_are_read_at_once(
+    children: Children, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(monkeypatch, HOLD_WHERE_ASKED)
+    before = set(psutil.Process().children())
+    held = [put(tmp_path / f"held-{number}", {**adapter_files(), "hold": b""}) for number in range(5)]
+    reading = [children.read(one, Settings()) for one in held]
+    while len(started := set(psutil.Process().children()) - before) < 2:
+        time.sleep(0.01)
+    time.sleep(1)  # a third process would be seen by now
+    assert set(psutil.Process().children()) - before == started
+    reading.pop().cancel()  # it waits, and nobody does its work
+    for one in held:
+        (one / "hold").unlink()
+    assert [one.result(60).adapter.config.max_rank for one in reading] == [4] * 4
+    assert len(children.pids()) == 2
+
+
 def test_this_process_goes_on_while_much_is_read(children: Children, tmp_path: Path) -> None:
     """An adapter of 20,000 tensors, as of a mixture of experts, holds up no other thread."""
     assert read(children, put(tmp_path / "sql", adapter_files()))
