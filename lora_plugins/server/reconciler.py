@@ -29,8 +29,7 @@ from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsErr
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, polling
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
-from lora_plugins.server.declared_file import parse, read_bytes
-from lora_plugins.server.declared_file_process import parse_apart
+from lora_plugins.server.declared_file import parse, parse_apart, read_bytes
 from lora_plugins.server.desired import DesiredAdapter, Target
 from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle

@@ -11,8 +11,7 @@ import yaml
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.uri import AllowedUris
-from lora_plugins.server.declared_file import parse
-from lora_plugins.server.declared_file_process import parse_apart
+from lora_plugins.server.declared_file import parse, parse_apart
 from lora_plugins.server.desired import DesiredAdapter
 
 URIS = ("s3://adapters/ünïcode folder", "hf://acme")
