@@ -41,7 +41,7 @@ from lora_plugins.errors import (
     is_remembered,
     kind_of,
 )
-from lora_plugins.resolvers.look_ups import LookUpsBusy
+from lora_plugins.resolvers.admission import LookUpsBusy
 from lora_plugins.resolvers.sources.errors import BrokenAnswer, kind_of_type
 from lora_plugins.store.errors import DamagedCopy
 

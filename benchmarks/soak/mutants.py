@@ -29,7 +29,7 @@ MUTANTS = {
         "self._store.leases.release(stored.digest, asker.holder)",
     ),
     "stuck-breaker": Mutant(  # a source that has not answered is never asked again
-        "resolvers/breaker.py",
+        "resolvers/admission.py",
         "if now < self._retry_at:",
         "if now < self._retry_at + 3600:",
     ),

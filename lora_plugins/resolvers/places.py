@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from lora_plugins.errors import LoRAPluginsError
 
@@ -87,6 +88,12 @@ class Places:
         self._taken = self._waiting = 0
         self._numbers = itertools.count()
         self._uses: dict[Hashable, _Use] = {}  # by principal
+
+    @classmethod
+    def of(cls, limits: PlaceLimits, busy: type[LoRAPluginsError], found: str, most: Most | None = None) -> Places:
+        """Places that refuse with an error `busy`, from what was found, and have the same limits for all principals."""
+        refusal = partial(busy, found, expected=f"a turn within {limits.wait_s:g} s", remedy="ask again")
+        return cls(limits, lambda *_: refusal(), lambda _: most or Most())
 
     @asynccontextmanager
     async def held(

@@ -21,8 +21,8 @@ from lora_plugins.events import (
     LookUpRefused,
     SourceFailed,
 )
+from lora_plugins.resolvers.admission import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.known_versions import AtSource, Key, ResolvedAdapter
-from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.sources.configured import UriSources
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source

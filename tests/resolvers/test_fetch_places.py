@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from lora_plugins.events import Events
-from lora_plugins.resolvers.breaker import BreakerLimits, BreakerOpen, SourceBreaker
-from lora_plugins.resolvers.fetch_places import _PROBES, Fetches
+from lora_plugins.resolvers.admission import _PROBES, Breaker, BreakerLimits, BreakerOpen, Fetches
 from lora_plugins.resolvers.places import PlaceLimits, Places
 from lora_plugins.resolvers.sources.retries import NoAnswer
 from tests.virtual_time import runs
@@ -22,7 +21,7 @@ class Source:
     def __init__(self) -> None:
         self.hangs = False
         self.stored: set[str] = set()
-        breaker = SourceBreaker(BreakerLimits(3, RETRY_S), "s3", Events(), asyncio.get_running_loop().time)
+        breaker = Breaker(BreakerLimits(3, RETRY_S), "s3", Events(), asyncio.get_running_loop().time)
         breaker.failed(0.0, NoAnswer("nothing"))
         places = Places(PlaceLimits(8, 100, 300.0), lambda *_: NoAnswer("no place"))
         self.fetches = Fetches(places, breaker)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lora_plugins.absence import Absence, AbsenceKind
-from lora_plugins.resolvers.look_ups import LookUpLimits, LookUps, LookUpsBusy
+from lora_plugins.resolvers.admission import LookUpLimits, LookUps, LookUpsBusy
 from tests.virtual_time import runs
 
 LIMITS = LookUpLimits(at_once=4, absent_per_s=20.0, waiting=100, wait_s=5.0)

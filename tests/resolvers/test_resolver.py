@@ -48,8 +48,8 @@ from lora_plugins.resolvers import known_versions as known_versions_module
 from lora_plugins.resolvers import resolver as resolver_module
 from lora_plugins.resolvers import search as search_module
 from lora_plugins.resolvers import versions as versions_module
+from lora_plugins.resolvers.admission import LookUpLimits, LookUpsBusy
 from lora_plugins.resolvers.known_versions import KnownVersions
-from lora_plugins.resolvers.look_ups import LookUpLimits, LookUpsBusy
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.search import SourceSearch
 from lora_plugins.resolvers.sources.errors import Failure, FailureKind

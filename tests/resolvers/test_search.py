@@ -12,7 +12,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.events import Events
 from lora_plugins.resolvers import search as search_module
-from lora_plugins.resolvers.look_ups import LookUpLimits, LookUpsBusy
+from lora_plugins.resolvers.admission import LookUpLimits, LookUpsBusy
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings

@@ -20,7 +20,7 @@ from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, SourceUnavailable
 from lora_plugins.events import AdapterConfirmed, SourceFailed
 from lora_plugins.process import Process
-from lora_plugins.resolvers.look_ups import LookUpsBusy
+from lora_plugins.resolvers.admission import LookUpsBusy
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import openai_serving_models
