@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from functools import partial
 from typing import Any
 
 from lora_plugins.store.hashing import Digest
+
+_MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,10 @@ class Checksum:
         return _ALGORITHMS[self.algorithm]()
 
     @classmethod
-    def of_md5(cls, value: str) -> Checksum:
-        """The MD5 in an ETag."""
-        return cls("MD5", value.lower(), "the object's ETag")
+    def of_etag(cls, etag: str) -> Checksum | None:
+        """The MD5 that an ETag looks like; None for another ETag, as of an upload in parts."""
+        found = _MD5_ETAG.fullmatch(etag)
+        return cls("MD5", found[1].lower(), "the object's ETag") if found else None
 
     @classmethod
     def of_answer(cls, answer: Mapping[str, Any]) -> Checksum | None:

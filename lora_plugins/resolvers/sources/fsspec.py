@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from http import HTTPStatus
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
@@ -194,26 +195,31 @@ def _path(filesystem: Any, url: str) -> str:
     return str(filesystem._strip_protocol(url))  # noqa: SLF001 - every file system has the call
 
 
-async def write_range(
-    file: SourceFile,
-    start: int,
-    end: int,
-    write: Callable[[bytes], None],
-    *,
-    status: int,
-    content_range: str | None,
-    pieces: AsyncIterator[bytes],
-) -> None:
+class Answer(NamedTuple):
+    """An HTTP answer to a request for a range; `version` is the object's ETag, or else the time of its last change."""
+
+    status: int
+    version: str | None
+    content_range: str | None
+    pieces: AsyncIterator[bytes]
+
+
+async def write_range(file: SourceFile, start: int, end: int, write: Callable[[bytes], None], answer: Answer) -> None:
     """Hand an answer's body to `write`.
 
     Raises:
-        BrokenAnswer: the body is not exactly this range.
+        BrokenAnswer: the body is not exactly this range. ObjectChanged: the body is of another version.
     """
-    if status == HTTPStatus.OK and (start, end) != (0, file.size_bytes):
+    if not answer.version:  # the server may ignore If-Match too, and the object have changed
+        raise BrokenAnswer("bytes of no known version")
+    if answer.version.strip('"') != file.etag.strip('"'):
+        raise ObjectChanged
+    if answer.status == HTTPStatus.OK and (start, end) != (0, file.size_bytes):
         raise BrokenAnswer("the whole object in place of a range")
-    if status == HTTPStatus.PARTIAL_CONTENT and content_range != f"bytes {start}-{end - 1}/{file.size_bytes}":
+    place = f"bytes {start}-{end - 1}/{file.size_bytes}"
+    if answer.status == HTTPStatus.PARTIAL_CONTENT and answer.content_range != place:
         raise BrokenAnswer("another range")
-    async for piece in pieces:
+    async for piece in answer.pieces:
         if len(piece) > end - start:
             raise BrokenAnswer("a long body")
         write(piece)
@@ -222,62 +228,50 @@ async def write_range(
         raise BrokenAnswer("a short body")
 
 
+@dataclass
 class _PieceReader(RangeReader):
     """Reads ranges by `cat_file`, with one piece in memory at a time."""
 
-    def __init__(self, filesystem: Any, uri: str, ask: Callable[..., Awaitable[Any]]) -> None:
-        self._filesystem = filesystem
-        self._uri = uri
-        self._ask = ask
+    filesystem: Any
+    uri: str
+    ask: Callable[..., Awaitable[Any]]
 
     async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
         """See `RangeReader`; a thread that hangs is left alone, and what it reads later is not written."""
-        path = _path(self._filesystem, f"{self._uri}/{file.name}")
+        path = _path(self.filesystem, f"{self.uri}/{file.name}")
         for at in range(start, end, PIECE_BYTES):
             upto = min(end, at + PIECE_BYTES)
-            async with asyncio.timeout(_PIECE_TIMEOUT_S if isinstance(self._filesystem, AsyncFileSystem) else None):
-                data = await self._ask("cat_file", path, start=at, end=upto)
+            async with asyncio.timeout(_PIECE_TIMEOUT_S if isinstance(self.filesystem, AsyncFileSystem) else None):
+                data = await self.ask("cat_file", path, start=at, end=upto)
             if len(data) != upto - at:
                 raise BrokenAnswer("a piece of another length")
             write(data)
 
 
+@dataclass
 class _WebReader(RangeReader):
     """Streams ranges over fsspec's own aiohttp session, with the session's headers and logins."""
 
-    def __init__(self, filesystem: Any, uri: str) -> None:
-        self._filesystem = filesystem
-        self._uri = uri
+    filesystem: Any
+    uri: str
 
     async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
         """See `RangeReader`."""
         import aiohttp
 
-        options = dict(self._filesystem.kwargs)
+        options = dict(self.filesystem.kwargs)
         headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         if file.etag.startswith('"'):  # a strong ETag; `If-Match` never matches a weak one
             headers["If-Match"] = file.etag
         options.setdefault("timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
-        session = await self._filesystem.set_session()
-        url = _path(self._filesystem, f"{self._uri}/{file.name}")
+        session = await self.filesystem.set_session()
+        url = _path(self.filesystem, f"{self.uri}/{file.name}")
         async with session.get(url, headers=headers, **options) as answer:
             if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
                 raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
-            # Compare too: some servers ignore If-Match.
-            known = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-            if not known:
-                raise BrokenAnswer("bytes of no known version")
-            if known != file.etag:
-                raise ObjectChanged
-            await write_range(
-                file,
-                start,
-                end,
-                write,
-                status=answer.status,
-                content_range=answer.headers.get("Content-Range"),
-                pieces=answer.content.iter_chunked(BUFFER_BYTES),
-            )
+            version = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+            place, pieces = answer.headers.get("Content-Range"), answer.content.iter_chunked(BUFFER_BYTES)
+            await write_range(file, start, end, write, Answer(answer.status, version, place, pieces))
 
 
 def client_options(options: Mapping[str, Any]) -> dict[str, Any]:

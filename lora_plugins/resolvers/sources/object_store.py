@@ -190,9 +190,7 @@ class ObjectSource:
         """Runs on fsspec's loop."""
         checked = adapter.files if self._check_md5 else ()
         reader = await self._ask(lambda: self._files.reader(adapter.uri, checked))
-        await download_ranges(
-            adapter.files, reader, download, turns=self._turns, limits=self._limits, md5=self._check_md5
-        )
+        await download_ranges(adapter.files, reader, download, turns=self._turns, limits=self._limits)
         # Stores without ETags in answers may have changed during the fetch: look again.
         if self._files.rechecks and not set(adapter.files) <= set(await self._find(adapter.uri)):
             raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.resolvers.sources.checksums import Checksum
@@ -28,7 +27,6 @@ from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.store.hashing import GrowingFile
 from lora_plugins.store.partial_download import PartialDownload
 
-_MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
 _REPORT_EVERY_BYTES = 1 << 20
 # A try with this many bytes does not count as a failed attempt: a line that breaks every few MB still finishes.
 _PROGRESS_BYTES = 64 << 10
@@ -36,20 +34,19 @@ _PROGRESS_BYTES = 64 << 10
 _ALONE_S = 0.01
 
 
+@dataclass
 class RangeReader(ABC):
-    """Reads ranges of files from one place."""
+    """Reads ranges of files from one place.
+
+    Attributes:
+        checksums: of whole files, by name; a read removes one that its answer shows to be of other bytes.
+    """
+
+    checksums: dict[str, Checksum] = field(default_factory=dict, kw_only=True)
 
     @abstractmethod
     async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
         """Hand the bytes from `start` to `end` to `write`, in order; raises errors that `errors.py` maps."""
-
-    def has_md5_etag(self, name: str) -> bool:  # noqa: ARG002 - only S3 promises an MD5 as ETag
-        """Whether a file's ETag with the form of an MD5 is the MD5 of the file's bytes."""
-        return False
-
-    def checksum(self, name: str) -> Checksum | None:  # noqa: ARG002 - only S3 keeps checksums
-        """The checksum that the place keeps of the whole file, as far as known before a read."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +70,13 @@ class _DiskError(Exception):
         self.error = error
 
 
+@dataclass(eq=False, slots=True)
 class _Range:
     """A range of a file, and its progress."""
 
-    def __init__(self, file: _RangedFile, begin: int, end: int) -> None:
-        self.file = file
-        self.at = begin
-        self.end = end
+    file: _RangedFile
+    at: int
+    end: int
 
 
 class _RangedFile:
@@ -153,12 +150,10 @@ async def download_ranges(
     *,
     turns: asyncio.Semaphore,
     limits: DownloadLimits,
-    md5: bool,
 ) -> None:
     """Write `files` to `download.directory`, all together; each range takes one of `turns` for the time of a read.
 
-    A file with a checksum of `reader`, or with `md5` an ETag that is an MD5, is compared with it, and fetched once more
-    after a difference.
+    A file with a checksum of `reader` is compared with it, and fetched once more after a difference.
 
     Raises:
         VersionChanged: a file changed or vanished meanwhile.
@@ -167,9 +162,10 @@ async def download_ranges(
     """
     opened: list[_RangedFile] = []
     try:
-        for source in sorted(files, key=lambda file: file.size_bytes):
-            checksum = reader.checksum(source.name) or (_md5_of(source) if md5 else None)
-            opened.append(_RangedFile(source, download, limits.range_bytes, checksum))
+        opened.extend(  # after an error, with the files before
+            _RangedFile(source, download, limits.range_bytes, reader.checksums.get(source.name))
+            for source in sorted(files, key=lambda file: file.size_bytes)
+        )
         async with deadline(limits.timeout_s) as state:
             await _fetch(opened, reader, turns, limits, state)
             damaged = await asyncio.to_thread(_damaged, opened, reader)
@@ -190,22 +186,8 @@ def _close(files: Sequence[_RangedFile]) -> None:
         file.close()
 
 
-def _md5_of(file: SourceFile) -> Checksum | None:
-    found = _MD5_ETAG.fullmatch(file.etag)
-    return Checksum.of_md5(found[1]) if found else None
-
-
-def has_md5_form(etag: str) -> bool:
-    """Whether an ETag looks like an MD5, as ETags of uploads in parts do not."""
-    return _MD5_ETAG.fullmatch(etag) is not None
-
-
 def _damaged(files: Sequence[_RangedFile], reader: RangeReader) -> list[_RangedFile]:
-    return [
-        file
-        for file in files
-        if (reader.checksum(file.source.name) or reader.has_md5_etag(file.source.name)) and file.damage()
-    ]
+    return [file for file in files if file.source.name in reader.checksums and file.damage()]
 
 
 def _refuse_damaged(files: Sequence[_RangedFile]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os.path
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -20,8 +21,8 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shard
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import BrokenAnswer, FailureKind, ObjectChanged, diagnose
-from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, write_range
-from lora_plugins.resolvers.sources.ranges import RangeReader, has_md5_form
+from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, Answer, write_range
+from lora_plugins.resolvers.sources.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import OWN_FILES, SourceFile, choose_files, needs_shards
 from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
 
@@ -131,17 +132,16 @@ class S3Files:
                 return found
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
-    async def reader(self, uri: str, checked: Iterable[SourceFile]) -> RangeReader:
-        """A reader of the files below `uri`, with S3's checksums of the `checked` files whose ETag is no MD5.
+    async def reader(self, uri: str, checked: Sequence[SourceFile]) -> RangeReader:
+        """A reader of the files below `uri`, with checksums of the `checked` files.
 
-        Costs a HEAD for each of those files: LISTs have no checksums, and neither have answers with a range.
+        Costs a HEAD for each file whose ETag is no MD5: LISTs have no checksums, and neither have answers with a range.
         """
         client = await self._client()
         bucket, prefix = split_bucket(uri)
-        without_md5 = [file for file in checked if _is_express(bucket) or not has_md5_form(file.etag)]
-        found = await asyncio.gather(*(_checksum(client, bucket, prefix, file) for file in without_md5))
-        checksums = {file.name: checksum for file, checksum in zip(without_md5, found, strict=True) if checksum}
-        return _S3Reader(client, bucket, prefix, checksums)
+        found = await asyncio.gather(*(_checksum(client, bucket, prefix, file) for file in checked))
+        checksums = {file.name: checksum for file, checksum in zip(checked, found, strict=True) if checksum}
+        return _S3Reader(client, bucket, prefix, checksums=checksums)
 
     def forget_credentials(self) -> None:
         """Have the next client read the credentials again, from the shared file or wherever botocore finds them."""
@@ -243,7 +243,10 @@ async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> li
 
 
 async def _checksum(client: Any, bucket: str, prefix: str, file: SourceFile) -> Checksum | None:
-    """The checksum that S3 keeps of the whole located object; None where S3 keeps none or does not say."""
+    """The MD5 in the ETag, or the checksum that S3 keeps of the whole object; None where S3 keeps none or is silent."""
+    # ETags of directory buckets (S3 Express), also behind an access point, are no MD5.
+    if not bucket.endswith(("--x-s3", "--xa-s3")) and (md5 := Checksum.of_etag(file.etag)) is not None:
+        return md5
     asked = {"Bucket": bucket, "Key": f"{prefix}/{file.name}", "ChecksumMode": "ENABLED", **_if_match(file)}
     try:
         answer = await client.head_object(**asked)
@@ -262,50 +265,26 @@ def _if_match(file: SourceFile) -> dict[str, str]:
     return {"IfMatch": file.etag} if file.etag and not file.etag.startswith("W/") else {}
 
 
-def _is_express(bucket: str) -> bool:
-    """Whether a bucket is a directory bucket (S3 Express), also behind an access point: its ETags are no MD5."""
-    return bucket.endswith(("--x-s3", "--xa-s3"))
-
-
+@dataclass
 class _S3Reader(RangeReader):
     """Streams ranges by `get_object`, each under the condition of the located ETag."""
 
-    def __init__(self, client: Any, bucket: str, prefix: str, checksums: Mapping[str, Checksum]) -> None:
-        self._checksums = checksums
-        self._client = client
-        self._bucket = bucket
-        self._prefix = prefix
-        self._not_md5: set[str] = set()
-
-    def has_md5_etag(self, name: str) -> bool:
-        """Whether a file's ETag is the MD5 of its bytes, as far as answers show (not encrypted with another key)."""
-        return name not in self._not_md5 and not _is_express(self._bucket)
-
-    def checksum(self, name: str) -> Checksum | None:
-        """S3's checksum of a whole file."""
-        return self._checksums.get(name)
+    client: Any
+    bucket: str
+    prefix: str
 
     async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
         """See `RangeReader`."""
-        asked = {"Bucket": self._bucket, "Key": f"{self._prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
-        answer = await self._client.get_object(**asked, **_if_match(file))
+        asked = {"Bucket": self.bucket, "Key": f"{self.prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
+        answer = await self.client.get_object(**asked, **_if_match(file))
         body = answer["Body"]
         async with body:
-            if not answer.get("ETag"):  # the store may ignore If-Match too, and the object have changed
-                raise BrokenAnswer("bytes of no known version")
-            if answer["ETag"].strip('"') != file.etag.strip('"'):
-                raise ObjectChanged
-            if answer.get("ServerSideEncryption") in _NOT_MD5 or "SSECustomerAlgorithm" in answer:
-                self._not_md5.add(file.name)
-            await write_range(
-                file,
-                start,
-                end,
-                write,
-                status=answer["ResponseMetadata"]["HTTPStatusCode"],
-                content_range=answer.get("ContentRange"),
-                pieces=body.iter_chunks(BUFFER_BYTES),
-            )
+            is_encrypted = answer.get("ServerSideEncryption") in _NOT_MD5 or "SSECustomerAlgorithm" in answer
+            if is_encrypted and self.checksums.get(file.name) == Checksum.of_etag(file.etag):
+                self.checksums.pop(file.name, None)
+            status, place = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
+            pieces = body.iter_chunks(BUFFER_BYTES)
+            await write_range(file, start, end, write, Answer(status, answer.get("ETag"), place, pieces))
 
 
 def _require_signer() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources import ranges
+from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import HttpStatus
 from lora_plugins.resolvers.sources.ranges import DownloadLimits, RangeReader, download_ranges
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
@@ -57,18 +58,17 @@ class Shelf(RangeReader):
         if after >= 0:
             raise self.error
 
-    def has_md5_etag(self, name: str) -> bool:
-        return True
-
 
 def run(shelf: Shelf, directory: Path, limits: DownloadLimits = FAST, *, md5: bool = True, etags=None) -> tuple:
     files = [SourceFile(name, len(data), (etags or {}).get(name, _md5(data))) for name, data in shelf.files.items()]
+    of_etags = {file.name: Checksum.of_etag(file.etag) for file in files if md5}
+    shelf.checksums = {name: checksum for name, checksum in of_etags.items() if checksum is not None}
     arriving = PartialDownload(directory, list(shelf.files))
 
     async def download() -> None:
         turns = asyncio.Semaphore(limits.parallel)
         try:
-            await download_ranges(files, shelf, arriving, turns=turns, limits=limits, md5=md5)
+            await download_ranges(files, shelf, arriving, turns=turns, limits=limits)
         finally:
             assert shelf.running == 0, "a range is read after the download's end"
 
