@@ -28,7 +28,7 @@ from lora_plugins.events import (
     StoreEvicted,
 )
 from lora_plugins.resolvers.chats import Chats
-from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
+from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
@@ -77,7 +77,6 @@ class AdapterResolver:
         self._versions = VersionStore(settings, events, store, self.known)
         # Also of calls that nobody joins: a cancelled caller's lease must not stay, and a thread may take it later.
         self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(self._nobody_waits)
-        self._finding: SingleFlight[Key, LookedUp] = SingleFlight()
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
 
     def add(self, source: Source) -> None:
@@ -110,10 +109,8 @@ class AdapterResolver:
             if fetches:
                 self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return LookedUp(resolved=fresh)
-        if fetches:
-            looked = await self._flights.run(query, lambda: self._resolve(query, base_path))
-        else:
-            looked = await self._finding.run(query.key, lambda: self._find(query, base_path))
+        work = self._resolve if fetches else self._find
+        looked = await self._flights.run((query, fetches), lambda: work(query, base_path))
         if looked.error is not None:
             self.known.note_fault(query.key, looked.error)
         elif looked.located is None and (uri is not None or any(answer.cause for answer in looked.absences)):

@@ -18,6 +18,8 @@ from typing import Any
 
 from lora_plugins.store.hashing import Digest
 
+# Polynomials of CRC-32/ISCSI and CRC-64/NVME, lowest bit first.
+CRC32C, CRC64NVME = 0x82F63B78, 0x9A6C9329AC4BC9B5
 _MD5_ETAG = re.compile(r'"?([0-9a-fA-F]{32})"?')
 
 
@@ -70,25 +72,18 @@ class _Crc32:
         return f"{self._value:08x}"
 
 
-# Imported late: only objects with such a checksum need NumPy.
-def _crc32c() -> Digest:
-    from lora_plugins.resolvers.sources.crc import CRC32C, Crc
+def _crc(polynomial: int, width: int) -> Digest:
+    from lora_plugins.resolvers.sources.crc import Crc  # late: only objects with such a checksum need NumPy
 
-    return Crc(CRC32C, 32)
-
-
-def _crc64nvme() -> Digest:
-    from lora_plugins.resolvers.sources.crc import CRC64NVME, Crc
-
-    return Crc(CRC64NVME, 64)
+    return Crc(polynomial, width)
 
 
 _ALGORITHMS: Mapping[str, Callable[[], Digest]] = {
     "MD5": partial(hashlib.md5, usedforsecurity=False),
     "SHA256": hashlib.sha256,
-    "CRC64NVME": _crc64nvme,
+    "CRC64NVME": partial(_crc, CRC64NVME, 64),
     "CRC32": _Crc32,
-    "CRC32C": _crc32c,
+    "CRC32C": partial(_crc, CRC32C, 32),
 }
 # What S3 keeps of whole objects, under these names.
 _KEPT = ("SHA256", "CRC64NVME", "CRC32", "CRC32C")

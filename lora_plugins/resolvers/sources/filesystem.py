@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from lora_plugins.absence import Absence, AbsenceKind
 from lora_plugins.adapter.config import CONFIG_FILE
@@ -37,7 +37,6 @@ from lora_plugins.resolvers.sources.source import (
 from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
 from lora_plugins.store.partial_download import PartialDownload
 
-T = TypeVar("T")
 _THREADS = 8
 _LISTED = 10_000
 _PIECE_BYTES = 8 << 20  # each piece counts as progress of a slow mount
@@ -207,7 +206,7 @@ class FilesystemSource:
         ):
             _check_unchanged(source, file)
             try:
-                for done in _copy(source, target, file.size_bytes):
+                for done in copied(source, target, file.size_bytes):
                     if stop.is_set():
                         return
                     download.landed(file.name, done)
@@ -234,7 +233,7 @@ class FilesystemSource:
         )
 
 
-def _copy(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:
+def copied(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:
     """Copy inside the kernel, as a reflink where it can; yields the bytes done.
 
     Up to the located size, not to the end: a file that grows as fast as the copy has no end.

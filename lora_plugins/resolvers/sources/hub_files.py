@@ -6,7 +6,6 @@ user's Hub cache is read but never written.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -20,10 +19,10 @@ from typing import Any, Self
 from huggingface_hub import HfApi, try_to_load_from_cache
 
 from lora_plugins.resolvers.sources.errors import BrokenAnswer
+from lora_plugins.resolvers.sources.filesystem import copied
 from lora_plugins.resolvers.sources.source import SourceFile
 from lora_plugins.store.hashing import sha256_of
 
-_FICLONE = 0x40049409  # ioctl of linux/fs.h
 _SCRATCH = ".hub"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT_ID = re.compile(r"[0-9a-f]{40}")
@@ -67,7 +66,7 @@ def describe_cached(found: Path) -> SourceFile:
 
 
 def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None, progressed: Callable[[], object]) -> bool:
-    """Copy a file from the Hub's cache, as a reflink where the file system can; `progressed` is called for each MiB.
+    """Copy a file from the Hub's cache, as a reflink where the file system can; `progressed` is called for each piece.
 
     Returns False where the cache has no such file, or a damaged file: the caller then asks the Hub.
 
@@ -82,14 +81,9 @@ def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None, progres
     except OSError:
         return False
     target = directory / file.name
-    with source, target.open("wb") as copied:
-        try:
-            # A reflink shares the blocks: no bytes are copied (Btrfs, XFS).
-            fcntl.ioctl(copied.fileno(), _FICLONE, source.fileno())
-        except OSError:
-            while piece := source.read(1 << 20):
-                copied.write(piece)
-                progressed()
+    with source, target.open("wb") as opened:
+        for _ in copied(source, opened, os.fstat(source.fileno()).st_size):
+            progressed()
     try:
         check_fetched(target, file.source)
         if file.source.sha256 and sha256_of(target)[1] != file.source.sha256:

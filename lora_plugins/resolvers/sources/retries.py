@@ -40,21 +40,15 @@ class Retries:
 
     async def run(self, ask: Callable[[], Awaitable[_T]], deadline: Deadline) -> _T:
         """The answer to `ask`, which is called again after `Transient`."""
-        async for attempt in stamina.retry_context(
-            on=backoff,
-            attempts=self.attempts,
-            timeout=None,  # `deadline` bounds the time
-            wait_initial=self.wait_s,
-            wait_max=self.max_wait_s,
-            wait_jitter=self.wait_s,
-        ):
-            with attempt:
-                try:
-                    return await ask()
-                except Transient as error:
-                    deadline.last_failure = error
-                    raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
+
+        def again(error: Exception) -> bool | float:
+            if isinstance(error, Transient):
+                deadline.last_failure = error
+            return backoff(error)
+
+        # No time-out here: `deadline` bounds the time.
+        caller = stamina.AsyncRetryingCaller(self.attempts, None, self.wait_s, self.max_wait_s, self.wait_s)
+        return await caller(again, ask)
 
 
 @dataclass(slots=True)

@@ -189,7 +189,7 @@ def test_a_copy_that_hangs_ends_at_the_deadline(root, tmp_path, monkeypatch):
         ended.wait(60)
         yield target.write(source.read(size_bytes))
 
-    monkeypatch.setattr(filesystem, "_copy", hang)
+    monkeypatch.setattr(filesystem, "copied", hang)
     source, store = FilesystemSource(root, timeout_s=5.0), Store(tmp_path / "store", fetch_timeout_s=5.0)
     located = asyncio.run(source.locate(AdapterName("sql"), ""))
     fetching = store.obtain(located, lambda download: source.fetch(located, download), lambda _: None)
@@ -700,7 +700,7 @@ def test_a_file_that_changes_while_copied_is_a_version_change(root, store, monke
     put(root / "new", turned())
     source = FilesystemSource(root)
     found = located(source, "sql")
-    copy = filesystem._copy
+    copy = filesystem.copied
 
     def change_halfway(opened, target, size_bytes):
         for done in copy(opened, target, size_bytes):
@@ -718,7 +718,7 @@ def test_a_file_that_changes_while_copied_is_a_version_change(root, store, monke
                     weights.unlink()
             yield done
 
-    monkeypatch.setattr(filesystem, "_copy", change_halfway)
+    monkeypatch.setattr(filesystem, "copied", change_halfway)
     with pytest.raises(VersionChanged, match="being written"):
         obtain(store, source, found)
     assert store.layout.digests() == []
