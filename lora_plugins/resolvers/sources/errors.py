@@ -103,7 +103,7 @@ class Failure:
 
 
 def table_of(kinds: Mapping[FailureKind, str]) -> Mapping[str, FailureKind]:
-    """A table for `kind_of` from class names by kind; names, so that no library is imported to recognise its errors."""
+    """A table by name from the names of each kind; of classes too, so that no library is imported to recognise one."""
     return {name: kind for kind, names in kinds.items() for name in names.split()}
 
 
@@ -133,23 +133,23 @@ def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -
     return None
 
 
+_BY_STATUS = table_of(
+    {
+        FailureKind.DENIED: "401 403 407",
+        FailureKind.MISSING: "404 410",
+        FailureKind.CHANGED: "412 416",
+        FailureKind.BUSY: "429 503",
+        FailureKind.TIMEOUT: "408 504",
+        FailureKind.SERVER: "409 425",
+        FailureKind.REFUSED: "501",
+    }
+)
+
+
 def kind_of_status(status: int) -> FailureKind:
-    """The kind of an unexpected HTTP status."""
-    if status in (401, 403, 407):
-        return FailureKind.DENIED
-    if status in (404, 410):
-        return FailureKind.MISSING
-    if status in (412, 416):
-        return FailureKind.CHANGED
-    if status in (429, 503):
-        return FailureKind.BUSY
-    if status in (408, 504):
-        return FailureKind.TIMEOUT
-    if status in (409, 425) or (status >= 500 and status != 501):
-        return FailureKind.SERVER
-    if status < 300:  # an unexpected success: the whole object in the place of a range
-        return FailureKind.BROKEN_ANSWER
-    return FailureKind.REFUSED
+    """The kind of an unexpected HTTP status; an unexpected success is the whole object in the place of a range."""
+    others = FailureKind.BROKEN_ANSWER if status < 300 else FailureKind.REFUSED if status < 500 else FailureKind.SERVER
+    return _BY_STATUS.get(str(status), others)
 
 
 def retry_after(value: str | None) -> float | None:
@@ -172,20 +172,16 @@ class ObjectChanged(Exception):
 
 
 # Kinds of S3's own error codes, where the status shows less.
-_BY_CODE = {
-    **dict.fromkeys(
-        ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"), FailureKind.EXPIRED
-    ),
-    "NoSuchBucket": FailureKind.NO_BUCKET,
-    **dict.fromkeys(
-        ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"), FailureKind.BUSY
-    ),
-    **dict.fromkeys(
-        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "RequestTimeTooSkewed"), FailureKind.DENIED
-    ),
-    **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "NotFound"), FailureKind.MISSING),
-    "RequestTimeout": FailureKind.TIMEOUT,
-}
+_BY_CODE = table_of(
+    {
+        FailureKind.EXPIRED: "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired",
+        FailureKind.NO_BUCKET: "NoSuchBucket",
+        FailureKind.BUSY: "SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests",
+        FailureKind.DENIED: "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken RequestTimeTooSkewed",
+        FailureKind.MISSING: "NoSuchKey NoSuchVersion NotFound",
+        FailureKind.TIMEOUT: "RequestTimeout",
+    }
+)
 _TABLE = table_of(
     {
         FailureKind.CHANGED: "lora_plugins.ObjectChanged",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os.path
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -31,8 +31,7 @@ READ_TIMEOUT_S = 15.0
 # Server-side encryptions under which an object's ETag is no MD5.
 _NOT_MD5 = ("aws:kms", "aws:kms:dsse", "aws:fsx")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off", ""})
+_FLAGS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
 
 
 def s3_storage_options(
@@ -75,7 +74,12 @@ def s3_storage_options(
     if access_point is not None:
         region = access_point.region or region
         if not access_point.region and not options["anon"]:
-            _require_signer()
+            if find_spec("awscrt") is None:
+                raise InvalidSettings(
+                    "a multi-region access point without the package that signs for it",
+                    expected="awscrt",
+                    remedy="pip install 'botocore[crt]'",
+                )
             config["signature_version"] = "s3v4a"  # valid in every region
     if region:
         options["client_kwargs"] = {"region_name": region}
@@ -121,16 +125,9 @@ class S3Files:
 
     async def list_below(self, uri: str) -> list[str]:
         """The URIs of all objects below `uri`, by as many LISTs as needed."""
-        client = await self._client()
         bucket, prefix = split_bucket(uri)
-        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
-        found: list[str] = []
-        while True:
-            page = await _page(client, asked)
-            found += (f"s3://{bucket}/{item['Key']}" for item in page.get("Contents", []))
-            if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
-                return found
-            asked["ContinuationToken"] = page["NextContinuationToken"]
+        pages = _pages(await self._client(), {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""})
+        return [f"s3://{bucket}/{item['Key']}" async for page in pages for item in page.get("Contents", [])]
 
     async def reader(self, uri: str, checked: Sequence[SourceFile]) -> RangeReader:
         """A reader of the files below `uri`, with checksums of the `checked` files.
@@ -185,6 +182,15 @@ async def _page(client: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     return page
 
 
+async def _pages(client: Any, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Every page of a LIST; raises what `_page` raises."""
+    while True:
+        yield (page := await _page(client, asked))
+        if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
+            return
+        asked["ContinuationToken"] = page["NextContinuationToken"]
+
+
 async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
     asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
     page = await _page(client, asked)
@@ -193,12 +199,8 @@ async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
         # Weights and configuration begin alike, so that one page holds them, however many checkpoints lie beside them.
         asked["Prefix"] += os.path.commonprefix(OWN_FILES)  # noqa: RUF071 - of characters
         found = {file.name: file for file in await _chat_files(client, bucket, prefix)}
-        while page.get("IsTruncated"):
-            page = await _page(client, asked)
-            found |= _listed(page, prefix)
-            if not page.get("NextContinuationToken"):
-                break
-            asked["ContinuationToken"] = page["NextContinuationToken"]
+        async for narrowed in _pages(client, asked):
+            found |= _listed(narrowed, prefix)
     return [found[name] for name in choose_files(found)]
 
 
@@ -287,45 +289,25 @@ class _S3Reader(RangeReader):
             await write_range(file, start, end, write, Answer(status, answer.get("ETag"), place, pieces))
 
 
-def _require_signer() -> None:
-    """Raise InvalidSettings where botocore cannot sign for a multi-region access point."""
-    if find_spec("awscrt") is None:
-        raise InvalidSettings(
-            "a multi-region access point without the package that signs for it",
-            expected="awscrt",
-            remedy="pip install 'botocore[crt]'",
-        )
-
-
 def _check_endpoint(endpoint: str, *, allow_http: bool) -> None:
     """Raise InvalidSettings without the text of the endpoint, which may hold a password."""
     url = urlsplit(endpoint)
+    expected = "https://host[:port]"
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise InvalidSettings(
-            "an endpoint that is no URL in AWS_ENDPOINT_URL",
-            expected="https://host[:port]",
-            remedy="correct AWS_ENDPOINT_URL",
-        )
-    if url.username or url.password or url.query:
-        raise InvalidSettings(
-            "credentials in AWS_ENDPOINT_URL",
-            expected="https://host[:port]",
-            remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        )
-    if url.scheme == "http" and not allow_http:
-        raise InvalidSettings(
-            "a plain HTTP endpoint in AWS_ENDPOINT_URL",
-            expected="https",
-            remedy="use HTTPS, or set AWS_ALLOW_HTTP=true where nobody can listen",
-        )
+        found, remedy = "an endpoint that is no URL", "correct AWS_ENDPOINT_URL"
+    elif url.username or url.password or url.query:
+        found, remedy = "credentials", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    elif url.scheme == "http" and not allow_http:
+        found, expected = "a plain HTTP endpoint", "https"
+        remedy = "use HTTPS, or set AWS_ALLOW_HTTP=true where nobody can listen"
+    else:
+        return
+    raise InvalidSettings(f"{found} in AWS_ENDPOINT_URL", expected=expected, remedy=remedy)
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool | None:
     value = env.get(name)
-    if value is None:
-        return None
-    if value.strip().lower() in _TRUE:
-        return True
-    if value.strip().lower() in _FALSE:
-        return False
+    flag = None if value is None else _FLAGS.get(value.strip().lower())
+    if value is None or flag is not None:
+        return flag
     raise InvalidSettings(f"{name}={value!r}", expected="true or false", remedy=f"correct or unset {name}")
