@@ -37,7 +37,7 @@ from lora_plugins.resolvers.sources.hub_files import (
     discard_scratch,
     download_file,
 )
-from lora_plugins.resolvers.sources.hub_repos import DEFAULT_REVISION, HubPatterns, HubTarget
+from lora_plugins.resolvers.sources.hub_repos import HubPatterns, HubTarget
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,
@@ -49,6 +49,7 @@ from lora_plugins.resolvers.sources.source import (
     choose_files,
     needs_shards,
 )
+from lora_plugins.resolvers.sources.templates import DEFAULT_REVISION
 from lora_plugins.resolvers.sources.uri import BRANCHES_AND_TAGS, SourceUri
 from lora_plugins.resolvers.threads import in_own_thread
 from lora_plugins.store.partial_download import PartialDownload
@@ -98,6 +99,7 @@ class HubSource:
         """
         self._repos = repos
         self._retries = Retries(timeout_s, _ATTEMPTS, wait_s=0.2)
+        self._locating = replace(self._retries, timeout_s=look_up_timeout_s(timeout_s))
         self._token = token
         self._cache_dir = cache_dir
         self._api = HfApi(endpoint=endpoint, token=token)
@@ -114,8 +116,8 @@ class HubSource:
             SourceUnavailable: the Hub does not answer or denies, or is offline without the adapter in its cache.
         """
         target = self._repos.match(name)
-        if target is None:
-            return Absence(self.label, "", AbsenceKind.NOT_ASKED, self._repos.why_not(name))
+        if isinstance(target, str):
+            return Absence(self.label, "", AbsenceKind.NOT_ASKED, target)
         with describing(place=self._place(target.uri, target.revision)):
             found = await self._find(target)
             if isinstance(found, Absence):
@@ -188,20 +190,15 @@ class HubSource:
             names.update(file.removesuffix(end) for file in below if file.endswith(end))
         return Listing(tuple(sorted(names)), tuple(gaps))
 
-    @property
-    def _locate_timeout_s(self) -> float:
-        return look_up_timeout_s(self._retries.timeout_s)
-
     async def _find(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | Absence:
         """The commit, and the adapter files in the folder at the commit."""
-        retries = replace(self._retries, timeout_s=self._locate_timeout_s)
         where = str(target)
         place = self._place(target.uri, target.revision)
         try:
-            async with deadline(retries.timeout_s, f"an answer of the Hub for {where}") as state:
-                info = await retries.run(lambda: self._call(partial(self._info, target), where), state)
+            async with deadline(self._locating.timeout_s, f"an answer of the Hub for {where}") as state:
+                info = await self._locating.run(lambda: self._call(partial(self._info, target), where), state)
                 # After the first request: a name that the Hub does not have needs no second request.
-                is_foreign = not await self._is_published(target, info.sha or "", retries, state)
+                is_foreign = not await self._is_published(target, info.sha or "", state)
         except AdapterNotFound as error:
             return Absence(self.label, place, AbsenceKind.NOTHING, error.found)
         except RemoteFailure as error:
@@ -227,13 +224,15 @@ class HubSource:
             return Absence(self.label, place, AbsenceKind.NO_ADAPTER, detail)
         return info.sha, files
 
-    async def _is_published(self, target: HubTarget, commit: str, retries: Retries, state: Deadline) -> bool:
+    async def _is_published(self, target: HubTarget, commit: str, state: Deadline) -> bool:
         """Whether the owner has published the commit; a positive answer is remembered for an hour."""
         key = (target.uri.repo, target.revision, commit)
-        if _is_own(target) or key in self._published:
+        # Of the owner's revision, and of the operator's choice, every commit counts.
+        is_own = target.revision == DEFAULT_REVISION or target.revision.startswith(BRANCHES_AND_TAGS)
+        if is_own or target.is_pinned or key in self._published:
             return True
         ask = partial(_reaches, self._api, target, commit)
-        if not await retries.run(lambda: self._call(ask, str(target)), state):
+        if not await self._locating.run(lambda: self._call(ask, str(target)), state):
             return False
         # Only a yes is remembered: a branch or a tag may reach the commit at any moment.
         self._published[key] = True
@@ -269,7 +268,8 @@ class HubSource:
 
     def _info(self, target: HubTarget) -> ModelInfo:
         # A third of the look-up's time, so that retries fit in; 10 s at least, where the look-up has as many.
-        timeout_s = min(self._locate_timeout_s, max(_REQUEST_TIMEOUT_S, self._locate_timeout_s / 3))
+        locate_s = self._locating.timeout_s
+        timeout_s = min(locate_s, max(_REQUEST_TIMEOUT_S, locate_s / 3))
         return self._api.model_info(target.uri.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
 
     def _cached_names(self) -> Iterator[str]:
@@ -285,7 +285,7 @@ class HubSource:
             for name in folders:
                 with contextlib.suppress(AdapterNotFound):  # a folder that no name can stand for
                     target = self._repos.match(AdapterName.parse(name))
-                    if target is not None and self._cached(target) is not None:
+                    if isinstance(target, HubTarget) and self._cached(target) is not None:
                         yield name
 
     def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
@@ -336,11 +336,6 @@ def _incomplete(where: str) -> SourceUnavailable:
     return SourceUnavailable(
         f"an answer without commit, files and sizes for {where}", expected="the Hub's API", remedy="check HF_ENDPOINT"
     )
-
-
-def _is_own(target: HubTarget) -> bool:
-    """Whether the revision is the owner's, or the operator's choice, so that every commit of the revision counts."""
-    return target.is_pinned or target.revision == DEFAULT_REVISION or target.revision.startswith(BRANCHES_AND_TAGS)
 
 
 def _reaches(api: HfApi, target: HubTarget, commit: str) -> bool:

@@ -93,10 +93,7 @@ def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
         FailureKind.MISSING: (f"no such {'revision' if is_revision else 'repository'}, {where}", ""),
         FailureKind.GATED: (f"a gated repository, {where}", f"accept its terms on its page on the Hub, and {sign_in}"),
         FailureKind.HIDDEN: (f"a repository that is missing or private, {where}", f"check its name, and {sign_in}"),
-        FailureKind.DENIED: (
-            f"a Hub that denies {where}",
-            f"{sign_in}; an expired token is refused everywhere",
-        ),
+        FailureKind.DENIED: (f"a Hub that denies {where}", f"{sign_in}; an expired token is refused everywhere"),
         FailureKind.OFFLINE: (f"offline mode, and {where} not whole in the Hub's cache", ""),
         FailureKind.REFUSED: (
             f"an answer that is not the Hub's for {where}",

@@ -152,8 +152,7 @@ def check_fetched(path: Path, file: SourceFile) -> None:
     if not file.sha256 and _GIT_ID.fullmatch(file.etag):
         digest = hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
         with path.open("rb") as opened:
-            while piece := opened.read(1 << 20):
-                digest.update(piece)
+            hashlib.file_digest(opened, lambda: digest)
         if digest.hexdigest() != file.etag:
             raise BrokenAnswer(f"{file.name} has the git hash {digest.hexdigest()}, not {file.etag}")
 

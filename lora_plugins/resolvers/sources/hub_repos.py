@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidSettings
+from lora_plugins.resolvers.sources.templates import DEFAULT_REVISION
 from lora_plugins.resolvers.sources.uri import SourceUri, is_foreign, is_repo
-
-DEFAULT_REVISION = "main"
 
 _VARIABLE = "VLLM_LORA_RESOLVER_HF_REPO_LIST"
 
@@ -64,14 +63,16 @@ class HubPatterns:
         parts = entries.split(",") if isinstance(entries, str) else entries
         return cls(tuple(_parse_entry(part.strip()) for part in parts))
 
-    def match(self, name: AdapterName) -> HubTarget | None:
-        """The target of an adapter name; None where no entry allows the name."""
+    def match(self, name: AdapterName) -> HubTarget | str:
+        """The target of an adapter name, or why no entry allows the name, for people."""
         if len(name.segments) < 2:
-            return None
+            return "a name on the Hub has an owner and a repository: org/repo"
         uri = SourceUri("hf", name.segments[0], name.segments[1:])
-        fitting = self._fitting(uri)
-        if not is_repo(uri.repo) or not fitting:
-            return None
+        if not is_repo(uri.repo):
+            return f"no repository of the Hub can be called '{uri.repo}'"
+        fitting = [entry for entry in self.entries if uri.is_below(replace(entry, revision=None))]
+        if not fitting:
+            return f"{_VARIABLE} does not name it ({self})"
         # The most specific entries decide alone.
         most = max(len(entry.segments) for entry in fitting)
         deciding = [entry for entry in fitting if len(entry.segments) == most]
@@ -79,22 +80,11 @@ class HubPatterns:
         revision = name.revision or deciding[0].revision or DEFAULT_REVISION
         # Foreign revisions (refs/pr/7) need a pin; other revisions do too, where every deciding entry has one.
         is_pinned = revision in pins
-        if not is_pinned and (len(pins) == len(deciding) or is_foreign(revision)):
-            return None
-        return HubTarget(uri, revision, explicit=most > 0, is_pinned=is_pinned)
-
-    def why_not(self, name: AdapterName) -> str:
-        """Why `match` returns None, for people."""
-        if len(name.segments) < 2:
-            return "a name on the Hub has an owner and a repository: org/repo"
-        uri = SourceUri("hf", name.segments[0], name.segments[1:])
-        if not is_repo(uri.repo):
-            return f"no repository of the Hub can be called '{uri.repo}'"
-        if self._fitting(uri):
-            if name.revision is not None and is_foreign(name.revision):
-                return f"'{name.revision}' is no branch or tag, and {_VARIABLE} does not pin it ({self})"
+        if not is_pinned and is_foreign(revision):
+            return f"'{revision}' is no branch or tag, and {_VARIABLE} does not pin it ({self})"
+        if not is_pinned and len(pins) == len(deciding):
             return f"{_VARIABLE} pins it to another revision ({self})"
-        return f"{_VARIABLE} does not name it ({self})"
+        return HubTarget(uri, revision, explicit=most > 0, is_pinned=is_pinned)
 
     def repos(self) -> list[HubTarget | str]:
         """The repositories, or folders inside, that entries name; an `org/*` entry as its text."""
@@ -104,9 +94,6 @@ class HubPatterns:
             else _shown(entry)
             for entry in self.entries
         ]
-
-    def _fitting(self, uri: SourceUri) -> list[SourceUri]:
-        return [entry for entry in self.entries if uri.is_below(replace(entry, revision=None))]
 
     def __str__(self) -> str:
         return ", ".join(map(_shown, self.entries))

@@ -13,7 +13,7 @@ from lora_plugins.resolvers.sources.hub_repos import HubPatterns, HubTarget
 from lora_plugins.resolvers.sources.uri import SourceUri, is_repo
 
 
-def match(entries: str, name: str) -> HubTarget | None:
+def match(entries: str, name: str) -> HubTarget | str:
     return HubPatterns.parse(entries).match(AdapterName.parse(name))
 
 
@@ -82,7 +82,7 @@ def test_names_on_the_list_match(entries, name, found):
 )
 def test_names_outside_the_list_do_not_match(entries, name):
     patterns = HubPatterns.parse(entries.split(",") if entries else [])
-    assert patterns.match(AdapterName.parse(name)) is None
+    assert isinstance(patterns.match(AdapterName.parse(name)), str)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_target_is_the_name_itself_and_below_an_entry(entry, text):
     except (InvalidSettings, AdapterNotFound):
         return
     found = patterns.match(name)
-    if found is not None:
+    if isinstance(found, HubTarget):
         assert "/".join(part for part in (found.uri.repo, found.uri.subfolder) if part) == name.path
         listed = str(patterns).partition("@")[0].removesuffix("/*")
         assert f"{name.path}/".startswith(f"{listed}/")
