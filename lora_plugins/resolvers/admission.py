@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from lora_plugins.absence import Absence
@@ -88,7 +88,7 @@ class LookUpLimits:
     absent_per_s: float = 100.0
     waiting: int = 500
     wait_s: float = 5.0
-    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    breaker: BreakerLimits = BreakerLimits()
 
 
 class Breaker:

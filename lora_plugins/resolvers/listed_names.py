@@ -51,8 +51,7 @@ class ListedNames:
         self._sources = sources
         self._fresh_s = fresh_s
         self._names: dict[str, tuple[str, ...]] = {}  # by source
-        self._asked_at: dict[str, float] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}  # the last question, and when it was asked
         self._failed: set[str] = set()
 
     def at_hand(self) -> Iterator[str]:
@@ -64,24 +63,18 @@ class ListedNames:
         for source in self._sources:
             if isinstance(source, ListsNames):
                 self._ask(source.label, source, base_path)
-        if self._asking:
-            await asyncio.wait(self._asking.values(), timeout=_WAIT_S)
+        if asking := [task for _, task in self._asked.values() if not task.done()]:
+            await asyncio.wait(asking, timeout=_WAIT_S)
         return await asyncio.to_thread(self._first, may_list)
 
     def _first(self, may_list: Callable[[str], bool]) -> list[str]:
         return heapq.nsmallest(MOST, filter(may_list, set(self.at_hand())))
 
     def _ask(self, label: str, source: ListsNames, base_path: str) -> None:
-        now = time.monotonic()
-        # Where the source was never asked, `now + fresh_s` is never below `fresh_s`, not even just after the machine's
-        # start.
-        if label in self._asking or now - self._asked_at.get(label, -self._fresh_s) < self._fresh_s:
-            return
-        # Also before a failure, so that a broken source is not asked at every request.
-        self._asked_at[label] = now
-        task = asyncio.get_running_loop().create_task(self._list(label, source, base_path))
-        self._asking[label] = task
-        task.add_done_callback(lambda _: self._asking.pop(label, None))
+        now, asked = time.monotonic(), self._asked.get(label)
+        # Also after a failure, so that a broken source is not asked at every request.
+        if asked is None or (asked[1].done() and now - asked[0] >= self._fresh_s):
+            self._asked[label] = now, asyncio.get_running_loop().create_task(self._list(label, source, base_path))
 
     async def _list(self, label: str, source: ListsNames, base_path: str) -> None:
         try:

@@ -171,11 +171,8 @@ class Places:
 
     def _let_in(self, principal: Hashable) -> None:
         """Let in waiting callers with room, after a caller of `principal` has left or given up."""
-        while True:
-            uses = [self._uses[principal]] if self._limits.at_once is None else self._uses.values()
-            able = [use for use in uses if use.waiting and self._has_room(use, use.first())]
-            if not able:
-                break
+        uses = {principal: self._uses[principal]} if self._limits.at_once is None else self._uses
+        while able := [use for use in uses.values() if use.waiting and self._has_room(use, use.first())]:
             use = min(able, key=lambda use: (len(use.held), use.first().number))
             # All callers for the thing enter together, because they share the place.
             for place in use.waiting.pop(use.first().thing):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -40,14 +38,13 @@ async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
     the thread goes on alone.
     """
     future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # runs from now on: a caller's cancellation leaves it alone
 
     def run() -> None:
         try:
-            deliver = partial(future.set_result, work())
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - the waiting caller gets the error
-            deliver = partial(future.set_exception, error)
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller was cancelled
-            deliver()
+            future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await asyncio.wrap_future(future)

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,7 @@ from lora_plugins.adapter.files import ABSENT, map_os_error
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
-from lora_plugins.resolvers.sources.source import (
-    Listing,
-    RemoteAdapter,
-    SourceFile,
-    VersionChanged,
-    version_of,
-)
+from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
 from lora_plugins.store.partial_download import PartialDownload
 
@@ -200,10 +193,7 @@ class FilesystemSource:
     ) -> None:
         full: OSError | None = None
         # The target opens outside: the store explains errors of its own files, and a full disk.
-        with (
-            (download.directory / file.name).open("wb") as target,
-            self._tree.opened(name, file.name) as source,
-        ):
+        with (download.directory / file.name).open("wb") as target, self._tree.opened(name, file.name) as source:
             _check_unchanged(source, file)
             try:
                 for done in copied(source, target, file.size_bytes):
@@ -221,16 +211,9 @@ class FilesystemSource:
 
     def _check_root(self) -> None:
         """Raise where the root is gone: a lost mount does not show that an adapter does not exist."""
-        try:
-            if stat.S_ISDIR(os.stat(self.root).st_mode):
-                return
-        except OSError:
-            pass
-        raise SourceUnavailable(
-            f"no directory at '{self.root}'",
-            expected=f"the adapter root {self._variable}",
-            remedy="mount or create it",
-        )
+        if not os.path.isdir(self.root):
+            found, expected = f"no directory at '{self.root}'", f"the adapter root {self._variable}"
+            raise SourceUnavailable(found, expected=expected, remedy="mount or create it")
 
 
 def copied(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]:

@@ -68,7 +68,8 @@ class FsspecFiles:
         if self._web:
             self._options.setdefault("encoded", True)  # URLs are quoted once, by the template
             of_operator = self._options.get("client_kwargs") or conf.get(protocol, {}).get("client_kwargs", {})
-            self._options["client_kwargs"] = client_options(of_operator)
+            checks = [*of_operator.get("trace_configs", ()), _staying()]
+            self._options["client_kwargs"] = {**of_operator, "trace_configs": checks}
         self._filesystem: Any = None
         # An own pool: a synchronous file system that hangs blocks no other source. Threads start on demand.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-fsspec")
@@ -272,11 +273,6 @@ class _WebReader(RangeReader):
             version = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             place, pieces = answer.headers.get("Content-Range"), answer.content.iter_chunked(BUFFER_BYTES)
             await write_range(file, start, end, write, Answer(answer.status, version, place, pieces))
-
-
-def client_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of aiohttp's session: the operator's, and the check of redirects."""
-    return {**options, "trace_configs": [*options.get("trace_configs", ()), _staying()]}
 
 
 @cache  # one object: fsspec shares a file system between callers with equal options

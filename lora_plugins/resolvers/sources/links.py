@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lora_plugins.adapter.files import is_below
@@ -33,6 +34,15 @@ class RealPlace:
     is_inside: bool
 
 
+@contextmanager
+def closing(descriptor: int) -> Iterator[int]:
+    """Inside, a descriptor is open."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def open_real(root: str, below: str, flags: int, judge: Callable[[RealPlace], None] | None) -> int:
     """A new descriptor of the target of the path `below` the root, once `judge` accepts its place; waits for no pipe.
 
@@ -45,8 +55,7 @@ def open_real(root: str, below: str, flags: int, judge: Callable[[RealPlace], No
     """
     if judge is None:
         return os.open(os.path.join(root, below), flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    top = os.open(root, PATH_ONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(root, PATH_ONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
         for _ in range(_ATTEMPTS):
             place = real_place(root, top, below)
             judge(place)
@@ -55,8 +64,6 @@ def open_real(root: str, below: str, flags: int, judge: Callable[[RealPlace], No
             except OSError as error:
                 if error.errno not in _EXCHANGED:
                     raise
-    finally:
-        os.close(top)
     raise SourceUnavailable(
         "a path that is exchanged while it is opened",
         expected="files that stay for as long as it takes to read them",

@@ -30,14 +30,9 @@ from lora_plugins.resolvers.sources.fsspec import FsspecFiles, check_protocol
 from lora_plugins.resolvers.sources.ranges import DownloadLimits, download_ranges
 from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.s3 import S3Files, s3_storage_options
-from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, VersionChanged, version_of
 from lora_plugins.resolvers.sources.templates import LocalLink, Template, parse_local
-from lora_plugins.resolvers.sources.uri import (
-    ACCESS_POINT,
-    ARN_PREFIX,
-    access_point_of,
-    split_access_point,
-)
+from lora_plugins.resolvers.sources.uri import ACCESS_POINT, ARN_PREFIX, access_point_of, split_access_point
 from lora_plugins.resolvers.threads import on_loop
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
@@ -129,7 +124,7 @@ class ObjectSource:
         """Find the adapter's files by one LIST, or one look at each file; see `Source` for errors."""
         uri = self._template.fill(name, base_model_name, quoted=self._quoted)
         with describing(place=self._place(uri)):
-            files = await on_loop(get_loop(), self._find(uri))
+            files = await on_loop(get_loop(), self._ask(lambda: self._files.find(uri)))
         if not files:
             return Absence(self.label, self._place(uri), AbsenceKind.NOTHING, "no adapter_config.json and no weights")
         local = self._local
@@ -175,16 +170,9 @@ class ObjectSource:
         """Runs on fsspec's loop."""
         below = self._template.folder.removesuffix("/")
         end = f"/{CONFIG_FILE}"
-        found = set()
-        for uri in await self._ask(lambda: self._files.list_below(below)):
-            name = self._template.read(uri.removesuffix(end), base_model_name) if uri.endswith(end) else None
-            if name is not None:
-                found.add(str(name))
-        return found
-
-    async def _find(self, uri: str) -> list[SourceFile]:
-        """Runs on fsspec's loop."""
-        return await self._ask(lambda: self._files.find(uri))
+        listed = await self._ask(lambda: self._files.list_below(below))
+        names = (self._template.read(uri.removesuffix(end), base_model_name) for uri in listed if uri.endswith(end))
+        return {str(name) for name in names if name is not None}
 
     async def _fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Runs on fsspec's loop."""
@@ -192,7 +180,8 @@ class ObjectSource:
         reader = await self._ask(lambda: self._files.reader(adapter.uri, checked))
         await download_ranges(adapter.files, reader, download, turns=self._turns, limits=self._limits)
         # Stores without ETags in answers may have changed during the fetch: look again.
-        if self._files.rechecks and not set(adapter.files) <= set(await self._find(adapter.uri)):
+        again = await self._ask(lambda: self._files.find(adapter.uri)) if self._files.rechecks else adapter.files
+        if not set(adapter.files) <= set(again):
             raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
 
     def _note(self, error: LoRAPluginsError) -> None:

@@ -16,7 +16,7 @@ from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
-from lora_plugins.resolvers.sources.links import NO_LINK, PATH_ONLY, RealPlace, open_real
+from lora_plugins.resolvers.sources.links import NO_LINK, PATH_ONLY, RealPlace, closing, open_real
 from lora_plugins.resolvers.sources.source import OWN_FILES, choose_files, needs_shards
 
 # Whether links may make the adapter at a path below the root (second argument) the adapter of a name (first).
@@ -57,8 +57,7 @@ class AdapterTree:
             OSError: the path does not exist, or cannot be read.
             InvalidAdapter, LeadsElsewhere: links lead to a forbidden place.
         """
-        at = self._open(name, PATH_ONLY)
-        try:
+        with closing(self._open(name, PATH_ONLY)) as at:
             if not stat.S_ISDIR(os.fstat(at).st_mode):
                 return None
             present = [file for file in OWN_FILES if _is_in(at, file)]
@@ -72,8 +71,6 @@ class AdapterTree:
                 with contextlib.suppress(PermissionError):
                     names = _names_in(at)
             return choose_files({*names}.difference(CHAT_FILES).union(optional))
-        finally:
-            os.close(at)
 
     def foreign(self, name: AdapterName) -> AdapterNotFound | None:
         """The error for a directory without an adapter's files, in which are another program's; None without these.
@@ -81,17 +78,14 @@ class AdapterTree:
         Raises:
             OSError, InvalidAdapter, LeadsElsewhere: as `present`.
         """
-        at = self._open(name, PATH_ONLY)
-        try:
+        with closing(self._open(name, PATH_ONLY)) as at:
             names = _names_in(at)
-            with contextlib.suppress(OSError):
-                below = os.open(os.path.dirname(DEFAULT), PATH_ONLY | os.O_DIRECTORY | NO_LINK, dir_fd=at)
-                try:
-                    names += [DEFAULT] if _is_in(below, os.path.basename(DEFAULT)) else []
-                finally:
-                    os.close(below)
-        finally:
-            os.close(at)
+            folder, file = os.path.split(DEFAULT)
+            with (
+                contextlib.suppress(OSError),
+                closing(os.open(folder, PATH_ONLY | os.O_DIRECTORY | NO_LINK, dir_fd=at)) as below,
+            ):
+                names += [DEFAULT] if _is_in(below, file) else []
         at_place = {"adapter": str(name), "file": CONFIG_FILE, "place": str(self.root / str(name))}
         error = AdapterNotFound("no such file", expected="the file", **at_place)
         name_format(error, names)
@@ -166,8 +160,5 @@ def _is_in(directory: int, name: str) -> bool:
 
 
 def _names_in(directory: int) -> list[str]:
-    listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory)
-    try:
+    with closing(os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=directory)) as listed:
         return os.listdir(listed)
-    finally:
-        os.close(listed)
