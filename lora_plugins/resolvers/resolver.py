@@ -12,21 +12,8 @@ from typing import cast
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import (
-    AdapterNotFound,
-    InvalidAdapter,
-    LoRAPluginsError,
-    SourceUnavailable,
-    describing,
-)
-from lora_plugins.events import (
-    AdapterConfirmed,
-    AdapterResolved,
-    AdapterUnknown,
-    Events,
-    StoreDamaged,
-    StoreEvicted,
-)
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.events import AdapterConfirmed, AdapterResolved, AdapterUnknown, Events, StoreDamaged, StoreEvicted
 from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch

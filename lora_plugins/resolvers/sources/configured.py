@@ -217,10 +217,7 @@ class UriSources:
         from lora_plugins.resolvers.sources.hub import HubSource
         from lora_plugins.resolvers.sources.hub_repos import AnyRepo
 
-        return HubSource(
-            AnyRepo(explicit=named, is_pinned=pinned),
-            timeout_s=self._settings.fetch_timeout_s,
-        )
+        return HubSource(AnyRepo(explicit=named, is_pinned=pinned), timeout_s=self._settings.fetch_timeout_s)
 
     def _objects(self, uri: SourceUri) -> Source:
         from lora_plugins.resolvers.sources.object_store import object_source

@@ -78,10 +78,7 @@ class NoAnswer(SourceUnavailable):
 
 @asynccontextmanager
 async def deadline(
-    timeout_s: float | None,
-    expected: str = "the adapter's files",
-    *,
-    variable: str = "LORA_PLUGINS_FETCH_TIMEOUT_S",
+    timeout_s: float | None, expected: str = "the adapter's files", *, variable: str = "LORA_PLUGINS_FETCH_TIMEOUT_S"
 ) -> AsyncIterator[Deadline]:
     """End the block after `timeout_s` seconds, or so long after the last progress; with None, never.
 
