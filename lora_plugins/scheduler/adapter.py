@@ -17,7 +17,6 @@ from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.request_queue import LAST, Order
 from lora_plugins.scheduler.stats import FoundIn
 
-NOWHERE = (False,) * 8
 _REMEMBERED = 10_000
 _MOST_GONE = 64
 _LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
@@ -112,7 +111,6 @@ class Adapter:
         moves: whether requests that run with `replaces` go on with this generation's weights.
         weights_key: the key of the generation that brought the weights; after a move, another than `key`.
         load_s: the duration of the last load. rank: as workers report it; 0 before.
-        waits_in, kept_in: the planner's orders and collections that hold this adapter (`PlannerState.settle`).
     """
 
     spec: AdapterSpec
@@ -141,8 +139,6 @@ class Adapter:
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
-    waits_in: tuple[bool, ...] = (False,) * 3
-    kept_in: tuple[bool, ...] = NOWHERE
     _orders: list[tuple[Order, str]] = field(default_factory=list)
 
     @property

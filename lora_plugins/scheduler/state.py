@@ -87,8 +87,8 @@ class PlannerState:
         self.absent, self.ready, self.newly_held = WaitingOrder(), WaitingOrder(), WaitingOrder()
         self.open_groups: dict[Hashable, None] = {}
         self.regrouped: dict[str, Any] = {}
-        self._kept = tuple(dict[Adapter, None]() for _ in range(6))
-        self.in_flight, self.expecting, self.calling, self.pinned, self.staying, self.moving = self._kept
+        kept = (dict[Adapter, None]() for _ in range(6))
+        self.in_flight, self.expecting, self.calling, self.pinned, self.staying, self.moving = kept
         self.leaving: dict[Adapter, None] = {}
         self.jobs: dict[int, Adapter] = {}
         self.loads = 0
@@ -150,30 +150,22 @@ class PlannerState:
         is_loaded, is_absent = adapter.residency is LOADED, adapter.residency is ABSENT
         is_held, is_pinned, moves = bool(adapter.held), adapter.is_pinned, bool(adapter.replaces)
         stays = adapter.is_unevictable
-        is_new = is_held and not in_flight and adapter.waits_since is None
-        waits = is_absent and wanted, is_loaded and is_held and not in_flight, is_new
-        orders = self.absent, self.ready, self.newly_held
-        for order, is_in, was_in in zip(orders, waits, adapter.waits_in, strict=True):
-            if is_in or was_in:
-                order.keep(adapter, is_in=is_in)
+        self.absent.keep(adapter, is_in=is_absent and wanted)
+        self.ready.keep(adapter, is_in=is_loaded and is_held and not in_flight)
+        self.newly_held.keep(adapter, is_in=is_held and not in_flight and adapter.waits_since is None)
         is_free = is_loaded and not (in_flight or adapter.is_activating)
         self.cache.set_idle(adapter.key, is_idle=is_free and not (wanted or stays or moves))
         if adapter.slot is not None:
             _keep(self.pool_of(adapter).unused, adapter, is_in=is_free and not is_pinned)
-        is_there, is_expected = wanted or is_pinned or not is_absent, bool(adapter.expected)
-        is_calling, is_active = bool(adapter.calls), adapter.is_active
-        is_open = is_active and adapter.leaving_since is None
-        kept_in = (
-            in_flight, is_expected, is_calling, is_pinned, stays and is_there, is_loaded and moves, is_open, is_active
-        )  # fmt: skip
-        if kept_in != adapter.kept_in:
-            for some, is_in, was_in in zip(self._kept, kept_in, adapter.kept_in, strict=False):
-                if is_in is not was_in:
-                    _keep(some, adapter, is_in=is_in)
-            _keep(self.open_groups, adapter, is_in=is_open)
-            _keep(self.open_groups, adapter.running_on, is_in=is_active)
-            _keep(self.pool_of(adapter).running, adapter, is_in=in_flight and not is_pinned)
-        adapter.waits_in, adapter.kept_in = waits, kept_in
+        _keep(self.in_flight, adapter, is_in=in_flight)
+        _keep(self.expecting, adapter, is_in=bool(adapter.expected))
+        _keep(self.calling, adapter, is_in=bool(adapter.calls))
+        _keep(self.pinned, adapter, is_in=is_pinned)
+        _keep(self.staying, adapter, is_in=stays and (wanted or is_pinned or not is_absent))
+        _keep(self.moving, adapter, is_in=is_loaded and moves)
+        _keep(self.open_groups, adapter, is_in=adapter.is_active and adapter.leaving_since is None)
+        _keep(self.open_groups, adapter.running_on, is_in=adapter.is_active)
+        _keep(self.pool_of(adapter).running, adapter, is_in=in_flight and not is_pinned)
 
     def leave(self, adapter: Adapter, since: float | None, priority: int = 0) -> None:
         """Have an adapter take no requests of other clients from a time on; None: the adapter takes any again.
@@ -329,7 +321,6 @@ class PlannerState:
         """Note that vLLM passes over an adapter's first request, for want of the adapter."""
         adapter.waits_since = now
         self.newly_held.keep(adapter, is_in=False)
-        adapter.waits_in = (*adapter.waits_in[:2], False)
 
     def waits_again(self, adapter: Adapter, request_id: str, request: object, order: Order, now: float) -> None:
         """Note that a running request waits in vLLM's queue again, for the same weights."""
