@@ -32,7 +32,7 @@ from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Load, Loaded, Slots
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import POLICIES, make_policy
-from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, spec
+from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, place_at_end, spec
 
 SEED = 20260101
 HELD = 1000
@@ -97,18 +97,19 @@ def idle(clock: Callable[[], int], steps: int, policy: str, slots: Slots) -> tup
         loads = [command for command in planner.plan(0.0).commands if isinstance(command, Load)]
         planner.reported([Loaded(command.job, 1, is_instant=True, load_s=0.1) for command in loads], 0.0)
     runs = spec(IDLE + 1, 1)
-    planner.arrived(runs, "r0", None, 0.0, client="beams")
+    planner.arrived(runs, "r0", None, 0.0, order=place_at_end(planner, 0.0), client="beams")
     planner.plan(0.0)
     planner.began(["r0"], 0.0)
     watch = Watch(planner, clock)
     for key, size_bytes in ((1, IDLE + 1), (2, 1), (3, 1)):
-        planner.arrived(spec(IDLE + 10 + key, size_bytes), f"waits-{key}", None, 0.0)
+        waiting = spec(IDLE + 10 + key, size_bytes)
+        planner.arrived(waiting, f"waits-{key}", None, 0.0, order=place_at_end(planner, 0.0))
     planner.passed_over(None, 0.0)
 
     def step_ns() -> Iterator[int]:
         for step in range(1, WARM_UP + steps + 1):
             now = 50.0 * step / (WARM_UP + steps)  # what leaves is joined for a minute
-            planner.arrived(runs, f"r{step}", None, now, client="beams")
+            planner.arrived(runs, f"r{step}", None, now, order=place_at_end(planner, now), client="beams")
             assert not planner.plan(now).commands
             planner.began([f"r{step}"], now)
             planner.ended([f"r{step - 1}"], now)

@@ -95,7 +95,7 @@ class Adapter:
         is_instant: whether an activation costs no copy.
         job: the number of the workers' present background job.
         slot: the number of its slot, from the activation's begin. is_active: whether the weights are in the slot.
-        held: requests that wait in vLLM's queue, by id. begun_count: how many of these have run before.
+        held: requests that wait in vLLM's queue, by id.
         stopped: requests that a pause has stopped, by id: they wait for its end, and for neither slot nor room.
         running: the running requests, by id.
         expected: clients' requests without a running part, whose next part is expected until a time.
@@ -121,7 +121,6 @@ class Adapter:
     slot: int | None = None
     is_active: bool = False
     held: dict[str, Held] = field(default_factory=dict)
-    begun_count: int = 0
     stopped: dict[str, Held] = field(default_factory=dict)
     running: dict[str, Run] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
@@ -155,6 +154,11 @@ class Adapter:
     def is_in_flight(self) -> bool:
         """Whether requests run, or the next part of a client's request is expected."""
         return bool(self.running or self.expected)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether requests run, or have run before and wait."""
+        return self.is_in_flight or any(held.has_run for held in self.held.values())
 
     @property
     def clients(self) -> set[str]:
@@ -212,7 +216,6 @@ class Adapter:
     def hold(self, request_id: str, held: Held) -> None:
         """Add a waiting request."""
         self.held[request_id] = held
-        self.begun_count += held.has_run
         heappush(self._orders, (held.order, request_id))
         if len(self._orders) > 2 * len(self.held) + _MOST_GONE:  # nobody asks for the order while requests run
             self._orders = [(it.order, key) for key, it in self.held.items()]
@@ -220,9 +223,7 @@ class Adapter:
 
     def unhold(self, request_id: str) -> Held:
         """Remove a waiting request."""
-        held = self.held.pop(request_id)
-        self.begun_count -= held.has_run
-        return held
+        return self.held.pop(request_id)
 
 
 class Generations:

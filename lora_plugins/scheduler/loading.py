@@ -58,7 +58,7 @@ def _room_in_a_pause(state: PlannerState, adapter: Adapter) -> list[int] | None:
         return victims
     residents = [it for it in map(state.adapters.__getitem__, state.cache.sizes_bytes) if it.is_loaded and not it.calls]
     residents = [it for it in residents if not it.is_in_flight and not it.is_activating]
-    own = {it.key: it for it in residents if it.spec.engine_id == adapter.spec.engine_id and not it.begun_count}
+    own = {it.key: it for it in residents if it.spec.engine_id == adapter.spec.engine_id and not it.goes_on}
     others = {it.key: it for it in residents if not (it.is_pinned or it.spec.given or it.replaces)}
     sizes_bytes = [state.cache.expected_bytes(adapter.spec)]
     victims = state.cache.victims(sizes_bytes, own)

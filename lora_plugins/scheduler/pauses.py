@@ -42,7 +42,6 @@ class Pauses:
         self._pauses: dict[str, _Pause] = {}
         self._names: dict[str, str] = {}  # of held requests, by id
         self._answering: dict[str, None] = {}  # names with calls
-        self._aborted: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._pauses)
@@ -61,16 +60,6 @@ class Pauses:
     def expects_parts(self) -> bool:
         """Whether a call waits for the next part of a client's request, which may never come."""
         return bool(self._state.expecting and self._answering)
-
-    @property
-    def has_aborted(self) -> bool:
-        """Whether parts of aborted requests wait to be ended."""
-        return bool(self._aborted)
-
-    def take_aborted(self) -> list[Any]:
-        """Return the parts to end since the last call: their clients' requests were aborted."""
-        aborted, self._aborted = self._aborted, []
-        return aborted
 
     def holds(self, name: str, client: str = "") -> bool:
         """Return whether a request waits for a resume; in mode WAIT, parts of a running client's request run."""
@@ -105,14 +94,14 @@ class Pauses:
         parts = [pause.held.pop(key)[1] for key in of_clients if self._names.pop(key)]
         if pause.mode is PauseMode.WAIT:
             return parts
-        self._aborted += parts
+        self._state.refused += [(part, None) for part in parts]
         return None
 
     def hold(self, name: str, request_id: str, request: Any, client: str = "") -> None:
         """Have a request that comes, perhaps as part of a client's, wait for the resume of its name, or end."""
         pause = self._pauses[name]
         if pause.mode is PauseMode.ABORT and client in pause.clients:
-            self._aborted.append(request)
+            self._state.refused.append((request, None))
         else:
             pause.held[request_id] = client, request
             self._names[request_id] = name
@@ -163,4 +152,4 @@ class Pauses:
 
     def in_flight(self, name: str) -> list[Adapter]:
         """Return the generations of a name that run requests, or have requests that have run and go on."""
-        return [it for it in self._state.of_name(name) if it.is_in_flight or it.begun_count]
+        return [it for it in self._state.of_name(name) if it.goes_on]

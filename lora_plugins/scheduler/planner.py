@@ -113,15 +113,11 @@ class Planner:
 
     def has_work(self, *, is_paused: bool, is_stopped: bool = False) -> bool:
         """Return whether a step without any request would do more than answer refused requests."""
-        state = self.state
-        # Since a pause began, drained or ended, calls may find room, and held requests slots.
-        has_news = (is_paused, is_stopped) != self._planned_in and (
-            state.calling or (state.held_count and not is_paused)
-        )
-        waits = self._look_at < float("inf") and (  # for a client whose next part is expected
-            state.absent or state.ready or state.calling or any(it.is_retired for it in state.in_flight)
-        )
-        return self.is_busy or bool(has_news or waits)
+        calling = bool(self.state.calling)
+        # Since a pause began, drained or ended, calls may find room.
+        has_news = calling and (is_paused, is_stopped) != self._planned_in
+        waits = self._look_at < float("inf")  # for a client whose next part is expected
+        return self.is_busy or has_news or (waits and (calling or any(it.is_retired for it in self.state.in_flight)))
 
     @property
     def is_busy(self) -> bool:
@@ -145,8 +141,7 @@ class Planner:
         is_other: bool = False,
         is_bound: bool = False,
         has_run: bool = False,
-        order: Order | None = None,
-        priority: int = 0,
+        order: Order,
         client: str = "",
     ) -> None:
         """Note that a request came into vLLM's queue, perhaps as part of a client's; the request runs, or is refused.
@@ -160,7 +155,6 @@ class Planner:
             self.state.refuse(request, error)
         else:
             before = adapter.order if adapter.held and not adapter.is_in_flight else None
-            order = order or self.state.queue_order.of_call(now, priority)
             held = Held(request, now, adapter.found, order, client, is_bound or has_run, has_run)
             self.state.hold(adapter, request_id, held)
             if before is not None and adapter.order == before:
@@ -441,8 +435,8 @@ class Planner:
             if isinstance(command, Evict):
                 resolve(self.state.evicting.pop(command.key, ()))
 
-    def take_refused(self) -> list[tuple[Any, LoRAPluginsError]]:
-        """Return the requests that were refused since the last call, with the errors that answer them."""
+    def take_refused(self) -> list[tuple[Any, LoRAPluginsError | None]]:
+        """Return the requests that were refused since the last call, with the errors that answer them (`refused`)."""
         refused, self.state.refused = self.state.refused, []
         return refused
 
@@ -486,7 +480,7 @@ class Planner:
         moved = []
         for adapter in list(self.state.moving):
             runs = adapter.replaces
-            while runs is not None and not (runs.is_in_flight or runs.begun_count or runs.stopped):
+            while runs is not None and not (runs.goes_on or runs.stopped):
                 runs = runs.replaces
             is_movable = runs is not None and runs.is_active and runs.is_instant == adapter.is_instant
             if runs is not None and runs.is_in_flight and not is_movable:

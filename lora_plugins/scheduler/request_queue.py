@@ -77,9 +77,9 @@ class QueueOrder:
         """Return the place of a request that vLLM has preempted."""
         return self._by_priority(request, rank) if self._is_by_priority else (rank, 0, next(self._first), "")
 
-    def of_call(self, now: float, priority: int = 0) -> Order:
-        """Return the place of a call without a request, or of a request without a place in vLLM's queue."""
-        return 1, priority, now if self._is_by_priority else next(self._last), ""
+    def of_call(self, now: float) -> Order:
+        """Return the place of a call without a request."""
+        return 1, 0, now if self._is_by_priority else next(self._last), ""
 
     @staticmethod
     def _by_priority(request: Any, rank: int) -> Order:

@@ -66,12 +66,12 @@ class PlannerState:
         calling: with calls. expecting: in flight, with more expected.
         staying: unevictable. moving: loaded, for requests that run with the generation before.
         leaving: in use, and taking no further requests.
-        jobs: adapters that workers load, or activate in the background. loads: how many of the jobs are loads.
+        jobs: adapters that workers load, or activate in the background.
         reserved_for: the adapter that needs room. draining: adapters to evict for the reservation once unused.
         made_room_at: when an adapter that waited for room found room last, or none waited.
         mean_run_s: the mean of the last requests' times, from their beginning to their end.
         evicting: futures of callers who wait for an eviction, by key. removing: futures of removals without a refusal.
-        refused: requests to answer with an error.
+        refused: requests to answer with an error; None for parts whose client's request was aborted.
     """
 
     def __init__(self, slots: Slots, cache: HostCache, stats: Stats, order: QueueOrder) -> None:
@@ -83,7 +83,7 @@ class PlannerState:
         self.current: dict[int, Adapter] = {}
         self.of_request: dict[str, Adapter] = {}
         # Counted at each change: a sum over thousands of adapters in every step would be slow.
-        self.held_count = self.stopped_count = 0
+        self.stopped_count = 0
         self.absent, self.ready, self.newly_held = WaitingOrder(), WaitingOrder(), WaitingOrder()
         self.open_groups: dict[Hashable, None] = {}
         self.regrouped: dict[str, Any] = {}
@@ -91,7 +91,6 @@ class PlannerState:
         self.in_flight, self.expecting, self.calling, self.pinned, self.staying, self.moving = kept
         self.leaving: dict[Adapter, None] = {}
         self.jobs: dict[int, Adapter] = {}
-        self.loads = 0
         self.reserved_for: Adapter | None = None
         self.draining: dict[Adapter, None] = {}
         self.made_room_at = 0.0
@@ -99,7 +98,7 @@ class PlannerState:
         self.evicting: dict[int, list[Future[None]]] = {}
         self.removing: dict[Adapter, list[Future[None]]] = {}
         self.commands: list[Command] = []
-        self.refused: list[tuple[object, LoRAPluginsError]] = []
+        self.refused: list[tuple[Any, LoRAPluginsError | None]] = []
         self.touched: dict[Adapter, None] = {}
         self._numbers = count(1)
 
@@ -115,6 +114,11 @@ class PlannerState:
     def of_name(self, name: str) -> list[Adapter]:
         """Return all generations of a name."""
         return [adapter for adapter in self.adapters.values() if adapter.spec.name == name]
+
+    @property
+    def loads(self) -> int:
+        """How many of the jobs are loads."""
+        return sum(it.residency is LOADING for it in self.jobs.values())
 
     @property
     def closed_count(self) -> int:
@@ -286,7 +290,6 @@ class PlannerState:
             held.runs_on = is_part or held.order[1] < adapter.leaves_for
         adapter.hold(request_id, held)
         self.of_request[request_id] = adapter
-        self.held_count += 1
 
     def hold_elsewhere(self, adapter: Adapter, other: Adapter, request_id: str) -> None:
         """Have a request that waits for `adapter` wait for `other`."""
@@ -296,7 +299,6 @@ class PlannerState:
 
     def release(self, adapter: Adapter, request_id: str) -> Held:
         """Have a request wait for an adapter no more."""
-        self.held_count -= 1
         del self.of_request[request_id]
         self.touched[adapter] = None
         return adapter.unhold(request_id)
@@ -304,7 +306,6 @@ class PlannerState:
     def began(self, adapter: Adapter, request_id: str, now: float) -> None:
         """Note that a held request runs from now on, in the adapter's slot."""
         held = adapter.unhold(request_id)
-        self.held_count -= 1
         pool = self.pool_of(adapter)
         if not adapter.is_in_flight:
             pool.passed_on_at = now
@@ -415,7 +416,6 @@ class PlannerState:
         """Note that the workers have no job for an adapter any more."""
         if adapter.job is not None:
             del self.jobs[adapter.job]
-            self.loads -= adapter.residency is LOADING
         adapter.job = None
         self.touched[adapter] = None
 
@@ -425,7 +425,6 @@ class PlannerState:
         """Have an adapter loaded; the caller has seen to room."""
         self.cache.reserve(adapter.key, self.cache.expected_bytes(adapter.spec))
         adapter.residency = LOADING
-        self.loads += 1
         self.commands.append(Load(adapter.spec, adapter.key, self._begin_job(adapter)))
         self.touched[adapter] = None
 

@@ -28,6 +28,7 @@ from lora_plugins.scheduler.messages import (
 )
 from lora_plugins.scheduler.planner import Planner, StepPlan
 from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.scheduler.request_queue import Order
 
 
 def spec(engine_id: int, size_bytes: int = 100) -> AdapterSpec:
@@ -43,6 +44,15 @@ def make_planner(
     **options: float,
 ) -> Planner:
     return Planner(Slots(slots, pointed), HostCache(max_bytes, max_adapters, make_policy(policy)), **options)
+
+
+def place_at_end(planner: Planner, now: float, priority: int = 0) -> Order:
+    rank, _, *rest = planner.state.queue_order.of_call(now)
+    return (rank, priority, *rest)
+
+
+def held_count(planner: Planner) -> int:
+    return sum(len(it.held) for it in planner.state.adapters.values())
 
 
 def begin_next(planner: Planner, now: float, rows: int = 10**9) -> list[Any]:
@@ -227,7 +237,14 @@ class SimulatedEngine:
         self.requests.append(request)
         self.held[request.id] = request
         self.planner.arrived(
-            of, request.id, request, self.now, is_other=is_other, is_bound=is_other, priority=priority, client=client
+            of,
+            request.id,
+            request,
+            self.now,
+            is_other=is_other,
+            is_bound=is_other,
+            order=place_at_end(self.planner, self.now, priority),
+            client=client,
         )
         self.check_state()
         return request
@@ -280,7 +297,8 @@ class SimulatedEngine:
         self.planner.ended([request.id], self.now)
         request.tokens, request.began_at, request.arrived_at = tokens, None, self.now
         self.held[request.id] = request
-        self.planner.arrived(request.spec, request.id, request, self.now, priority=request.priority)
+        order = place_at_end(self.planner, self.now, request.priority)
+        self.planner.arrived(request.spec, request.id, request, self.now, order=order)
         self.check_state()
 
     def _end(self, requests: list[Request], *, expects_more: bool = False) -> None:
@@ -295,7 +313,8 @@ class SimulatedEngine:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._batch or self.has_work)
+        """As `AdmittingScheduler.has_requests` says it: requests that wait in vLLM's queue are work while it runs."""
+        return bool(self._batch or self.has_work or (self.held and not self.is_paused))
 
     @property
     def is_stopped(self) -> bool:
@@ -385,7 +404,6 @@ class SimulatedEngine:
             assert sum(request_id in some for some in (adapter.held, adapter.running, adapter.stopped)) == 1
         assert len(state.of_request) == sum(len(it.held) + len(it.running) + len(it.stopped) for it in adapters)
         assert state.stopped_count == sum(len(it.stopped) for it in adapters)
-        assert state.held_count == sum(len(it.held) for it in adapters)
         for pool in (state.copied, state.pointed):
             assert len(pool.free) + len(pool.owners) == pool.size == len({*pool.free, *pool.owners.values()})
             assert all(adapter.slot == slot for adapter, slot in pool.owners.items())
@@ -402,7 +420,6 @@ class SimulatedEngine:
         assert set(state.open_groups) == {it.running_on for it in active} | {
             it for it in active if it.leaving_since is None
         }
-        assert all(it.begun_count == sum(held.has_run for held in it.held.values()) for it in adapters)
         assert all(
             it.order == min(held.order for held in it.held.values()) for it in adapters if it.held and not it.calls
         )
@@ -440,7 +457,7 @@ class SimulatedEngine:
         for key, slot in active.items():
             assert workers.slots.get(slot) == key, "the workers have another adapter in its slot"
             assert key in workers.host
-        assert state.held_count == len(self.held) - len(state.refused)
+        assert held_count(self.planner) == len(self.held) - len(state.refused)
         cache = state.cache
         resident = workers.host.keys() | workers.loading.keys()
         on_their_way_out = {command.key for command in state.commands if isinstance(command, Evict)}
@@ -458,7 +475,7 @@ class SimulatedEngine:
         assert not self.has_work
         assert state.adapters.keys() == workers.host.keys()
         assert not any((self.held, self.running, workers.writing, workers.loading))
-        assert not any((state.draining, state.jobs, state.evicting, state.removing, state.held_count))
+        assert not any((state.draining, state.jobs, state.evicting, state.removing, held_count(self.planner)))
         assert not any((state.of_request, state.ready, state.calling, state.absent))
         assert state.reserved_for is None
 

@@ -8,7 +8,15 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 from lora_plugins.scheduler.messages import Change, Load
-from tests.scheduler.simulated import Pause, Request, SimulatedEngine, SimulatedWorkers, make_planner, spec
+from tests.scheduler.simulated import (
+    Pause,
+    Request,
+    SimulatedEngine,
+    SimulatedWorkers,
+    make_planner,
+    place_at_end,
+    spec,
+)
 
 
 def engine_with(is_instant=True, **options) -> SimulatedEngine:
@@ -210,7 +218,8 @@ def test_each_removal_is_answered_beside_a_request_refused_just_before() -> None
     engine.run(1)  # the first still runs
     assert engine.running
     removals = [planner.retire(1, engine.now, gone, is_last=True)]
-    planner.arrived(spec(1), "late", Request("late", spec(1), 1, 0, "", engine.now), engine.now)
+    late = Request("late", spec(1), 1, 0, "", engine.now)
+    planner.arrived(spec(1), "late", late, engine.now, order=place_at_end(planner, engine.now))
     removals.append(planner.retire(1, engine.now))
     engine.run(60)
     assert all(removal.done() for removal in removals)

@@ -26,7 +26,7 @@ from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
-from tests.scheduler.simulated import begin_next
+from tests.scheduler.simulated import begin_next, held_count, place_at_end
 
 STEP_S = 0.002
 COPY_S = 0.003  # to write a slot, where that takes a copy
@@ -151,7 +151,8 @@ class SimulatedEngine:
         request_id = request_id or f"request-{next(self._numbers)}"
         began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         spec = self._core.scheduler.specs.of(request)
-        self.planner.arrived(spec, request_id, began, time.monotonic())
+        now = time.monotonic()
+        self.planner.arrived(spec, request_id, began, now, order=place_at_end(self.planner, now))
         self._go_on()
         try:
             await began
@@ -187,7 +188,8 @@ class SimulatedEngine:
     async def _steps(self) -> None:
         while True:
             state = self.planner.state
-            if not (self.planner.has_work(is_paused=False) or state.refused or state.held_count or state.in_flight):
+            has_requests = state.refused or held_count(self.planner) or state.in_flight
+            if not (has_requests or self.planner.has_work(is_paused=False)):
                 self._has_news.clear()
                 await self._has_news.wait()
             plan = self.planner.plan(time.monotonic())

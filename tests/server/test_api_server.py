@@ -8,6 +8,7 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import AdapterUnloaded
+from tests.scheduler.simulated import held_count
 from tests.server.world import Version, World
 from tests.virtual_time import runs
 
@@ -98,7 +99,7 @@ async def test_a_held_request_whose_client_leaves_is_forgotten() -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)
     await ended(held)
-    assert world.engine.planner.state.held_count == 0
+    assert held_count(world.engine.planner) == 0
     assert await world.lifecycle.unload("sql", block=False, timeout_s=LONG_S)
     assert world.in_workers == {"bb"}
     await ended(running)

@@ -449,9 +449,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def _answer_refused(self, outputs: dict[int, Any]) -> None:
         from vllm.v1.request import RequestStatus
 
-        refused: list[tuple[Any, LoRAPluginsError | None]] = [*self.planner.take_refused()]
-        refused += [(request, None) for request in self.pauses.take_aborted()]
-        for request, error in refused:
+        for request, error in self.planner.take_refused():
             if self.requests.get(request.request_id) is not request:
                 continue  # the client has left
             status = RequestStatus.FINISHED_ABORTED if error is None else RequestStatus.FINISHED_ERROR
@@ -494,7 +492,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def has_requests(self) -> bool:
         """Return whether to go on with steps: for the workers' jobs without any request too."""
-        has_work = super().has_requests() or self.planner.state.refused or self.pauses.has_aborted
+        has_work = super().has_requests() or self.planner.state.refused
         has_work = has_work or (self.pauses.expects_parts and not self._is_paused)
         if not self._counts_loads:
             return bool(has_work) or self.planner.is_writing

@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load, Slots, to_plain
 from lora_plugins.vllm_patches.answer_messages import VERSIONS, error_in
+from tests.scheduler.simulated import held_count
 from tests.vllm_patches.engine_bed import BLOCK, adapter, make_scheduler, request
 from tests.vllm_patches.engine_core.world_workers import SlowEngine, Workers
 
@@ -475,7 +476,7 @@ class World:
             "versions": scheduler._versions, "deferred": scheduler.deferred_waiting,
             "sessions": scheduler.num_waiting_for_streaming_input,
             "pauses": pauses._pauses, "paused names": pauses._names, "answering": pauses._answering,
-            "aborted": pauses._aborted, "of_request": state.of_request, "held": state.held_count,
+            "of_request": state.of_request, "held": held_count(scheduler.planner),
             "stopped": state.stopped_count, "absent": list(state.absent), "ready": list(state.ready),
             "newly_held": list(state.newly_held), "regrouped": state.regrouped, "in flight": state.in_flight,
             "expecting": state.expecting, "calling": state.calling, "moving": state.moving, "leaving": state.leaving,
@@ -485,7 +486,7 @@ class World:
         }  # fmt: skip
         assert not any(left.values()), {what: it for what, it in left.items() if it}
         for it in state.adapters.values():
-            used = it.held or it.stopped or it.running or it.expected or it.calls or it.begun_count or it.job
+            used = it.held or it.stopped or it.running or it.expected or it.calls or it.job
             assert not used, it
             assert not it.is_retired, it
             assert it.is_loaded, it

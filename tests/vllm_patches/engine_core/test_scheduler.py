@@ -17,6 +17,7 @@ from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, 
 from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
 from lora_plugins.vllm_patches.engine_core.request import client_in
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
+from tests.scheduler.simulated import held_count
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
 
 
@@ -159,7 +160,7 @@ def test_held_requests_are_aborted(make_engine: Make, how: str) -> None:
     assert {one.request_id for one in gone} == names
     assert all(one.status is RequestStatus.FINISHED_ABORTED for one in gone)
     assert engine.scheduler.finish_requests(chosen, RequestStatus.FINISHED_ABORTED) == []
-    assert engine.scheduler.planner.state.held_count == len({"a", "b"} - names)
+    assert held_count(engine.scheduler.planner) == len({"a", "b"} - names)
     engine.holds_back = False
     engine.run()
     assert set.union(*engine.finished) == {"a", "b", "c"}
@@ -250,7 +251,7 @@ def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, sta
     assert scheduler.has_requests()
     engine.run()
     assert future.done()
-    assert scheduler.planner.state.held_count == 2
+    assert held_count(scheduler.planner) == 2
     assert not scheduler.has_requests()
     scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run()
