@@ -53,7 +53,7 @@ def _is_of_package() -> bool:
     return next(file.startswith(PACKAGE) for file in files if file.startswith((PACKAGE, TESTS)))
 
 
-@pytest.mark.parametrize("name", OPERATIONS.keys() - PATIENT)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in PATIENT])
 def test_no_file_changes_in_the_event_loop(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def trial(operation: Operation) -> SlowDisk:  # in real time, with real threads
         root = tmp_path / "store"
