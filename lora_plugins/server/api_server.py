@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterUnloaded, Events
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.server.background import background
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
 
-_T = TypeVar("_T")
 ABORT_S = 10.0
 
 
@@ -46,7 +45,6 @@ class ApiServer:
     resolver: AdapterResolver
     events: Events
     drain_timeout_s: float = 60.0
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the event loop holds tasks by weak references only
 
     def release(self, name: str, *versions: ResolvedAdapter) -> list[asyncio.Future[None]]:
         """End the leases of versions that the name no longer needs; return what is done when their files are gone."""
@@ -65,11 +63,11 @@ class ApiServer:
             async with self.vllm.lock(name):
                 self.release(name, version)
 
-        self.in_background(release())
+        background(release())
 
     def retire(self, engine_id: int, refusal: LoRAPluginsError | None = None) -> None:
         """Do as the planner's `retire`: engines evict the adapter once no request uses it; the caller does not wait."""
-        self.in_background(self.planner.retire(engine_id, refusal))
+        background(self.planner.retire(engine_id, refusal))
 
     async def drain(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool:
         """Free slots, host memory and leases of an adapter outside the registry, once its last request has left.
@@ -90,11 +88,11 @@ class ApiServer:
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
             await asyncio.gather(*leases)
 
-        task = self.in_background(free())
+        task = background(free())
         if adapter.name in self.registry.paused:
             self.registry.paused.discard(adapter.name)
             # `retire` above has sent the refusal first, so the requests that the pause held meet the refusal.
-            self.in_background(self.planner.resume(adapter.name))
+            background(self.planner.resume(adapter.name))
         # asyncio.wait, unlike wait_for, does not cancel the task at its time-out: the engines must free the slot
         # anyway.
         done, _ = await asyncio.wait([task], timeout=self.drain_timeout_s if timeout_s is None else timeout_s)
@@ -104,12 +102,3 @@ class ApiServer:
             await self.vllm.abort(list(running))
             done, _ = await asyncio.wait([task], timeout=ABORT_S)
         return bool(done)
-
-    def in_background(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Run `work` even if nobody awaits the task; its error reaches only a caller that awaits."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        # Read the error, so that asyncio does not log an error that nobody awaits.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import UserDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.log import logger
+from lora_plugins.server.background import background
 from lora_plugins.server.frames import Frame, receive, send
 
 SOCKET = "api-servers.sock"
@@ -71,7 +72,6 @@ class Leader:
         self.number = 0
         self.plain_of, self._on_gone = plain_of, on_gone
         self._followers: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         self._server: asyncio.Server | None = None
         self._is_ready = False
 
@@ -91,7 +91,7 @@ class Leader:
 
         # Given a coroutine function, asyncio logs a traceback for each open connection when the process ends.
         self._server = await asyncio.start_unix_server(
-            lambda *streams: self._in_background(connected(*streams)), folder / SOCKET
+            lambda *streams: background(connected(*streams)), folder / SOCKET
         )
 
     def close(self) -> None:
@@ -135,12 +135,6 @@ class Leader:
                 remedy="look at what is served (GET /v1/loras), and call again",
             ) from None
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def _tell(self, name: str, request: Any) -> None:
         adapter = None if request is None else self.plain_of(request)
         if adapter is None and request is not None:
@@ -175,9 +169,9 @@ class Leader:
                     # The task waits in `_answer` with what the call holds; its cancellation closes the stack.
                     calls.pop(frame["end"]).cancel()
                 elif "id" in frame:
-                    calls[frame["id"]] = self._in_background(_answer(writer, frame, call))
+                    calls[frame["id"]] = background(_answer(writer, frame, call))
                 else:
-                    self._in_background(_answer(writer, frame, call))
+                    background(_answer(writer, frame, call))
         finally:
             for one in calls.values():
                 one.cancel()

@@ -14,6 +14,7 @@ from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
 from lora_plugins.server.api_server import ABORT_S, ApiServer
+from lora_plugins.server.background import background
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.finding import find, find_version
@@ -247,7 +248,7 @@ class Lifecycle:
         is_blocked = seen is not None and name in self.registry.blocked  # else another load has ended it meanwhile
         if is_blocked and (before := self.registry.remove(name)) is not None:
             # The block's own unload has not come yet, and the engines refuse what it retires.
-            self.server.in_background(self.server.drain(before, blocked(name)))
+            background(self.server.drain(before, blocked(name)))
         yield
         self.on_change()
         blocks = self.registry.blocked
@@ -334,7 +335,7 @@ class Lifecycle:
             self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
         # The name itself too: a load under way may put it into the table while the lock is awaited.
         names = {name, *(adapter.name for adapter in served)}
-        freeing = [self.server.in_background(self._free(one, refusal, timeout_s, if_blocked=True)) for one in names]
+        freeing = [background(self._free(one, refusal, timeout_s, if_blocked=True)) for one in names]
         with store_errors():
             await asyncio.to_thread(blocks.write, name)
         done, pending = await asyncio.wait(freeing, timeout=_FREED_S if timeout_s is None else timeout_s + ABORT_S)
@@ -380,7 +381,7 @@ class Lifecycle:
         A version without a lease is not fetched before the next request. A name blocked by another server is unloaded.
         """
         if name in self.registry.blocked:
-            self.server.in_background(self._free(name, blocked(name), if_blocked=True))
+            background(self._free(name, blocked(name), if_blocked=True))
             return
         async with self.server.vllm.lock(name):
             adapter = self.registry.get(name)
@@ -459,7 +460,7 @@ class Lifecycle:
             adapter = self.registry.require(name)
             adapter.is_pinned = False
             self.on_change()
-            await asyncio.shield(self.server.in_background(self.planner.unpin(adapter.engine_id)))
+            await asyncio.shield(background(self.planner.unpin(adapter.engine_id)))
         return adapter
 
     async def _pin(self, adapter: ServedAdapter) -> None:

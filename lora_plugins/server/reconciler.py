@@ -29,6 +29,7 @@ from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsErr
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, polling
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
+from lora_plugins.server.background import background
 from lora_plugins.server.declared_file import parse, parse_apart, read_bytes
 from lora_plugins.server.desired import DesiredAdapter, Target
 from lora_plugins.server.few_at_once import FewAtOnce, in_steps
@@ -75,7 +76,6 @@ class Reconciler:
             is_wanted=lambda name, target: self._targets.get(name) is target,
             on_idle=self._report,
         )
-        self._unloading: set[asyncio.Task[None]] = set()
         self._content = b""
         self._refused: tuple[bytes, InvalidSettings] | None = None  # the last content with an error, and the error
         self._reported: DeclaredSetReconciled | None = None
@@ -216,7 +216,7 @@ class Reconciler:
                 if not is_there or not isinstance(error, SourceUnavailable):
                     self._stale.pop(name, None)
                 if isinstance(error, AdapterNotFound) and is_there:
-                    self._unload_soon(name, None, adapter.digest)
+                    background(self._unload(name, None, adapter.digest))
 
         await asyncio.gather(*(ask(name, adapter) for name, adapter in list(self._stale.items())))
         if asked and not self._stale:
@@ -265,14 +265,9 @@ class Reconciler:
                 continue
             serving = self._serving.end(name)
             if name not in targets:
-                self._unload_soon(name, serving)
+                background(self._unload(name, serving))
 
-    def _unload_soon(self, name: str, serving: asyncio.Task[None] | None, expects: str | None = None) -> None:
-        task = asyncio.create_task(self._unload(name, serving, expects))
-        self._unloading.add(task)
-        task.add_done_callback(self._unloading.discard)
-
-    async def _unload(self, name: str, serving: asyncio.Task[None] | None, expects: str | None) -> None:
+    async def _unload(self, name: str, serving: asyncio.Task[None] | None, expects: str | None = None) -> None:
         # The cancelled load must end first, or it would put the name back after the unload.
         if serving is not None:
             await asyncio.wait([serving])

@@ -36,6 +36,7 @@ from lora_plugins.resolvers.single_flight import NameLocks, SingleFlight
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.server import pausing
 from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.background import background
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.frames import Frame
@@ -286,7 +287,7 @@ class Servers:
             version = (await self.resolver.look_up(name, "/base")).version()
             assert version is not None
             request = self.world.server.new_request(name, str(version.path))
-            self.lifecycle.server.in_background(self.planner.load(request))
+            background(self.planner.load(request))
             self.leader.table[name] = request
         self.lifecycle.on_change()
         return request

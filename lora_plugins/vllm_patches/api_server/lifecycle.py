@@ -16,12 +16,12 @@ Until: vLLM has an admin API of its own.
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from typing import Any
 
 from lora_plugins.process import this_process
 from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.background import background
 from lora_plugins.server.copies import Copies, watch
 from lora_plugins.server.follower import Follower, not_here
 from lora_plugins.server.leader import Leader
@@ -29,8 +29,6 @@ from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import Registry
 from lora_plugins.server.shared_copies import FollowedCopies, LedCopies
 from lora_plugins.vllm_patches.api_server.async_llm import planner_of
-
-_watching: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
 
 
 def lifecycle_of(models: Any) -> Lifecycle:
@@ -54,9 +52,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
         lifecycle = process.lifecycles[models] = Lifecycle(server, _copies_of(server, process.role))
         process.copies[models.engine_client] = lifecycle.copies
         # A weak reference: the watch ends with the copies.
-        task = asyncio.get_running_loop().create_task(watch(weakref.ref(lifecycle.copies)))
-        _watching.add(task)
-        task.add_done_callback(_watching.discard)
+        background(watch(weakref.ref(lifecycle.copies)))
     return lifecycle
 
 

@@ -19,7 +19,6 @@ Until: vLLM passes on the text of what add_lora and resolvers raise, and loads i
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import itertools
 from collections.abc import Coroutine
@@ -32,6 +31,7 @@ from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import place_by_path
+from lora_plugins.server.background import background
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import ServedAdapter, no_longer_served
@@ -48,7 +48,6 @@ from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import is_vllms
 
 _MOST_COMPARED = 1_000  # names: a few milliseconds of the event loop at most
-_loading: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
 
 
 def patch() -> None:
@@ -146,9 +145,7 @@ class _LoadsInBackground(_Client):
             load = planner_of(self._client).load(taken, uri=uri, moves=moves_running())
         # An error raised here would not reach the caller: vLLM logs it and asks the next resolver (`except
         # BaseException` in `resolve_lora`, 0.32).
-        task = asyncio.get_running_loop().create_task(self._loading(load, request))
-        _loading.add(task)
-        task.add_done_callback(_loading.discard)
+        background(self._loading(load, request))
         return True
 
     async def _loading(self, load: Coroutine[Any, Any, None], request: Any) -> None:

@@ -6,9 +6,7 @@ then the leader's, or a copy of the leader's (`server/leader.py`, `server/follow
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -18,6 +16,7 @@ from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.process import Process, this_process
+from lora_plugins.server.background import background
 from lora_plugins.server.carrying import answer_carried
 from lora_plugins.server.follower import Follower, end_without_leader
 from lora_plugins.server.frames import Frame
@@ -32,8 +31,6 @@ from lora_plugins.worker.lora_request import is_vllms
 
 # vLLM's load of an API server that accepts no connection (`_NOT_ACCEPTING` in entrypoints/launchers/launcher.py, 0.32).
 _NOT_ACCEPTING = 2**31 - 1
-
-_tasks: set[asyncio.Task[None]] = set()  # the event loop itself keeps no task alive
 
 
 def folder_of(app: Any) -> Path | None:
@@ -134,8 +131,7 @@ def _leader(models: Any, process: Process) -> Leader:
 
     def gone(number: int) -> None:
         _count_no_more(models.engine_client, process.app, number)
-        server = lifecycle_of(models).server
-        server.in_background(server.planner.end_api_server(number))
+        background(lifecycle_of(models).planner.end_api_server(number))
 
     leader = Leader(plain_of, gone)
     leader.table.update(models.lora_requests)
@@ -156,13 +152,13 @@ def _follower(models: Any, process: Process) -> Follower:
             copies.changed(name, before)
 
     def abort(request_ids: list[str]) -> None:
-        _in_background(models.engine_client.abort(request_ids, internal=True))
+        background(models.engine_client.abort(request_ids, internal=True))
 
     async def relieve() -> None:
         await lifecycle_of(models).copies.relieve()
 
     def lost() -> None:
-        _in_background(end_without_leader(lambda: _is_ending(process.app)))
+        background(end_without_leader(lambda: _is_ending(process.app)))
 
     return Follower(request_of, changed, abort, relieve, on_loss=lost)
 
@@ -191,12 +187,6 @@ def _count_no_more(client: Any, app: Any, number: int) -> None:
 def _is_ending(app: Any) -> bool:
     """Return whether vLLM has begun to shut this API server down; `app.state.server` is uvicorn's server."""
     return bool(getattr(getattr(app.state, "server", None), "should_exit", False))
-
-
-def _in_background(work: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.get_running_loop().create_task(work)
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
 
 
 def _request_of(name: str, adapter: Frame) -> Any:
