@@ -162,6 +162,12 @@ def is_prefix(text: str) -> bool:
     return MIN_PREFIX <= len(text) <= 64 and HEXADECIMAL.issuperset(text)
 
 
+def is_by_digest(name: str, digest: str) -> bool:
+    """Whether a name is `NAME@DIGEST`, with a beginning of this digest: a version of another name."""
+    prefix = name.partition("@")[2]
+    return is_prefix(prefix) and digest.startswith(prefix)
+
+
 def adapter_id(name: str) -> int:
     """Return a number for a name, the same on every replica and after every restart: 1 to 2**31 - 1."""
     # Not `hash()`: Python salts string hashes in each process.

@@ -27,7 +27,7 @@ from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.registry import ServedAdapter, gone_from_source, no_longer_served
 from lora_plugins.server.shares import Share, Shares
-from lora_plugins.server.swapping import VersionChange, swap, updating
+from lora_plugins.server.swapping import VersionChange, change, updating
 from lora_plugins.store.errors import DamagedCopy
 
 CHANGES = 3  # while a request waits for a copy, the name may get another version, or the copy may be damaged again
@@ -121,16 +121,16 @@ class Copies:
         try:
             with updating(self._server, adapter):
                 newest = await self._newest_sound(adapter, adapter.held_digest if is_bound else None)
-                again = adapter.is_damaged
-                change = await swap(self._server, adapter, newest, moves=moves, again=again, is_noted=True)
+                place, again = (adapter.uri, adapter.held_digest), adapter.is_damaged
+                made = await change(self._server, adapter, newest, *place, moves=moves, again=again, is_noted=True)
         except LoRAPluginsError as error:
             # An outage does not prove that the source has lost the version; an answer about the adapter does.
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
             raise
         self._tried.pop(adapter.name, None)
-        if change.is_swap:
+        if made.is_swap:
             self.on_change()
-        return change
+        return made
 
     async def after_failure(self, request: Any, error: LoRAPluginsError) -> Any:
         """Return the request to try again with, where the copy is why an engine failed to load; None where not.

@@ -9,7 +9,6 @@ from typing import Any
 
 from lora_plugins.adapter.names import AdapterName, is_prefix
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
-from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
@@ -19,7 +18,7 @@ from lora_plugins.server.copies import Copies
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.finding import find, find_version
 from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_served
-from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange, swap, updating
+from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange, change, updating
 from lora_plugins.store.blocks import blocked
 from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import is_digest
@@ -64,18 +63,10 @@ class Lifecycle:
         self._check_name(name)
         seen = self.block_to_end(name)
         async with self.server.vllm.lock(name), self.ending_block(name, seen):
-            adapter = self.registry.get(name)
-            _require_version(name, adapter, expects)
-            if adapter is None:
-                adapter = await self._load(name, uri, await find(self.server, name, uri))
-                change = VersionChange(None, adapter.digest, ChangeReason.LOADED)
-            elif uri not in (None, adapter.uri):
-                change = await swap(self.server, adapter, await find(self.server, name, uri), uri)
-                # Only after the swap has succeeded: a failed swap leaves the old place.
-                adapter.uri, adapter.held_digest = uri, None
-            else:
-                change = VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
-        return change
+            adapter = self._present(name, expects)
+            if adapter.is_served and uri in (None, adapter.uri):
+                return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
+            return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
 
     async def declare(
         self, name: str, uri: str | None, digest: str | None = None, *, is_noted: bool = False
@@ -92,19 +83,10 @@ class Lifecycle:
         if not is_by_path(uri):
             self._check_name(name)
         async with self.server.vllm.lock(name):
-            adapter = self.registry.get(name)
-            if adapter is None:
+            adapter = self._present(name)
+            if not adapter.is_served or adapter.uri != uri or digest not in (None, adapter.digest):
                 version = await find_version(self.server, name, uri, digest)
-                adapter = await self._load(name, uri, version, is_noted=is_noted)
-            elif adapter.uri != uri or (digest is not None and not _has_digest(adapter, digest)):
-                version = await find_version(self.server, name, uri, digest)
-                # The load below passes the URI to workers, so set the URI first and take it back on failure.
-                before, adapter.uri = adapter.uri, uri
-                try:
-                    await swap(self.server, adapter, version, is_noted=is_noted)
-                except BaseException:
-                    adapter.uri = before
-                    raise
+                await change(self.server, adapter, version, uri, None, is_noted=is_noted)
             adapter.held_digest = None if digest is None else adapter.digest
         self.on_change()
         return adapter
@@ -128,33 +110,29 @@ class Lifecycle:
                 except LoRAPluginsError:
                     return None
                 if version is not None:
-                    served = await self._load(name, uri, version)
+                    served = ServedAdapter(name)
+                    await change(self.server, served, version, uri, None)
         self.on_change()
         return served
 
     async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
         """Serve the adapter now at the path of a request that vLLM will put into its table; with the name's lock.
 
-        A served name is swapped, as `swap` says. Returns False where the path has no adapter, or only workers can find
-        the adapter.
+        A served name is swapped. Returns False where the path has no adapter, or only workers can find the adapter.
 
         Raises:
             LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
         """
         name, path = request.lora_name, place_by_path(request.lora_path)
         request.load_inplace = False  # else workers read the files at each request; the copy's path fixes the bytes
-        adapter = self.registry.get(name)
-        if adapter is None:
+        adapter = self._present(name)
+        with updating(self.server, adapter):
             version = await self.server.resolver.snapshot(name, path, self.server.vllm.base_path)
-            if version is None:
+            if version is None and not adapter.is_served:
                 return False
-            adapter = await self._load(name, path, version)
-        else:
-            with updating(self.server, adapter):
-                version = await self.server.resolver.snapshot(name, path, self.server.vllm.base_path)
-                uri = None if version is None else path
-                await swap(self.server, adapter, version, uri, request, moves=moves, is_noted=True)
-        adapter.uri, adapter.held_digest = (None, None) if version is None else (path, version.digest)
+            place = (None, None) if version is None else (path, version.digest)
+            is_noted = adapter.is_served
+            await change(self.server, adapter, version, *place, given=request, moves=moves, is_noted=is_noted)
         # vLLM puts `request` into its table after this call: it must have the id and the path of the version by then.
         served = adapter.request
         request.lora_int_id, request.lora_path = served.lora_int_id, served.lora_path
@@ -184,30 +162,24 @@ class Lifecycle:
         """
         seen = self.block_to_end(name)
         async with self.server.vllm.lock(name), self.ending_block(name, seen):
-            adapter = self.registry.get(name)
-            _require_version(name, adapter, expects)
-            if adapter is None:
-                version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                adapter = await self._load(name, None, version, pins=pins)
-                change = VersionChange(None, version.digest, ChangeReason.LOADED)
-            else:
-                with updating(self.server, adapter):
-                    # Requests that move do not go back, so the pin of their engine id comes first.
-                    async with self._pinning(adapter, pins=pins and moves):
-                        version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                        change = await swap(
-                            self.server,
-                            adapter,
-                            version,
-                            moves=moves,
-                            pins=pins,
-                            kept_versions=kept_versions,
-                            is_noted=True,
-                        )
-                    if pins:  # the same bytes were served before, perhaps without a pin
+            adapter = self._present(name, expects)
+            with updating(self.server, adapter):
+                # Requests that move do not go back, so the pin of their engine id comes first.
+                async with self._pinning(adapter, pins=pins and moves and adapter.is_served):
+                    version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
+                    if pins and version.digest == adapter.digest:  # served already, perhaps without a pin
                         await self._pin(adapter)
-            adapter.uri, adapter.held_digest = None, version.digest
-        return change
+                    return await change(
+                        self.server,
+                        adapter,
+                        version,
+                        None,
+                        version.digest,
+                        moves=moves,
+                        pins=pins,
+                        kept_versions=kept_versions,
+                        is_noted=adapter.is_served,
+                    )
 
     def check_pushed(self, name: str, expects: str | None) -> None:
         """Refuse a push before reading its bytes.
@@ -265,9 +237,9 @@ class Lifecycle:
             LoRAPluginsError: the adapter cannot be served, or host memory has no room.
         """
         self.registry.blocked.refuse(name)
-        change = await self.load(name, expects=expects)
+        loaded = await self.load(name, expects=expects)
         adapter = self.registry.require(name)
-        if change.reason is not ChangeReason.LOADED:
+        if loaded.reason is not ChangeReason.LOADED:
             async with self.copies.using(adapter.request) as request:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)
         return adapter
@@ -298,8 +270,8 @@ class Lifecycle:
                 self.server.release(name, found)
             if version is None:
                 return None
-            adapter = await self._load(text, None, version)
-            adapter.held_digest = version.digest
+            adapter = ServedAdapter(text)
+            await change(self.server, adapter, version, None, version.digest)
         self.on_change()
         return adapter
 
@@ -366,14 +338,12 @@ class Lifecycle:
             VersionMismatch: another version is served than expected.
             LoRAPluginsError: the new version cannot be served, or the source is unavailable; the old version goes on.
         """
-        async with self.server.vllm.lock(name):
-            adapter = self.registry.require(name)
-            _require_version(name, adapter, expects)
-            change = await self._refresh(adapter, moves=moves)
+        async with self._served(name, expects) as adapter:
+            made = await self._refresh(adapter, moves=moves)
             # Only now: after a failure the version stays fixed, and so leased; no source may have it, as after a push.
             if adapter.given_path is None:
                 adapter.held_digest = None
-            return change
+            return made
 
     async def poll(self, name: str) -> None:
         """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted.
@@ -414,9 +384,7 @@ class Lifecycle:
             VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.
             LoRAPluginsError: the version cannot be loaded; the name goes on serving the present version.
         """
-        async with self.server.vllm.lock(name):
-            adapter = self.registry.require(name)
-            _require_version(name, adapter, expects)
+        async with self._served(name, expects) as adapter:
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
             if version is not None and not await self.copies.has(name, version):
                 version = None
@@ -431,10 +399,9 @@ class Lifecycle:
                     remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
                 )
-            change = await swap(self.server, adapter, version, moves=moves)
-            adapter.held_digest = version.digest
+            made = await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
         self.on_change()
-        return change
+        return made
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until an unpin or unload; one slot stays for other adapters.
@@ -443,9 +410,7 @@ class Lifecycle:
             AdapterNotFound: the name is not served. NoFreeSlot: no slot would be left for other adapters.
             VersionMismatch: another version is served than expected.
         """
-        async with self.server.vllm.lock(name):
-            adapter = self.registry.require(name)
-            _require_version(name, adapter, expects)
+        async with self._served(name, expects) as adapter:
             await self._pin(adapter)
         self.on_change()
         return adapter
@@ -456,8 +421,7 @@ class Lifecycle:
         Raises:
             AdapterNotFound: the name is not served.
         """
-        async with self.server.vllm.lock(name):
-            adapter = self.registry.require(name)
+        async with self._served(name) as adapter:
             adapter.is_pinned = False
             self.on_change()
             await asyncio.shield(background(self.planner.unpin(adapter.engine_id)))
@@ -483,21 +447,19 @@ class Lifecycle:
             await self.planner.unpin(adapter.engine_id)
             raise
 
-    async def _load(
-        self, name: str, uri: str | None, version: ResolvedAdapter, *, pins: bool = False, is_noted: bool = False
-    ) -> ServedAdapter:
-        request = self.server.vllm.new_request(name, str(version.path), is_3d=version.is_3d)
-        try:
-            await self.planner.load(request, uri=uri, is_noted=is_noted)
-            if pins:
-                await self.planner.pin(request, uri=uri)
-        except BaseException:
-            self.server.retire(request.lora_int_id)  # no later request will have this id
-            self.server.release(name, version)
-            raise
-        adapter = ServedAdapter(name, request, version, uri, is_pinned=pins)
-        self.registry.put(adapter)
-        return adapter
+    def _present(self, name: str, expects: str | None = None) -> ServedAdapter:
+        """The adapter served now, in the version expected, or a new one to load; with the name's lock."""
+        adapter = self.registry.get(name)
+        _require_version(name, adapter, expects)
+        return adapter or ServedAdapter(name)
+
+    @asynccontextmanager
+    async def _served(self, name: str, expects: str | None = None) -> AsyncIterator[ServedAdapter]:
+        """Inside, with the name's lock, the adapter that is served in the version expected."""
+        async with self.server.vllm.lock(name):
+            adapter = self.registry.require(name)
+            _require_version(name, adapter, expects)
+            yield adapter
 
     async def _free(
         self,
@@ -530,11 +492,11 @@ class Lifecycle:
                 remedy="load it with POST /v1/loras",
                 adapter=adapter.name,
             )
-        change = await self.copies.update(adapter, moves=moves)
+        made = await self.copies.update(adapter, moves=moves)
         # A name loaded by its path stays at the bytes read there, and the poller leaves the name alone.
         if adapter.given_path is not None:
             adapter.held_digest = adapter.version.digest
-        return change
+        return made
 
     def _check_name(self, name: str) -> None:
         if self.server.vllm.is_base_model(name):
@@ -548,9 +510,10 @@ class Lifecycle:
 
 
 def _require_version(name: str, adapter: ServedAdapter | None, expects: str | None) -> None:
-    if expects is None or (adapter is not None and _has_digest(adapter, expects)):
+    digest = None if adapter is None else adapter.digest
+    if expects is None or (digest is not None and expects in (digest, ANY_VERSION)):
         return
-    served = "no version" if adapter is None or adapter.version is None else f"version {adapter.version.digest}"
+    served = "no version" if digest is None else f"version {digest}"
     raise VersionMismatch(
         served, expected=expects, remedy="look at what is served now (GET /v1/loras), and decide again", adapter=name
     )
@@ -560,10 +523,6 @@ def _no_version(digest: str | None, *, of_any_name: bool) -> str:
     if digest is None:
         return "no version before this one"
     return "no such version in the store" if of_any_name else "no such version of this name since the start"
-
-
-def _has_digest(adapter: ServedAdapter, digest: str) -> bool:
-    return adapter.version is not None and digest in (adapter.version.digest, ANY_VERSION)
 
 
 async def _nothing() -> None:

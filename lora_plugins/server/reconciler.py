@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
 
-from lora_plugins.adapter.names import is_prefix
+from lora_plugins.adapter.names import is_by_digest
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, polling
 from lora_plugins.log import logger
@@ -432,9 +432,8 @@ class Reconciler:
 
 def _is_rolled_back(adapter: DesiredAdapter, places: Mapping[str, str]) -> bool:
     """Whether a name stays at a version of the file's URI, or of one of these places of sources; no push does."""
-    held, (_, _, prefix) = adapter.held_digest, adapter.name.partition("@")
-    if held is None or (is_prefix(prefix) and held.startswith(prefix)):
-        return False  # `NAME@DIGEST` is a version of another name
+    if adapter.held_digest is None or is_by_digest(adapter.name, adapter.held_digest):
+        return False
     return adapter.last_place in places if adapter.uri is None else adapter.was_declared
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lora_plugins.adapter.names import adapter_id, is_prefix
+from lora_plugins.adapter.names import adapter_id, is_by_digest
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path
@@ -31,7 +31,7 @@ class ServedAdapter:
     """One name that requests can ask for.
 
     Attributes:
-        request: vLLM's `LoRARequest`, with which new requests enter the engine.
+        request: vLLM's `LoRARequest`, with which new requests enter the engine; None before the first load.
         version: None for an adapter that only the workers have, past this package's resolvers.
         uri: the place that the operator gave, or the path that vLLM's own call named; None where the name is enough.
         previous: versions for a rollback, the latest first; leased in the store.
@@ -43,7 +43,7 @@ class ServedAdapter:
     """
 
     name: str
-    request: Any
+    request: Any = None
     version: ResolvedAdapter | None = None
     uri: str | None = None
     previous: list[ResolvedAdapter] = field(default_factory=list)
@@ -52,6 +52,11 @@ class ServedAdapter:
     is_damaged: bool = False
     is_only_copy: bool = False
     last_error: tuple[LoRAPluginsError, float] | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the engines have loaded a version."""
+        return self.request is not None
 
     @property
     def engine_id(self) -> int:
@@ -66,9 +71,7 @@ class ServedAdapter:
     @property
     def is_by_digest(self) -> bool:
         """Whether the name is `NAME@DIGEST`: a request has asked for this version of another name."""
-        _, _, prefix = self.name.partition("@")
-        fixed = self.held_digest if self.uri is None else None
-        return fixed is not None and is_prefix(prefix) and fixed.startswith(prefix)
+        return self.uri is None and self.held_digest is not None and is_by_digest(self.name, self.held_digest)
 
     @property
     def versions(self) -> list[ResolvedAdapter]:

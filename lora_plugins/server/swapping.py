@@ -54,13 +54,14 @@ class VersionChange:
         return self.reason in (ChangeReason.SWAPPED, ChangeReason.REPAIRED)
 
 
-async def swap(
+async def change(
     server: ApiServer,
     adapter: ServedAdapter,
     version: ResolvedAdapter | None,
-    uri: str | None = None,
-    given: Any = None,
+    uri: str | None,
+    held_digest: str | None,
     *,
+    given: Any = None,
     moves: bool = False,
     pins: bool = False,
     again: bool = False,
@@ -69,38 +70,41 @@ async def swap(
 ) -> VersionChange:
     """Have new requests for a name enter the engine with `version`, leased for the name; with the name's lock.
 
-    Without a version, with the files that workers find at the path of `given`, one of vLLM's requests. With `moves`,
-    running requests go on with the new version too, from one step on. `pins`: another version than the served one is
-    pinned. The version served already is loaded only with `again`, after damage to its copy. `kept_versions` of the
-    earlier versions stay. `is_noted`: as in `PlannerClient.load`.
+    Without a version, with the files that workers find at the path of `given`, one of vLLM's requests. `uri` and
+    `held_digest` become those of `adapter`, which may be new. With `moves`, running requests go on with the new version
+    too, from one step on. `pins`: another version than the served one is pinned. The version served already is loaded
+    only with `again`, after damage to its copy. `kept_versions` of the earlier versions stay. `is_noted`: as in
+    `PlannerClient.load`.
 
     Raises:
         LoRAPluginsError: the version cannot be loaded; the old version goes on, and the lease has ended.
     """
-    started, old_id, before, old = time.perf_counter(), adapter.engine_id, adapter.digest, _in_words(adapter)
-    reason = ChangeReason.SWAPPED
-    if version is None:
-        path, is_3d, leased = given.lora_path, given.is_3d_lora_weight, []
-    elif before == version.digest:
-        if not again:
-            adapter.version, adapter.last_error, adapter.is_only_copy = version, None, False
-            return VersionChange(before, before, ChangeReason.UNCHANGED)
+    started, old, before = time.perf_counter(), adapter.request, adapter.digest
+    reason = ChangeReason.LOADED if old is None else ChangeReason.SWAPPED
+    moves, pins, old_words = moves and old is not None, pins or adapter.is_pinned, _in_words(adapter)
+    if (is_same := version is not None and before == version.digest) and not again:
+        adapter.version, adapter.last_error, adapter.is_only_copy = version, None, False
+        adapter.uri, adapter.held_digest = uri, held_digest
+        return VersionChange(before, before, ChangeReason.UNCHANGED)
+    leased = [] if version is None else [version]
+    path, is_3d = (version.path, version.is_3d) if version else (given.lora_path, given.is_3d_lora_weight)
+    if is_same:
         reason = ChangeReason.REPAIRED
-        # Another spelling: cached prefixes of the damaged weights must not be found.
-        path, is_3d, leased = respelt(adapter.request.lora_path), version.is_3d, [version]
-    else:
-        path, is_3d, leased = str(version.path), version.is_3d, [version]
+        path = respelt(old.lora_path)  # another spelling: cached prefixes of the damaged weights must not be found
     # With `moves` the engine id stays, so the planner applies the new weights to running requests.
     if moves:
         # The same engine id and name, with the new path.
-        request = copy.copy(adapter.request)
-        request.lora_path, request.is_3d_lora_weight = path, is_3d
+        request = copy.copy(old)
+        request.lora_path, request.is_3d_lora_weight = str(path), is_3d
     else:
-        request = server.vllm.new_request(adapter.name, path, is_3d=is_3d)
+        request = server.vllm.new_request(adapter.name, str(path), is_3d=is_3d)
     try:
-        pins = pins or adapter.is_pinned
-        await _load_beside(server, adapter, request, uri or adapter.uri, pins=pins, is_noted=is_noted)
+        await server.planner.load(request, uri=uri, wants_slot=old is None, moves=moves, is_noted=is_noted)
+        if pins and not moves:  # with `moves`, the planner pins the successor of a pinned version
+            await server.planner.pin(request, uri=uri)
     except BaseException:
+        if not moves:  # else the planner goes on with the old weights
+            server.retire(request.lora_int_id)
         server.release(adapter.name, *leased)
         raise
     # After a swap back to an earlier version the list has the version no longer: the end of the one lease would end the
@@ -108,17 +112,19 @@ async def swap(
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.version, adapter.last_error = request, version, None
     adapter.previous, adapter.is_only_copy, adapter.is_damaged = previous[:kept_versions], False, False
-    adapter.is_pinned = pins
+    adapter.uri, adapter.held_digest, adapter.is_pinned = uri, held_digest, pins
     # No await between here and the assignments above: no request sees half a swap.
     server.registry.put(adapter)
-    # The new version inherits the time of use: a swap must not make an unused adapter look recently used, or unused.
-    used_at = server.planner.used_at.get(old_id)
-    if used_at is not None:
-        server.planner.used_at[adapter.engine_id] = used_at
-    server.release(adapter.name, *previous[kept_versions:])
-    if not moves:
-        server.retire(old_id)
-    server.events.emit(AdapterSwapped(adapter.name, old, _in_words(adapter), time.perf_counter() - started))
+    if old is not None:
+        # The new version inherits the time of use: a swap must not make an unused adapter look recently used, or
+        # unused.
+        used_at = server.planner.used_at.get(old.lora_int_id)
+        if used_at is not None:
+            server.planner.used_at[adapter.engine_id] = used_at
+        server.release(adapter.name, *previous[kept_versions:])
+        if not moves:
+            server.retire(old.lora_int_id)
+        server.events.emit(AdapterSwapped(adapter.name, old_words, _in_words(adapter), time.perf_counter() - started))
     return VersionChange(before, adapter.digest, reason)
 
 
@@ -128,28 +134,11 @@ def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
     try:
         yield
     except LoRAPluginsError as error:
-        adapter.failed(error)
-        server.events.emit(NotServed("update", adapter.name, error))
-        raise
-
-
-async def _load_beside(
-    server: ApiServer, adapter: ServedAdapter, request: Any, uri: str | None, *, pins: bool, is_noted: bool
-) -> None:
-    """Load the successor of `adapter`; a failure leaves nothing in the workers.
-
-    With `moves`, the planner pins the successor if `adapter` is pinned.
-    """
-    moves = request.lora_int_id == adapter.engine_id  # after a failure the planner goes on with the old weights
-    try:
-        await server.planner.load(request, uri=uri, wants_slot=False, moves=moves, is_noted=is_noted)
-        if pins and not moves:
-            await server.planner.pin(request, uri=uri)
-    except BaseException:
-        if not moves:
-            server.retire(request.lora_int_id)
+        if adapter.is_served:
+            adapter.failed(error)
+            server.events.emit(NotServed("update", adapter.name, error))
         raise
 
 
 def _in_words(adapter: ServedAdapter) -> str:
-    return adapter.digest or str(adapter.request.lora_path)
+    return adapter.digest or str(getattr(adapter.request, "lora_path", ""))

@@ -228,27 +228,25 @@ MUTANTS = (
     ),
     Mutant(
         "server: a load that fails keeps its lease",
-        "lora_plugins/server/lifecycle.py",
-        "            self.server.release(name, version)\n            raise\n        adapter = ServedAdapter",
-        "            raise\n        adapter = ServedAdapter",
+        "lora_plugins/server/swapping.py",
+        "        server.release(adapter.name, *leased)\n        raise\n",
+        "        raise\n",
         ("tests/server/test_lifecycle.py",),
     ),
     Mutant(
         "server: the version before stays loaded",
         "lora_plugins/server/swapping.py",
-        "    if not moves:\n        server.retire(old_id)\n",
+        "        if not moves:\n            server.retire(old.lora_int_id)\n",
         "",
         ("tests/server/test_swapping.py",),
     ),
     Mutant(
         "server: a load takes no lock of its name",
         "lora_plugins/server/lifecycle.py",
-        "lock(name), self.ending_block(name, seen):\n            adapter = self.registry.get(name)\n"
-        "            _require_version(name, adapter, expects)\n"
-        "            if adapter is None:\n                adapter = await self._load(name, uri, ",
-        "lock(object()), self.ending_block(name, seen):\n            adapter = self.registry.get(name)\n"
-        "            _require_version(name, adapter, expects)\n"
-        "            if adapter is None:\n                adapter = await self._load(name, uri, ",
+        "lock(name), self.ending_block(name, seen):\n            adapter = self._present(name, expects)\n"
+        "            if adapter.is_served and uri in",
+        "lock(object()), self.ending_block(name, seen):\n            adapter = self._present(name, expects)\n"
+        "            if adapter.is_served and uri in",
         ("tests/server/test_lifecycle.py",),
     ),
     Mutant(

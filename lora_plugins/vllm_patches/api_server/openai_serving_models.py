@@ -25,7 +25,7 @@ from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import Any
 
-from lora_plugins.adapter.names import is_prefix, misspelt, near, why_absent, with_base_name
+from lora_plugins.adapter.names import misspelt, near, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
@@ -34,7 +34,7 @@ from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.server.background import background
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.registry import ServedAdapter, no_longer_served
+from lora_plugins.server.registry import no_longer_served
 from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
@@ -331,7 +331,7 @@ def _listing(original: Any) -> Any:
             for card in listed.data:
                 adapter = registry.get(card.id)
                 card.root = card.root if adapter is None else adapter.given_path or card.root
-            listed.data = [card for card in listed.data if not _is_by_digest(registry.get(card.id))]
+            listed.data = [card for card in listed.data if not ((it := registry.get(card.id)) and it.is_by_digest)]
         listed.data = [card for card in listed.data if self.is_base_model(card.id) or may_use(card.id)]
         await _add_cold(self, listed.data)
         for card in listed.data:
@@ -339,14 +339,6 @@ def _listing(original: Any) -> Any:
         return listed
 
     return show_available_models
-
-
-def _is_by_digest(adapter: ServedAdapter | None) -> bool:
-    """Return whether an adapter's name says by a digest which version of another name the adapter is."""
-    if adapter is None or adapter.version is None:
-        return False
-    revision = adapter.name.partition("@")[2]
-    return is_prefix(revision) and (adapter.version.digest or "").startswith(revision)
 
 
 async def _add_cold(models: Any, cards: list[Any]) -> None:
