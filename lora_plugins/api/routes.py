@@ -38,7 +38,6 @@ from lora_plugins.api.push_body import receive
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.log import logger
 from lora_plugins.scheduler.pauses import PauseMode
-from lora_plugins.server import pausing
 from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.pushing import Pushes
@@ -331,7 +330,7 @@ async def pause(
 ) -> AdapterStatus:
     """Hold new requests for a name until a resume; the answer comes once none runs. Other names run on."""
     async with _as_http():
-        is_paused = await pausing.pause(lifecycle.server, lora_name, mode)
+        is_paused = await lifecycle.server.pause(lora_name, mode)
     if is_paused:
         return _status(lifecycle, lora_name, "paused")
     return _status(lifecycle, lora_name, "was resumed before its requests had ended", "resumed")
@@ -341,7 +340,7 @@ async def pause(
 async def resume(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
     """Let held requests of a paused name go on."""
     async with _as_http():
-        was_paused = await pausing.resume(lifecycle.server, lora_name)
+        was_paused = await lifecycle.server.resume(lora_name)
     return _status(lifecycle, lora_name, "resumed" if was_paused else "was not paused")
 
 

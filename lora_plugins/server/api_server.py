@@ -1,4 +1,4 @@
-"""The parts of one API server, and how the server frees slots, host memory and leases of adapters no longer served."""
+"""The parts of one API server: how it pauses names, and frees slots, memory and leases of what it serves no longer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterUnloaded, Events
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
+from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.server.background import background
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
@@ -102,3 +103,35 @@ class ApiServer:
             await self.vllm.abort(list(running))
             done, _ = await asyncio.wait([task], timeout=ABORT_S)
         return bool(done)
+
+    async def pause(self, name: str, mode: PauseMode) -> bool:
+        """Hold new requests for a name, and return once none runs; False where a resume came meanwhile.
+
+        A pause is of a request's name, so the pause outlives every swap of the name; an unload of the name ends the
+        pause, and so does the end of the server. A version asked for by digest, `name@digest`, is a name of its own.
+
+        Raises:
+            AdapterNotFound: the name is blocked, or not served.
+        """
+        self.registry.require(name)
+        # Before the engines know: a resume that comes during the calls below takes the name out again, and the last
+        # line sees the resume.
+        self.registry.paused.add(name)
+        requests = await self.planner.pause(name, mode)
+        if mode is PauseMode.ABORT:
+            await self.vllm.abort(list(requests.request_ids))
+        await self.planner.paused(name, requests.clients)
+        return name in self.registry.paused
+
+    async def resume(self, name: str) -> bool:
+        """Let held requests for a name go on; False where the name was not paused.
+
+        Raises:
+            AdapterNotFound: the name is neither paused nor served.
+        """
+        if name not in self.registry.paused:
+            self.registry.require(name)
+            return False
+        self.registry.paused.discard(name)
+        await self.planner.resume(name)
+        return True

@@ -15,8 +15,7 @@ from typing import Any
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.log import logger
 from lora_plugins.server.follower import Follower, gone
-from lora_plugins.server.frames import Frame, receive, send
-from lora_plugins.server.leader import Leader
+from lora_plugins.server.leader import Frame, Leader, receive, send
 from lora_plugins.server.response import Asgi, Message, Receive, Send, route_path
 
 # Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.

@@ -21,8 +21,7 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, error_of
 from lora_plugins.log import logger
-from lora_plugins.server.frames import Frame, receive, send
-from lora_plugins.server.leader import SOCKET
+from lora_plugins.server.leader import SOCKET, Frame, receive, send
 
 _RETRY_S = 0.05
 _USED_AGAIN_S = 1.0

@@ -7,6 +7,8 @@ their numbers, and confirm the numbers; an administrator gets an answer when eac
 
 A follower that connects first gets the whole table. The leader does not wait for a closed connection: its process has
 died, or ends itself.
+
+Messages are msgpack with a length of 4 bytes in front, on a Unix socket.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.log import logger
 from lora_plugins.server.background import background
-from lora_plugins.server.frames import Frame, receive, send
 
 SOCKET = "api-servers.sock"
+Frame = dict[str, Any]
 _ALL_HAVE_S = 60.0
+# Both ends are processes of one release, so the format has no version.
+_LENGTH_BYTES = 4
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Frame)
 
 Call = Callable[[Frame, AsyncExitStack], Awaitable[Frame]]  # the stack closes when the follower ends the call
 Carried = Callable[[Frame, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -202,3 +209,19 @@ async def _answer(writer: asyncio.StreamWriter, frame: Frame, call: Call) -> Non
         if "id" in frame:
             send(writer, {**answer, "id": frame["id"]})
             await asyncio.Future()  # keep `held` open until the follower ends the call, or closes the connection
+
+
+def send(writer: asyncio.StreamWriter, frame: Frame) -> None:
+    """Queue a message behind earlier messages; a closed connection is no error."""
+    if not writer.is_closing():
+        body = _encoder.encode(frame)
+        writer.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+
+
+async def receive(reader: asyncio.StreamReader) -> Frame | None:
+    """The next message; None where the other side has closed the connection."""
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+        return _decoder.decode(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

@@ -16,9 +16,16 @@ from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.background import background
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.desired import DesiredAdapter
-from lora_plugins.server.finding import find, find_version
 from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_served
-from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange, change, updating
+from lora_plugins.server.swapping import (
+    KEPT_VERSIONS,
+    ChangeReason,
+    VersionChange,
+    change,
+    find,
+    find_version,
+    updating,
+)
 from lora_plugins.store.blocks import blocked
 from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import is_digest

@@ -34,13 +34,11 @@ from lora_plugins.errors import (
 from lora_plugins.events import Events
 from lora_plugins.resolvers.single_flight import NameLocks, SingleFlight
 from lora_plugins.scheduler.pauses import PauseMode
-from lora_plugins.server import pausing
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.background import background
 from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.follower import Follower
-from lora_plugins.server.frames import Frame
-from lora_plugins.server.leader import Leader
+from lora_plugins.server.leader import Frame, Leader
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import Registry, no_longer_served
@@ -411,9 +409,9 @@ class History:
                 uri = rng.choice([None, f"{ELSEWHERE}/{name}"])
                 return of(lambda: lifecycle.declare(name, uri), self._declared, is_admin=False)
             case "pause":
-                return of(lambda: pausing.pause(lifecycle.server, name, PauseMode.WAIT), self._paused, is_written=False)
+                return of(lambda: lifecycle.server.pause(name, PauseMode.WAIT), self._paused, is_written=False)
             case "resume":
-                return of(lambda: pausing.resume(lifecycle.server, name), self._paused, is_written=False)
+                return of(lambda: lifecycle.server.resume(name), self._paused, is_written=False)
             case "relieve":
                 return of(self._relieve, lambda answer, found, state: [state], is_admin=False)
         raise AssertionError(kind)
@@ -643,7 +641,7 @@ class History:
     async def _resume_all(self, at: float) -> None:
         await asyncio.sleep(at)
         for name in list(self.registry.paused):
-            await pausing.resume(self.lifecycle.server, name)
+            await self.lifecycle.server.resume(name)
 
     async def _outage(self, at: float) -> None:
         await asyncio.sleep(at)

@@ -8,7 +8,6 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.scheduler.pauses import PauseMode
-from lora_plugins.server.pausing import pause, resume
 from tests.server.world import World, serving
 from tests.virtual_time import runs
 
@@ -25,29 +24,29 @@ async def running_for(seconds: float) -> tuple[World, asyncio.Task[str]]:
 @runs
 async def test_a_pause_is_answered_once_nothing_runs() -> None:
     world, running = await running_for(5.0)
-    pausing = asyncio.create_task(pause(world.lifecycle.server, "sql", PauseMode.WAIT))
+    pausing = asyncio.create_task(world.lifecycle.server.pause("sql", PauseMode.WAIT))
     await asyncio.sleep(4.0)
     assert (pausing.done(), world.lifecycle.registry.paused) == (False, {"sql"})
     assert await running
     assert await pausing
-    assert await resume(world.lifecycle.server, "sql")
-    assert not await resume(world.lifecycle.server, "sql"), "it was not paused"
+    assert await world.lifecycle.server.resume("sql")
+    assert not await world.lifecycle.server.resume("sql"), "it was not paused"
 
 
 @runs
 async def test_an_abort_ends_what_runs() -> None:
     world, running = await running_for(500.0)
     async with asyncio.timeout(1):
-        assert await pause(world.lifecycle.server, "sql", PauseMode.ABORT)
+        assert await world.lifecycle.server.pause("sql", PauseMode.ABORT)
     assert (world.server.aborted, running.cancelled()) == (["running"], True)
 
 
 @runs
 async def test_a_resume_answers_a_pause_that_waits() -> None:
     world, running = await running_for(500.0)
-    pausing = asyncio.create_task(pause(world.lifecycle.server, "sql", PauseMode.WAIT))
+    pausing = asyncio.create_task(world.lifecycle.server.pause("sql", PauseMode.WAIT))
     await world.settled()
-    assert await resume(world.lifecycle.server, "sql")
+    assert await world.lifecycle.server.resume("sql")
     assert not await pausing
     running.cancel()
 
@@ -56,11 +55,11 @@ async def test_a_resume_answers_a_pause_that_waits() -> None:
 async def test_a_swap_leaves_a_pause_and_an_unload_ends_it() -> None:
     world = World()
     await serving(world, "aa")
-    await pause(world.lifecycle.server, "sql", PauseMode.KEEP)
+    await world.lifecycle.server.pause("sql", PauseMode.KEEP)
     await serving(world, "aa", "bb")
     assert world.lifecycle.registry.paused == {"sql"}
     await world.lifecycle.unload("sql", block=False)
     assert (world.lifecycle.registry.paused, world.engine.asked["lora_plugins_resume"]) == (set(), 1)
-    for change in (pause(world.lifecycle.server, "sql", PauseMode.KEEP), resume(world.lifecycle.server, "sql")):
+    for change in (world.lifecycle.server.pause("sql", PauseMode.KEEP), world.lifecycle.server.resume("sql")):
         with pytest.raises(AdapterNotFound):
             await change

@@ -18,12 +18,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route, Router
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, RateExceeded, SourceUnavailable
-from lora_plugins.server import frames
+from lora_plugins.server import leader as frames
 from lora_plugins.server import leader as leading
 from lora_plugins.server.carrying import CarryToLeader, answer_carried
 from lora_plugins.server.follower import FollowedTable, Follower, has_started
-from lora_plugins.server.frames import Frame
-from lora_plugins.server.leader import Leader
+from lora_plugins.server.leader import Frame, Leader
 from lora_plugins.server.rates import FollowedRates, Rate, Rates
 from lora_plugins.server.shares import Share, Shares
 

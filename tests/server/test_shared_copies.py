@@ -13,7 +13,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import Events
 from lora_plugins.server.api_server import ApiServer
-from lora_plugins.server.frames import Frame
+from lora_plugins.server.leader import Frame
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry
 from lora_plugins.server.shared_copies import FollowedCopies, LedCopies

@@ -19,8 +19,7 @@ from lora_plugins.process import Process, this_process
 from lora_plugins.server.background import background
 from lora_plugins.server.carrying import answer_carried
 from lora_plugins.server.follower import Follower, end_without_leader
-from lora_plugins.server.frames import Frame
-from lora_plugins.server.leader import Leader
+from lora_plugins.server.leader import Frame, Leader
 from lora_plugins.server.rates import FollowedRates, Rate
 from lora_plugins.server.shared_copies import FollowedCopies
 from lora_plugins.server.shares import Share
