@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -16,35 +17,29 @@ _T = TypeVar("_T")
 _AT_ONCE = 200  # items between two turns of the event loop
 
 
+@dataclass(eq=False)
 class FewAtOnce(Generic[_T]):
     """Runs `work` for items, at most `limit` of one place at once, first come first served.
 
-    Args:
+    Attributes:
         work: never raises.
         place_of: the place of an item; items of one place share the limit.
         is_wanted: called before the work for an item; an unwanted item is left out.
         on_idle: called when no item is left.
     """
 
-    def __init__(
-        self,
-        work: Callable[[_T], Coroutine[None, None, None]],
-        place_of: Callable[[_T], str],
-        *,
-        limit: int,
-        is_wanted: Callable[[str, _T], bool],
-        on_idle: Callable[[], None],
-    ) -> None:
-        self._work = work
-        self._place_of = place_of
-        self._limit = limit
-        self._is_wanted = is_wanted
-        self._on_idle = on_idle
-        self._waiting: dict[str, _T] = {}
-        self._queues = defaultdict[str, deque[tuple[str, _T]]](deque)
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._running_at = defaultdict[str, int](int)
-        self._is_idle = asyncio.Event()
+    work: Callable[[_T], Coroutine[None, None, None]]
+    place_of: Callable[[_T], str]
+    limit: int
+    is_wanted: Callable[[str, _T], bool]
+    on_idle: Callable[[], None] = lambda: None
+    _waiting: dict[str, _T] = field(default_factory=dict)
+    _queues: defaultdict[str, deque[tuple[str, _T]]] = field(default_factory=lambda: defaultdict(deque))
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _running_at: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
         self._is_idle.set()
 
     def __len__(self) -> int:
@@ -58,7 +53,7 @@ class FewAtOnce(Generic[_T]):
             return
         self._waiting[name] = item
         self._is_idle.clear()
-        place = self._place_of(item)
+        place = self.place_of(item)
         self._queues[place].append((name, item))
         self._fill(place)
 
@@ -80,22 +75,22 @@ class FewAtOnce(Generic[_T]):
 
     def _fill(self, place: str) -> None:
         queue = self._queues[place]
-        while queue and self._running_at[place] < self._limit:
+        while queue and self._running_at[place] < self.limit:
             name, item = queue.popleft()
             # `end`, or `begin` with another item, has replaced the entry since.
             if self._waiting.get(name) is not item:
                 continue
             del self._waiting[name]
-            if self._is_wanted(name, item):
+            if self.is_wanted(name, item):
                 self._running_at[place] += 1
-                task = self._running[name] = asyncio.create_task(self._work(item))
+                task = self._running[name] = asyncio.create_task(self.work(item))
                 task.add_done_callback(partial(self._ended, place, name))
         # Places without items leave nothing behind.
         if not queue and not self._running_at[place]:
             del self._queues[place], self._running_at[place]
         if not len(self) and not self._is_idle.is_set():
             self._is_idle.set()
-            self._on_idle()
+            self.on_idle()
 
     def _ended(self, place: str, name: str, task: asyncio.Task[None]) -> None:
         # After `end` and a new `begin`, the name belongs to a newer task.

@@ -12,8 +12,9 @@ import os
 import sys
 import time
 from collections import UserDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,41 +52,36 @@ class FollowedTable(UserDict[str, Any]):
         self.data.clear()
 
 
+@dataclass(eq=False)
 class Follower:
     """Keeps a copy of the leader's table.
 
-    Args:
+    Attributes:
         request_of: makes one of vLLM's requests from the leader's description of an adapter under a name.
         on_change: called after each change with a name, and the request that the table had for the name before.
         abort: ends the requests of this process among the given ids.
         relieve: ends the leases of adapters without running requests.
         on_loss: called once the connection is lost, unless `close` has closed the connection.
-
-    Attributes:
         table: the served names; a copy of the leader's table. Empty once the connection is lost.
     """
 
-    def __init__(
-        self,
-        request_of: Callable[[str, Frame], Any],
-        on_change: Callable[[str, Any], None],
-        abort: Callable[[list[str]], None],
-        relieve: Callable[[], Awaitable[None]],
-        *,
-        on_loss: Callable[[], None],
-    ) -> None:
-        self.table = FollowedTable()
-        self._request_of, self._on_change, self._abort, self._relieve = request_of, on_change, abort, relieve
-        self._on_loss = on_loss
-        self._folder = Path()
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._has_all, self._is_ready, self._is_lost = asyncio.Event(), asyncio.Event(), False
-        self._is_closed = False
-        self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Frame]] = {}
-        # Time of the last report of use, by engine id, of time.monotonic().
-        self._told_used: LRUCache[int, float] = LRUCache(_REMEMBERED)
+    request_of: Callable[[str, Frame], Any]
+    on_change: Callable[[str, Any], None]
+    abort: Callable[[list[str]], None]
+    relieve: Callable[[], Awaitable[None]]
+    on_loss: Callable[[], None]
+    table: FollowedTable = field(default_factory=FollowedTable)
+    _folder: Path = Path()
+    _writer: asyncio.StreamWriter | None = None
+    _reading: asyncio.Task[None] | None = None
+    _has_all: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_lost: bool = False
+    _is_closed: bool = False
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _answers: dict[int, asyncio.Future[Frame]] = field(default_factory=dict)
+    # Time of the last report of use, by engine id, of time.monotonic().
+    _told_used: LRUCache[int, float] = field(default_factory=lambda: LRUCache(_REMEMBERED))
 
     async def connect(self, folder: Path, number: int) -> None:
         """Follow the leader of this folder, once the leader listens; returns with the whole table.
@@ -207,7 +203,7 @@ class Follower:
             self._lose()
         # Not reached by a cancellation, with which the process ends anyway.
         if not self._is_closed:
-            self._on_loss()
+            self.on_loss()
 
     def _lose(self) -> None:
         if self._writer is not None:
@@ -229,7 +225,7 @@ class Follower:
                 self._confirm(frame["change"])
         elif "relieve" in frame:  # await here, in order: `has` confirms this frame and all frames before
             try:
-                await self._relieve()
+                await self.relieve()
             except Exception:  # noqa: BLE001 - the leases end later, and every other change is followed
                 logger.exception("Leases of adapters without requests could not be ended")
             self._confirm(frame["relieve"])
@@ -237,7 +233,7 @@ class Follower:
             if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
                 answer.set_result(frame)
         elif "abort" in frame:
-            self._abort(frame["abort"])
+            self.abort(frame["abort"])
         elif "all" in frame:
             self._confirm(frame["all"])
             self._has_all.set()
@@ -250,8 +246,8 @@ class Follower:
 
     def _change(self, name: str, adapter: Frame | None) -> None:
         before = self.table.get(name)
-        self.table.follow(name, None if adapter is None else self._request_of(name, adapter))
-        self._on_change(name, before)
+        self.table.follow(name, None if adapter is None else self.request_of(name, adapter))
+        self.on_change(name, before)
 
 
 def has_started(folder: Path, pid: int) -> bool:

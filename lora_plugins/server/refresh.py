@@ -30,9 +30,7 @@ async def poll(lifecycle: Lifecycle, interval_s: float) -> NoReturn:
         adapter = registry.get(name)
         return "" if adapter is None or adapter.version is None else adapter.version.source
 
-    polls = FewAtOnce(
-        one, source_of, limit=_POLLED_AT_ONCE, is_wanted=lambda name, _: bool(source_of(name)), on_idle=lambda: None
-    )
+    polls = FewAtOnce(one, source_of, limit=_POLLED_AT_ONCE, is_wanted=lambda name, _: bool(source_of(name)))
     try:
         while True:
             await asyncio.sleep(interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))  # noqa: S311 - no secret
