@@ -6,6 +6,8 @@ Clients who only ask for completions see no paths of the server.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 
@@ -40,6 +42,15 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
     if error.http_status == 408:
         headers["Connection"] = "close"  # the rest of a slow body is not waited for
     return HTTPException(error.http_status, text, headers)
+
+
+@contextmanager
+def as_http(*, shows_paths: bool = False) -> Iterator[None]:
+    """Inside, errors of this package become HTTP, as `http_error` says."""
+    try:
+        yield
+    except LoRAPluginsError as error:
+        raise http_error(error, shows_paths=shows_paths) from None
 
 
 def without_paths(text: str) -> str:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, Chat
 from lora_plugins.api.access.principals import principal_of_request, require_admin
-from lora_plugins.api.http_errors import http_error
+from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, served_state, views_of
 from lora_plugins.api.models import (
     AdapterList,
@@ -109,10 +109,8 @@ def _ms(seconds: float) -> float:
 @asynccontextmanager
 async def _as_http() -> AsyncIterator[float]:
     """Inside, errors of this package become HTTP; yields the start of the call, by `time.perf_counter`."""
-    try:
+    with as_http(shows_paths=True):
         yield time.perf_counter()
-    except LoRAPluginsError as error:
-        raise http_error(error, shows_paths=True) from None
 
 
 @asynccontextmanager

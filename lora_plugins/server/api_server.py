@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ class ApiServer:
 
     Attributes:
         drain_timeout_s: seconds that running requests get to end, where a call does not say.
+        on_change: called after every change of the served names or versions.
     """
 
     registry: Registry
@@ -46,6 +48,7 @@ class ApiServer:
     resolver: AdapterResolver
     events: Events
     drain_timeout_s: float = 60.0
+    on_change: Callable[[], None] = lambda: None
 
     def release(self, name: str, *versions: ResolvedAdapter) -> list[asyncio.Future[None]]:
         """End the leases of versions that the name no longer needs; return what is done when their files are gone."""

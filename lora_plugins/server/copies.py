@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,9 @@ _HASHED_S = 60.0
 
 
 class Copies:
-    """The copies of one API server.
-
-    Attributes:
-        on_change: called after names were swapped to newer versions, or unloaded to make room.
-    """
+    """The copies of one API server."""
 
     def __init__(self, server: ApiServer) -> None:
-        self.on_change: Callable[[], None] = lambda: None
         self._server = server
         self._registry, self._resolver, self._store = server.registry, server.resolver, server.resolver.store
         budgets_bytes = (self._store.max_bytes, self._resolver.settings.host_max_bytes)
@@ -129,7 +124,7 @@ class Copies:
             raise
         self._tried.pop(adapter.name, None)
         if made.is_swap:
-            self.on_change()
+            self._server.on_change()
         return made
 
     async def after_failure(self, request: Any, error: LoRAPluginsError) -> Any:
@@ -221,7 +216,7 @@ class Copies:
                 self._registry.remove(adapter.name)
                 unloading.append(self._server.drain(adapter, no_longer_served(adapter.name)))
         if unloading:
-            self.on_change()
+            self._server.on_change()
         await asyncio.gather(*unloading)
 
     async def _replace(self, adapter: ServedAdapter) -> None:

@@ -41,7 +41,6 @@ class Lifecycle:
     the lock while waiting for running requests.
 
     Attributes:
-        on_change: called after every change of the served names or versions.
         written: waits until what is served is written down for the next start.
         copies: the store's copies of served adapters.
         resolving: resolves that requests wait for, by name.
@@ -51,8 +50,6 @@ class Lifecycle:
         self.server = server
         self.registry, self.planner = server.registry, server.planner
         self.copies = copies or Copies(server)
-        self.on_change: Callable[[], None] = lambda: None
-        self.copies.on_change = lambda: self.on_change()  # noqa: PLW0108 - another function by then
         self.written: Callable[[], Awaitable[None]] = _nothing
         self.resolving: SingleFlight[str, Any] = SingleFlight()
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
@@ -95,7 +92,7 @@ class Lifecycle:
                 version = await find_version(self.server, name, uri, digest)
                 await change(self.server, adapter, version, uri, None, is_noted=is_noted)
             adapter.held_digest = None if digest is None else adapter.digest
-        self.on_change()
+        self.server.on_change()
         return adapter
 
     async def restore(self, adapter: DesiredAdapter) -> ServedAdapter | None:
@@ -119,7 +116,7 @@ class Lifecycle:
                 if version is not None:
                     served = ServedAdapter(name)
                     await change(self.server, served, version, uri, None)
-        self.on_change()
+        self.server.on_change()
         return served
 
     async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
@@ -229,7 +226,7 @@ class Lifecycle:
             # The block's own unload has not come yet, and the engines refuse what it retires.
             background(self.server.drain(before, blocked(name)))
         yield
-        self.on_change()
+        self.server.on_change()
         blocks = self.registry.blocked
         with store_errors():
             has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
@@ -279,7 +276,7 @@ class Lifecycle:
                 return None
             adapter = ServedAdapter(text)
             await change(self.server, adapter, version, None, version.digest)
-        self.on_change()
+        self.server.on_change()
         return adapter
 
     async def unload(
@@ -332,7 +329,7 @@ class Lifecycle:
         self.registry.remove(adapter.name)
         self.server.release(adapter.name, *adapter.versions)
         self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
-        self.on_change()
+        self.server.on_change()
 
     async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
         """Look for a new version at the source and swap to the new version.
@@ -407,7 +404,7 @@ class Lifecycle:
                     adapter=name,
                 )
             made = await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
-        self.on_change()
+        self.server.on_change()
         return made
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
@@ -419,7 +416,7 @@ class Lifecycle:
         """
         async with self._served(name, expects) as adapter:
             await self._pin(adapter)
-        self.on_change()
+        self.server.on_change()
         return adapter
 
     async def unpin(self, name: str) -> ServedAdapter:
@@ -430,7 +427,7 @@ class Lifecycle:
         """
         async with self._served(name) as adapter:
             adapter.is_pinned = False
-            self.on_change()
+            self.server.on_change()
             await asyncio.shield(background(self.planner.unpin(adapter.engine_id)))
         return adapter
 
@@ -488,7 +485,7 @@ class Lifecycle:
             adapter = self.registry.remove(name)
         if adapter is None:
             return None
-        self.on_change()
+        self.server.on_change()
         return await self.server.drain(adapter, refusal, timeout_s)
 
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:

@@ -140,7 +140,7 @@ class Reconciler:
                 time.perf_counter() - started,
             )
         # Only now, so that the loads of the start do not write the list again and again.
-        self._lifecycle.on_change, self._lifecycle.written = self._write_soon, self.written
+        self._lifecycle.server.on_change, self._lifecycle.written = self._write_soon, self.written
         self._write_soon()
 
     async def follow(self) -> None:
@@ -312,7 +312,7 @@ class Reconciler:
         else:
             target.is_done, target.error = True, None
         if target.is_done:
-            self._lifecycle.on_change()
+            self._lifecycle.server.on_change()
 
     def _is_decided(self, target: Target) -> bool:
         """Whether somebody has meanwhile loaded or blocked a name that the start could not serve."""

@@ -44,3 +44,13 @@ def where(is_ours: Callable[[Any], bool], method: Callable[..., Any]) -> Callabl
         return answer
 
     return wrapper
+
+
+class Over:
+    """An object of vLLM's, but for the attributes that a subclass has."""
+
+    def __init__(self, under: Any) -> None:
+        self._under = under
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._under, name)

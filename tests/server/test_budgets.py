@@ -248,7 +248,7 @@ async def test_versions_asked_for_by_digest_make_room(make_bed) -> None:
     assert names[0] not in served
     assert await lifecycle.load_version(names[0]) is None, "no copy is left"
     written: list[list[str]] = []
-    lifecycle.on_change = lambda: written.append([adapter.name for adapter in lifecycle.registry.all()])
+    lifecycle.server.on_change = lambda: written.append([adapter.name for adapter in lifecycle.registry.all()])
     await bed.copies.relieve()
     assert written == [["sql"]], "for the next start"
 

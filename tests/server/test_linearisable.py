@@ -287,7 +287,7 @@ class Servers:
             request = self.world.server.new_request(name, str(version.path))
             background(self.planner.load(request))
             self.leader.table[name] = request
-        self.lifecycle.on_change()
+        self.lifecycle.server.on_change()
         return request
 
     async def ask(self, name: str, seconds: float, where: int) -> str:

@@ -135,7 +135,7 @@ async def test_what_was_loaded_by_its_path_is_restored(
     await reconciling(first, Settings(), file).start()
     first.resolver.has["/by/hand"] = Version(old)
     assert await load_in_place(first, name, "/by/hand")
-    first.lifecycle.on_change()
+    first.lifecycle.server.on_change()
     await asyncio.sleep(0.1)
     assert file.read() == [DesiredAdapter(name, "/by/hand", old)]
 

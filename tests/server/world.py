@@ -212,7 +212,7 @@ class World:
         self.planner = PlannerClient(self.engine.ask, events)
         server = ApiServer(registry, self.planner, self.server, self.resolver, events, drain_timeout_s)
         self.lifecycle = Lifecycle(server)
-        self.lifecycle.on_change = self.count
+        self.lifecycle.server.on_change = self.count
 
     def tell(self, event: Any) -> None:
         """Note what happens, but for loads that succeed, of which there are many."""

@@ -15,8 +15,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from lora_plugins.adapter.chat import Chat, few
-from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
+from lora_plugins.api.http_errors import as_http
+from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.response import present
@@ -53,10 +53,8 @@ async def _chat_of(name: str | None) -> Chat:
     if process.settings.adapter_chat is AdapterChat.STRICT:
         return Chat()  # no adapter's template runs before `_refuse_other` has seen it
     path = _path_of(next((table.lora_requests.get(name) for table in process.tables), None))
-    try:
+    with as_http():
         chat = await process.resolver.chats.read(path) if path else Chat()
-    except LoRAPluginsError as error:
-        raise http_error(error) from None
     if chat.warning:
         _warn(name, chat.warning)
         present().warnings[chat.warning] = None
@@ -199,12 +197,10 @@ def _ending(original: Any) -> Any:
         path = _path_of(made.lora_request)
         if path and made.sampling_params is not None and self.tokenizer is not None:
             know_tokenizer(self.renderer, self.model_config)  # `LLM` has no table of models
-            try:
+            with as_http():
                 chat = this_process().resolver.chats.at(path)
                 if this_process().settings.adapter_chat is AdapterChat.STRICT:
                     _refuse_other(chat, self)
-            except LoRAPluginsError as error:
-                raise http_error(error) from None
             tokenizer = tokenizer_of(self.tokenizer, chat)
             if chat.added_tokens:
                 made.sampling_params.update_from_tokenizer(tokenizer)  # bad_words

@@ -24,7 +24,7 @@ from typing import Any
 
 from lora_plugins.adapter.fit import without_lora
 from lora_plugins.api.access.principals import share_of_request
-from lora_plugins.api.http_errors import http_error
+from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import NotServed, RequestServed
 from lora_plugins.process import moves_running, this_process
@@ -145,14 +145,12 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
 
 
 async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:
-    try:
+    with as_http():
         async with snapshots_of(client).adding(lora_request) as taken:
             if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
                 return await original(client, taken)
             uri = None if taken is lora_request else place_by_path(lora_request.lora_path)
             await planner_of(client).load(taken, uri=uri, wants_slot=False, moves=moves_running())
-    except LoRAPluginsError as error:
-        raise http_error(error) from None
     return True
 
 

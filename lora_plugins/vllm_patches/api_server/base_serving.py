@@ -15,8 +15,8 @@ import copy
 from typing import Any
 
 from lora_plugins.api.access.principals import label_of_request, principal_of_request
-from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
+from lora_plugins.api.http_errors import as_http, http_error
+from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.registry import no_longer_served
@@ -169,10 +169,8 @@ def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:
     """Refuse a blocked adapter in vLLM's table: another server of the store blocked the name, or its unload waits."""
     process = this_process()
     if adapter is not None and (process.is_resolver_registered or process.is_manager_patched):
-        try:
+        with as_http():
             process.resolver.store.blocks.refuse(adapter.lora_name)
-        except LoRAPluginsError as error:
-            raise http_error(error) from None
     return adapter
 
 

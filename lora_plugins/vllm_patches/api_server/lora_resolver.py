@@ -14,8 +14,7 @@ from typing import Any
 
 from lora_plugins.adapter.fit import BaseModel, original_name_of
 from lora_plugins.adapter.landing import Model
-from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.api.http_errors import as_http
 from lora_plugins.findings import at_start
 from lora_plugins.log import logger
 from lora_plugins.process import Process
@@ -49,12 +48,10 @@ class LoRAPluginsResolver:
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
         """Return a `LoRARequest`, or None where no source has the adapter; errors carry their HTTP status."""
         ours = self.process.resolver
-        try:
+        with as_http():  # the event has been logged
             # vLLM calls a resolver outside of its `try` (`OpenAIServingModels.resolve_lora`, 0.32): an error raised
             # here ends the request, and asks no further resolver.
             resolved = (await ours.look_up(lora_name, base_model_name)).version()
-        except LoRAPluginsError as error:
-            raise http_error(error) from None  # the event has been logged
         if resolved is None:
             return None
         from vllm.lora.request import LoRARequest

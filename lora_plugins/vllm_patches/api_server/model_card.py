@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.api.http_errors import http_error
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.api.http_errors import as_http
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
@@ -58,10 +57,8 @@ def add_route(app: Any) -> None:
     from starlette.responses import JSONResponse
 
     async def show_model(request: Any) -> Any:
-        try:
+        with as_http():
             card = await _show(request.app.state.openai_serving_models, request.path_params["name"])
-        except LoRAPluginsError as error:
-            raise http_error(error) from None
         return JSONResponse(card.model_dump())
 
     app.add_route(PATH, show_model, methods=["GET"])

@@ -27,7 +27,7 @@ from typing import Any
 
 from lora_plugins.adapter.names import misspelt, near, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
-from lora_plugins.api.http_errors import http_error
+from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.resolvers.sources.uri import place_by_path
@@ -44,7 +44,7 @@ from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving
 from lora_plugins.vllm_patches.api_server.model_card import card_of
 from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leader, take_role
 from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
-from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.vllm_patches.wrapping import Over, wrap
 from lora_plugins.worker.lora_request import is_vllms
 
 _MOST_COMPARED = 1_000  # names: a few milliseconds of the event loop at most
@@ -89,15 +89,12 @@ def _starting(original: Any) -> Any:
     return init_static_loras
 
 
-class _Client:
+class _Client(Over):
     """The engine client for vLLM's table of models while vLLM adds an adapter: loads are ours."""
 
     def __init__(self, models: Any, lifecycle: Lifecycle) -> None:
-        self._client = models.engine_client
+        super().__init__(models.engine_client)
         self._lifecycle = lifecycle
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
 
     def in_place_of(self, models: Any) -> Any:
         """Return a copy of the table, over the same adapters, that asks this client."""
@@ -126,7 +123,7 @@ class _LoadsByPath(_Client):
         try:
             async with self._lifecycle.ending_block(name, self.seen_block) if is_for_request() else nullcontext():
                 if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find the files
-                    await planner_of(self._client).load(request, wants_slot=False, moves=moves)
+                    await planner_of(self._under).load(request, wants_slot=False, moves=moves)
         except LoRAPluginsError as error:
             self.error = error
             raise
@@ -139,10 +136,10 @@ class _LoadsInBackground(_Client):
     async def add_lora(self, request: Any) -> bool:
         """Load as vLLM does; a load that fails takes the adapter out of the table again."""
         if not is_vllms(request):  # it may hold weights, which only vLLM's own call brings to the workers
-            return bool(await self._client.add_lora(request))
-        async with snapshots_of(self._client).adding(request) as taken:
+            return bool(await self._under.add_lora(request))
+        async with snapshots_of(self._under).adding(request) as taken:
             uri = None if taken is request else place_by_path(request.lora_path)
-            load = planner_of(self._client).load(taken, uri=uri, moves=moves_running())
+            load = planner_of(self._under).load(taken, uri=uri, moves=moves_running())
         # An error raised here would not reach the caller: vLLM logs it and asks the next resolver (`except
         # BaseException` in `resolve_lora`, 0.32).
         background(self._loading(load, request))
@@ -179,16 +176,14 @@ def _loading_by_path(original: Any) -> Any:
         lifecycle = lifecycle_of(self)
         client = _LoadsByPath(self, lifecycle)
         if is_for_request():
-            try:
+            with as_http():
                 client.seen_block = lifecycle.block_to_end(request.lora_name)
-            except LoRAPluginsError as error:
-                raise http_error(error) from None
         result = await original(client.in_place_of(self), request, *args, **kwargs)
         if client.error is not None:
             raise http_error(client.error, shows_paths=True)  # the caller has named the path
         # vLLM's own checks return an ErrorResponse.
         if not hasattr(result, "error"):
-            lifecycle.on_change()
+            lifecycle.server.on_change()
             await lifecycle.written()
         return result
 
@@ -203,12 +198,13 @@ def _resolving(original: Any) -> Any:
 
     async def resolve_lora(self: Any, lora_name: str) -> Any:
         role = this_process().role
-        if isinstance(role, Follower):
-            result = await _resolved_by_leader(role, lora_name)
-        elif is_planned(self.engine_client):
-            result = await _resolved(original, self, lora_name)
-        else:
-            result = await original(self, lora_name)
+        with as_http():
+            if isinstance(role, Follower):
+                result = await resolved_by_leader(role, lora_name)
+            elif is_planned(self.engine_client):
+                result = await _resolved(original, self, lora_name)
+            else:
+                result = await original(self, lora_name)
         error = getattr(result, "error", None)  # an attribute of an ErrorResponse
         if error is not None and error.code == AdapterNotFound.http_status and this_process().is_resolver_registered:
             base_names = [path.name for path in self.base_model_paths]
@@ -230,13 +226,6 @@ def _near_names(models: Any, lora_name: str) -> list[str]:
     return [name for name in found if name not in blocked]
 
 
-async def _resolved_by_leader(follower: Follower, lora_name: str) -> Any:
-    try:
-        return await resolved_by_leader(follower, lora_name)
-    except LoRAPluginsError as error:
-        raise http_error(error) from None
-
-
 async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
     """Resolve, unless the name is blocked, and write the result down for the next start.
 
@@ -250,17 +239,14 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
         if hasattr(result, "error"):
             adapter = await lifecycle.load_version(lora_name)
             return result if adapter is None else adapter.request
-        lifecycle.on_change()
+        lifecycle.server.on_change()
         return result
 
-    try:
-        lifecycle.registry.blocked.refuse(lora_name)
-        if share is not None and not await this_process().resolver.has(lora_name, lifecycle.server.vllm.base_path):
-            share = None  # a name that no source has takes nothing of the share
-        async with lifecycle.copies.sharing(share, lora_name):
-            return await lifecycle.resolving.run(lora_name, resolve)
-    except LoRAPluginsError as error:
-        raise http_error(error) from None
+    lifecycle.registry.blocked.refuse(lora_name)
+    if share is not None and not await this_process().resolver.has(lora_name, lifecycle.server.vllm.base_path):
+        share = None  # a name that no source has takes nothing of the share
+    async with lifecycle.copies.sharing(share, lora_name):
+        return await lifecycle.resolving.run(lora_name, resolve)
 
 
 def _checking_unload(original: Any) -> Any:
@@ -298,7 +284,7 @@ def _unloading(original: Any) -> Any:
         # After vLLM's own code: the table has lost the name, so no new request finds the adapter.
         adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
         if adapter is not None:
-            lifecycle.on_change()
+            lifecycle.server.on_change()
             is_free = await lifecycle.server.drain(adapter, no_longer_served(name))
             await lifecycle.written()
             if not is_free:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,25 @@ async def listen(models: Any, leader: Leader) -> None:
     app = this_process().app
 
     async def call(frame: Frame, held: AsyncExitStack) -> Frame:
-        if frame["call"] == "use":
-            await held.enter_async_context(lifecycle_of(models).copies.sharing(Share(**frame["share"]), frame["name"]))
-            return {}
-        return await _CALLS[frame["call"]](models, leader, frame)
+        match frame["call"]:
+            case "use":
+                share = Share(**frame["share"])
+                await held.enter_async_context(lifecycle_of(models).copies.sharing(share, frame["name"]))
+            case "resolve":
+                return await _resolve(models, leader, frame)
+            case "have":
+                return {"is_had": await lifecycle_of(models).copies.have(frame["name"], frame["engine_id"])}
+            case "used":
+                lifecycle_of(models).planner.used_at[frame["engine_id"]] = time.time()
+            case "admit":
+                return {"wait": this_process().rates.wait(Rate(**frame["rate"]))}
+            case "spend":
+                this_process().rates.spend(Rate(**frame["rate"]), frame["tokens"])
+            case unknown:
+                raise KeyError(unknown)
+        return {}
 
-    async def carried(first: Frame, *streams: Any) -> None:
-        await answer_carried(app, first, *streams)
-
-    await leader.listen(Path(getattr(app.state.args, FOLDER)), call, carried)
+    await leader.listen(Path(getattr(app.state.args, FOLDER)), call, partial(answer_carried, app))
 
 
 async def resolved_by_leader(follower: Follower, name: str) -> Any:
@@ -233,24 +244,3 @@ def _exception_of(status: int, text: str, headers: dict[str, str]) -> Exception:
     if status == HTTPStatus.BAD_REQUEST:
         return VLLMClientError(text)  # type: ignore[no-any-return]
     return HTTPException(status, text, headers)
-
-
-async def _have(models: Any, _: Leader, frame: Frame) -> Frame:
-    return {"is_had": await lifecycle_of(models).copies.have(frame["name"], frame["engine_id"])}
-
-
-async def _used(models: Any, _: Leader, frame: Frame) -> Frame:
-    lifecycle_of(models).planner.used_at[frame["engine_id"]] = time.time()
-    return {}
-
-
-async def _admit(_models: Any, _: Leader, frame: Frame) -> Frame:
-    return {"wait": this_process().rates.wait(Rate(**frame["rate"]))}
-
-
-async def _spend(_models: Any, _: Leader, frame: Frame) -> Frame:
-    this_process().rates.spend(Rate(**frame["rate"]), frame["tokens"])
-    return {}
-
-
-_CALLS = {"resolve": _resolve, "have": _have, "used": _used, "admit": _admit, "spend": _spend}

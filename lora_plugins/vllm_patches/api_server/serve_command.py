@@ -23,7 +23,7 @@ from lora_plugins.process import Process
 from lora_plugins.server import declared_file
 from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.vllm_patches.api_server.supervisor import going_on
-from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.vllm_patches.wrapping import Over, wrap
 
 _CLI = "vllm.entrypoints.cli.serve"
 _GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server: imported before plugins are loaded
@@ -196,16 +196,10 @@ def _that_changes(settings: Settings) -> str | None:
     return "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if settings.runtime_lora_updating else None
 
 
-class _WithoutUpdating:
+class _WithoutUpdating(Over):
     """vLLM's `envs` for the command alone: the command refuses runtime updating with several API servers."""
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING = False
-
-    def __init__(self, envs: Any) -> None:
-        self._envs = envs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._envs, name)
 
 
 def _refusal(front_end: str, asked: list[str], remedy: str) -> InvalidSettings:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lora_plugins.log import logger
 from lora_plugins.server.follower import has_started
+from lora_plugins.vllm_patches.wrapping import Over
 
 _END_S = 5.0
 
@@ -42,31 +43,22 @@ def going_on(original: Callable[..., None], folder: Path) -> Callable[..., None]
     return wait_for_completion_or_failure
 
 
-class _Servers:
+class _Servers(Over):
     """A view of vLLM's manager of API servers."""
 
     def __init__(self, manager: Any, folder: Path) -> None:
-        self._manager = manager
+        super().__init__(manager)
         first, *others = manager.processes  # vLLM numbers API servers in this order, and number 0 leads
         self.processes = [_FirstProcess(first), *(_OtherProcess(process, folder) for process in others)]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
 
-
-class _Ended:
+class _Ended(Over):
     """A view of an API server's process. vLLM reads the exit code once the process's end of `sentinel` is closed."""
-
-    def __init__(self, process: Any) -> None:
-        self._process = process
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._process, name)
 
     def _code(self) -> int | None:
         # The system closes a dying process's files a moment before the exit code is there.
-        self._process.join(_END_S)
-        code: int | None = self._process.exitcode
+        self._under.join(_END_S)
+        code: int | None = self._under.exitcode
         return code
 
 
@@ -88,7 +80,7 @@ class _OtherProcess(_Ended):
 
     @property
     def exitcode(self) -> int | None:
-        code, name, pid = self._code(), self._process.name, self._process.pid
+        code, name, pid = self._code(), self._under.name, self._under.pid
         if not code or not has_started(self._folder, pid):
             return code
         logger.error("%s (PID: %d) died with exit code %d: its requests fail, the others serve on", name, pid, code)
