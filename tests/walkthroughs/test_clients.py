@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from testbed.bed import Bed
+from testbed.chat_front_ends import KEY, LITELLM, litellm
 from testbed.pages import Block
 from testbed.server import reserved_port
 from tests.walkthroughs.conftest import SMALL
@@ -48,8 +44,6 @@ CLIENTS = Walk(
         "127.0.0.1:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
     },
 )
-LITELLM = shutil.which("litellm")
-KEY = "sk-of-this-test-4f1c92ab7e55d08812cd"
 CHAT = {"messages": [{"role": "user", "content": "How many users?"}], "max_tokens": 8, "temperature": 0}
 
 
@@ -82,32 +76,6 @@ def test_open_webuis_requests_are_answered(page: Reader) -> None:
         assert json.loads(said[-2])["usage"]["completion_tokens"] == CHAT["max_tokens"]
         assert client.post("/chat/completions", json=body | {"model": "nobody"}).status_code == 404
         assert "[L005]" in client.post("/chat/completions", json=body | {"model": "broken"}).json()["error"]["message"]
-
-
-@contextmanager
-def litellm(folder: Path, config: str) -> Iterator[httpx.Client]:
-    """LiteLLM's proxy, in its own environment."""
-    (folder / "config.yaml").write_text(config)
-    with reserved_port() as port:
-        pass  # its server sets no SO_REUSEPORT
-    command = [str(LITELLM), "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)]
-    own = {"LITELLM_MASTER_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PATH": os.environ["PATH"]}
-    with (folder / "litellm.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(240):
-            assert process.poll() is None, (folder / "litellm.log").read_text()
-            try:
-                httpx.get(f"{url}/health/liveliness")
-                break
-            except httpx.TransportError:
-                time.sleep(0.5)
-        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=240) as client:
-            yield client
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=60)
 
 
 def ask(client: httpx.Client, model: str) -> httpx.Response:
