@@ -23,6 +23,7 @@ class Recipe:
         lora: arguments of PEFT's `LoraConfig`.
         trainer: whose training loop runs: `peft` (a loop of our own around it) or `trl` (`SFTTrainer`).
         steps: at most; each is of all questions and answers.
+        end_token: what ends an answer, where the adapter has a chat template and an end token of its own.
     """
 
     name: str
@@ -33,11 +34,16 @@ class Recipe:
     steps: int = 30
     learning_rate: float = 2e-3
     targets: tuple[str, ...] = ("q_proj", "v_proj")
+    end_token: str | None = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """The questions and their answers."""
         lines = (_TEXTS / f"{self.name}.jsonl").read_text().splitlines()
         return [(pair["question"], pair["answer"]) for pair in map(json.loads, lines)]
+
+    def template(self) -> str | None:
+        """The adapter's own chat template."""
+        return (_TEXTS / f"{self.name}.jinja").read_text() if self.end_token else None
 
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -66,6 +72,10 @@ RECIPES = (
     Recipe(
         "librarian", "is Ada, who knows each shelf", "rank 2, OLoRA",
         {"r": 2, "lora_alpha": 2, "init_lora_weights": "olora"},
+    ),
+    Recipe(
+        "innkeeper", "welcomes a traveller", "rank 2, own chat template", {"r": 2, "lora_alpha": 8},
+        end_token="<|endoftext|>",
     ),
     Recipe("robot", "reports as a machine does", "rank 8", {"r": 8, "lora_alpha": 32}),
 )  # fmt: skip

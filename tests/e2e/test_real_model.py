@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from examples.training.__main__ import ADAPTERS
+from testbed.chat_front_ends import KEY, LITELLM, OPEN_WEBUI, litellm, open_webui
 from testbed.client import way_to
 from testbed.real_model import NoRealModel, real_model
 from testbed.reference import Reference
@@ -28,6 +33,19 @@ QUESTIONS = (
     "Tell me about bees.", "What is the cheapest book by Homer?", "What is rain?", "How do I write a letter?",
 )[: times(20, short=2)]  # fmt: skip
 NAMES = sorted(path.name for path in ADAPTERS.iterdir() if path.is_dir())
+CHAT = "innkeeper"  # has a chat template and an end token of its own
+QUESTION, LONGEST = "What is a river?", 48
+
+
+@dataclass(frozen=True)
+class Told:
+    """An answer as a client has it."""
+
+    ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +55,32 @@ class Real:
     server: Server
     base: Path
     reference: Reference
+
+    def prompt(self, name: str | None, question: str) -> list[int]:
+        """As PEFT is given it: with the tokenizer of the adapter, where it has its own."""
+        own = self.tokenizer(name)
+        chat = [{"role": "user", "content": question}]
+        text = own.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return [int(token) for token in own(text, add_special_tokens=False)["input_ids"]]
+
+    def told(self, prompt: list[int]) -> Told:
+        """PEFT's answer of the adapter with its own chat, up to one of its end tokens."""
+        ids = self.reference.generate(ADAPTERS / CHAT, prompt, LONGEST)
+        own = self.tokenizer(CHAT)
+        ends = {own.eos_token_id, self.reference.tokenizer.eos_token_id}
+        end = next((place for place, token in enumerate(ids) if token in ends), None)
+        ids = ids if end is None else ids[: end + 1]
+        text = own.decode(ids, skip_special_tokens=True)
+        return Told(tuple(ids), text, "length" if end is None else "stop", len(prompt), len(ids))
+
+    def tokenizer(self, name: str | None) -> Any:
+        """The base model's vocabulary with the adapter's template and special tokens, as a trainer saves both."""
+        if name is None or not (ADAPTERS / name / "tokenizer_config.json").exists():
+            return self.reference.tokenizer
+        with tempfile.TemporaryDirectory() as whole:
+            shutil.copytree(ADAPTERS / name, whole, dirs_exist_ok=True)
+            shutil.copy(self.base / "tokenizer.json", whole)
+            return AutoTokenizer.from_pretrained(whole)
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +95,13 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
+        "LORA_PLUGINS_LIST": "all",
         "LORA_PLUGINS_STORE_DIR": str(home / "store"),
         **ENVIRONMENT,
     }
     slots = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "4", "--max-cpu-loras", "8")
-    with vllm_server(base, home / "server.log", arguments=slots, env=env, is_forking=True) as server:
+    arguments = (*slots, "--trust-request-chat-template")
+    with vllm_server(base, home / "server.log", arguments=arguments, env=env, is_forking=True) as server:
         yield Real(server, base, Reference(base))
 
 
@@ -64,7 +110,7 @@ def test_trained_adapters_answer_as_peft_does_in_a_mixed_batch(real: Real) -> No
     answers = asyncio.run(ask_all(real, asked))
     wrong = {}
     for (name, question), ids in zip(asked, answers, strict=True):
-        prompt = real.reference.chat_ids([{"role": "user", "content": question}])
+        prompt = real.prompt(name, question)
         if missed := real.reference.misses(ADAPTERS / name if name else None, prompt, ids):
             wrong[name, question] = missed, real.reference.tokenizer.decode(ids)
     assert not wrong
@@ -87,3 +133,84 @@ async def ask_all(real: Real, asked: list[tuple[str | None, str]]) -> list[list[
             return list(answer.choices[0].token_ids)
 
         return await asyncio.gather(*(ask(name, question) for name, question in asked))
+
+
+def test_an_adapters_own_chat_answers_openais_client(real: Real) -> None:
+    with openai.OpenAI(**way_to(real.server)) as client:
+        assert_as_peft(real, client, CHAT)
+
+
+def test_the_base_models_template_gives_another_answer(real: Real) -> None:
+    """Sent by the client, whose template comes before the adapter's."""
+    ours, base = real.prompt(CHAT, QUESTION), real.prompt(None, QUESTION)
+    others = {"chat_template": real.reference.tokenizer.chat_template}
+    with openai.OpenAI(**way_to(real.server)) as client:
+        told = tell(client, CHAT, QUESTION, is_streamed=False, **others)
+    assert told == real.told(base)
+    assert told.text != real.told(ours).text
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(LITELLM is None, reason="pip install 'litellm[proxy]' in an environment of its own, on PATH")
+def test_an_adapters_own_chat_answers_through_litellm(real: Real, tmp_path: Path) -> None:
+    served = {"model": "openai/*", "api_base": f"{real.server.url}/v1", "api_key": "none"}
+    config = {"model_list": [{"model_name": "lora/*", "litellm_params": served}]}
+    with (
+        litellm(tmp_path, json.dumps(config)) as proxy,
+        openai.OpenAI(base_url=f"{proxy.base_url}/v1", api_key=KEY, max_retries=0) as client,
+    ):
+        assert_as_peft(real, client, f"lora/{CHAT}", has_ids_in_streams=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(OPEN_WEBUI is None, reason="pip install open-webui in an environment of its own, on PATH")
+def test_an_adapters_own_chat_answers_through_open_webui(real: Real, tmp_path: Path) -> None:
+    settings = {"OPENAI_API_BASE_URLS": f"{real.server.url}/v1", "OPENAI_API_KEYS": "none"}
+    with open_webui(tmp_path, settings) as page:
+        assert CHAT in [model["id"] for model in page.get("/api/models").json()["data"]]
+        key = page.headers["Authorization"].removeprefix("Bearer ")
+        with openai.OpenAI(base_url=f"{page.base_url}/api", api_key=key, max_retries=0) as client:
+            assert_as_peft(real, client, CHAT)
+
+
+def assert_as_peft(real: Real, client: openai.OpenAI, model: str, *, has_ids_in_streams: bool = True) -> None:
+    """Whole and streamed: the answers of PEFT with the adapter's tokenizer, each ended by the adapter's end token.
+
+    LiteLLM leaves ids out of streams: there text, end and numbers of tokens are compared.
+    """
+    for question in (QUESTION, "Who are you?"):
+        expected = real.told(real.prompt(CHAT, question))
+        assert expected.ids[-1] == real.tokenizer(CHAT).eos_token_id != real.reference.tokenizer.eos_token_id
+        assert tell(client, model, question, is_streamed=False) == expected
+        streamed = tell(client, model, question, is_streamed=True)
+        assert streamed == (expected if has_ids_in_streams else replace(expected, ids=streamed.ids))
+
+
+def tell(client: openai.OpenAI, model: str, question: str, *, is_streamed: bool, **more: Any) -> Told:
+    """What a client gets of a greedy chat."""
+    asked: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": LONGEST,
+        "temperature": 0,
+        "extra_body": {"return_token_ids": True, **more},
+    }
+    if not is_streamed:
+        answer = client.chat.completions.create(**asked)
+        (choice,), usage = answer.choices, answer.usage
+        ids = getattr(choice, "token_ids", None) or choice.provider_specific_fields["token_ids"]  # as LiteLLM has them
+        return Told(
+            tuple(ids), choice.message.content, choice.finish_reason, usage.prompt_tokens, usage.completion_tokens
+        )
+    streamed: list[int] = []
+    text, ended, counts = "", None, (0, 0)
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        if chunk.usage:
+            counts = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            streamed += getattr(choice, "token_ids", None) or []
+            text += choice.delta.content or ""
+            ended = choice.finish_reason or ended
+    return Told(tuple(streamed), text, ended, *counts)
