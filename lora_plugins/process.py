@@ -7,6 +7,7 @@ forked process has its parent's objects, whose sources have not been opened at t
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,10 @@ class Process:
     def has_opened_resolver(self) -> bool:
         """Whether `resolver` has been used."""
         return "resolver" in vars(self)
+
+    def size_of(self, path: str) -> int:
+        """Return the bytes of configuration and weights at a path of the store; 0 where this process knows none."""
+        return self.resolver.known.sizes_bytes.get(os.path.basename(path), 0) if self.has_opened_resolver else 0
 
     def resolver_of_worker(self, base: BaseModel | None = None) -> AdapterResolver | None:
         """Return a new resolver with the same sources, for a worker that lacks an adapter's files.

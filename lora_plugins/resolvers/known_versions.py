@@ -82,6 +82,7 @@ class KnownVersions:
 
     Attributes:
         refused: errors of versions with bytes that cannot be served, by URI and version at the source.
+        sizes_bytes: of configuration and weights, by digest.
     """
 
     def __init__(self, settings: Settings, store: Store, timer: Callable[[], float] = time.monotonic) -> None:
@@ -94,6 +95,7 @@ class KnownVersions:
         self._places: LRUCache[str, dict[str, str]] = LRUCache(_REMEMBERED_NAMES)
         # (name, digest) → the last (URI, version) with these bytes for the name: a manifest knows only the first fetch.
         self._had: LRUCache[tuple[str, str], tuple[str, str]] = LRUCache(_REMEMBERED_NAMES)
+        self.sizes_bytes: LRUCache[str, int] = LRUCache(_REMEMBERED_NAMES)
         self._warnings: LRUCache[str, tuple[str, ...]] = LRUCache(_REMEMBERED_WARNINGS)
 
     def last(self, name: str, asked_uri: str = "") -> ResolvedAdapter | None:
@@ -140,6 +142,7 @@ class KnownVersions:
         """Remember that a name has had a version, perhaps from a place that is not the name's."""
         self._places.setdefault(name, {})
         self._had[name, version.digest] = version.uri, version.version
+        self.sizes_bytes[version.digest] = version.size_bytes
 
     def disbelieve(self, key: Key) -> None:
         """Have the sources asked at the next request."""

@@ -32,7 +32,7 @@ class AdapterSpec:
         path: the adapter's directory, as the API server knows it.
         uri: the source, for a worker that lacks the directory; None where the name is enough.
         is_3d: whether each tensor holds all experts, as vLLM's `is_3d_lora_weight` says.
-        size_bytes: host memory for the weights, as the files say.
+        size_bytes: host memory for the weights, as the files say; 0 for unknown.
         lora_request: the caller's own object of a subclass of vLLM's class, whose author knows how to load the adapter.
         given: the workers' number for weights that a caller gave past the plan: nobody could load them again.
     """

@@ -82,13 +82,17 @@ class AdapterStates:
 class PlannerClient:
     """Loads, pins and retires adapters in the engines.
 
+    Args:
+        size_of: the bytes of the adapter at a path, where this process knows: engines then look at no file system.
+
     Attributes:
         used_at: time of the last request for an adapter, by engine id, in seconds since 1970.
     """
 
-    def __init__(self, ask: Ask, events: Events) -> None:
+    def __init__(self, ask: Ask, events: Events, size_of: Callable[[str], int] = lambda _: 0) -> None:
         self._ask = ask
         self._events = events
+        self._size_of = size_of
         self.used_at: LRUCache[int, float] = LRUCache(REMEMBERED)
 
     def used(self, request: Request) -> None:
@@ -114,7 +118,7 @@ class PlannerClient:
             LoRAPluginsError: an engine cannot load the adapter.
         """
         try:
-            answers = await self._answers("lora_plugins_load", _spec(request, uri), wants_slot, moves)
+            answers = await self._answers("lora_plugins_load", self._spec(request, uri), wants_slot, moves)
         except LoRAPluginsError as error:
             if not is_noted:
                 self._events.emit(NotServed("load", request.lora_name, error))
@@ -133,7 +137,7 @@ class PlannerClient:
             adapters.
         """
         try:
-            await self._answers("lora_plugins_pin", _spec(request, uri))
+            await self._answers("lora_plugins_pin", self._spec(request, uri))
         except BaseException:
             # Some engines may have pinned the adapter already; if the caller leaves, all will.
             await self.unpin(request.lora_int_id)
@@ -198,7 +202,8 @@ class PlannerClient:
         answers = await self._ask(utility, tuple(to_plain(argument) for argument in arguments))
         return {number: from_plain(kind, answer) for number, answer in answers.items()}
 
-
-def _spec(request: Request, uri: str | None) -> AdapterSpec:
-    is_3d = bool(getattr(request, "is_3d_lora_weight", False))
-    return AdapterSpec(request.lora_int_id, request.lora_name, request.lora_path, uri, is_3d)
+    def _spec(self, request: Request, uri: str | None) -> AdapterSpec:
+        is_3d, size_bytes = bool(getattr(request, "is_3d_lora_weight", False)), self._size_of(request.lora_path)
+        return AdapterSpec(
+            request.lora_int_id, request.lora_name, request.lora_path, uri, is_3d=is_3d, size_bytes=size_bytes
+        )

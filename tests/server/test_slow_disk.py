@@ -1,4 +1,4 @@
-"""A store whose every change takes long, such as an `fsync` behind another's writes: answers go on meanwhile."""
+"""A store that takes long to change or list files, such as an `fsync` behind others' writes: answers go on."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import lora_plugins
 from tests.server.test_faults import OLD, OPERATIONS, Operation, Server
 
 SLOW_S = 0.05
-CHANGES = ("mkdir", "link", "rename", "replace", "unlink", "rmdir", "utime", "chmod", "fsync")
+CALLS = ("mkdir", "link", "rename", "replace", "unlink", "rmdir", "utime", "chmod", "fsync", "scandir", "listdir")
 PACKAGE, TESTS = os.path.dirname(lora_plugins.__file__), os.path.dirname(os.path.dirname(__file__))
 # These sleep as long as a server waits before it tries again.
 PATIENT = {"find damage", "serve a version by its digest"}
 
 
 class SlowDisk:
-    """Each change of a file takes `SLOW_S`; `of_loop` are the changes that the event loop's own thread has made."""
+    """Changes and listings take `SLOW_S` each; `of_loop` are those in the loop of the API server and the engine."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path) -> None:
         self._root, self.of_loop, self.count = str(root), list[str](), 0
-        for name in CHANGES:
+        for name in CALLS:
             self._slow(patch, os, name, lambda _: True)
         self._slow(patch, io, "open", lambda mode="r", *_: bool(set(mode) & set("wax+")))
 
@@ -54,7 +54,7 @@ def _is_of_package() -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in PATIENT])
-def test_no_file_changes_in_the_event_loop(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_changes_or_listings_in_a_loop(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def trial(operation: Operation) -> SlowDisk:  # in real time, with real threads
         root = tmp_path / "store"
         server = Server(root, max_bytes=operation.max_bytes)

@@ -17,6 +17,7 @@ from lora_plugins.errors import (
 )
 from lora_plugins.events import AdapterLoaded, Events
 from lora_plugins.resolvers.chats import Chats
+from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.search import LookedUp
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.lifecycle import Lifecycle
@@ -209,7 +210,8 @@ class World:
         registry = Registry(self.table, served, self.resolver.store.blocks)
         events = resolver.events if resolver else Events()
         events.add(self.tell)
-        self.planner = PlannerClient(self.engine.ask, events)
+        sizes_bytes = resolver.known.sizes_bytes if isinstance(resolver, AdapterResolver) else {}
+        self.planner = PlannerClient(self.engine.ask, events, lambda path: sizes_bytes.get(Path(path).name, 0))
         server = ApiServer(registry, self.planner, self.server, self.resolver, events, drain_timeout_s)
         self.lifecycle = Lifecycle(server)
         self.lifecycle.server.on_change = self.count

@@ -66,7 +66,9 @@ def planner_of(client: Any) -> PlannerClient:
     planner = process.planners.get(client)
     if planner is None:
         # `planners` holds the planner by client: a strong reference back would keep both for ever.
-        planner = process.planners[client] = PlannerClient(_asking(weakref.ref(client)), process.events)
+        planner = process.planners[client] = PlannerClient(
+            _asking(weakref.ref(client)), process.events, process.size_of
+        )
     return planner
 
 

@@ -43,7 +43,7 @@ class AdapterSpecs:
         is_same = known is not None and known.spec.path == spec.path and spec.lora_request is None
         if known is not None and is_same and not (known.spec.given and is_inplace):
             return known.spec
-        return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=self._weights_bytes(spec))
+        return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=spec.size_bytes or self._weights_bytes(spec))
 
     def adapter_for_request(self, lora_request: Any) -> tuple[AdapterSpec, bool]:
         """Return the spec that computes a request, and whether another generation begins.
