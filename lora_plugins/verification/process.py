@@ -99,6 +99,7 @@ class ReadingProcess:
                 # A terminal's Ctrl-C reaches the server alone, which ends its children itself.
                 start_new_session=True,
             )
+            os.set_blocking(self._stdin, False)
         except OSError as error:
             raise _not_started(str(error)) from error
         # Bytes of a message that `os.read` cut; bytes left at the end make the process unusable.
@@ -155,10 +156,11 @@ class ReadingProcess:
     def _conversation(self, requests: Sequence[Request], directory: bytes) -> Iterator[Answer]:
         """Yield the answers to `requests`, which are about the files in `directory`."""
         limit_s = wall_s(os.fsdecode(directory))
+        ends_at = time.monotonic() + limit_s
         try:
             for request in requests:
-                self._ask(request)
-            for answer in self._answers(time.monotonic() + limit_s):
+                self._ask(request, ends_at)
+            for answer in self._answers(ends_at):
                 if isinstance(answer, Refused):
                     raise error_of(answer.error)
                 if isinstance(answer, Ready):  # only at the start: a second `Ready` breaks the protocol
@@ -201,11 +203,17 @@ class ReadingProcess:
                     pipe.close()
         return self._process.wait()
 
-    def _ask(self, request: Request) -> None:
+    @property
+    def _stdin(self) -> int:
         if self._process.stdin is None:
             raise EOFError
-        self._process.stdin.write(framed(encode(request)))
-        self._process.stdin.flush()
+        return self._process.stdin.fileno()
+
+    def _ask(self, request: Request, ends_at: float) -> None:
+        left = memoryview(framed(encode(request)))
+        while left:
+            self._wait(self._stdin, select.POLLOUT, ends_at)
+            left = left[os.write(self._stdin, left[:_PIECE_BYTES]) :]
 
     def _answers(self, ends_at: float) -> Iterator[Answer]:
         """Yield the process's messages as they come.
@@ -226,17 +234,8 @@ class ReadingProcess:
         if self._process.stdout is None:
             raise EOFError
         descriptor = self._process.stdout.fileno()
-        # `select` refuses descriptors above 1023, which a server with many connections has.
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
         while len(self._left) < count:
-            left_s = ends_at - time.monotonic()
-            if not poll.poll(max(0.0, min(left_s, _LOOK_S)) * 1000):
-                if left_s <= _LOOK_S:
-                    raise TimeoutError
-                if self._is_stopped():
-                    self._process.kill()  # another process takes the request
-                continue
+            self._wait(descriptor, select.POLLIN, ends_at)
             piece = os.read(descriptor, _PIECE_BYTES)
             if not piece:
                 raise EOFError
@@ -244,6 +243,16 @@ class ReadingProcess:
         data = bytes(self._left[:count])
         del self._left[:count]
         return data
+
+    def _wait(self, descriptor: int, event: int, ends_at: float) -> None:
+        # `select` refuses descriptors above 1023, which a server with many connections has.
+        poll = select.poll()
+        poll.register(descriptor, event)
+        while not poll.poll(max(0.0, min(left_s := ends_at - time.monotonic(), _LOOK_S)) * 1000):
+            if left_s <= _LOOK_S:
+                raise TimeoutError
+            if self._is_stopped():
+                self._process.kill()  # another process takes the request
 
 
 def variables_of_children() -> dict[str, str]:
