@@ -108,23 +108,24 @@ class Copies:
         """Swap to the newest version at the source; replace and load a damaged copy again, even by the same version.
 
         The caller holds the name's lock. With `is_bound`, only the name's fixed digest is accepted, if the name has
-        one.
+        one; without, the digest is fixed no longer, except by a path.
 
         Raises:
             LoRAPluginsError: no version can be had; the name goes on serving the present version.
         """
         try:
             with updating(self._server, adapter):
-                newest = await self._newest_sound(adapter, adapter.held_digest if is_bound else None)
-                place, again = (adapter.uri, adapter.held_digest), adapter.is_damaged
+                held = adapter.held_digest if is_bound else None
+                newest = await self._newest_sound(adapter, held)
+                # A name loaded by its path stays at the bytes read there, and the poller leaves the name alone.
+                place = adapter.uri, held if adapter.given_path is None else newest.digest
+                again = adapter.is_damaged
                 made = await change(self._server, adapter, newest, *place, moves=moves, again=again, is_noted=True)
         except LoRAPluginsError as error:
             # An outage does not prove that the source has lost the version; an answer about the adapter does.
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
             raise
         self._tried.pop(adapter.name, None)
-        if made.is_swap:
-            self._server.on_change()
         return made
 
     async def after_failure(self, request: Any, error: LoRAPluginsError) -> Any:

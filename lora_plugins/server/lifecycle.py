@@ -116,7 +116,6 @@ class Lifecycle:
                 if version is not None:
                     served = ServedAdapter(name)
                     await change(self.server, served, version, uri, None)
-        self.server.on_change()
         return served
 
     async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
@@ -226,7 +225,6 @@ class Lifecycle:
             # The block's own unload has not come yet, and the engines refuse what it retires.
             background(self.server.drain(before, blocked(name)))
         yield
-        self.server.on_change()
         blocks = self.registry.blocked
         with store_errors():
             has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
@@ -276,7 +274,6 @@ class Lifecycle:
                 return None
             adapter = ServedAdapter(text)
             await change(self.server, adapter, version, None, version.digest)
-        self.server.on_change()
         return adapter
 
     async def unload(
@@ -343,11 +340,7 @@ class Lifecycle:
             LoRAPluginsError: the new version cannot be served, or the source is unavailable; the old version goes on.
         """
         async with self._served(name, expects) as adapter:
-            made = await self._refresh(adapter, moves=moves)
-            # Only now: after a failure the version stays fixed, and so leased; no source may have it, as after a push.
-            if adapter.given_path is None:
-                adapter.held_digest = None
-            return made
+            return await self._refresh(adapter, moves=moves)
 
     async def poll(self, name: str) -> None:
         """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted.
@@ -403,9 +396,7 @@ class Lifecycle:
                     remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
                 )
-            made = await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
-        self.server.on_change()
-        return made
+            return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until an unpin or unload; one slot stays for other adapters.
@@ -416,7 +407,6 @@ class Lifecycle:
         """
         async with self._served(name, expects) as adapter:
             await self._pin(adapter)
-        self.server.on_change()
         return adapter
 
     async def unpin(self, name: str) -> ServedAdapter:
@@ -436,6 +426,7 @@ class Lifecycle:
             async with self.copies.keeping(adapter) as request:
                 await self.planner.pin(request, uri=adapter.uri)
             adapter.is_pinned = True
+            self.server.on_change()
 
     @asynccontextmanager
     async def _pinning(self, adapter: ServedAdapter, *, pins: bool) -> AsyncIterator[None]:
@@ -448,6 +439,7 @@ class Lifecycle:
             yield
         except BaseException:
             adapter.is_pinned = False
+            self.server.on_change()
             await self.planner.unpin(adapter.engine_id)
             raise
 
@@ -496,11 +488,7 @@ class Lifecycle:
                 remedy="load it with POST /v1/loras",
                 adapter=adapter.name,
             )
-        made = await self.copies.update(adapter, moves=moves)
-        # A name loaded by its path stays at the bytes read there, and the poller leaves the name alone.
-        if adapter.given_path is not None:
-            adapter.held_digest = adapter.version.digest
-        return made
+        return await self.copies.update(adapter, moves=moves)
 
     def _check_name(self, name: str) -> None:
         if self.server.vllm.is_base_model(name):

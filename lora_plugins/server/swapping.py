@@ -85,8 +85,7 @@ async def change(
     reason = ChangeReason.LOADED if old is None else ChangeReason.SWAPPED
     moves, pins, old_words = moves and old is not None, pins or adapter.is_pinned, _in_words(adapter)
     if (is_same := version is not None and before == version.digest) and not again:
-        adapter.version, adapter.last_error, adapter.is_only_copy = version, None, False
-        adapter.uri, adapter.held_digest = uri, held_digest
+        _note_found(server, adapter, version, uri, held_digest)
         return VersionChange(before, before, ChangeReason.UNCHANGED)
     leased = [] if version is None else [version]
     path, is_3d = (version.path, version.is_3d) if version else (given.lora_path, given.is_3d_lora_weight)
@@ -127,7 +126,19 @@ async def change(
         if not moves:
             server.retire(old.lora_int_id)
         server.events.emit(AdapterSwapped(adapter.name, old_words, _in_words(adapter), time.perf_counter() - started))
+    server.on_change()
     return VersionChange(before, adapter.digest, reason)
+
+
+def _note_found(
+    server: ApiServer, adapter: ServedAdapter, version: ResolvedAdapter | None, uri: str | None, held_digest: str | None
+) -> None:
+    """Note where the version served already was found, and whether it is fixed now."""
+    is_written = (adapter.version, adapter.uri, adapter.held_digest) == (version, uri, held_digest)
+    adapter.version, adapter.last_error, adapter.is_only_copy = version, None, False
+    adapter.uri, adapter.held_digest = uri, held_digest
+    if not is_written:
+        server.on_change()
 
 
 @contextmanager

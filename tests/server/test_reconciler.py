@@ -282,6 +282,34 @@ async def test_a_rollback_holds_where_the_source_has_that_version(tmp_path: Path
 
 
 @runs
+async def test_a_refresh_to_the_same_version_ends_a_rollback(tmp_path: Path) -> None:
+    """The source itself went back: the version stays, and is fixed no longer, after a restart too."""
+    file, world = ServedFile(tmp_path / "served.json"), World()
+    await reconciling(world, Settings(), file).start()
+    await serving(world, "aa" * 32, "bb" * 32)
+    await world.lifecycle.roll_back("sql")
+    await asyncio.sleep(0.1)
+    world.resolver.has["sql"] = Version("aa" * 32, source="s3")
+    assert not (await world.lifecycle.refresh("sql")).is_swap
+    await asyncio.sleep(0.1)
+    assert [(it.held_digest, it.last_digest) for it in file.read()] == [(None, "aa" * 32)]
+
+
+@runs
+async def test_a_version_found_elsewhere_is_written_down_so(tmp_path: Path) -> None:
+    file, world = ServedFile(tmp_path / "served.json"), World()
+    await reconciling(world, Settings(), file).start()
+    await serving(world, "aa" * 32)
+    await asyncio.sleep(0.1)
+    (before,) = file.read()
+    world.resolver.has["sql"] = Version("aa" * 32, source="pushed")
+    await world.lifecycle.poll("sql")
+    await asyncio.sleep(0.1)
+    (after,) = file.read()
+    assert (before.last_place, after.last_place) == (PLACE, "")
+
+
+@runs
 async def test_without_restore_only_a_rollback_at_its_source_lasts(tmp_path: Path) -> None:
     file, old, new = ServedFile(tmp_path / "served.json"), "aa" * 32, "bb" * 32
     first = World(slots=3)

@@ -183,7 +183,6 @@ def _loading_by_path(original: Any) -> Any:
             raise http_error(client.error, shows_paths=True)  # the caller has named the path
         # vLLM's own checks return an ErrorResponse.
         if not hasattr(result, "error"):
-            lifecycle.server.on_change()
             await lifecycle.written()
         return result
 

@@ -313,13 +313,13 @@ async def test_what_a_key_may_not_use_is_not_listed_cold(process: Process, cold:
 async def test_a_load_by_path_is_a_version(of_this_world: Any) -> None:
     world = of_this_world(World())
     models = listing(world)
-    for step, digest in enumerate(("aa", "aa", "bb")):
+    for step, (digest, written) in enumerate((("aa", 1), ("aa", 1), ("bb", 2))):
         world.resolver.has["/by/hand"] = Version(digest)
         assert "added successfully" in await models.load("mine", "/by/hand", in_place=bool(step))
         served = world.lifecycle.registry.get("mine")
         assert (served.version, served.request) == (Version(digest), world.table.lora_requests["mine"])
         assert await world.ask("mine") == f"/store/{digest}"
-        assert world.written == step + 1, "it will be there after a restart"
+        assert world.written == written, "it will be there after a restart"
     _, card = (await models.show_available_models()).data
     assert (card.id, card.root) == ("mine", "/by/hand"), "where the operator has it"
 
@@ -338,7 +338,7 @@ async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
     assert await running == "/workers/hand-1", "the weights that it began with"
     await world.settled()
     assert world.in_workers == {"hand-2"}
-    assert world.written == 2
+    assert world.written == 1, "a first load of what only workers find is not written down"
 
 
 async def unload_that_removes(self: Any, request: Any) -> Any:
