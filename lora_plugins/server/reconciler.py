@@ -34,7 +34,7 @@ from lora_plugins.server.declared_file import parse, parse_apart, read_bytes
 from lora_plugins.server.desired import DesiredAdapter, Target
 from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.registry import ServedAdapter
+from lora_plugins.server.registry import ServedAdapter, source_of
 from lora_plugins.server.served_file import KEEP_S, ServedFile
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import store_errors
@@ -88,6 +88,7 @@ class Reconciler:
         self._is_started = False
         # Adapters restored from the store whose sources have not yet answered whether a newer version exists.
         self._stale: dict[str, ServedAdapter] = {}
+        self._asking = FewAtOnce(self._ask_for_newer, source_of, limit=_LOADED_AT_ONCE, is_wanted=lambda *_: True)
 
     @property
     def declared(self) -> dict[str, Target] | None:
@@ -149,8 +150,8 @@ class Reconciler:
         Ends where every adapter is done, and there is no file. A source that does not answer delays no other source.
         """
         path, waited_s = self._settings.adapters_file, 0.0
-        asking = asyncio.create_task(self._ask_for_newer())
         try:
+            await self._begin_asking()
             # Failed targets wait for the first retry; the rest was not tried before the server was ready.
             await self._begin(target for target in self._targets.values() if target.error is None)
             while path is not None or self._stale or not all(target.is_done for target in self._targets.values()):
@@ -160,11 +161,10 @@ class Reconciler:
                 if has_changed or waited_s >= RETRY_S:
                     waited_s = 0.0
                     await self._begin(self._targets.values())
-                    if asking.done():
-                        asking = asyncio.create_task(self._ask_for_newer())
+                    await self._begin_asking()
                 self._report()
         finally:
-            asking.cancel()
+            self._asking.end_all()
             self._serving.end_all()
 
     async def keep_list(self) -> None:
@@ -196,31 +196,32 @@ class Reconciler:
             logger.warning("Rollbacks of the last server, if any, are forgotten: %s", error)
         return rolled_back
 
-    async def _ask_for_newer(self) -> None:
-        """Ask the sources for newer versions of restored adapters, until each source has answered once.
+    async def _ask_for_newer(self, adapter: ServedAdapter) -> None:
+        """Ask the source of a restored adapter for a newer version; a source without an answer is asked again.
 
         A name that its source no longer has is unloaded: a start without the store would not have found the name.
         """
-        places, asked = asyncio.Semaphore(_LOADED_AT_ONCE), len(self._stale)
-
-        async def ask(name: str, adapter: ServedAdapter) -> None:
-            async with places:
-                try:
-                    if self._lifecycle.registry.get(name) is adapter:
-                        await self._lifecycle.poll(name)
-                except Exception:  # noqa: BLE001 - ask for the other names all the same
-                    logger.exception("Looking for a newer version of adapter '%s' failed", name)
-                error = None if adapter.last_error is None else adapter.last_error[0]
-                # Whoever has swapped or unloaded the adapter meanwhile has asked its source, too.
-                is_there = self._lifecycle.registry.get(name) is adapter
-                if not is_there or not isinstance(error, SourceUnavailable):
-                    self._stale.pop(name, None)
-                if isinstance(error, AdapterNotFound) and is_there:
-                    background(self._unload(name, None, adapter.digest))
-
-        await asyncio.gather(*(ask(name, adapter) for name, adapter in list(self._stale.items())))
-        if asked and not self._stale:
+        name, registry = adapter.name, self._lifecycle.registry
+        try:
+            if registry.get(name) is adapter:
+                await self._lifecycle.poll(name)
+        except Exception:  # noqa: BLE001 - ask for the other names all the same
+            logger.exception("Looking for a newer version of adapter '%s' failed", name)
+        error = None if adapter.last_error is None else adapter.last_error[0]
+        # Whoever has swapped or unloaded the adapter meanwhile has asked its source, too.
+        is_there = registry.get(name) is adapter
+        if not is_there or not isinstance(error, SourceUnavailable):
+            self._stale.pop(name, None)
+        if isinstance(error, AdapterNotFound) and is_there:
+            background(self._unload(name, None, adapter.digest))
+        if not self._stale:
             logger.info("The sources of all restored adapters have answered")
+
+    async def _begin_asking(self) -> None:
+        """Begin to ask for newer versions of restored adapters, unless the last round still runs."""
+        if not self._asking:
+            async for adapter in in_steps(list(self._stale.values())):
+                self._asking.begin(adapter.name, adapter)
 
     # --- the file ---
 

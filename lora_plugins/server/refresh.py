@@ -10,6 +10,7 @@ from lora_plugins.events import polling
 from lora_plugins.log import logger
 from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.registry import source_of
 
 _JITTER = 0.2
 _POLLED_AT_ONCE = 4  # of one source: a source that does not answer holds back only its own names
@@ -26,11 +27,10 @@ async def poll(lifecycle: Lifecycle, interval_s: float) -> NoReturn:
         except Exception:  # noqa: BLE001 - the poller goes on
             logger.exception("Looking for a new version of adapter '%s' failed", name)
 
-    def source_of(name: str) -> str:
-        adapter = registry.get(name)
-        return "" if adapter is None or adapter.version is None else adapter.version.source
+    def source(name: str) -> str:
+        return source_of(registry.get(name))
 
-    polls = FewAtOnce(one, source_of, limit=_POLLED_AT_ONCE, is_wanted=lambda name, _: bool(source_of(name)))
+    polls = FewAtOnce(one, source, limit=_POLLED_AT_ONCE, is_wanted=lambda name, _: bool(source(name)))
     try:
         while True:
             await asyncio.sleep(interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))  # noqa: S311 - no secret

@@ -88,6 +88,11 @@ class ServedAdapter:
         self.last_error = (error, time.time())
 
 
+def source_of(adapter: ServedAdapter | None) -> str:
+    """The label of the source of an adapter's version; empty without one."""
+    return "" if adapter is None or adapter.version is None else adapter.version.source
+
+
 def not_served(name: str) -> AdapterNotFound:
     """The error for a request of a name that is not served."""
     return AdapterNotFound("no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name)

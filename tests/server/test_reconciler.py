@@ -995,6 +995,26 @@ def test_restored_names_that_wait_have_no_task(tmp_path: Path) -> None:
     assert asyncio.run(run()) < 20
 
 
+def test_restored_names_to_ask_for_have_no_task(tmp_path: Path) -> None:
+    file, world, names = ServedFile(tmp_path / "served.json"), World(), [f"open-{number}" for number in range(1_000)]
+    file.write([DesiredAdapter(name, last_digest=BEFORE.digest, last_place=PLACE) for name in names])
+    world.resolver.versions[BEFORE.digest] = BEFORE
+    world.resolver.hung |= set(names)
+
+    async def run() -> int:
+        one = reconciling(world, Settings(restore="1"), file)
+        await one.start()
+        following = asyncio.create_task(one.follow())
+        await asyncio.sleep(0.2)
+        assert len(world.resolver.asked) == 4, "few at once, however many names"
+        count = len(asyncio.all_tasks())
+        following.cancel()
+        await asyncio.wait([following])
+        return count
+
+    assert asyncio.run(run()) < 20
+
+
 def test_a_large_file_that_changes_is_parsed_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
