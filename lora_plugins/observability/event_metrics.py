@@ -6,7 +6,9 @@ Our own metrics begin with `lora_plugins_`. Names with `vllm:` are names that vL
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -21,6 +23,106 @@ _LOCATE_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 # Few: each adapter has a series of each.
 _FIRST_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _FETCH_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+# By name, without `lora_plugins_`, and labels.
+_COUNTERS: Mapping[tuple[str, ...], str] = {
+    ("resolves", "source", "result"): "Names that were asked for, by source and result: served, refused, failed, busy, "
+    "absent",
+    ("polls", "source", "result"): "Names that the server asked for by itself: for new versions, or of a declared set",
+    (
+        "absences_remembered",
+        "source",
+    ): "Lookups saved, because the source answered recently that it has no such adapter",
+    ("errors", "stage", "code"): "Adapters that could not be served, by where (resolve, load, request, update, "
+    "declared) and error code; requests over a key's limit (key)",
+    ("fetched_bytes", "source"): "Bytes of adapters fetched",
+    ("store_hits",): "Versions that the store had when they were resolved",
+    ("store_misses",): "Versions that had to be fetched",
+    ("store_evictions",): "Adapters removed from the store to make room",
+    ("store_evicted_bytes",): "Their bytes",
+    ("store_damaged",): "Adapters in the store that were found damaged",
+    ("requests", "adapter_name"): "Requests that the engine has begun to answer",
+    ("prompt_tokens", "adapter_name"): "Tokens of the prompts of requests that have ended",
+    ("generation_tokens", "adapter_name"): "Tokens generated for requests that have ended, aborted requests among them",
+    ("swaps",): "Names that were pointed to another version",
+    ("unloads",): "Adapters that were unloaded",
+    ("declared_file_errors",): "Contents of that file that could not be followed",
+    ("drain_aborted_requests",): "Requests that were ended by an unload",
+}
+_HISTOGRAMS: Mapping[tuple[str, ...], tuple[str, Sequence[float]]] = {
+    ("locate_seconds", "source"): ("Asking sources where an adapter is", _LOCATE_BUCKETS_S),
+    ("fetch_seconds", "source"): ("Fetching, verifying and publishing a version", _FETCH_BUCKETS_S),
+    ("time_to_first_token_seconds", "adapter_name"): (
+        "From a request's arrival until its first token",
+        _FIRST_TOKEN_BUCKETS_S,
+    ),
+    ("swap_load_seconds",): ("Loading a version beside the one that it replaces", _FETCH_BUCKETS_S),
+    ("drain_seconds",): ("From an unload until its last request had ended", _FETCH_BUCKETS_S),
+}
+_GAUGES: Mapping[tuple[str, ...], tuple[str, Literal["livesum", "mostrecent"]]] = {
+    ("fetches", "source"): ("Fetches that go on", "livesum"),
+    ("breakers_open", "source"): ("Sources that do not answer, so that names are refused at once", "livesum"),
+    ("declared_adapters", "state"): (
+        "Adapters of LORA_PLUGINS_ADAPTERS_FILE: served as declared, failed, or not yet tried",
+        "mostrecent",
+    ),
+}
+
+_Count = tuple[Any, ...]  # a metric's name, by how much it changes, and its labels; nothing changes by None
+_OF_ADAPTERS = [name for name, *labels in (*_COUNTERS, *_HISTOGRAMS) if labels == ["adapter_name"]]
+_OBSERVED, _SET = {name for name, *_ in _HISTOGRAMS}, ("declared_adapters",)
+
+
+def _asked(source: str, result: str, error: LoRAPluginsError | None = None) -> list[_Count]:
+    """Return the counts of a question to the sources, and of its error."""
+    asked: _Count = ("polls" if events.is_polling() else "resolves", 1, source, result)
+    return [asked] if error is None else [asked, ("errors", 1, "resolve", error.code)]
+
+
+# The engines count the loads of adapters; a fetch that goes on is logged.
+_COUNTS: Mapping[type[events.Event], Callable[[Any], Sequence[_Count]]] = {
+    events.AdapterResolved: lambda it: [
+        *_asked(it.source, "served"),
+        ("locate_seconds", it.locate_s, it.source),
+        ("store_misses" if it.fetched else "store_hits", 1),
+    ],
+    events.AdapterConfirmed: lambda it: _asked(it.source, "served"),
+    events.FetchStarted: lambda it: [("fetches", 1, it.source)],
+    events.FetchEnded: lambda it: [("fetches", -1, it.source)],
+    events.AdapterFetched: lambda it: [
+        ("fetch_seconds", it.fetch_s, it.source),
+        ("fetched_bytes", it.size_bytes, it.source),
+    ],
+    events.AdapterRejected: lambda it: _asked(it.source, "refused", it.error),
+    events.SourceFailed: lambda it: _asked(it.source, "failed", it.error),
+    events.AdapterDenied: lambda it: _asked(it.source, "denied", it.error),
+    events.BreakerOpened: lambda it: [("breakers_open", 1, it.source)],
+    events.BreakerClosed: lambda it: [("breakers_open", -1, it.source)],
+    events.LookUpRefused: lambda it: _asked(it.source, "busy", it.error),
+    events.AdapterUnknown: lambda _: _asked(NO_SOURCE, "absent"),
+    events.AbsenceRemembered: lambda it: [("absences_remembered", 1, it.source)],
+    events.StoreEvicted: lambda it: [("store_evictions", 1), ("store_evicted_bytes", it.size_bytes)],
+    events.StoreDamaged: lambda _: [("store_damaged", 1)],
+    events.RequestServed: lambda it: [("requests", 1, it.name)],
+    events.RequestEnded: lambda it: [
+        ("prompt_tokens", it.prompt_tokens, it.name),
+        ("generation_tokens", it.generated_tokens, it.name),
+        ("time_to_first_token_seconds", it.first_token_s, it.name),
+    ],
+    events.NotServed: lambda it: [("errors", 1, it.stage, it.error.code)],
+    events.KeyRefused: lambda it: [("errors", 1, "key", it.error.code)],
+    events.AdapterSwapped: lambda it: [("swaps", 1), ("swap_load_seconds", it.load_s)],
+    events.AdapterUnloaded: lambda it: [
+        ("unloads", 1),
+        ("drain_seconds", it.drain_s),
+        ("drain_aborted_requests", it.aborted),
+    ],
+    events.DeclaredSetReconciled: lambda it: [
+        ("declared_adapters", it.served, "served"),
+        ("declared_adapters", it.failed, "failed"),
+        ("declared_adapters", it.declared - it.served - it.failed, "waiting"),
+    ],
+    events.DeclaredFileInvalid: lambda _: [("declared_file_errors", 1)],
+}
 
 
 class CountEvents:
@@ -31,151 +133,37 @@ class CountEvents:
     Args:
         labelled: which adapters have their own label.
         can_forget: whether a label's series can be removed: not where several processes share series in files.
+
+    Attributes:
+        metrics: by name, without `lora_plugins_`.
     """
 
     def __init__(self, registry: CollectorRegistry, labelled: Labelled, *, can_forget: bool = True) -> None:
-        # Only labels with adapters' names need a bound: every other label has few values.
         self._labels = AdapterLabels(labelled)
         self._can_forget = can_forget
+        self.metrics: dict[str, Any] = {
+            name: Counter(f"lora_plugins_{name}", text, labels, registry=registry)
+            for (name, *labels), text in _COUNTERS.items()
+        }
+        for (name, *labels), (text, buckets) in _HISTOGRAMS.items():
+            histogram = Histogram(f"lora_plugins_{name}", text, labels, registry=registry, buckets=buckets)
+            self.metrics[name] = histogram
+        for (name, *labels), (text, mode) in _GAUGES.items():
+            gauge = Gauge(f"lora_plugins_{name}", text, labels, registry=registry, multiprocess_mode=mode)
+            self.metrics[name] = gauge
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"lora_plugins_{name}", text, labels, registry=registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"lora_plugins_{name}_seconds", text, labels, registry=registry, buckets=buckets)
-
-        self._resolves = counter(
-            "resolves", "Names that were asked for, by source and result: served, refused, failed, busy, absent",
-            "source", "result",
-        )  # fmt: skip
-        self._polls = counter(
-            "polls", "Names that the server asked for by itself: for new versions, or of a declared set",
-            "source", "result",
-        )  # fmt: skip
-        self._absences = counter(
-            "absences_remembered", "Lookups saved, because the source answered recently that it has no such adapter",
-            "source",
-        )  # fmt: skip
-        self._errors = counter(
-            "errors",
-            "Adapters that could not be served, by where (resolve, load, request, update, declared) and error code; "
-            "requests over a key's limit (key)",
-            "stage", "code",
-        )  # fmt: skip
-        self._locate_s = histogram("locate", "Asking sources where an adapter is", _LOCATE_BUCKETS_S, "source")
-        self._fetch_s = histogram("fetch", "Fetching, verifying and publishing a version", _FETCH_BUCKETS_S, "source")
-        self._fetches = Gauge(
-            "lora_plugins_fetches", "Fetches that go on", ("source",), registry=registry, multiprocess_mode="livesum"
-        )
-        self._breakers = Gauge(
-            "lora_plugins_breakers_open", "Sources that do not answer, so that names are refused at once",
-            ("source",), registry=registry, multiprocess_mode="livesum",
-        )  # fmt: skip
-        self._fetched_bytes = counter("fetched_bytes", "Bytes of adapters fetched", "source")
-        self._store_hits = counter("store_hits", "Versions that the store had when they were resolved")
-        self._store_misses = counter("store_misses", "Versions that had to be fetched")
-        self._store_evictions = counter("store_evictions", "Adapters removed from the store to make room")
-        self._store_evicted_bytes = counter("store_evicted_bytes", "Their bytes")
-        self._store_damaged = counter("store_damaged", "Adapters in the store that were found damaged")
-        self._requests = counter("requests", "Requests that the engine has begun to answer", "adapter_name")
-        self._prompt_tokens = counter(
-            "prompt_tokens", "Tokens of the prompts of requests that have ended", "adapter_name"
-        )
-        self._generated_tokens = counter(
-            "generation_tokens", "Tokens generated for requests that have ended, aborted requests among them",
-            "adapter_name",
-        )  # fmt: skip
-        self._first_token_s = histogram(
-            "time_to_first_token", "From a request's arrival until its first token", _FIRST_TOKEN_BUCKETS_S,
-            "adapter_name",
-        )  # fmt: skip
-        self._of_adapters = (self._requests, self._prompt_tokens, self._generated_tokens, self._first_token_s)
-        self._swaps = counter("swaps", "Names that were pointed to another version")
-        self._swap_s = histogram("swap_load", "Loading a version beside the one that it replaces", _FETCH_BUCKETS_S)
-        self._unloads = counter("unloads", "Adapters that were unloaded")
-        self._drain_s = histogram("drain", "From an unload until its last request had ended", _FETCH_BUCKETS_S)
-        self._declared = Gauge(
-            "lora_plugins_declared_adapters",
-            "Adapters of LORA_PLUGINS_ADAPTERS_FILE: served as declared, failed, or not yet tried",
-            ("state",), registry=registry, multiprocess_mode="mostrecent",
-        )  # fmt: skip
-        self._declared_errors = counter("declared_file_errors", "Contents of that file that could not be followed")
-        self._aborted = counter("drain_aborted_requests", "Requests that were ended by an unload")
-
-    def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912, PLR0915 - a case for each event
-        match event:
-            case events.AdapterResolved():
-                self._count_resolve(event.source, "served")
-                self._locate_s.labels(event.source).observe(event.locate_s)
-                (self._store_misses if event.fetched else self._store_hits).inc()
-            case events.AdapterConfirmed():
-                self._count_resolve(event.source, "served")
-            case events.FetchStarted():
-                self._fetches.labels(event.source).inc()
-            case events.FetchEnded():
-                self._fetches.labels(event.source).dec()
-            case events.AdapterFetched():
-                self._fetch_s.labels(event.source).observe(event.fetch_s)
-                self._fetched_bytes.labels(event.source).inc(event.size_bytes)
-            case events.AdapterRejected():
-                self._count_resolve(event.source, "refused")
-                self._count_error("resolve", event.error)
-            case events.SourceFailed():
-                self._count_resolve(event.source, "failed")
-                self._count_error("resolve", event.error)
-            case events.AdapterDenied():
-                self._count_resolve(event.source, "denied")
-                self._count_error("resolve", event.error)
-            case events.BreakerOpened():
-                self._breakers.labels(event.source).inc()
-            case events.BreakerClosed():
-                self._breakers.labels(event.source).dec()
-            case events.LookUpRefused():
-                self._count_resolve(event.source, "busy")
-                self._count_error("resolve", event.error)
-            case events.AdapterUnknown():
-                self._count_resolve(NO_SOURCE, "absent")
-            case events.AbsenceRemembered():
-                self._absences.labels(event.source).inc()
-            case events.StoreEvicted():
-                self._store_evictions.inc()
-                self._store_evicted_bytes.inc(event.size_bytes)
-            case events.StoreDamaged():
-                self._store_damaged.inc()
-            case events.RequestServed():
-                self._requests.labels(self._labels.of(event.name)).inc()
-            case events.RequestEnded():
-                label = self._labels.of(event.name)
-                self._prompt_tokens.labels(label).inc(event.prompt_tokens)
-                self._generated_tokens.labels(label).inc(event.generated_tokens)
-                if event.first_token_s is not None:
-                    self._first_token_s.labels(label).observe(event.first_token_s)
-            case events.NotServed():
-                self._count_error(event.stage, event.error)
-            case events.KeyRefused():
-                self._count_error("key", event.error)
-            case events.AdapterSwapped():
-                self._swaps.inc()
-                self._swap_s.observe(event.load_s)
-            case events.AdapterUnloaded():
-                self._unloads.inc()
-                self._drain_s.observe(event.drain_s)
-                self._aborted.inc(event.aborted)
-                if self._can_forget and (freed := self._labels.forget(event.name)) is not None:
-                    for metric in self._of_adapters:
-                        with suppress(KeyError):  # of a series that never began, in older releases
-                            metric.remove(freed)
-            case events.DeclaredSetReconciled():
-                self._declared.labels("served").set(event.served)
-                self._declared.labels("failed").set(event.failed)
-                self._declared.labels("waiting").set(event.declared - event.served - event.failed)
-            case events.DeclaredFileInvalid():
-                self._declared_errors.inc()
-            case events.AdapterLoaded() | events.FetchGoesOn():
-                pass  # counted by the engines; logged
-
-    def _count_resolve(self, source: str, result: str) -> None:
-        (self._polls if events.is_polling() else self._resolves).labels(source, result).inc()
-
-    def _count_error(self, stage: str, error: LoRAPluginsError) -> None:
-        self._errors.labels(stage, error.code).inc()
+    def __call__(self, event: events.Event) -> None:
+        counts = _COUNTS.get(type(event), lambda _: ())
+        for name, value, *labels in counts(event):
+            if value is None:
+                continue
+            metric = self.metrics[name]
+            # Only labels with adapters' names need a bound: every other label has few values.
+            bounded = [self._labels.of(*labels)] if name in _OF_ADAPTERS else labels
+            series = metric.labels(*bounded) if labels else metric
+            (series.observe if name in _OBSERVED else series.set if name in _SET else series.inc)(value)
+        if isinstance(event, events.AdapterUnloaded) and self._can_forget:
+            freed = self._labels.forget(event.name)
+            for name in () if freed is None else _OF_ADAPTERS:
+                with suppress(KeyError):  # of a series that never began, in older releases
+                    self.metrics[name].remove(freed)

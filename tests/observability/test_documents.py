@@ -40,7 +40,7 @@ def all_families() -> Iterator[Metric]:
 
 
 def labels_of(hook: CountEvents) -> dict[str, tuple[str, ...]]:
-    return {metric._name: metric._labelnames for metric in vars(hook).values() if hasattr(metric, "_labelnames")}
+    return {metric._name: metric._labelnames for metric in hook.metrics.values()}
 
 
 def metrics() -> dict[str, tuple[str, set[str]]]:
