@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,17 +12,18 @@ from pydantic import TypeAdapter
 
 from lora_plugins.adapter.pace import paced
 from lora_plugins.api.models import AdapterView, DeclaredState, DeclaredView, LastError, ServedState
-from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server.desired import Target
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import AdapterStates
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import Registry, ServedAdapter
+from lora_plugins.store.store import Store
 
 MAX_LIMIT = 10_000
 _AT_ONCE = 100  # rows between two turns of the event loop: two milliseconds
 _LOOKED_AT = 1_000  # copies in one call of a thread
 
+_OF_VERSION = ("source", "uri", "version", "digest", "size_bytes", "rank", "warnings")
 _T = TypeVar("_T")
 _ROWS: TypeAdapter[list[AdapterView]] = TypeAdapter(list[AdapterView])
 _DECLARED: TypeAdapter[list[DeclaredView]] = TypeAdapter(list[DeclaredView])
@@ -35,17 +35,15 @@ class Page:
     """The adapters of a list, or of a part of a list.
 
     Attributes:
-        served, draining, blocked: names for new requests, adapters that only drain, and other blocked names.
-        all_blocked: every blocked name.
+        rows: a name for new requests, or a blocked name, with None; or a name with an adapter that only drains.
+        blocked: every blocked name.
         count: rows of the whole list; None where the page is the whole list.
         next: the name after which the next page begins; None on the last page.
     """
 
-    served: Sequence[str]
-    draining: Sequence[ServedAdapter]
-    blocked: Sequence[str]
-    all_blocked: set[str]
-    count: int | None
+    rows: Sequence[tuple[str, ServedAdapter | None]]
+    blocked: Collection[str]
+    count: int | None = None
     next: str | None = None
 
 
@@ -59,24 +57,19 @@ async def page_of(registry: Registry, limit: int | None, after: str | None) -> P
 def _page(
     registry: Registry, served: list[str], draining: list[ServedAdapter], limit: int | None, after: str | None
 ) -> Page:
-    blocked = registry.blocked.names()
-    leaving = {adapter.name for adapter in draining}
+    blocked, leaving = registry.blocked.names(), {adapter.name for adapter in draining}
     only_blocked = sorted(name for name in blocked if name not in leaving and not registry.serves(name))
+    rows: list[tuple[str, ServedAdapter | None]] = [(name, None) for name in paced(served)]
+    rows += [*((adapter.name, adapter) for adapter in draining), *((name, None) for name in only_blocked)]
     if limit is None and after is None:
-        return Page(served, draining, only_blocked, blocked, None)
-    names = (name for name in itertools.chain(paced(served), leaving, only_blocked) if after is None or name > after)
+        return Page(rows, blocked)
+    limit = limit or MAX_LIMIT
+    names = (name for name, _ in paced(rows) if after is None or name > after)
     # Twice the limit: a name may appear twice, as served and as draining.
-    found = sorted(set(heapq.nsmallest(2 * (limit or MAX_LIMIT) + 2, names)))
-    chosen, rest = found[: limit or MAX_LIMIT], found[limit or MAX_LIMIT :]
-    wanted = set(chosen)
-    return Page(
-        [name for name in chosen if registry.serves(name)],
-        [adapter for adapter in draining if adapter.name in wanted],
-        [name for name in only_blocked if name in wanted],
-        blocked,
-        len(served) + len(draining) + len(only_blocked),
-        chosen[-1] if rest else None,
-    )
+    found = sorted(set(heapq.nsmallest(2 * limit + 2, names)))
+    wanted = set(found[:limit])
+    chosen = sorted((row for row in paced(rows) if row[0] in wanted), key=lambda row: row[0])
+    return Page(chosen, blocked, len(rows), found[limit - 1] if found[limit:] else None)
 
 
 async def json_of(
@@ -98,104 +91,80 @@ async def json_of(
     yield b',"count":%d,"next":%s}' % (count if page.count is None else page.count, _TEXT.dump_json(page.next))
 
 
-async def _views(page: Page, lifecycle: Lifecycle, state_of: AdapterStates) -> AsyncIterator[list[AdapterView]]:
+async def view_of(name: str, lifecycle: Lifecycle) -> AdapterView | None:
+    """The row of one name; None where the name is neither served nor draining nor blocked."""
     registry = lifecycle.registry
-    for names in _parts(page.served, _LOOKED_AT):
+    is_served, blocked = registry.serves(name), [name] if name in registry.blocked else []
+    leaving = None if is_served else next((one for one in registry.draining.values() if one.name == name), None)
+    if not is_served and leaving is None and not blocked:
+        return None
+    parts = _views(Page([(name, leaving)], blocked), lifecycle, await lifecycle.planner.states())
+    views = [view async for part in parts for view in part]
+    return views[0] if views else None
+
+
+async def _views(page: Page, lifecycle: Lifecycle, state_of: AdapterStates) -> AsyncIterator[list[AdapterView]]:
+    """Rows in parts; a thread asks the store, which may be on a slow file system."""
+    registry, store = lifecycle.registry, lifecycle.server.resolver.store
+    for part in _parts(page.rows, _LOOKED_AT):
+        known = [(name, leaving or registry.get(name), leaving is not None) for name, leaving in part]
         # A name of the page may be gone from the registry by now.
-        adapters = [adapter for name in names if (adapter := registry.get(name)) is not None]
-        states = [
-            served_state(
-                adapter.name,
-                registry,
-                is_blocked=adapter.name in page.all_blocked or adapter.name.partition("@")[0] in page.all_blocked,
-            )
-            for adapter in adapters
-        ]
-        async for views in _looked_at(adapters, states, lifecycle, state_of):
-            yield views
-    for draining in _parts(page.draining, _LOOKED_AT):
-        async for views in _looked_at(draining, [ServedState.DRAINING] * len(draining), lifecycle, state_of):
-            yield views
-    for names in _parts(page.blocked):
-        yield [blocked_view(name, lifecycle) for name in names]
-        await asyncio.sleep(0)
+        rows = [row for row in known if row[1] is not None or row[0] in page.blocked]
+        # One call of a thread for 1,000 copies: a call for each would cost more than the looks.
+        stored = await asyncio.to_thread(_are_stored, store, [adapter for _, adapter, _ in rows])
+        # Making rows takes the event loop, so give other requests a turn after each part.
+        for some in _parts(list(zip(rows, stored, strict=True))):
+            yield [
+                _view(name, adapter, page, lifecycle, state_of, is_leaving=is_leaving, is_stored=is_stored)
+                for (name, adapter, is_leaving), is_stored in some
+            ]
+            await asyncio.sleep(0)
 
 
-def served_state(name: str, registry: Registry, *, is_blocked: bool) -> ServedState:
-    """The state of a served name; a block goes before a pause."""
-    if is_blocked:
-        return ServedState.BLOCKED
-    return ServedState.PAUSED if name in registry.paused else ServedState.SERVING
-
-
-async def views_of(
-    adapters: Sequence[ServedAdapter], states: Sequence[ServedState], lifecycle: Lifecycle, state_of: AdapterStates
-) -> list[AdapterView]:
-    """Rows of a few adapters."""
-    return [view async for views in _looked_at(adapters, states, lifecycle, state_of) for view in views]
-
-
-async def _looked_at(
-    adapters: Sequence[ServedAdapter], states: Sequence[ServedState], lifecycle: Lifecycle, state_of: AdapterStates
-) -> AsyncIterator[list[AdapterView]]:
-    """Rows of some adapters, in parts; a thread asks the store, which may be on a slow file system."""
-    store = lifecycle.server.resolver.store
-
-    def look() -> list[bool]:
-        return [it.version is not None and store.has(it.version.path) for it in adapters]
-
-    # One call of a thread for 1,000 copies: a call for each would cost more than the looks.
-    rows = list(zip(adapters, states, await asyncio.to_thread(look), strict=True))
-    draining = lifecycle.registry.draining  # rows of their own
-
-    def in_engines(adapter: ServedAdapter) -> AdapterState:
-        if adapter.engine_id in draining:
-            return state_of(adapter.engine_id)
-        return state_of.of_name(adapter.name, adapter.engine_id, draining)
-
-    # Making rows takes the event loop, so give other requests a turn after each part.
-    for part in _parts(rows):
-        yield [
-            _view(adapter, in_engines(adapter), lifecycle, state, is_stored=is_stored)
-            for adapter, state, is_stored in part
-        ]
-        await asyncio.sleep(0)
+def _are_stored(store: Store, adapters: Iterable[ServedAdapter | None]) -> list[bool]:
+    return [it is not None and it.version is not None and store.has(it.version.path) for it in adapters]
 
 
 def _view(
-    adapter: ServedAdapter, in_engines: AdapterState, lifecycle: Lifecycle, state: ServedState, *, is_stored: bool
+    name: str,
+    adapter: ServedAdapter | None,
+    page: Page,
+    lifecycle: Lifecycle,
+    state_of: AdapterStates,
+    *,
+    is_leaving: bool,
+    is_stored: bool,
 ) -> AdapterView:
-    version = adapter.version
-    tiers: dict[str, Any] = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
-    error = None
-    if adapter.last_error is not None:
-        error = LastError(code=adapter.last_error[0].code, message=str(adapter.last_error[0]), at=adapter.last_error[1])
+    registry = lifecycle.registry
+    adapter_id, draining = registry.adapter_id(name), registry.draining  # rows of their own
+    if adapter is None:
+        return AdapterView(lora_name=name, lora_id=adapter_id, state=ServedState.BLOCKED)
+    is_blocked = name in page.blocked or name.partition("@")[0] in page.blocked
+    state = ServedState.PAUSED if name in registry.paused else ServedState.SERVING
+    # A block goes before a pause.
+    state = ServedState.DRAINING if is_leaving else ServedState.BLOCKED if is_blocked else state
+    engine_id = adapter.engine_id
+    in_engines = state_of(engine_id) if engine_id in draining else state_of.of_name(name, engine_id, draining)
+    version, error = adapter.version, adapter.last_error
+    tiers = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
+    known: dict[str, Any] = {"size_bytes": in_engines.size_bytes}
+    if version is not None:
+        known = {field: getattr(version, field) for field in _OF_VERSION}
     return AdapterView(
-        lora_name=adapter.name,
-        lora_id=lifecycle.registry.adapter_id(adapter.name),
+        lora_name=name,
+        lora_id=adapter_id,
         state=state,
-        source=None if version is None else version.source,
-        uri=None if version is None else version.uri,
-        version=None if version is None else version.version,
-        digest=None if version is None else version.digest,
         path=adapter.request.lora_path,
-        size_bytes=in_engines.size_bytes if version is None else version.size_bytes,
-        rank=None if version is None else version.rank,
-        tiers=[name for name, is_there in tiers.items() if is_there],
+        tiers=[tier for tier, is_there in tiers.items() if is_there],
         requests_in_flight=len(in_engines.running),
         requests_held=len(in_engines.held),
         last_used_at=lifecycle.planner.used_at.get(adapter.engine_id),
         pinned=adapter.is_pinned,
         pinned_digest=adapter.held_digest,
         previous_digests=[kept.digest for kept in adapter.previous],
-        last_error=error,
-        warnings=[] if version is None else list(version.warnings),
+        last_error=error and LastError(code=error[0].code, message=str(error[0]), at=error[1]),
+        **known,
     )
-
-
-def blocked_view(name: str, lifecycle: Lifecycle) -> AdapterView:
-    """The row of a blocked name that is neither served nor draining."""
-    return AdapterView(lora_name=name, lora_id=lifecycle.registry.adapter_id(name), state=ServedState.BLOCKED)
 
 
 async def _declared(reconciler: Reconciler | None) -> AsyncIterator[bytes]:

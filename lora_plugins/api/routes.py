@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, Chat
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import as_http, http_error
-from lora_plugins.api.listing import MAX_LIMIT, blocked_view, json_of, page_of, served_state, views_of
+from lora_plugins.api.listing import MAX_LIMIT, json_of, page_of, view_of
 from lora_plugins.api.models import (
     AdapterList,
     AdapterStatus,
@@ -30,7 +30,6 @@ from lora_plugins.api.models import (
     PushStatus,
     PushTimings,
     RollbackRequest,
-    ServedState,
     SwapRequest,
     VersionStatus,
 )
@@ -42,7 +41,7 @@ from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import ServedAdapter, not_served
+from lora_plugins.server.registry import not_served
 from lora_plugins.server.shares import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.store.layout import is_digest
@@ -237,26 +236,17 @@ async def push(
 @router.get("/{lora_name:path}")
 async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     """One adapter, as in the list."""
-    registry = lifecycle.registry
-    adapter = registry.get(lora_name)
-    if adapter is not None:
-        state = served_state(lora_name, registry, is_blocked=lora_name in registry.blocked)
-    else:
-        adapter = next((one for one in registry.draining.values() if one.name == lora_name), None)
-        state = ServedState.DRAINING
-    if adapter is not None:
-        view = (await views_of([adapter], [state], lifecycle, await lifecycle.planner.states()))[0]
-        view.chat = await _chat_view(adapter, lifecycle)
-        return view
-    if lora_name in registry.blocked:
-        return blocked_view(lora_name, lifecycle)
-    # 404 as vLLM answers for unknown models.
-    raise http_error(not_served(lora_name))
+    view = await view_of(lora_name, lifecycle)
+    if view is None:
+        raise http_error(not_served(lora_name))  # 404 as vLLM answers for unknown models
+    if view.path is not None:
+        view.chat = await _chat_view(view.path, lifecycle)
+    return view
 
 
-async def _chat_view(adapter: ServedAdapter, lifecycle: Lifecycle) -> ChatView | None:
+async def _chat_view(path: str, lifecycle: Lifecycle) -> ChatView | None:
     try:
-        chat = await lifecycle.server.resolver.chats.read(adapter.request.lora_path)
+        chat = await lifecycle.server.resolver.chats.read(path)
     except LoRAPluginsError as error:
         raise http_error(error) from None
     if chat == Chat():
