@@ -16,7 +16,7 @@ from typing import Any
 
 from lora_plugins.adapter.chat import Chat, few
 from lora_plugins.api.http_errors import as_http
-from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.errors import IncompatibleAdapter, describing
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.response import present
@@ -197,10 +197,14 @@ def _ending(original: Any) -> Any:
         path = _path_of(made.lora_request)
         if path and made.sampling_params is not None and self.tokenizer is not None:
             know_tokenizer(self.renderer, self.model_config)  # `LLM` has no table of models
-            with as_http():
-                chat = this_process().resolver.chats.at(path)
-                if this_process().settings.adapter_chat is AdapterChat.STRICT:
-                    _refuse_other(chat, self)
+            try:
+                with as_http(), describing(adapter=made.lora_request.lora_name):
+                    chat = this_process().resolver.chats.at(path)
+                    if this_process().settings.adapter_chat is AdapterChat.STRICT:
+                        _refuse_other(chat, self)
+            except Exception as error:
+                present().error = error  # a stream that has not begun gets the error's status
+                raise
             tokenizer = tokenizer_of(self.tokenizer, chat)
             if chat.added_tokens:
                 made.sampling_params.update_from_tokenizer(tokenizer)  # bad_words
