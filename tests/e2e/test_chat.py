@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from testbed.bed import Bed
@@ -203,6 +204,33 @@ def test_streams_tools_and_arguments_of_templates_are_those_of_peft(chats: Chats
     ids = [token for choice in pieces for token in getattr(choice, "token_ids", None) or ()]
     assert ids == chats.answer("all", chats.prompt("all"))
     assert pieces[-1].finish_reason == "stop"
+
+
+def chosen(chats: Chats, name: str, prompt: Sequence[int], texts: Sequence[str]) -> list[int]:
+    """PEFT's greedy tokens where the text can only become one of `texts`."""
+    model, ids, said = chats.reference.load(chats.adapters / name), list(prompt), ""
+    words = [chats.reference.tokenizer.decode([token]) for token in range(len(chats.reference.tokenizer))]
+    while said not in texts:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        fits = [token for token, word in enumerate(words) if word and any(it.startswith(said + word) for it in texts)]
+        ids.append(max(fits, key=lambda token: float(logits[token])))
+        said += words[ids[-1]]
+    return ids[len(prompt) :]
+
+
+def test_answers_in_a_format_are_those_of_peft(chats: Chats) -> None:
+    texts = [f'"{word}"' for word in ("quick", "brown", "lazy", "jumps")]
+    schema = {"name": "word", "schema": {"type": "string", "enum": [text.strip('"') for text in texts]}}
+    names = ("plain", "file", "named", "ends-by-id", "all")
+    form = {"type": "json_schema", "json_schema": schema}
+    for name, answer in zip(names, asyncio.run(asked(chats, names, response_format=form)), strict=True):
+        prompt = chats.prompt(name)
+        assert answer.prompt_token_ids == prompt, name
+        assert answer.choices[0].message.content in texts, name
+        ids = answer.choices[0].token_ids
+        assert ids[:-1] == chosen(chats, name, prompt, texts), name
+        assert ids[-1] in end_ids(chats.adapters / name, chats.reference.tokenizer), name
 
 
 def said_of_words(chats: Chats, own: Any, name: str, number: int) -> tuple[str, list[int], list[str]] | None:
