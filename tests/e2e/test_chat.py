@@ -300,6 +300,25 @@ def test_other_routes_have_the_same_prompts_and_ends(chats: Chats) -> None:
     assert response["usage"]["input_tokens"] == len(prompt)
 
 
+def test_added_tokens_are_tokens_on_other_routes_too(chats: Chats) -> None:
+    own, prompt = chats.tokenizer("adds"), chats.prompt("adds")
+    # VLLM keeps back the bytes of a character that the last tokens have begun.
+    text = own.decode(chats.answer("adds", prompt), skip_special_tokens=True).rstrip("\ufffd")
+    assert any(word in text for word in WORDS)
+    by_base = chats.reference.tokenizer(own.decode(prompt), add_special_tokens=False)["input_ids"]
+    assert len(prompt) < len(by_base)
+    limits = {"model": "adds", "temperature": 0}
+    body = {"system": MESSAGES[0]["content"], "messages": MESSAGES[1:], "max_tokens": MAX_TOKENS}
+    of_instructions = {"instructions": MESSAGES[0]["content"], "input": MESSAGES[1]["content"]}
+    with httpx.Client(base_url=chats.server.url, verify=PLAIN_HTTP, timeout=120) as client:
+        message = client.post("/v1/messages", json=limits | body).raise_for_status().json()
+        body = {**of_instructions, "max_output_tokens": MAX_TOKENS}
+        response = client.post("/v1/responses", json=limits | body).raise_for_status().json()
+    assert [item["text"] for item in message["content"]] == [text]
+    assert response["output"][0]["content"][0]["text"] == text
+    assert message["usage"]["input_tokens"] == response["usage"]["input_tokens"] == len(prompt)
+
+
 def test_what_the_client_says_of_ends_wins(chats: Chats) -> None:
     prompt = chats.prompt("ends")
     full = chats.reference.generate(chats.adapters / "ends", prompt, MAX_TOKENS)
