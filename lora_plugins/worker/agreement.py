@@ -22,6 +22,7 @@ class KeyValueStore(Protocol):
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def delete_key(self, key: str) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class Agreement:
     _waiting: list[Report] = field(default_factory=list)  # done here, and not yet on every worker
     # Jobs without a further report, whose published results are still to be deleted.
     _ending: set[int] = field(default_factory=set)
+    _lost_count: int = 0  # other workers' `publish_lost` that `lost_elsewhere` has returned
 
     @property
     def is_waiting(self) -> bool:
@@ -54,6 +56,27 @@ class Agreement:
         if self.store is not None:
             # pickle is safe here: only our own processes publish, and the workers trust the store for everything else.
             self.store.set(self._key(report.job, self.rank), pickle.dumps(report))
+
+    def publish_lost(self, report: Failed) -> None:
+        """Publish, before a batch, that a slot for it could not be written here, if another worker reports."""
+        if self.store is not None and not self.is_reporting:
+            number = self.store.add(f"{self.prefix}/lost", 1)
+            self.store.set(f"{self.prefix}/lost/{number}", pickle.dumps(report))
+
+    def lost_elsewhere(self) -> list[Report]:
+        """Return what other workers have published by `publish_lost` since the last call: one round trip, mostly.
+
+        Complete once a batch's result is here, though nobody waits: a batch's collectives need every worker, and each
+        has published before its part. With asynchronous scheduling, so, not when the batch is launched.
+        """
+        if self.store is None:
+            return []
+        first, self._lost_count = self._lost_count + 1, self.store.add(f"{self.prefix}/lost", 0)
+        keys = [f"{self.prefix}/lost/{number}" for number in range(first, self._lost_count + 1)]
+        reports = [pickle.loads(self.store.get(key)) for key in keys]  # noqa: S301 - see publish
+        for key in keys:
+            self.store.delete_key(key)
+        return reports
 
     def done_here(self, report: Report, *, is_wanted: bool = True) -> None:
         """Note the result of a job here; an unwanted result is never reported.

@@ -114,6 +114,7 @@ class Jobs:
         self._something_done = threading.Event()
         self._running: set[int] = set()  # jobs that still run in a thread
         self._reports: list[Report] = []
+        self._is_unconfirmed = False
 
     # --- in the engine loop ---
 
@@ -144,6 +145,12 @@ class Jobs:
                 time.sleep(_POLL_INTERVAL_S)
             else:
                 self._something_done.wait(max(0.0, deadline - time.monotonic()))
+
+    def take_unconfirmed(self) -> Callable[[], list[Report]] | None:
+        """Return what reports other workers' lost adapters, once this step's batch is computed; None if none can be."""
+        is_unconfirmed, self._is_unconfirmed = self._is_unconfirmed, False
+        is_asked = self._agreement.world_size > 1 and self._agreement.is_reporting
+        return self._agreement.lost_elsewhere if is_unconfirmed and is_asked else None
 
     def finish(self) -> None:
         """Wait until the threads have ended all jobs; the next call of `reports` returns the results."""
@@ -229,13 +236,12 @@ class Jobs:
 
     def _write_now(self, entry: WorkerAdapter) -> None:
         """Write an adapter's slot, if it has one, in the engine loop; an adapter that cannot be written is lost."""
+        self._is_unconfirmed = True  # other workers may fail
         if entry.slot is None or entry.adapter is None:
             return
         try:
             entry.adapter.write(entry.slot)
-        except Exception as error:
-            if self._agreement.world_size > 1:
-                raise  # the other workers compute with the adapter: the rows would be of no weights, unnoticed
+        except Exception as error:  # noqa: BLE001 - the error answers the adapter's requests, all others go on
             logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
             self._lose(entry, error)
 
@@ -243,7 +249,9 @@ class Jobs:
         adapter, entry.adapter = entry.adapter, None
         self._leave(entry, adapter)
         self.lost.add(entry.key)
-        self._reports.append(Failed(0, explained(error, entry.spec.name), entry.key))
+        failed = Failed(0, explained(error, entry.spec.name), entry.key)
+        self._reports.append(failed)
+        self._agreement.publish_lost(failed)
 
     def _evict(self, key: int) -> None:
         self.lost.discard(key)

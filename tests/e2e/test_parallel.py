@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from testbed import failing_slots
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from tests.e2e.servers import MANAGER, RESOLVER, admin_server, lora_server
+from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, admin_server, lora_server
 from tests.e2e.standing_still import LONGEST_S
 
 
@@ -78,3 +80,31 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
         assert {worker["adapters"]["slots"] for worker in workers} == {2}
         assert all(1 <= worker["adapters"]["registered"] <= 3 for worker in workers)
         assert len({tuple(sorted(worker["memory"]["adapter_mb"])) for worker in workers}) == 1, "they hold the same"
+
+
+def test_a_slot_that_one_worker_cannot_write_costs_one_adapter(bed: Bed, tmp_path: Path) -> None:
+    """On the worker whose output nobody reads, before a batch: the other worker has the adapter in its slot."""
+    shutil.copytree(bed.adapters, tmp_path / "adapters")
+    with lora_server(
+        bed, tmp_path, "--max-loras", "2", "--max-cpu-loras", "8", "--tensor-parallel-size", "2",
+        plugins=(RESOLVER, MANAGER, KERNELS, failing_slots.NAME), **failing_slots.environment(tmp_path / "site"),
+    ) as server:  # fmt: skip
+        client = connect(server)
+        others: list[str | None] = [None, "sql"]
+
+        def ask(*names: str | None) -> list[Any]:
+            with ThreadPoolExecutor() as threads:
+                return list(threads.map(lambda it: complete(client, it or str(bed.base), PROMPT, MAX_TOKENS), names))
+
+        failing = tmp_path / "site" / failing_slots.VARIABLE
+        failing.write_text("1 chat")
+        for _ in range(2):
+            refused, refused_too, *answers = ask("chat", "chat", *others)
+            assert [list(answer.token_ids) for answer in answers] == [bed.answers[name] for name in others]
+            for one in (refused, refused_too):
+                assert (one.status, one.token_ids, "L004" in one.error) == (507, (), True), one
+        assert "Writing a slot for adapter 'chat' failed" in server.log()
+        failing.unlink()
+        assert [list(answer.token_ids) for answer in ask("chat", *others)] == [
+            bed.answers[name] for name in ("chat", *others)
+        ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded, Move
 from lora_plugins.worker.agreement import Agreement
@@ -181,13 +182,98 @@ def test_slots_written_again_lose_the_adapters_that_fail(jobs: Any, disk: Disk) 
     assert jobs._owners.of == {0: 1, 1: None}
 
 
-def test_with_several_workers_a_slot_that_cannot_be_written_raises(jobs: Any, disk: Disk) -> None:
-    """The other workers have written it: only the end of all keeps rows of half an adapter from clients."""
+class TwoWorkers:
+    """The `Jobs` of two workers, each with a disk of its own; rank `asked` reports."""
+
+    def __init__(self, asked: int) -> None:
+        self.store, self.asked = HashStore(), asked
+        self.disks = [Disk(), Disk()]
+        self.jobs: list[Any] = []
+        for rank, disk in enumerate(self.disks):
+            agreement = Agreement(rank, 2, self.store, "engine", is_reporting=rank == asked)
+            self.jobs.append(Jobs(disk.read, Files(), Owners(), SlotStream(torch.device("cpu")), agreement))  # type: ignore[arg-type]
+
+    def step(self, *commands: Any, rewriting: bool = False) -> list[Any]:
+        """What the scheduler hears with the output of a step with a batch, to which both contribute.
+
+        The reporting worker goes first: it has launched its batch before the other begins.
+        """
+        asked, lates = self.jobs[self.asked], list[Any]()
+        for of in (asked, self.jobs[1 - self.asked]):
+            of.rewrite_slots() if rewriting else of.begin_step(commands)
+            of.finish()
+            lates.append(of.take_unconfirmed())
+        late, none = lates
+        assert none is None, "of a worker whose output nobody reads"
+        return asked.reports() + (late() if late is not None else [])
+
+    def load(self, *keys: int) -> None:
+        assert len(self.step(*(Load(spec(key), key, job=key) for key in keys))) == len(keys)
+
+    def owners(self) -> list[dict[int, int | None]]:
+        return [of._owners.of for of in self.jobs]
+
+
+@pytest.fixture(params=[0, 1], ids=["first reports", "last reports"])
+def two(request: pytest.FixtureRequest) -> Iterator[TwoWorkers]:
+    made = TwoWorkers(request.param)
+    yield made
+    for of in made.jobs:
+        of.close()
+
+
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1)])
+def test_a_slot_unwritten_by_one_worker_costs_one_adapter(two: TwoWorkers, bad: tuple[int]) -> None:
+    """Its requests are told with this very step: the batch computed half an adapter, or none, on that worker."""
+    two.load(1, 2)
+    for rank in bad:
+        two.disks[rank].bad.add("adapter-1")
+    reports = two.step(Activate(1, 0), Activate(2, 1))
+    assert {(it.job, it.key, it.error.code, it.error.adapter) for it in reports} == {(0, 1, "L004", "adapter-1")}
+    assert [of.lost for of in two.jobs] == [{1} if rank in bad else set() for rank in (0, 1)]
+    assert all(of[1] == 2 for of in two.owners())
+    assert two.step() == [], "it is said once"
+    # The scheduler has planned a step further, and hears of it only then.
+    (failed,) = two.step(Activate(1, 0, job=7))
+    assert (failed.job, isinstance(failed, Failed)) == (7, True)
+    for disk in two.disks:
+        disk.bad.clear()
+    two.step(Evict(1))
+    assert [of.lost for of in two.jobs] == [set(), set()]
+    two.load(1)
+    assert two.step(Activate(1, 0)) == []
+    assert two.owners() == [{0: 1, 1: 2}] * 2
+    assert two.store.num_keys() <= 2, "HashStore has a key of its own, and there is the count"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_swaps_and_wake_ups_lose_what_one_cannot_write(two: TwoWorkers, rank: int) -> None:
+    two.load(1, 2, 3)
+    assert two.step(Activate(1, 0), Activate(3, 1)) == []
+    two.disks[rank].bad.add("adapter-2")
+    (failed,) = two.step(Move(1, 2))
+    assert (failed.key, failed.error.code, failed.error.adapter) == (1, "L004", "adapter-2")
+    two.disks[rank].bad.add("adapter-3")
+    assert [it.key for it in two.step(rewriting=True)] == [3]
+
+
+def test_others_are_asked_where_a_step_writes_a_slot(two: TwoWorkers) -> None:
+    two.load(1)
+    asked = two.jobs[two.asked]
+    for commands in ([], [Activate(1, 0, job=5)], [Evict(1)]):
+        asked.begin_step(commands)
+        asked.finish()
+        assert asked.take_unconfirmed() is None
+    two.load(2)
+    asked.begin_step([Activate(2, 0)])
+    assert asked.take_unconfirmed() is not None
+    assert asked.take_unconfirmed() is None
+
+
+def test_a_worker_alone_asks_nobody(jobs: Any) -> None:
     load(jobs, 1)
-    disk.bad.add("adapter-1")
-    jobs._agreement.world_size = 2
-    with pytest.raises(MemoryError):
-        jobs.begin_step([Activate(1, 0)])
+    jobs.begin_step([Activate(1, 0)])
+    assert jobs.take_unconfirmed() is None
 
 
 def test_a_slot_that_a_thread_cannot_write_costs_one_adapter(jobs: Any, disk: Disk) -> None:

@@ -15,7 +15,7 @@ Why: every executor but Ray's first calls the wrapped methods; collective_rpc re
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -33,6 +33,8 @@ from lora_plugins.vllm_patches.wrapping import wrap
 EMPTY_STEP_WAIT_S = 0.005
 # Beside other data-parallel ranks a dummy batch follows, and all ranks wait for the slowest.
 EMPTY_STEP_OF_RANKS_WAIT_S = 0.0005
+
+_Unconfirmed = Callable[[], list[Report]] | None  # of `Jobs.take_unconfirmed`
 
 
 def patch() -> None:
@@ -92,7 +94,9 @@ def _executing(original: Any) -> Any:
         has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
         wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
         # None: vLLM calls `sample_tokens` next, whose output carries the reports.
-        return output if output is None else _with_reports(output, _reports(manager, wait_s))
+        if output is None:
+            return None
+        return _with_reports(output, _reports(manager, wait_s), manager.jobs.take_unconfirmed() if has_batch else None)
 
     return execute_model
 
@@ -101,7 +105,9 @@ def _sampling(self: Any, grammar_output: Any) -> Any:
     """Call `sample_tokens`, which vLLM's wrapper leaves to the worker, and attach reports."""
     output = self.worker.sample_tokens(grammar_output)
     manager = manager_of(self.worker)
-    return output if manager is None or output is None else _with_reports(output, _reports(manager))
+    if manager is None or output is None:
+        return output
+    return _with_reports(output, _reports(manager), manager.jobs.take_unconfirmed())
 
 
 def _reports(manager: Any, wait_s: float = 0.0) -> list[Report | Slots]:
@@ -112,25 +118,27 @@ def _reports(manager: Any, wait_s: float = 0.0) -> list[Report | Slots]:
     return [manager.slots, *manager.reports()]
 
 
-def _with_reports(output: Any, reports: list[Report | Slots]) -> Any:
-    if not reports:
+def _with_reports(output: Any, reports: list[Report | Slots], unconfirmed: _Unconfirmed = None) -> Any:
+    if not reports and unconfirmed is None:
         return output
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
     if hasattr(output, "get_output"):  # asynchronous scheduling: made in another thread
         # On the object: `get_output` is called once, and waits for the step's results (`AsyncModelRunnerOutput` in
         # vllm/v1/outputs.py, 0.32).
-        output.get_output = _reporting(output.get_output, reports)
+        output.get_output = _reporting(output.get_output, reports, unconfirmed)
         return output
+    if unconfirmed is not None:
+        reports = [*reports, *unconfirmed()]
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # the empty output is shared
     attach(output, StepReports(tuple(reports)))
     return output
 
 
-def _reporting(original: Any, reports: list[Report | Slots]) -> Any:
+def _reporting(original: Any, reports: list[Report | Slots], unconfirmed: _Unconfirmed) -> Any:
     def get_output() -> Any:
-        return _with_reports(original(), reports)
+        return _with_reports(original(), reports, unconfirmed)
 
     return get_output
 

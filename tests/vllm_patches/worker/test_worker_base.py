@@ -15,14 +15,15 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm.v1.worker import lora_model_runner_mixin
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-from lora_plugins.errors import InvalidSettings
-from lora_plugins.scheduler.messages import Activated, Slots
+from lora_plugins.errors import InvalidSettings, OutOfMemory
+from lora_plugins.scheduler.messages import Activated, Failed, Slots
 from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.worker import worker_base
 from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 from tests.vllm_patches.put_back import put_back
 
 COMMAND, REPORT = object(), Activated(1, 0.5)
+LOST = Failed(0, OutOfMemory("no room"), 4)
 
 
 class Manager:
@@ -32,6 +33,16 @@ class Manager:
         self.events, self.commands = events, []
         self.waited_s: list[float] = []
         self.slots, self.has_told_slots = Slots(2, 3), True
+        self.jobs = SimpleNamespace(take_unconfirmed=self._take_unconfirmed)
+        self.has_written = False
+
+    def _take_unconfirmed(self) -> Any:
+        has_written, self.has_written = self.has_written, False
+        return self._lost if has_written else None
+
+    def _lost(self) -> list[Any]:
+        self.events.append("lost")
+        return [LOST]
 
     def begin_step(self, commands: Any) -> None:
         self.events.append("commands")
@@ -60,7 +71,11 @@ class Worker(WorkerBase):
 
 
 class MadeLater(AsyncModelRunnerOutput):
+    def __init__(self, events: list[str] | None = None) -> None:
+        self.events = [] if events is None else events
+
     def get_output(self) -> ModelRunnerOutput:
+        self.events.append("computed")
         return output()
 
 
@@ -126,6 +141,36 @@ def test_where_tokens_are_sampled_apart_reports_come_with_them() -> None:
     assert wrapped.execute_model(batch()) is None
     assert wrapped.worker.model_runner.lora_manager.waited_s == []
     assert attached(wrapped.sample_tokens(None), StepReports).reports == (REPORT,)
+
+
+def writing(of: Worker) -> Worker:
+    of.model_runner.lora_manager.has_written = True
+    return of
+
+
+def test_others_lost_slots_come_with_the_batch() -> None:
+    wrapped = wrapper(writing(Worker(output())))
+    assert attached(wrapped.execute_model(batch()), StepReports).reports == (REPORT, LOST)
+    assert attached(wrapped.execute_model(batch()), StepReports).reports == (REPORT,)
+    wrapped = wrapper(writing(Worker(None, sampled=output())))
+    assert wrapped.execute_model(batch()) is None
+    assert attached(wrapped.sample_tokens(None), StepReports).reports == (REPORT, LOST)
+
+
+def test_others_are_asked_once_the_batch_is_computed() -> None:
+    """A batch that is only launched waits for no other worker, so another may still have to write its slot."""
+    of = Worker(None)
+    of.output = MadeLater(of.events)
+    found = wrapper(writing(of)).execute_model(batch())
+    assert attached(found.get_output(), StepReports).reports == (REPORT, LOST)
+    assert of.events == ["commands", "batch", "computed", "lost"]
+
+
+def test_a_step_without_a_batch_leaves_the_question() -> None:
+    wrapped = wrapper(writing(Worker(EMPTY_MODEL_RUNNER_OUTPUT)))
+    assert attached(wrapped.execute_model(batch(tokens=0)), StepReports).reports == (REPORT,)
+    wrapped.worker.output = output()
+    assert attached(wrapped.execute_model(batch()), StepReports).reports == (REPORT, LOST)
 
 
 def test_without_lora_outputs_are_vllms_own() -> None:
