@@ -274,11 +274,17 @@ class Planner:
 
     def answer_calls(self, now: float, *, is_paused: bool = False, is_stopped: bool = False) -> None:
         """Answer the calls that can be answered (`calls.py`): to be called after each call, plan and report."""
-        resolve(take_answered(self.state, is_paused=is_paused))
-        self.state.settle(now)
+        self._answer(now, is_paused=is_paused)
         if is_stopped and not self.has_work(is_paused=is_paused, is_stopped=is_stopped):
             for future in without_room(self.state):
                 self.withdraw(future, in_use(), now)
+
+    def _answer(self, now: float, *, is_paused: bool) -> None:
+        answered = take_answered(self.state, is_paused=is_paused)
+        # An adapter that goes with the answer to its call leaves its slot, for which another call may wait.
+        self._is_changed = self._is_changed or bool(answered and self.state.calling)
+        resolve(answered)
+        self.state.settle(now)
 
     def withdraw(self, future: Future[None], error: LoRAPluginsError, now: float) -> None:
         """Have a caller wait no more: the future raises `error`, and a pin is undone."""
@@ -376,8 +382,7 @@ class Planner:
             if not is_paused:
                 plan.moved = self._move_all(now)  # before the new generation gets a slot of its own
             activate_called(state, is_paused=is_paused)
-            resolve(take_answered(state, is_paused=is_paused))
-            state.settle(now)
+            self._answer(now, is_paused=is_paused)
             # Before `give_slots`, which would let the adapters to be evicted run again.
             adapters_without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
             state.settle(now)

@@ -284,7 +284,7 @@ class SimulatedEngine:
         self.check_state()
 
     def go_on(self, name: str) -> None:
-        going_on = [it for it in self.stopped.values() if self.planner.state.of_request[it.id].spec.name == name]
+        going_on = self._of_name(name, self.stopped)
         self.planner.go_on(name, self.now)
         for request in going_on:
             self.held[request.id] = self.stopped.pop(request.id)

@@ -253,3 +253,18 @@ TestPlannerMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+def test_a_slot_left_by_an_answered_call_goes_to_another() -> None:
+    """Found by the machine: the second generation goes with the answer to its call, and no plan looked again."""
+    none, sizes, growth = [0.0] * 9, [20] * 9, [1.0] * 9
+    state = PlannerMachine()
+    state.begin(
+        slots=1, pointed=0, max_bytes=None, max_adapters=2, instant="all",
+        load_s=none, activate_s=0.0, sizes=sizes, growth=growth, failing=set(),
+    )  # fmt: skip
+    state.workers_are_given_an_adapter(key=1, is_removed=False)
+    state.adapter_is_called_for(key=1, options={"needs_slot"})
+    state.adapter_is_called_for(key=1, options={"wants_slot", "needs_slot", "is_other", "moves"})
+    state.adapter_is_retired(key=1, is_last=False, is_refused=False)
+    state.teardown()
