@@ -25,12 +25,14 @@ def main() -> int:
     parser.add_argument("--control", choices=CONTROLS, default="", help="break something: the soak must fail")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/soak-<seed>.json")
     parser.add_argument("--fork", action="store_true", help="fork servers from one process that has imported vLLM")
+    parser.add_argument("--v2", action="store_true", help="run Model Runner V2 with asynchronous scheduling")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # of clients that leave a proxy
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10_000) if options.seed is None else options.seed
     print(f"seed {seed}, {options.seconds:.0f} s", flush=True)
     bank = prepare(lambda text: print(text, flush=True))
-    plan = Plan(seed, options.seconds, CACHE / f"seed-{seed}-{int(time.time())}", options.control, options.fork)
+    home = CACHE / f"seed-{seed}-{int(time.time())}"
+    plan = Plan(seed, options.seconds, home, options.control, options.fork, options.v2)
     print(f"events and the servers' logs: {plan.home}", flush=True)
     began = circumstances()
     journal = asyncio.run(_until_ended(plan, bank))

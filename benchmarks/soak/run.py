@@ -56,6 +56,7 @@ class Plan:
     home: Path
     control: str = ""
     is_forking: bool = False
+    runs_v2: bool = False
     figures: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,7 +71,9 @@ async def soak(plan: Plan, bank: Bank) -> Journal:
         target = Target("", "base")
         disk = None if plan.is_forking else interposer(plan.home, plan.home / "store")
         mutant = mutated(plan.control, plan.home / "mutant") if plan.control in MUTANTS else None
-        surroundings = Surroundings(bank, plan.home, s3, s3_proxy, hub, hub_proxy, plan.is_forking, disk, mutant)
+        surroundings = Surroundings(
+            bank, plan.home, s3, s3_proxy, hub, hub_proxy, plan.is_forking, disk, mutant, plan.runs_v2
+        )
         async with Lives(surroundings, target, journal) as lives:
             faults = SourceFaults(plan.seed, {"s3": s3_proxy, "hub": hub_proxy}, hub, world, target, journal)
             await _Soak(plan, world, target, journal, lives, faults, surroundings).run()

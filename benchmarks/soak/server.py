@@ -15,6 +15,7 @@ import psutil
 from benchmarks.fault_injection import Interposer
 from benchmarks.soak.bank import Bank
 from benchmarks.soak.world import ABSENT_TTL_S, REVALIDATE_S
+from testbed import v2_runner
 from testbed.hub import Hub
 from testbed.proxy import FaultProxy
 from testbed.s3 import S3
@@ -40,6 +41,7 @@ class Surroundings:
     is_forking: bool = False
     disk: Interposer | None = None
     mutant: Path | None = None  # a folder with another lora_plugins, for controls
+    runs_v2: bool = False  # Model Runner V2 with asynchronous scheduling, as on CUDA
 
     @property
     def store(self) -> Path:
@@ -82,11 +84,12 @@ class Surroundings:
         if self.is_forking:
             # huggingface_hub reads these as it is imported, which happens in the process that servers are forked from.
             os.environ.update(self.hub.env(self.home / "hub-home", url=self.hub_proxy.url))
-        more = {} if self.disk is None else self.disk.env
+        more = {**({} if self.disk is None else self.disk.env), **(v2_runner.ENVIRONMENT if self.runs_v2 else {})}
         if self.mutant is not None:
-            more = {**more, "PYTHONPATH": f"{self.mutant}:{os.environ.get('PYTHONPATH', '')}"}
+            others = more.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+            more["PYTHONPATH"] = f"{self.mutant}:{others}"
         number = len(list(self.home.glob("server-*.log")))
-        return vllm_server(
+        server = vllm_server(
             self.bank.base,
             self.home / f"server-{number}.log",
             arguments=(
@@ -94,10 +97,12 @@ class Surroundings:
                 *("--max-cpu-loras", str(HOST_ADAPTERS), "--served-model-name", "base"),
                 # Few enough that all are in use after a minute: memory grows with what was never used before.
                 *("--block-size", "32", "--num-gpu-blocks-override", "200"),
+                *(v2_runner.ARGUMENTS if self.runs_v2 else ()),
             ),
             env={**self.env(), **more},
             is_forking=self.is_forking,
         )
+        return v2_runner.checked(server) if self.runs_v2 else server
 
 
 def processes_of(server: Server) -> dict[str, psutil.Process]:

@@ -7,7 +7,11 @@ every process of the server; Triton's interpreter runs the kernels. Slow, and ri
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+from testbed.server import Server
 
 FOLDER = Path(__file__).parent
 ENVIRONMENT = {
@@ -17,3 +21,12 @@ ENVIRONMENT = {
 }
 ARGUMENTS = ("--async-scheduling",)
 LOGGED = ("Using V2 Model Runner", "v2_runner: asynchronous scheduling is True")
+
+
+@contextmanager
+def checked(starting: AbstractContextManager[Server]) -> Iterator[Server]:
+    """Start a server; raises AssertionError where its log names another model runner."""
+    with starting as server:
+        log = server.log()
+        assert all(line in log for line in LOGGED), "the server runs another model runner"
+        yield server

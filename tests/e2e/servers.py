@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from testbed import v2_runner
@@ -48,15 +48,7 @@ def lora_server(
         },
         is_forking=is_forking,
     )
-    return _on_v2(server) if RUNS_V2 else server
-
-
-@contextmanager
-def _on_v2(starting: AbstractContextManager[Server]) -> Iterator[Server]:
-    with starting as server:
-        log = server.log()
-        assert all(line in log for line in v2_runner.LOGGED), "the server runs another model runner"
-        yield server
+    return v2_runner.checked(server) if RUNS_V2 else server
 
 
 def admin_server(

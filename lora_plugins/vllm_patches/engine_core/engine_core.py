@@ -45,7 +45,7 @@ def patch() -> None:
         # (`_handle_client_request` in vllm/v1/engine/core.py, 0.32).
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
     for method in _METHODS:
-        wrap(EngineCore, method.__name__.removeprefix("_"), where(_has_planner, method))
+        wrap(EngineCore, method.__name__.removeprefix("_"), where(has_planner, method))
 
 
 # `self` is an EngineCore.
@@ -288,13 +288,14 @@ def _wake_up(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _has_planner(core: Any) -> bool:
+def has_planner(core: Any) -> bool:
+    """Return whether the scheduler of an engine core admits requests by a planner of ours: LoRA is on."""
     scheduler = getattr(core, "scheduler", None)  # none yet, where vLLM calls workers while it makes an engine
     return isinstance(scheduler, AdmittingScheduler)
 
 
 def _planner(core: Any) -> Planner:
-    if not _has_planner(core):
+    if not has_planner(core):
         raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
     planner: Planner = core.scheduler.planner
     return planner

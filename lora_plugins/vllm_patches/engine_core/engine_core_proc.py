@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
+from lora_plugins.vllm_patches.engine_core.engine_core import has_planner
 from lora_plugins.vllm_patches.wrapping import where, wrap
 
 
@@ -30,9 +30,9 @@ def patch() -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for method in (_pause_complete, _process_input_queue):
-        wrap(EngineCoreProc, method.__name__, where(_has_planner, method))
+        wrap(EngineCoreProc, method.__name__, where(has_planner, method))
     if hasattr(EngineCore, "release_kv_cache_memory"):  # since 0.31
-        wrap(EngineCore, "release_kv_cache_memory", where(_has_planner, _release_kv_cache_memory))
+        wrap(EngineCore, "release_kv_cache_memory", where(has_planner, _release_kv_cache_memory))
 
 
 # `self` is an engine core; `original` is vLLM's own method.
@@ -55,7 +55,3 @@ def _process_input_queue(original: Any, self: Any) -> Any:
 def _release_kv_cache_memory(original: Any, self: Any) -> Any:
     with self.scheduler.without_loads():  # vLLM refuses where the pause is not complete
         return original(self)
-
-
-def _has_planner(core: Any) -> bool:
-    return isinstance(core.scheduler, AdmittingScheduler)
