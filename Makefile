@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-life bench-growth bench-real wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-served-table bench-kernels-aot bench-life bench-growth bench-real wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -166,6 +166,9 @@ bench-rl: set-up ## a policy learns while it is served: pushes (finish, inflight
 
 bench-front-ends: set-up ## four API servers: 1,000 swaps under 100,000 requests, kills, throughput (25 minutes)
 	@$(RUN) -m benchmarks.front_ends
+
+bench-served-table: set-up ## a SQLite table in the place of the first API server: looks, changes, kills, lines (10 minutes)
+	@$(RUN) -m benchmarks.served_table
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.kernels_aot

@@ -3,12 +3,15 @@
  * INTERPOSER_CONTROL: a file of four 32-bit integers: an errno (0 for none), how often of 1000 calls, which calls
  * (OPEN, READ, WRITE and SYNC added up), and seconds that the clock of the day is off.
  * INTERPOSER_UNDER: the folders whose files fail, separated by colons.
+ * INTERPOSER_KILL_AT: at this one of its writes, syncs, cuts and removals of such files, counted from 1, the process is
+ * killed: in the midst of a write, and before any other.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -24,13 +27,16 @@
 enum { OPEN = 1, READ = 2, WRITE = 4, SYNC = 8 };
 static volatile int32_t *control;
 static const char *under = "";
+static long kill_at, calls_so_far;
 static int (*real_clock)(clockid_t, struct timespec *);
 
 __attribute__((constructor)) static void begin(void) {
     real_clock = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
     const char *path = getenv("INTERPOSER_CONTROL"), *folders = getenv("INTERPOSER_UNDER");
+    const char *at = getenv("INTERPOSER_KILL_AT");
     if (path == NULL || folders == NULL) return;
     under = strdup(folders);
+    kill_at = at ? atol(at) : 0;
     int file = syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
     if (file < 0) return;
     void *mapped = mmap(NULL, 4 * sizeof(int32_t), PROT_READ, MAP_SHARED, file, 0);
@@ -54,14 +60,25 @@ static int fails(int call) {
     return rand_r(&state) % 1000 < control[1];
 }
 
-static int descriptor_fails(int descriptor, int call) {
-    if (!fails(call)) return 0;
+static int descriptor_is_under(int descriptor) {
     char link[64], path[PATH_MAX + 1];
     snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
     ssize_t length = syscall(SYS_readlinkat, AT_FDCWD, link, path, PATH_MAX);
     if (length < 0) return 0;
     path[length] = 0;
-    return is_under(path) ? control[0] : 0;
+    return is_under(path);
+}
+
+static int descriptor_fails(int descriptor, int call) {
+    return fails(call) && descriptor_is_under(descriptor) ? control[0] : 0;
+}
+
+static int is_last(void) { return __atomic_add_fetch(&calls_so_far, 1, __ATOMIC_SEQ_CST) == kill_at; }
+static int is_last_of(int descriptor) { return kill_at && descriptor_is_under(descriptor) && is_last(); }
+
+static void die(void) {
+    syscall(SYS_kill, syscall(SYS_getpid), SIGKILL);
+    for (;;) pause();
 }
 
 static int opened(int folder, const char *path, int flags, mode_t mode) {
@@ -103,12 +120,29 @@ ssize_t pread(int file, void *data, size_t size, off_t at) { ORDINARY(READ, file
 ssize_t pread64(int file, void *data, size_t size, off_t at) {
     ORDINARY(READ, file, SYS_pread64, file, data, size, at);
 }
-ssize_t write(int file, const void *data, size_t size) { ORDINARY(WRITE, file, SYS_write, file, data, size); }
-ssize_t pwrite(int file, const void *data, size_t size, off_t at) {
-    ORDINARY(WRITE, file, SYS_pwrite64, file, data, size, at);
+ssize_t write(int file, const void *data, size_t size) {
+    if (is_last_of(file)) {
+        syscall(SYS_write, file, data, size / 2);
+        die();
+    }
+    ORDINARY(WRITE, file, SYS_write, file, data, size);
 }
 ssize_t pwrite64(int file, const void *data, size_t size, off_t at) {
+    if (is_last_of(file)) {
+        syscall(SYS_pwrite64, file, data, size / 2, at);
+        die();
+    }
     ORDINARY(WRITE, file, SYS_pwrite64, file, data, size, at);
+}
+ssize_t pwrite(int file, const void *data, size_t size, off_t at) { return pwrite64(file, data, size, at); }
+int ftruncate64(int file, off_t size) {
+    if (is_last_of(file)) die();
+    return syscall(SYS_ftruncate, file, size);
+}
+int ftruncate(int file, off_t size) { return ftruncate64(file, size); }
+int unlink(const char *path) {
+    if (kill_at && is_under(path) && is_last()) die();
+    return syscall(SYS_unlinkat, AT_FDCWD, path, 0);
 }
 /* Returns the error, instead of setting errno. */
 int posix_fallocate(int file, off_t at, off_t size) {
@@ -117,8 +151,14 @@ int posix_fallocate(int file, off_t at, off_t size) {
     return syscall(SYS_fallocate, file, 0, at, size) ? errno : 0;
 }
 int posix_fallocate64(int file, off_t at, off_t size) { return posix_fallocate(file, at, size); }
-int fsync(int file) { ORDINARY(SYNC, file, SYS_fsync, file); }
-int fdatasync(int file) { ORDINARY(SYNC, file, SYS_fdatasync, file); }
+int fsync(int file) {
+    if (is_last_of(file)) die();
+    ORDINARY(SYNC, file, SYS_fsync, file);
+}
+int fdatasync(int file) {
+    if (is_last_of(file)) die();
+    ORDINARY(SYNC, file, SYS_fdatasync, file);
+}
 
 int clock_gettime(clockid_t clock, struct timespec *now) {
     int code = real_clock ? real_clock(clock, now) : syscall(SYS_clock_gettime, clock, now);
