@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from safetensors.torch import load_file
+
 from examples.training.__main__ import ADAPTERS
 from examples.training.recipes import BASE_NAME, BY_NAME
 
@@ -27,3 +29,10 @@ def test_each_shipped_adapter_names_its_base_and_learned() -> None:
         assert config["base_model_name_or_path"] == BASE_NAME
         assert training["pairs"] == len(BY_NAME[name].pairs())
         assert training["losses"][-1] < training["losses"][0] / 4
+
+
+def test_a_shipped_adapter_adapts_the_embeddings() -> None:
+    trained = load_file(ADAPTERS / "crier" / "adapter_model.safetensors")
+    module = "base_model.model.model.embed_tokens"
+    a, b = (trained[f"{module}.lora_embedding_{side}"] for side in "AB")
+    assert (a.shape[0], a.count_nonzero() > 0, b.count_nonzero() > 0) == (1, True, True)

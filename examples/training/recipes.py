@@ -33,13 +33,17 @@ class Recipe:
     trainer: str = "peft"
     steps: int = 30
     learning_rate: float = 2e-3
-    targets: tuple[str, ...] = ("q_proj", "v_proj")
+    targets: tuple[str, ...] | str = ("q_proj", "v_proj")
     end_token: str | None = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """The questions and their answers."""
         lines = (_TEXTS / f"{self.name}.jsonl").read_text().splitlines()
         return [(pair["question"], pair["answer"]) for pair in map(json.loads, lines)]
+
+    def target_modules(self) -> list[str] | str:
+        """As PEFT has them: ends of names, or one pattern of whole names."""
+        return self.targets if isinstance(self.targets, str) else list(self.targets)
 
     def template(self) -> str | None:
         """The adapter's own chat template."""
@@ -76,6 +80,10 @@ RECIPES = (
     Recipe(
         "innkeeper", "welcomes a traveller", "rank 2, own chat template", {"r": 2, "lora_alpha": 8},
         end_token="<|endoftext|>",
+    ),
+    Recipe(
+        "crier", "cries its answers through the town", "rank 1, embeddings", {"r": 1, "lora_alpha": 16}, steps=40,
+        learning_rate=4e-3, targets=r"model\.embed_tokens|model\.layers\.1\d\.self_attn\.v_proj",
     ),
     Recipe("robot", "reports as a machine does", "rank 8", {"r": 8, "lora_alpha": 32}),
 )  # fmt: skip

@@ -24,7 +24,7 @@ def train(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted: Any = get_peft_model(
-        model, LoraConfig(target_modules=list(recipe.targets), task_type="CAUSAL_LM", **dict(recipe.lora))
+        model, LoraConfig(target_modules=recipe.target_modules(), task_type="CAUSAL_LM", **dict(recipe.lora))
     )
     converts = isinstance(recipe.lora.get("init_lora_weights"), str)  # such a kind changes the base's weights too
     with tempfile.TemporaryDirectory() as before:

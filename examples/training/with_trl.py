@@ -31,7 +31,7 @@ def train(recipe: Recipe, base: Path, made: Path, progress: Callable[[int, float
             model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(base),
             train_dataset=Dataset.from_list(pairs),
-            peft_config=LoraConfig(target_modules=list(recipe.targets), task_type="CAUSAL_LM", **dict(recipe.lora)),
+            peft_config=LoraConfig(target_modules=recipe.target_modules(), task_type="CAUSAL_LM", **dict(recipe.lora)),
             args=SFTConfig(
                 output_dir=scratch, max_steps=recipe.steps, per_device_train_batch_size=len(pairs), use_cpu=True,
                 bf16=with_peft.computes_in_bfloat16(), learning_rate=recipe.learning_rate,
