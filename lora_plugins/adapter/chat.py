@@ -29,12 +29,13 @@ CHAT_FILES = tuple(MAX_BYTES)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
-_MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31
+_MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31  # the second in bytes
 _MOST_ADDED = 20_000  # Gemma 3 has 6,415
 _NAMED = 3  # tokens in a message
 # `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs.
 _READ_BYTES = {VOCABULARY_FILE: 4 << 20}
 _ADDED = re.compile(r'"added_tokens"\s*:\s*')
+_ID = re.compile(r"[0-9]{1,10}")
 _TRAITS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _T = TypeVar("_T")
 
@@ -111,7 +112,7 @@ def read_chat(directory: Path) -> Chat:
     # As Transformers has it, the configuration's tokens come after the vocabulary's.
     with describing(file=TOKENIZER_FILE):
         decoder = _kept(config.get("added_tokens_decoder") or {}, dict, "added_tokens_decoder")
-        entries = [{"id": int(key) if key.isdecimal() else key, **_entry(value)} for key, value in decoder.items()]
+        entries = [{"id": int(key) if _ID.fullmatch(key) else key, **_entry(value)} for key, value in decoder.items()]
         of_config = _added(entries)
     added = {token.id: token for token in (*(_read(directory, VOCABULARY_FILE, _head) or ()), *of_config)}
     added_tokens = tuple(added[token] for token in sorted(added))
@@ -176,10 +177,9 @@ def _added(entries: Sequence[object]) -> tuple[AddedToken, ...]:
         raise _broken(f"{len(entries)} added tokens", f"at most {_MOST_ADDED}")
     tokens = []
     for entry in map(_entry, entries):
-        (token,) = _ids(entry.get("id")) or (-1,)
-        tokens.append(
-            AddedToken(token, _token(entry), frozenset(trait for trait in _TRAITS if entry.get(trait) is True))
-        )
+        (token,) = _ids([entry.get("id")])
+        traits = frozenset(trait for trait in _TRAITS if entry.get(trait) is True)
+        tokens.append(AddedToken(token, _token(entry), traits))
     return tuple(tokens)
 
 
@@ -207,8 +207,9 @@ def _token(value: object) -> str:
 
 
 def _short(text: str, longest: int) -> str:
-    if len(text) > longest:
-        raise _broken(f"a text of {len(text)} characters", f"at most {longest}")
+    data = text.encode(errors="ignore")  # without halves of surrogate pairs, which JSON can name
+    if len(data) > longest or data.decode() != text:
+        raise _broken(f"a text of {len(text)} characters", f"at most {longest} bytes of UTF-8")
     return text
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lora_plugins.adapter.canonical import with_exact_patterns
-from lora_plugins.adapter.chat import read_chat
+from lora_plugins.adapter.chat import Chat, read_chat
 from lora_plugins.adapter.config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -45,6 +45,7 @@ class VerifiedAdapter:
         size_bytes: of configuration and weights at the source.
         notes: tolerated differences.
         warnings: another base model in training, by the names of both; clients may see warnings.
+        chat: empty where the settings keep to the base model's.
         conversion: into the engine's form; None where no conversion is needed, or the engine's modules are unknown.
     """
 
@@ -54,6 +55,7 @@ class VerifiedAdapter:
     notes: tuple[str, ...] = ()
     conversion: Conversion | None = None
     warnings: tuple[str, ...] = ()
+    chat: Chat = field(default_factory=Chat)
 
     @property
     def is_3d(self) -> bool:
@@ -81,8 +83,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
             below = [DEFAULT] if os.path.isfile(directory / DEFAULT) else []
             name_format(error, [*os.listdir(directory), *below])
         raise
-    if settings.adapter_chat.reads_files:
-        read_chat(directory)
+    chat = read_chat(directory) if settings.adapter_chat.reads_files else Chat()
     # Loading a pickle runs code, so only size and configuration are checked.
     if name in PICKLE_FILES:
         with open_regular(directory / name) as (_, weights_bytes):
@@ -90,14 +91,14 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         # vLLM will match the patterns of a pickle's configuration in the engine, so the patterns must at least compile.
         config.check_patterns()
         note = f"{name} is a pickle; weights not verified"
-        read = VerifiedAdapter(config, None, config_bytes + weights_bytes, (note,))
+        read = VerifiedAdapter(config, None, config_bytes + weights_bytes, (note,), chat=chat)
         return read if base is None else fit_adapter(read, base, settings)
     with open_weights(directory, name) as opened, describing(file=name):
         size_bytes = config_bytes + sum(weights_bytes for _, weights_bytes, _ in opened)
         check_size(size_bytes, settings)
         # The files stay open from the header to the values: a file replaced in between would escape the checks.
         weights = pair_weights((tensor for _, _, tensors in opened for tensor in tensors), config)
-        verified = VerifiedAdapter(with_exact_patterns(config, weights.pairs), weights, size_bytes)
+        verified = VerifiedAdapter(with_exact_patterns(config, weights.pairs), weights, size_bytes, chat=chat)
         if base is not None:
             verified = fit_adapter(verified, base, settings)
         if settings.check_finite:
@@ -115,12 +116,11 @@ def verify_config(directory: Path, settings: Settings) -> VerifiedAdapter:
         As `verify_adapter`, without a base model.
     """
     config, config_bytes = _read_config(directory)
-    if settings.adapter_chat.reads_files:
-        read_chat(directory)
+    chat = read_chat(directory) if settings.adapter_chat.reads_files else Chat()
     if os.path.lexists(directory / INDEX_FILE):
         with describing(file=INDEX_FILE), open_regular(directory / INDEX_FILE) as (file, _):
             read_index(file.read(MAX_INDEX_BYTES + 1))
-    return VerifiedAdapter(config, None, config_bytes)
+    return VerifiedAdapter(config, None, config_bytes, chat=chat)
 
 
 def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) -> VerifiedAdapter:

@@ -1,62 +1,76 @@
-"""What the versions in the store bring for chats, each read once from its snapshot."""
+"""What the versions in the store bring for chats, as reading processes have read it: nothing here opens a file."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import Future
 
 from cachetools import LRUCache
 
-from lora_plugins.adapter.chat import Chat, read_chat
+from lora_plugins.adapter.chat import Chat
+from lora_plugins.errors import AdapterNotFound
+from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.settings import Settings
+from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.layout import Layout
+from lora_plugins.verification.children import children
+from lora_plugins.verification.messages import ReadAdapter, encode
 
-_MOST = 512  # versions whose chats are kept in memory
-_NOTHING = Chat()
+_MOST_BYTES = 64 << 20  # of all chats kept, as messages: most have 10 KB, and none has 20 MB
 
 
 class Chats:
     """Chats by the paths that engines read; files outside of the store bring nothing, because they may change.
 
+    A chat comes with the verification of its version. Where this process has not verified the version, or has kept
+    other chats since, a reading process is asked.
+
     Attributes:
+        kept: chats by digest, of verified versions and of answers to questions.
         served: what a server serves of an adapter's chat; the engine's tokenizer decides, once the engine is made.
     """
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
-        self._is_on = settings.adapter_chat.reads_files
-        self._layout = layout
+        self._settings, self._layout = settings, layout
         self.served: Callable[[Chat], Chat] | None = None
-        self._read: LRUCache[Path, Chat] = LRUCache(_MOST)  # of the event loop alone
+        self.kept: LRUCache[str, Chat] = LRUCache(_MOST_BYTES, lambda chat: len(encode(chat)))  # of one thread
+        self._once: SingleFlight[str, Chat] = SingleFlight()
 
     async def read(self, path: str) -> Chat:
-        """Return what the version at `path` brings; the first time a thread reads the files.
+        """Return what the version at `path` brings.
 
         Raises:
-            InvalidAdapter, SourceUnavailable: as `read_chat`.
+            LoRAPluginsError: a reading process was asked, and cannot read the files.
         """
-        directory = self._directory(path)
-        if directory is not None and directory not in self._read:
-            self._read[directory] = await asyncio.to_thread(self._served, directory)
+        if (digest := self._digest(path)) is not None:
+            chat = self.kept[digest] = self.kept.get(digest) or await self._once.run(digest, lambda: self._read(digest))
+            if chat.added_tokens and self.served is not None:
+                await asyncio.to_thread(self.served, chat)  # makes a tokenizer, and remembers the tokenizer
         return self.at(path)
 
     def at(self, path: str) -> Chat:
-        """Return what the version at `path` brings, and read the files in this thread where nobody has yet.
+        """Return as `read` does; without an earlier `read`, this thread may have to wait.
 
         Raises:
-            InvalidAdapter, SourceUnavailable: as `read_chat`.
+            LoRAPluginsError: as `read`.
         """
-        directory = self._directory(path)
-        if directory is None:
-            return _NOTHING
-        if directory not in self._read:
-            self._read[directory] = self._served(directory)
-        return self._read[directory]
+        if (digest := self._digest(path)) is None:
+            return Chat()
+        chat = self.kept.get(digest) or self._ask(digest).result().adapter.chat
+        if chat.added_tokens and self.served is not None:
+            chat = self.served(chat)
+        self.kept[digest] = chat
+        return chat
 
-    def _served(self, directory: Path) -> Chat:
-        chat = read_chat(directory)
-        return chat if self.served is None else self.served(chat)
+    async def _read(self, digest: str) -> Chat:
+        try:
+            return (await asyncio.wrap_future(self._ask(digest))).adapter.chat
+        except AdapterNotFound:
+            raise DamagedCopy.of(digest) from None
 
-    def _directory(self, path: str) -> Path | None:
-        digest = self._layout.digest_of(path) if self._is_on else None
-        return None if digest is None else self._layout.adapter(digest)
+    def _ask(self, digest: str) -> Future[ReadAdapter]:
+        return children().read(self._layout.adapter(digest), self._settings, config_only=True)
+
+    def _digest(self, path: str) -> str | None:
+        return self._layout.digest_of(path) if self._settings.adapter_chat.reads_files else None

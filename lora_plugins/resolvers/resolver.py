@@ -38,7 +38,7 @@ class AdapterResolver:
     A returned version is leased until every name that has got the version is released.
 
     Attributes:
-        known: what names mean to this process.
+        known: what names mean to this process. chats: what versions bring for chats.
         base: the served model, set once the server is made.
         on_abandoned: called with a leased version whose callers were all cancelled before the answer.
         principal: the origin of the running request; look-ups of new names and fetches take turns by principal.
@@ -61,7 +61,7 @@ class AdapterResolver:
         self._push_source = PushSource()
         self.known = KnownVersions(settings, store)
         self.chats = Chats(settings, store.layout)
-        self._versions = VersionStore(settings, events, store, self.known)
+        self._versions = VersionStore(settings, events, store, self.known, self.chats)
         # Also of calls that nobody joins: a cancelled caller's lease must not stay, and a thread may take it later.
         self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(self._nobody_waits)
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None

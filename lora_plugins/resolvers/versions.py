@@ -29,6 +29,7 @@ from lora_plugins.errors import (
     kind_of,
 )
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
+from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.fetch_places import FetchPlaces
 from lora_plugins.resolvers.fetch_progress import reported
@@ -74,8 +75,8 @@ class VersionStore:
     again.
     """
 
-    def __init__(self, settings: Settings, events: Events, store: Store, known: KnownVersions) -> None:
-        self._settings, self._events, self._store, self._known = settings, events, store, known
+    def __init__(self, settings: Settings, events: Events, store: Store, known: KnownVersions, chats: Chats) -> None:
+        self._settings, self._events, self._store, self._known, self._chats = settings, events, store, known, chats
         self._places = FetchPlaces(settings.fetch_timeout_s, events)
         children().warm()  # so that the first fetch waits for no start
 
@@ -222,6 +223,7 @@ class VersionStore:
             is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
         if is_sound is True and not isinstance(checked, BaseException):
             self._known.note_warnings(digest, checked.warnings)
+            self._chats.kept[digest] = checked.chat
             return checked
         self._store.leases.release(digest, asker.holder)
         if is_sound is False:

@@ -65,7 +65,7 @@ class Children:
             settings.adapter_chat,
             config_only,
         )
-        return self._submit(lambda process: process.read(request), lambda: takes_long(str(directory)))
+        return self._submit(lambda it: it.read(request), lambda: not config_only and takes_long(str(directory)))
 
     def write(
         self, tensors: Sequence[NewTensor], directory: Path, target: Path, landed: Callable[[int], None]

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from lora_plugins.adapter.chat import AddedToken, Chat
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
@@ -84,6 +85,8 @@ class Part(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
     canonical: bytes = b""
+    added: tuple[AddedToken, ...] = ()
+    chat: Chat = Chat()  # without its added tokens
 
 
 class Verified(msgspec.Struct, frozen=True, tag=True):
@@ -163,6 +166,9 @@ def answer_of(found: ReadAdapter) -> Iterator[Part | Verified]:
         yield Part(alphas=alphas)
     for begin in range(0, len(canonical), _BYTES_IN_A_PART):
         yield Part(canonical=canonical[begin : begin + _BYTES_IN_A_PART])
+    for added in _some(verified.chat.added_tokens, _TENSORS_IN_A_PART):
+        yield Part(added=added)
+    yield Part(chat=replace(verified.chat, added_tokens=()))
     # Targets may be long, and a server never needs them: the canonical configuration has the targets.
     small = replace(config, targets=None, rank_pattern={}, alpha_pattern={})
     has_weights = verified.weights is not None
@@ -182,7 +188,8 @@ def found_of(parts: Sequence[Part], end: Verified) -> ReadAdapter:
         rank_pattern=dict(item for part in parts for item in part.ranks),
         alpha_pattern=dict(item for part in parts for item in part.alphas),
     )
-    verified = VerifiedAdapter(config, weights if end.has_weights else None, end.size_bytes, end.notes)
+    chat = replace(parts[-1].chat if parts else Chat(), added_tokens=tuple(it for part in parts for it in part.added))
+    verified = VerifiedAdapter(config, weights if end.has_weights else None, end.size_bytes, end.notes, chat=chat)
     return ReadAdapter(verified, b"".join(part.canonical for part in parts))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lora_plugins.adapter.chat import MAX_BYTES, TEMPLATE_FILE, TOKENIZER_FILE, read_chat
 from lora_plugins.adapter.layouts.moves import (
     ColumnsOfExpert,
     OnDiagonal,
@@ -41,6 +43,19 @@ def test_weights_of_every_kind_cross(children: Children, tmp_path: Path) -> None
     assert dict(found.config.rank_pattern) == {r"model\.layers\.1\.self_attn\.q_proj": 16}
     (many / WEIGHTS_FILE).rename(many / PICKLE_FILES[0])
     assert read(children, many, allow_pickle=True).adapter.weights is None
+
+
+def test_the_largest_chat_crosses(children: Children, tmp_path: Path) -> None:
+    """In frames: templates of the most bytes, in characters of two bytes, and the most added tokens."""
+    template = "\u00e9" * (MAX_BYTES[TEMPLATE_FILE] // 2)
+    templates = [{"name": name, "template": template} for name in ("default", "tool_use")]
+    tokens = {str(number): {"content": f"<{number}>{'x' * 250}", "special": True} for number in range(20_000)}
+    config = json.dumps({"chat_template": templates, "added_tokens_decoder": tokens, "eos_token": "<1>"})
+    directory = put(tmp_path / "sql", adapter_files() | {TOKENIZER_FILE: config.encode()})
+    here = read_chat(directory)
+    assert (len(here.added_tokens), here.tool_template) == (20_000, template)
+    for config_only in (False, True):
+        assert children.read(directory, Settings(), config_only=config_only).result(120).adapter.chat == here
 
 
 @pytest.mark.parametrize(

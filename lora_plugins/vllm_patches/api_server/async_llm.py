@@ -193,7 +193,7 @@ def _answering(error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Cal
 
 async def _watched(original: Any, call: inspect.BoundArguments, error_of_output: Any) -> AsyncIterator[Any]:
     """Yield the outputs of a request for an adapter; raise where the engine could not have the adapter."""
-    events, client, lora_request = this_process().events, call.args[0], call.arguments["lora_request"]
+    process, client, lora_request = this_process(), call.args[0], call.arguments["lora_request"]
     name, response, has_begun = lora_request.lora_name, present(), False
     if has_planner(client):
         try:
@@ -201,7 +201,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
         except LoRAPluginsError as refusal:
             response.error = http_error(refusal)
             raise response.error from None
-    copies, share = this_process().copies.get(client), share_of_request()
+    copies, share = process.copies.get(client), share_of_request()
     # With copies, a damaged or missing copy is fetched again and the request goes on: hence at most two rounds.
     for is_last in (copies is None, True):
         taken = None
@@ -211,13 +211,15 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
                 # At the begin: `last_used_at` and the order of eviction say when an adapter was asked for, not when an
                 # answer ended.
                 planner_of(client).used(taken)
+                if process.is_resolver_registered:  # later steps of vLLM's cannot await
+                    await process.resolver.chats.read(taken.lora_path)
                 async for output in original(*call.args, **call.kwargs):
                     if (error := error_of_output(output)) is not None:
                         raise error
                     _note_spans(response, output, None if has_begun else taken.lora_path)
                     if not has_begun:
                         has_begun = response.has_begun = True
-                        events.emit(RequestServed(name))
+                        process.events.emit(RequestServed(name))
                     yield output
                 return
         except LoRAPluginsError as error:
@@ -227,7 +229,7 @@ async def _watched(original: Any, call: inspect.BoundArguments, error_of_output:
             if again is not None:
                 lora_request = again
                 continue  # the adapter is fetched again before the request goes on
-            events.emit(NotServed("request", name, error))
+            process.events.emit(NotServed("request", name, error))
             snapshots_of(client).refused(taken or lora_request, error)
             response.error = http_error(error)
             raise response.error from None

@@ -17,12 +17,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from lora_plugins.adapter.chat import AddedToken, Chat
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.process import Process
 from lora_plugins.server.response import Response, _present
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.vllm_patches.api_server import adapter_chats
 from lora_plugins.vllm_patches.api_server.adapter_tokenizers import served_chat
 from testbed.models import build_base
+from tests.make import config_bytes, put
 
 DIGEST, OTHER = "a1" * 32, "b2" * 32
 TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
@@ -63,7 +65,7 @@ class Table:
 
 
 def write(directory: Path, template: str | None = None, eos_ids: object = None, eos: str | None = None) -> str:
-    directory.mkdir(parents=True, exist_ok=True)
+    put(directory, {CONFIG_FILE: config_bytes()})  # what a version of the store always has
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
     if eos is not None:

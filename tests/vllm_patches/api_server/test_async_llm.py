@@ -25,10 +25,11 @@ from lora_plugins.scheduler.messages import AdapterState
 from lora_plugins.server import response as response_module
 from lora_plugins.server.response import Response
 from lora_plugins.settings import Settings
+from lora_plugins.verification.children import Children
 from lora_plugins.vllm_patches.answer_messages import error_tensor, stop_reason
 from lora_plugins.vllm_patches.api_server import async_llm
 from lora_plugins.vllm_patches.wrapping import where
-from tests.make import adapter_files, put
+from tests.make import CHAT, adapter_files, put
 from tests.virtual_time import runs
 
 FREE = NoFreeSlot("all slots are pinned", adapter="sql")
@@ -238,6 +239,27 @@ async def test_a_load_that_fails_is_our_text_and_status(error: LoRAPluginsError,
     assert getattr(caught.value, "status_code", 400) == status
     if status == 503:
         assert caught.value.headers == {"Retry-After": "1"}
+
+
+# --- what a version brings for chats ---
+
+
+def test_the_chat_is_known_before_vllms_own_steps(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `InputProcessor` cannot await, and the event loop must not wait for a reading process."""
+    process.is_resolver_registered = True
+    chats = process.resolver.chats
+    path = str(put(process.resolver.store.layout.adapter("a1" * 32), adapter_files() | CHAT))
+
+    def outputs() -> Iterator[Any]:
+        monkeypatch.delattr(Children, "read")
+        assert chats.at(path).template == "{{ messages }}"
+        yield output()
+
+    async def ask() -> None:
+        client = Client(generate=outputs())
+        assert [it async for it in client.generate("prompt", None, "r", lora_request=LoRARequest("sql", 1, path))]
+
+    asyncio.run(ask())
 
 
 # --- what lies at a path ---

@@ -1,0 +1,123 @@
+"""Chats of versions: read by reading processes alone, and kept with the versions."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_plugins.adapter import chat as chat_module
+from lora_plugins.adapter.chat import TOKENIZER_FILE, AddedToken, Chat
+from lora_plugins.errors import InvalidAdapter
+from lora_plugins.settings import AdapterChat
+from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.verification.children import Children
+from tests.make import BASE, CHAT, adapter_files
+from tests.resolvers.test_resolver import FakeSource, clock, make
+
+_ = clock, make
+FILES = adapter_files() | CHAT
+READ = Chat("{{ messages }}", None, {"eos_token": "</s>"}, (2,), (AddedToken(3, "<a>"),))
+
+
+@pytest.fixture(autouse=True)
+def opens_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which is the API server's; reading processes do not inherit the change."""
+
+    def refuse(path: Path) -> Any:
+        raise AssertionError(f"{path} is read in the API server's process")
+
+    monkeypatch.setattr(chat_module, "open_regular", refuse)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories that reading processes are asked for."""
+    asked: list[Path] = []
+    read = Children.read
+
+    def counted(self: Children, directory: Path, *args: Any, **kwargs: Any) -> Any:
+        asked.append(directory)
+        return read(self, directory, *args, **kwargs)
+
+    monkeypatch.setattr(Children, "read", counted)
+    return asked
+
+
+def test_a_chat_comes_with_the_verification_of_its_version(make, asked):
+    resolver = make(FakeSource("s3", {"sql": FILES}))
+    found = resolver.ask()
+    verified = len(asked)
+    assert resolver.chats.at(str(found.path)) == READ
+    assert asyncio.run(resolver.chats.read(str(found.path))) == READ
+    assert len(asked) == verified, "a look-up"
+
+
+def test_a_restored_version_brings_its_chat(make, asked):
+    before = make(FakeSource("s3", {"sql": FILES}))
+    version = before.ask()
+    after = make(FakeSource("s3"))
+    asyncio.run(after.restored("sql", None, version.digest, before.place_of(version)))
+    verified = len(asked)
+    assert after.chats.at(str(version.path)) == READ
+    assert len(asked) == verified
+
+
+def test_another_api_server_asks_a_reading_process_once(make, asked):
+    """A follower knows the path alone; many requests come at once."""
+    path = str(make(FakeSource("s3", {"sql": FILES})).ask().path)
+    other, verified = make(FakeSource("s3")), len(asked)
+
+    async def read() -> list[Chat]:
+        return await asyncio.gather(*(other.chats.read(path) for _ in range(20)))
+
+    assert asyncio.run(read()) == [READ] * 20
+    assert other.chats.at(path) == READ
+    assert len(asked) == verified + 1
+
+
+def test_a_chat_that_cannot_be_read_names_the_file(make):
+    path = make(FakeSource("s3", {"sql": FILES})).ask().path
+    (path / TOKENIZER_FILE).chmod(0o600)
+    (path / TOKENIZER_FILE).write_bytes(b'{"a":' * 200)
+    with pytest.raises(InvalidAdapter, match="nests too deep") as refused:
+        asyncio.run(make(FakeSource("s3")).chats.read(str(path)))
+    assert refused.value.file == TOKENIZER_FILE
+
+
+def test_a_missing_copy_brings_no_other_chat(make):
+    path = make(FakeSource("s3", {"sql": FILES})).ask().path
+    shutil.rmtree(path)
+    with pytest.raises(DamagedCopy):
+        asyncio.run(make(FakeSource("s3")).chats.read(str(path)))
+
+
+def test_chats_of_the_base_model_ask_no_process(make, asked):
+    path = str(make(FakeSource("s3", {"sql": FILES})).ask().path)
+    other, verified = make(FakeSource("s3"), adapter_chat=AdapterChat.BASE), len(asked)
+    assert other.chats.at(path) == asyncio.run(other.chats.read(path)) == Chat()
+    assert len(asked) == verified
+
+
+def test_tokens_are_compared_with_the_engines_once_it_is_known(make):
+    """A program with `LLM` verifies an adapter before the tokenizer is known."""
+    resolver = make(FakeSource("s3", {"sql": FILES}))
+    path = str(resolver.ask().path)
+    assert resolver.chats.at(path).added_tokens
+    resolver.chats.served = lambda chat: Chat(chat.template)
+    assert resolver.chats.at(path) == Chat(READ.template)
+    assert asyncio.run(resolver.chats.read(path)) == Chat(READ.template)
+
+
+def test_memory_of_chats_is_bounded(make, asked, monkeypatch):
+    monkeypatch.setattr("lora_plugins.resolvers.chats._MOST_BYTES", 1000)
+    files = {str(n): FILES | {"chat_template.jinja": str(n).encode() * 300} for n in range(4)}
+    resolver = make(FakeSource("s3", files))
+    paths = [str(asyncio.run(resolver.resolve(name, BASE.path)).path) for name in files]
+    verified = len(asked)
+    assert [resolver.chats.at(path).template for path in paths] == [str(n) * 300 for n in range(4)]
+    assert len(asked) > verified
+    assert resolver.chats.kept.currsize <= 1000
