@@ -26,6 +26,7 @@ MAX_CHARACTERS = 256
 MAX_SEGMENT_BYTES = 255
 MIN_PREFIX = 8  # least characters of a digest that may stand for the digest
 HEXADECIMAL = frozenset("0123456789abcdef")
+MISSPELT = "no adapter of this name"
 
 # Letters and marks by category that are drawn as nothing at all.
 _INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)})
@@ -129,7 +130,7 @@ def misspelt(text: str, names: Iterable[str]) -> AdapterNotFound | None:
     if not quoted:
         return None
     return AdapterNotFound(
-        "no adapter of this name",
+        MISSPELT,
         expected=f"a name like {' or '.join(quoted)}",
         remedy="correct the name; see /v1/models",
         adapter=text,

@@ -41,7 +41,6 @@ from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import not_served
 from lora_plugins.server.shares import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.store.layout import is_digest
@@ -238,7 +237,7 @@ async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     """One adapter, as in the list."""
     view = await view_of(lora_name, lifecycle)
     if view is None:
-        raise http_error(not_served(lora_name))  # 404 as vLLM answers for unknown models
+        raise http_error(lifecycle.registry.not_served(lora_name))  # 404 as vLLM answers for unknown models
     if view.path is not None:
         view.chat = await _chat_view(view.path, lifecycle)
     return view

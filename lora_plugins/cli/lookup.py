@@ -74,14 +74,15 @@ async def list_names(sources: Sequence[Source], base_model_name: str) -> list[Li
     return await asyncio.gather(*map(one, sources))
 
 
-def names_of_environment(settings: Settings, base_model_name: str) -> list[str]:
-    """Return all names in the sources' lists, each once.
+def names_of_environment(settings: Settings, base_model_name: str, *, only_local: bool = False) -> list[str]:
+    """Return all names in the sources' lists, each once; `only_local`: of sources on this machine.
 
     Raises:
         LoRAPluginsError: a source does not answer.
     """
     names: dict[str, None] = {}
-    for listing in asyncio.run(list_names(sources_of_environment(settings), base_model_name)):
+    sources = [source for source in sources_of_environment(settings) if not (only_local and source.remote)]
+    for listing in asyncio.run(list_names(sources, base_model_name)):
         if isinstance(listing, LoRAPluginsError):
             raise listing
         names.update(dict.fromkeys(listing.names))

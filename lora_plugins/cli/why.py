@@ -11,7 +11,7 @@ import typer
 
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
-from lora_plugins.adapter.names import why_absent
+from lora_plugins.adapter.names import MISSPELT, misspelt, near, why_absent
 from lora_plugins.api.models import AdapterList, AdapterView, ServedState
 from lora_plugins.cli.base_model import (
     BasePath,
@@ -54,11 +54,15 @@ _PLACES = {Exit.SETTINGS: "settings", Exit.UNAVAILABLE: "fetch", Exit.NO_ROOM: "
 
 @dataclass(slots=True)
 class OfServer:
-    """A running server's words on a name: the steps, and the adapter, if the server has the name."""
+    """A running server's words on a name: the steps, and the adapter, if the server has the name.
+
+    `near`: names like one that nobody has, in words.
+    """
 
     steps: list[Step]
     view: AdapterView | None = None
     is_blocked: bool = False
+    near: str = ""
 
     @property
     def is_the_end(self) -> bool:
@@ -110,6 +114,11 @@ def why(
             raise
         for one in rest:
             one.found.error = error
+    unknown = [one for one in rest if _is_unknown(one) and not said[one.name].near]
+    listed = names_of_environment(settings, base_path, only_local=True) if unknown else ()
+    for one in unknown:
+        if (like := misspelt(one.name, [name for name in near(one.name, listed) if name not in blocks])) is not None:
+            said[one.name].near = like.expected
     warnings = [item._replace(check="vllm", state="warning") for item in resolvers_not_asked(settings)]
 
     def answer(one: LookUp) -> Result:
@@ -130,8 +139,9 @@ def _ask(client: AdminClient, names: Iterable[str]) -> Mapping[str, OfServer]:
             try:
                 one.view = client.ask(AdapterView, "GET", f"/{quote(name)}")
                 one.steps += _steps_of_server(one.view, client.url)
-            except AdapterNotFound:
+            except AdapterNotFound as error:
                 missing.append(name)
+                one.near = error.expected if error.found == MISSPELT else ""
         declared = client.ask(AdapterList, "GET", "?limit=1").declared if missing else None
         declared_as = {} if declared is None else {it.lora_name: it for it in declared.loras}
         for name in missing:
@@ -188,8 +198,8 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
         yield Step("block", "failed", str(asked.found.error), f"lora-plugins load {asked.name.partition('@')[0]}")
     if of_server.is_the_end:
         return
-    for label in labels:
-        yield _step_of(label, asked.found.answers.get(label))
+    yield from (_step_of(label, asked.found.answers.get(label)) for label in labels)
+    yield from _steps_of_near(asked, of_server)
     if asked.found.error is not None and asked.found.error not in asked.found.answers.values():
         place = _PLACES.get(exit_of(asked.found.error), "adapter")
         yield Step(place, "failed", str(asked.found.error))
@@ -212,6 +222,15 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
     elif asked.found.error is None and (reason := why_absent(asked.name)) is not None:
         asked.found.error = reason
         yield Step("revision", "failed", str(reason))
+
+
+def _is_unknown(asked: LookUp) -> bool:
+    return asked.found.error is None and asked.stored is None and asked.would_fetch is None
+
+
+def _steps_of_near(asked: LookUp, of_server: OfServer) -> Iterator[Step]:
+    if of_server.near and not (asked.stored or asked.would_fetch):
+        yield Step("spelling", "warning", f"perhaps {of_server.near} was meant")
 
 
 def _step_of(source: str, answer: SourceAnswer | None) -> Step:
@@ -246,7 +265,7 @@ def _verdict(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: Ba
         return "not resolved", Exit.WRONG
     if asked.stored is not None:
         return ("not compared", Exit.NOT_COMPARED) if _why_not_compared(asked, base) else ("served", Exit.OK)
-    return ("found", Exit.OK) if asked.would_fetch else ("unknown", Exit.NOT_FOUND)
+    return ("unknown", Exit.NOT_FOUND) if _is_unknown(asked) else ("found", Exit.OK)
 
 
 def _in_words(asked: LookUp, of_server: OfServer, verdict: str, base: BaseModel | None) -> str:

@@ -16,7 +16,7 @@ from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.background import background
 from lora_plugins.server.copies import Copies
 from lora_plugins.server.desired import DesiredAdapter
-from lora_plugins.server.registry import ServedAdapter, no_longer_served, not_served
+from lora_plugins.server.registry import ServedAdapter, no_longer_served
 from lora_plugins.server.swapping import (
     KEPT_VERSIONS,
     ChangeReason,
@@ -296,7 +296,7 @@ class Lifecycle:
         if not block:
             freed = await self._free(name, no_longer_served(name), timeout_s, expects)
             if freed is None:
-                raise not_served(name)
+                raise self.registry.not_served(name)
             return freed
         self._check_name(name)
         _require_version(name, self.registry.get(name), expects)

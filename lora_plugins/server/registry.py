@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lora_plugins.adapter.names import adapter_id, is_by_digest
+from lora_plugins.adapter.names import adapter_id, is_by_digest, misspelt
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path
@@ -93,11 +93,6 @@ def source_of(adapter: ServedAdapter | None) -> str:
     return "" if adapter is None or adapter.version is None else adapter.version.source
 
 
-def not_served(name: str) -> AdapterNotFound:
-    """The error for a request of a name that is not served."""
-    return AdapterNotFound("no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name)
-
-
 def gone_from_source(name: str) -> AdapterNotFound:
     """The error where the source of a served adapter has no version any more."""
     return AdapterNotFound(
@@ -125,14 +120,22 @@ class Registry:
         table: vLLM's table of names.
         version_of: the version of a source that was last resolved for a name; None where there is no version.
         blocked: names that are refused until an operator loads them, whatever the table says.
+        near: names like a misspelt one, which the present request may use.
 
     Attributes:
         draining: unloaded adapters with running requests, by engine id.
         paused: names whose requests the engines hold until a resume.
     """
 
-    def __init__(self, table: NameTable, version_of: Callable[[str], ResolvedAdapter | None], blocked: Blocks) -> None:
+    def __init__(
+        self,
+        table: NameTable,
+        version_of: Callable[[str], ResolvedAdapter | None],
+        blocked: Blocks,
+        near: Callable[[str], Sequence[str]] = lambda _: (),
+    ) -> None:
         self._table = table
+        self._near = near
         self._version_of = version_of
         self._adapters: dict[str, ServedAdapter] = {}
         self._names_of_ids: dict[int, str] = {}
@@ -166,8 +169,14 @@ class Registry:
         self.blocked.refuse(name)
         adapter = self.get(name)
         if adapter is None:
-            raise not_served(name)
+            raise self.not_served(name)
         return adapter
+
+    def not_served(self, name: str) -> AdapterNotFound:
+        """The error for a name that is not served."""
+        return misspelt(name, self._near(name)) or AdapterNotFound(
+            "no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name
+        )
 
     def serves(self, name: str) -> bool:
         """Whether a name is in the table now. Callable from any thread."""

@@ -62,6 +62,24 @@ def test_a_question_says_first_that_it_fetches(cli, server):
     assert [row["name"] for row in cli("ls", "--json").json["adapters"]] == ["sql"]
 
 
+@pytest.mark.parametrize("where", ["server", "a server alone", "sources"])
+def test_a_misspelt_name_meets_near_names(cli, server, where):
+    if where == "a server alone":
+        del cli.env["VLLM_PLUGINS"]
+    options = ["--no-server"] if where == "sources" else []
+    misspelt, near = ("team/poett", "team/poet") if where == "sources" else ("team/servd", "team/served")
+    found = steps(cli, misspelt, *options)["spelling"]
+    assert (found["verdict"], found["detail"]) == ("warning", f"perhaps a name like '{near}' was meant")
+    assert cli("why", misspelt, *options, "--json").json["verdict"] in ("unknown", "not asked")
+
+
+@pytest.mark.parametrize("name", ["sql", "nobody"])
+def test_a_name_of_a_source_or_like_none_meets_none(cli, server, name):
+    server.publish("sqk", OLD)
+    assert cli("load", "sqk").code == Exit.OK
+    assert "spelling" not in steps(cli, name, "--dry-run")
+
+
 def test_a_refresh_that_failed_is_a_warning(cli, server):
     server.has["team/served"] = SourceUnavailable("no answer of S3")
     assert cli("refresh", "team/served").code == Exit.UNAVAILABLE

@@ -174,6 +174,12 @@ def test_a_key_pushes_its_own_names_at_its_own_rate(guarded: Guarded) -> None:
     for name, key in (("team-b/sql", "key-b"), ("shared", "key-b"), ("team-b/pushed", "key-a")):
         assert put(name, key).status_code == 403
     assert put("team-b/pushed-2", "key-b").status_code == 200
+    assert put("team-c/pushed-3", "key-root").status_code == 200
+    misspelt = [guarded.ask("GET", "/v1/loras/team-b/pushed-3", key) for key in ("key-b", "key-root")]
+    assert [answer.status_code for answer in misspelt] == [404, 404]
+    assert ["'team-b/pushed-2'" in answer.text for answer in misspelt] == [True, True]
+    assert ["team-c" in answer.text for answer in misspelt] == [False, True], "a pusher meets names of its own"
+    assert guarded.ask("DELETE", "/v1/loras/team-c/pushed-3", "key-root").status_code == 200
     refused = put("team-b/pushed", "key-b")
     assert (refused.status_code, "[L001]" in refused.text, "retry-after" in refused.headers) == (503, True, True)
     for name in ("team-b/pushed", "team-b/pushed-2"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lora_plugins.adapter.names import near
 from lora_plugins.errors import (
     AdapterNotFound,
     LoRAPluginsError,
@@ -207,7 +208,9 @@ class World:
         self.told: list[Any] = []
         self.written = 0
         served = resolver.known.last if resolver else self.resolver.served_under.get
-        registry = Registry(self.table, served, self.resolver.store.blocks)
+        registry = Registry(
+            self.table, served, self.resolver.store.blocks, lambda name: near(name, self.table.lora_requests)
+        )
         events = resolver.events if resolver else Events()
         events.add(self.tell)
         sizes_bytes = resolver.known.sizes_bytes if isinstance(resolver, AdapterResolver) else {}

@@ -104,8 +104,10 @@ class Principal:
     rate: Rate | None = None
 
     def may_use(self, name: str) -> bool:
-        """Whether requests may name this adapter."""
-        return self.is_admin or any(pattern.matches(name) for pattern in self.patterns)
+        """Whether requests may name this adapter; a pusher's call may name what the pusher may push, too."""
+        if self.is_admin and not self.is_pusher:
+            return True
+        return any(pattern.matches(name) for pattern in (*self.patterns, *(self.pushes if self.is_pusher else ())))
 
     def may_push(self, name: str) -> bool:
         """Whether the principal may push this adapter, and call the routes that a push needs."""

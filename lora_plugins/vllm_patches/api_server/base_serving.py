@@ -12,8 +12,10 @@ chunks of a stream only; with `--fingerprint-mode none` vLLM leaves the field em
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
+from lora_plugins.adapter.names import near
 from lora_plugins.api.access.principals import label_of_request, principal_of_request
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import IncompatibleAdapter
@@ -28,6 +30,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 # Of production-stack, Text Generation Inference, LoRAX and SGLang.
 _FIELDS_OF_OTHERS = ("lora_adapter", "adapter_id", "lora_path", "lora_name")
+_MOST_COMPARED = 1_000  # names: a few milliseconds of the event loop at most
 
 
 def patch() -> None:
@@ -59,6 +62,15 @@ def may_use(name: str) -> bool:
     """Return whether the present request may use an adapter; an unseen request may use the default's adapters."""
     policy = this_process().policy
     return policy is None or (principal_of_request.get() or policy.default).may_use(name)
+
+
+def near_names(models: Any, lora_name: str) -> list[str]:
+    """Return served and listed names like a misspelt one, which the present request may use."""
+    process = this_process()
+    known = itertools.islice(itertools.chain(models.lora_requests, process.listed_names.at_hand()), _MOST_COMPARED)
+    found = near(lora_name, {name for name in known if "@" not in name and may_use(name)})
+    blocked = process.resolver.store.blocks.among(found) if found else ()
+    return [name for name in found if name not in blocked]
 
 
 def _picking(original: Any) -> Any:

@@ -17,6 +17,7 @@ Until: vLLM has an admin API of its own.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 from lora_plugins.process import this_process
@@ -29,6 +30,7 @@ from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import Registry
 from lora_plugins.server.shared_copies import FollowedCopies, LedCopies
 from lora_plugins.vllm_patches.api_server.async_llm import planner_of
+from lora_plugins.vllm_patches.api_server.base_serving import near_names
 
 
 def lifecycle_of(models: Any) -> Lifecycle:
@@ -40,11 +42,12 @@ def lifecycle_of(models: Any) -> Lifecycle:
     process = this_process()
     lifecycle = process.lifecycles.get(models)
     if lifecycle is None:
+        # A proxy: `lifecycles` holds the lifecycle by `models`, and would keep both for ever with a reference.
+        table = weakref.proxy(models)
         server = ApiServer(
-            # A proxy: `lifecycles` holds the lifecycle by `models`, and would keep both for ever with a reference.
-            Registry(weakref.proxy(models), process.resolver.known.last, process.resolver.store.blocks),
+            Registry(table, process.resolver.known.last, process.resolver.store.blocks, partial(near_names, table)),
             planner_of(models.engine_client),
-            _Server(weakref.proxy(models)),
+            _Server(table),
             process.resolver,
             process.events,
             process.settings.drain_timeout_s,

@@ -20,12 +20,11 @@ Until: vLLM passes on the text of what add_lora and resolvers raise, and loads i
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import Any
 
-from lora_plugins.adapter.names import misspelt, near, why_absent, with_base_name
+from lora_plugins.adapter.names import misspelt, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
@@ -38,7 +37,7 @@ from lora_plugins.server.registry import no_longer_served
 from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
-from lora_plugins.vllm_patches.api_server.base_serving import may_use
+from lora_plugins.vllm_patches.api_server.base_serving import may_use, near_names
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving
 from lora_plugins.vllm_patches.api_server.model_card import card_of
@@ -46,8 +45,6 @@ from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leade
 from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
 from lora_plugins.vllm_patches.wrapping import Over, wrap
 from lora_plugins.worker.lora_request import is_vllms
-
-_MOST_COMPARED = 1_000  # names: a few milliseconds of the event loop at most
 
 
 def patch() -> None:
@@ -208,21 +205,12 @@ def _resolving(original: Any) -> Any:
         if error is not None and error.code == AdapterNotFound.http_status and this_process().is_resolver_registered:
             base_names = [path.name for path in self.base_model_paths]
             reason = with_base_name(lora_name, base_names) or why_absent(lora_name)
-            reason = reason or misspelt(lora_name, _near_names(self, lora_name))
+            reason = reason or misspelt(lora_name, near_names(self, lora_name))
             if reason is not None:
                 raise http_error(reason)
         return result
 
     return resolve_lora
-
-
-def _near_names(models: Any, lora_name: str) -> list[str]:
-    """Served and listed names like a misspelt one, which the request may use."""
-    process = this_process()
-    known = itertools.islice(itertools.chain(models.lora_requests, process.listed_names.at_hand()), _MOST_COMPARED)
-    found = near(lora_name, {name for name in known if "@" not in name and may_use(name)})
-    blocked = process.resolver.store.blocks.among(found) if found else ()
-    return [name for name in found if name not in blocked]
 
 
 async def _resolved(original: Any, models: Any, lora_name: str) -> Any:

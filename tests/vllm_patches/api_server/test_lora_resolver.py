@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -12,6 +13,8 @@ import pytest
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
+from lora_plugins.api.access.policy import Policy
+from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.single_flight import NameLocks
@@ -141,18 +144,27 @@ def test_a_404_says_why_a_name_is_none(start_serving, resolver, name, says):
     assert ordinary.error.message == "LoRA adapter nobody/has-this does not exist"
 
 
-def test_a_misspelt_name_meets_near_ones_that_may_be_used(start_serving, resolver, monkeypatch):
+@pytest.mark.parametrize("right", ["adapters", "pushes"])
+def test_a_misspelt_name_meets_near_ones_that_may_be_used(start_serving, resolver, monkeypatch, right):
     from vllm.exceptions import VLLMNotFoundError
 
     models = start_serving(SimpleNamespace(max_lora_rank=64))
     models.lora_resolvers = [resolver]
     models.lora_requests = dict.fromkeys(("mine/sql", "theirs/sql", "mine/sql@v1", "gone/sql"))
-    monkeypatch.setattr(openai_serving_models, "may_use", lambda name: not name.startswith("theirs/"))
+    rights = {"adapters": [], right: ["mine/*", "gone/*"]}
+    policy = Policy.parse('[tenants.me]\nkeys = ["mine"]\n' + "\n".join(f"{it} = {rights[it]}" for it in rights))
+    monkeypatch.setattr(this_process(), "policy", policy)
+    is_pusher = right == "pushes"  # as the admin API's own routes have it for the time of a call
+
+    async def resolved(name):
+        principal_of_request.set(replace(policy.of_key("mine"), is_admin=is_pusher, is_pusher=is_pusher))
+        return await models.resolve_lora(name)
+
     this_process().resolver.store.blocks.hold("gone/sql")
     with pytest.raises(VLLMNotFoundError, match="a name like 'mine/sql'"):
-        asyncio.run(models.resolve_lora("mine/sqll"))
+        asyncio.run(resolved("mine/sqll"))
     for name in ("theirs/sqll", "gone/sqll"):
-        assert asyncio.run(models.resolve_lora(name)).error.message == f"LoRA adapter {name} does not exist"
+        assert asyncio.run(resolved(name)).error.message == f"LoRA adapter {name} does not exist"
 
 
 def test_another_resolver_may_have_other_names(start_serving, resolver):
