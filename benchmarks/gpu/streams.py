@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from benchmarks.gpu.session import Result, Session
 
@@ -197,28 +196,14 @@ def beside(
             gpu.sleep(side_sleep_us)
             gpu.enqueue(lambda: world.write_reserved(step))
 
-        # The product's thread waits for the end of the copy, during which the engine's thread goes on.
-        with mock.patch.object(cuda, "Event", _leaving_the_host_free(cuda.Event)):
-            written.append(stream.write(idle, copy))
+        stream.write(idle, copy)
+        written.append(stream.written_event())
 
     def before_use() -> None:
         if written_wait:
             stream.wait_for(written[-1])
 
     return outputs(world, write, before_use, main_sleep_us)
-
-
-def _leaving_the_host_free(event: Callable[[], Any]) -> Callable[[], Any]:
-    class Event:
-        def __init__(self) -> None:
-            self._event = event()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._event, name)
-
-        def synchronize(self) -> None: ...
-
-    return Event
 
 
 def differing(one: Sequence[Sequence[Any]], other: Sequence[Sequence[Any]], torch: Any) -> int:

@@ -101,7 +101,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """Every worker has the adapter in its slot; writing the slot took `activate_s`."""
+    """The next batches find the adapter in its slot; writing, on CUDA launching the copies, took `activate_s`."""
 
     job: int
     activate_s: float

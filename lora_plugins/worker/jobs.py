@@ -2,7 +2,8 @@
 
 The engine loop calls `begin_step` and `reports`, and never reads a disk; jobs run in threads of this module. On CUDA a
 side stream writes a slot. The side stream waits until all work launched before the command has finished with the slot;
-the loop's stream waits for the copies before a batch computes with the slot.
+the loop's stream waits for the copies before a batch computes with the slot. The host waits for neither: a job ends
+once the copies are launched, and an adapter's host memory is kept until the device has read it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class WorkerAdapter:
         adapter: None until the load has ended. slot: the present or coming slot.
         is_evicted: the scheduler has evicted the adapter; jobs that still run change nothing.
         is_removed: a caller has removed the adapter, and the scheduler will evict it.
-        writing: held while the adapter's slot is written.
+        writing: held while the adapter's slot is written, on CUDA while the copies are launched.
+        written_event: after the copies of the last write in the background.
     """
 
     key: int
@@ -67,6 +69,7 @@ class WorkerAdapter:
     is_evicted: bool = False
     is_removed: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
+    written_event: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,6 @@ class _Done:
 
     entry: WorkerAdapter
     report: Report
-    written_event: Any = None
 
 
 class Jobs:
@@ -113,6 +115,8 @@ class Jobs:
         self._done: deque[_Done] = deque()
         self._something_done = threading.Event()
         self._running: set[int] = set()  # jobs that still run in a thread
+        # Adapters that nothing refers to any more, and events after the last copies that read their host memory.
+        self._dropped: deque[tuple[Any, LoadedAdapter | None]] = deque()
         self._reports: list[Report] = []
         self._is_unconfirmed = False
 
@@ -248,6 +252,7 @@ class Jobs:
     def _lose(self, entry: WorkerAdapter, error: Exception) -> None:
         adapter, entry.adapter = entry.adapter, None
         self._leave(entry, adapter)
+        self._drop(adapter)
         self.lost.add(entry.key)
         failed = Failed(0, explained(error, entry.spec.name), entry.key)
         self._reports.append(failed)
@@ -261,7 +266,14 @@ class Jobs:
         entry.is_evicted = True
         with entry.writing:  # wait for the end of a job that writes the slot
             adapter, entry.adapter = entry.adapter, None
+        self._stream.wait_for(entry.written_event)  # the slot's next write may be on this stream
         self._leave(entry, adapter)
+        self._drop(adapter)
+
+    def _drop(self, adapter: LoadedAdapter | None) -> None:
+        """Let host memory go once the device has made all copies that are launched."""
+        if (event := self._stream.idle_event()) is not None:
+            self._dropped.append((event, adapter))
 
     def _move(self, command: Move) -> None:
         source = self.entries.pop(command.source)
@@ -270,6 +282,7 @@ class Jobs:
         entry = self.entries.setdefault(command.key, WorkerAdapter(command.key, source.spec))
         self._leave(source, source.adapter)
         with entry.writing:
+            self._drop(entry.adapter)
             entry.spec, entry.adapter = source.spec, source.adapter
             if command.source in self.lost:
                 self.lost.discard(command.source)
@@ -286,6 +299,8 @@ class Jobs:
     def _take_over(self) -> None:
         # Cleared before the queue is read: a job that ends in between sets the event again, and is not missed.
         self._something_done.clear()
+        while self._dropped and self._dropped[0][0].query():
+            self._dropped.popleft()
         while self._done:
             done = self._done.popleft()
             entry, report = done.entry, done.report
@@ -293,7 +308,7 @@ class Jobs:
             self._agreement.done_here(report, is_wanted=not entry.is_evicted)
             # An evicted adapter's slot may have another owner by now.
             if isinstance(report, Activated) and not entry.is_evicted and entry.slot is not None:
-                self._stream.wait_for(done.written_event)
+                self._stream.wait_for(entry.written_event)
                 self._owners.own(entry.slot, entry.key)
         self._reports += self._agreement.reports()
 
@@ -342,13 +357,17 @@ class Jobs:
             with entry.writing:
                 if entry.adapter is None:
                     raise _evicted(entry.spec)
-                event = self._stream.write(idle_event, partial(entry.adapter.write, slot))
+                try:
+                    self._stream.write(idle_event, partial(entry.adapter.write, slot))
+                finally:
+                    # Of half a write too: its copies read host memory, and write the slot, later than the job ends.
+                    entry.written_event = self._stream.written_event()
         except BaseException as error:  # noqa: BLE001 - the error answers the adapter's requests, all others go on
             if not entry.is_evicted:
                 logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
             self._fail(job, entry, error)
             return
-        self._finish(_Done(entry, Activated(job, time.perf_counter() - began_at), event))
+        self._finish(_Done(entry, Activated(job, time.perf_counter() - began_at)))
 
     def _fail(self, job: int, entry: WorkerAdapter, error: BaseException) -> None:
         # `explained` makes one of our errors: the report crosses processes, and a class of vLLM's or torch's may not

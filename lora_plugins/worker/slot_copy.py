@@ -151,26 +151,20 @@ class SlotStream:
 
     def idle_event(self) -> Any:
         """Return an event after all work launched so far; None where launching means computing."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
 
-    def write(self, idle_event: Any, write: Callable[[], None]) -> Any:
-        """Write once the slot is idle, and wait for the end of the copies; return the event of the end."""
+    def write(self, idle_event: Any, write: Callable[[], None]) -> None:
+        """Write; on CUDA launch the copies, which the device begins once the slot is idle."""
         if self._stream is None:
             write()
-            return None
+            return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(idle_event)
             write()
-            event = torch.cuda.Event()
-            event.record()
-        # The copies read page-locked host memory asynchronously: the thread waits, so nobody frees the adapter too
-        # early.
-        event.synchronize()
-        return event
+
+    def written_event(self) -> Any:
+        """Return an event after all copies launched so far by `write`; None where launching means computing."""
+        return None if self._stream is None else self._stream.record_event()
 
     def wait_for(self, written_event: Any) -> None:
         """Order all later launches of the current stream after the copies."""

@@ -77,16 +77,13 @@ class FakeCuda:
     def current_stream(self) -> Any:
         index = getattr(self._local, "index", 0)
         self.used.setdefault(threading.current_thread().name, set()).add(index)
-        return SimpleNamespace(device=torch.device("cuda", index), wait_event=lambda _: None)
+        return self.Stream(torch.device("cuda", index))
 
     def set_device(self, device: torch.device) -> None:
         self._local.index = device.index
 
     def Stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(device=device, wait_event=lambda _: None)
-
-    def Event(self) -> Any:
-        return SimpleNamespace(record=self.current_stream, synchronize=lambda: None)
+        return SimpleNamespace(device=device, wait_event=lambda _: None, record_event=lambda: None)
 
     @contextmanager
     def stream(self, entered: Any) -> Iterator[None]:
