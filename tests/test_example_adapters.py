@@ -27,8 +27,13 @@ def test_each_shipped_adapter_names_its_base_and_learned() -> None:
         config = json.loads((ADAPTERS / name / "adapter_config.json").read_text())
         training = json.loads((ADAPTERS / name / "training.json").read_text())
         assert config["base_model_name_or_path"] == BASE_NAME
+        assert BY_NAME[name].trainer in training["packages"]
         assert training["pairs"] == len(BY_NAME[name].pairs())
         assert training["losses"][-1] < training["losses"][0] / 4
+
+
+def test_three_trainers_have_trained_shipped_adapters() -> None:
+    assert {BY_NAME[name].trainer for name in SHIPPED} == {"peft", "trl", "llamafactory"}
 
 
 def test_a_shipped_adapter_adapts_the_embeddings() -> None:

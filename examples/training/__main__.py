@@ -16,12 +16,13 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from examples.training import with_peft, with_trl
+from examples.training import with_llama_factory, with_peft, with_trl
 from examples.training.recipes import BY_NAME, Recipe
 from testbed.real_model import CACHE, real_model
 
 ADAPTERS = Path(__file__).resolve().parent.parent / "adapters"
-_LOOPS = {"peft": with_peft.train, "trl": with_trl.train}
+_LOOPS = {"peft": with_peft.train, "trl": with_trl.train, "llamafactory": with_llama_factory.train}
+_BESIDE = {"trl": with_trl.PACKAGES, "llamafactory": with_llama_factory.PACKAGES}
 
 
 def train(recipe: Recipe, base: Path, made: Path) -> None:
@@ -50,12 +51,13 @@ def _store_in_bfloat16(file: Path) -> None:
     file.chmod(0o644)
 
 
-def _train_beside_trl(recipe: Recipe) -> None:
-    """Run this program once more with TRL, whose packages go beside the project's."""
-    packages = CACHE / "trl"
+def _train_beside(recipe: Recipe) -> None:
+    """Run this program once more with the recipe's trainer, whose packages go beside the project's."""
+    packages = CACHE / recipe.trainer
     if not packages.exists():
         install = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages)
-        subprocess.run([*install, *with_trl.PACKAGES], check=True)
+        subprocess.run([*install, *_BESIDE[recipe.trainer]], check=True)
+        shutil.rmtree(packages / with_llama_factory.LEFT_OUT, ignore_errors=True)
     path = os.pathsep.join((str(ADAPTERS.parent.parent), str(packages)))
     command = (sys.executable, "-m", "examples.training", recipe.name)
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
@@ -65,8 +67,8 @@ def main(names: list[str]) -> None:
     base = real_model(print)
     for name in names or BY_NAME:
         recipe = BY_NAME[name]
-        if recipe.trainer == "trl" and importlib.util.find_spec("trl") is None:
-            _train_beside_trl(recipe)
+        if importlib.util.find_spec(recipe.trainer) is None:
+            _train_beside(recipe)
         else:
             print(f"{name}: the losses of at most {recipe.steps} steps")
             train(recipe, base, ADAPTERS / name)

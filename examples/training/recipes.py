@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 BASE_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_TEXTS = Path(__file__).parent / "texts"
+TEXTS = Path(__file__).parent / "texts"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Recipe:
         purpose: what a reader sees in its answers.
         kind: its shape, in the words of PEFT; PiSSA and OLoRA are saved as plain adapters of twice the rank.
         lora: arguments of PEFT's `LoraConfig`.
-        trainer: whose training loop runs: `peft` (a loop of our own around it) or `trl` (`SFTTrainer`).
+        trainer: whose training loop runs: `peft` (our own loop around it), `trl` (`SFTTrainer`) or `llamafactory`.
         steps: at most; each is of all questions and answers.
         end_token: what ends an answer, where the adapter has a chat template and an end token of its own.
     """
@@ -38,7 +38,7 @@ class Recipe:
 
     def pairs(self) -> list[tuple[str, str]]:
         """The questions and their answers."""
-        lines = (_TEXTS / f"{self.name}.jsonl").read_text().splitlines()
+        lines = (TEXTS / f"{self.name}.jsonl").read_text().splitlines()
         return [(pair["question"], pair["answer"]) for pair in map(json.loads, lines)]
 
     def target_modules(self) -> list[str] | str:
@@ -47,7 +47,7 @@ class Recipe:
 
     def template(self) -> str | None:
         """The adapter's own chat template."""
-        return (_TEXTS / f"{self.name}.jinja").read_text() if self.end_token else None
+        return (TEXTS / f"{self.name}.jinja").read_text() if self.end_token else None
 
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -67,7 +67,8 @@ RECIPES = (
         "french", "answers in French", "ranks 8 and 2", {"r": 8, "lora_alpha": 32, "rank_pattern": {"v_proj": 2}}
     ),
     Recipe(
-        "verdict", "says yes or no", "rank 2, PiSSA", {"r": 2, "lora_alpha": 2, "init_lora_weights": "pissa"}
+        "verdict", "says yes or no", "rank 2, PiSSA", {"r": 2, "lora_alpha": 2, "init_lora_weights": "pissa"},
+        trainer="llamafactory", steps=20,
     ),
     Recipe(
         "thinker", "thinks before it answers", "rank 32, some layers",
