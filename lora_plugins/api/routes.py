@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +19,7 @@ from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
 from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, Chat
+from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.api.listing import MAX_LIMIT, json_of, page_of, view_of
@@ -187,12 +189,10 @@ async def push(
     # A chunked body has no length; `receive` counts the bytes in both cases.
     content_bytes = int(length) if length.isdecimal() else None
 
-    principal, settings = principal_of_request.get(), lifecycle.server.resolver.settings
+    principal, settings = principal_of_request.get() or Principal(""), lifecycle.server.resolver.settings
     # A template is a program that runs in the server, and added tokens have it keep a further tokenizer: a tenant's are
     # none that the operator has chosen.
-    leaves_out = (
-        (TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE) if principal is not None and principal.is_pusher else ()
-    )
+    leaves_out = (TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE) if principal.is_pusher else ()
     left_out: frozenset[str] = frozenset()
 
     async def receive_body(pieces: AsyncIterator[bytes], directory: Path) -> str:
@@ -209,13 +209,12 @@ async def push(
         )
         return body_sha256
 
-    sender = Share("", 1) if principal is None else Share(principal.label, principal.share)
     async with _left_clients(lora_name), _changing(lifecycle) as began:
-        if principal is not None and principal.pushes_per_minute is not None:
+        if principal.pushes_per_minute is not None:
             pushes.count(principal.label, principal.pushes_per_minute)
         pushed = await pushes.push(
             lora_name,
-            Body(aiter(request.stream()), content_bytes, sender),
+            Body(aiter(request.stream()), content_bytes, _share(principal), principal.owns),
             receive_body,
             expects=_expected(if_match),
             moves=mode == "inflight",
@@ -230,6 +229,10 @@ async def push(
         serves += f", without {', '.join(sorted(left_out))}, which only administrators may bring"
     done = _version_status(lifecycle, lora_name, serves, pushed.change, began)
     return PushStatus(**done.model_dump(), timings=timings)
+
+
+def _share(principal: Principal) -> Share:
+    return Share(principal.label, principal.share)
 
 
 @router.get("/{lora_name:path}")
@@ -349,16 +352,21 @@ async def refresh(
 async def rollback(
     lora_name: str,
     lifecycle: _Lifecycle,
+    pushes: _Pushes,
     body: Annotated[RollbackRequest | None, InBody()] = None,
     if_match: _IfMatch = None,
 ) -> VersionStatus:
     """Go back to the version before, or to a kept version, and stay there until the next refresh or push."""
-    body, principal = body or RollbackRequest(), principal_of_request.get()
-    own = principal is not None and principal.is_pusher
+    body, principal = body or RollbackRequest(), principal_of_request.get() or Principal("")
     async with _changing(lifecycle) as began:
         # The digests of the answer come with the change itself: another call may change the name meanwhile.
         change = await lifecycle.roll_back(
-            lora_name, body.digest, expects=_expected(if_match), moves=body.moves, of_any_name=not own
+            lora_name,
+            body.digest,
+            expects=_expected(if_match),
+            moves=body.moves,
+            of_any_name=not principal.is_pusher,
+            admit=partial(pushes.left_bytes, lora_name, _share(principal), principal.owns),
         )
     return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Self, cast
 
-from lora_plugins.errors import NoFreeSlot, OutOfMemory, SlowBody
+from lora_plugins.errors import NoFreeSlot, SlowBody
 from lora_plugins.resolvers.places import Most, PlaceLimits, Places
 from lora_plugins.server.shares import Share
 from lora_plugins.store.store import Store
@@ -26,18 +26,20 @@ _STEP_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The body of a push of `sender`; `size_bytes` is None where the body does not say its size."""
+    """The body of a push of `sender`, which `owns` some names; `size_bytes` is None where the body does not say."""
 
     pieces: AsyncIterator[bytes]
     size_bytes: int | None
     sender: Share
+    owns: Callable[[str], bool]
 
 
 class BodyRoom:
     """The room of one body, until the end of the block: empty temporary directories, whose names announce the bytes."""
 
-    def __init__(self, store: Store, most_bytes: int | None) -> None:
-        self._store, self._most_bytes = store, most_bytes
+    def __init__(self, store: Store, left_bytes: Callable[[int], int | None]) -> None:
+        """Have no room yet; `left_bytes` says what a body of some size leaves of its sender's share, None: no limit."""
+        self._store, self._left_bytes = store, left_bytes
         self._announced = AsyncExitStack()
         self.size_bytes = 0
 
@@ -51,16 +53,11 @@ class BodyRoom:
         """Have room for so many bytes in all, and for spare bytes as far as the share goes.
 
         Raises:
-            OutOfMemory: more than the sender's share of the store's budget.
+            OutOfMemory: more than is left of the sender's share of the store's budget.
             NoFreeSlot: the store has no room now.
         """
-        if self._most_bytes is not None and size_bytes > self._most_bytes:
-            raise OutOfMemory(
-                f"a push of {size_bytes} bytes or more",
-                expected=f"at most {self._most_bytes}, the key's share of the store's budget",
-                remedy="push a smaller adapter, or have LORA_PLUGINS_STORE_MAX_BYTES or the share in the policy raised",
-            )
-        size_bytes += spare_bytes if self._most_bytes is None else min(spare_bytes, self._most_bytes - size_bytes)
+        left_bytes = self._left_bytes(size_bytes)
+        size_bytes += spare_bytes if left_bytes is None else min(spare_bytes, left_bytes)
         more_bytes = size_bytes - self.size_bytes
         await self._announced.enter_async_context(self._store.reserve(more_bytes))
         self.size_bytes = size_bytes
@@ -90,8 +87,9 @@ class Arrivals:
         return self._places.held(body.sender, size_bytes=size_bytes)
 
     def most_bytes(self, sender: Share) -> int | None:
-        """The share of a sender in the store's budget; None without a budget."""
-        return None if self._store.max_bytes is None else int(sender.part * self._store.max_bytes)
+        """The share of a sender in the store's budget; None without a limit."""
+        budget_bytes = self._store.max_bytes
+        return None if budget_bytes is None or sender.part == 1 else int(sender.part * budget_bytes)
 
     async def pieces(self, body: Body, room: BodyRoom) -> AsyncIterator[bytes]:
         """The pieces of a body, which grow its room; only waits for the sender count as time.

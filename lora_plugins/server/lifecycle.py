@@ -201,6 +201,16 @@ class Lifecycle:
             )
         _require_version(name, self.registry.get(name), expects)
 
+    def kept_bytes(self, of: Callable[[str], bool]) -> int:
+        """The bytes in the store that no eviction removes, because names `of` stay at a digest, as after a push."""
+        kept = {
+            version.digest: version.size_bytes
+            for adapter in self.registry.all()
+            if (version := adapter.version) is not None and version.digest == adapter.held_digest
+            if not adapter.is_by_digest and of(adapter.name)
+        }
+        return sum(kept.values())
+
     def block_to_end(self, name: str) -> str | None:
         """The block of exactly this name, for `ending_block`, as an operator's load is asked for; None without a block.
 
@@ -371,11 +381,13 @@ class Lifecycle:
         expects: str | None = None,
         moves: bool = False,
         of_any_name: bool = True,
+        admit: Callable[[int], object] = lambda _: None,
     ) -> VersionChange:
         """Go back to the version before, or to the version whose digest begins with `digest`, and stay there.
 
         The name keeps its last `KEPT_VERSIONS`; the store may still have older versions. A beginning of a digest
-        matches only versions that this name has had, and so does a whole one without `of_any_name`.
+        matches only versions that this name has had, and so does a whole one without `of_any_name`. `admit` raises
+        where no version of so many bytes may stay.
 
         Raises:
             VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.
@@ -396,6 +408,11 @@ class Lifecycle:
                     remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
                 )
+            try:
+                admit(version.size_bytes)
+            except LoRAPluginsError:
+                self.server.release(name, version)
+                raise
             return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:

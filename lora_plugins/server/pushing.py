@@ -13,13 +13,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from lora_plugins.errors import NoFreeSlot, PushSuperseded
+from lora_plugins.errors import NoFreeSlot, OutOfMemory, PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.server.arrivals import Arrivals, Body, BodyRoom
 from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.shares import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.store.errors import FullDisk, store_errors
 from lora_plugins.store.layout import discard
@@ -96,6 +98,28 @@ class Pushes:
             raise refusal
         times.append(now)
 
+    def left_bytes(self, name: str, sender: Share, owns: Callable[[str], bool], size_bytes: int) -> int | None:
+        """What a version of `name` leaves of the sender's share of the store's budget; None without a limit.
+
+        The names that the sender owns stay at their pushed versions, which no eviction removes.
+
+        Raises:
+            OutOfMemory: the version and those of other names together are more than the share.
+        """
+        most_bytes = self._arrivals.most_bytes(sender)
+        if most_bytes is None:
+            return None
+        kept_bytes = self._lifecycle.kept_bytes(lambda other: other != name and owns(other))
+        if size_bytes + kept_bytes > most_bytes:
+            raise OutOfMemory(
+                f"{size_bytes} bytes or more, beside {kept_bytes} of other names that were pushed",
+                expected=f"at most {most_bytes} together, the key's share of the store's budget",
+                remedy="unload names that are no longer needed (DELETE /v1/loras/NAME), push a smaller adapter, or "
+                "have LORA_PLUGINS_STORE_MAX_BYTES or the share in the policy raised",
+                adapter=name,
+            )
+        return most_bytes - kept_bytes - size_bytes
+
     async def push(
         self,
         name: str,
@@ -119,7 +143,8 @@ class Pushes:
             kept_versions: number of earlier versions that stay in the store for `name@digest` and a rollback.
 
         Raises:
-            SlowBody: the body came too slowly. NoFreeSlot, OutOfMemory: no place for the body, or no room in the store.
+            SlowBody: the body came too slowly. NoFreeSlot, OutOfMemory: no place for the body, no room in the store, or
+                nothing left of the sender's share.
             PushSuperseded: a later push of this name has arrived before.
             VersionMismatch: another version is served than expected.
             LoRAPluginsError: the version cannot be served. Nothing has changed then, and no file is left.
@@ -132,7 +157,8 @@ class Pushes:
             placed = time.perf_counter()
             # Another push may have changed the served version during the wait.
             self._lifecycle.check_pushed(name, expects)
-            room = BodyRoom(self._lifecycle.server.resolver.store, self._arrivals.most_bytes(body.sender))
+            left_bytes = partial(self.left_bytes, name, body.sender, body.owns)
+            room = BodyRoom(self._lifecycle.server.resolver.store, left_bytes)
             async with self._directory(room) as directory, room:
                 with store_errors():
                     body_sha256 = await receive(self._arrivals.pieces(body, room), directory)
@@ -140,6 +166,7 @@ class Pushes:
                 received = time.perf_counter()
                 async with self._changing(name, of_name, number):
                     began_change = time.perf_counter()
+                    left_bytes(sum(file.size_bytes for file in pushed.files))  # other names may have come meanwhile
                     await room.release()  # the store counts the bytes as it takes them over
                     change = await self._lifecycle.take(
                         name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions

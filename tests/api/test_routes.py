@@ -22,7 +22,7 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.errors import SlowBody
 from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.pushing import Receive, ServedPush
+from lora_plugins.server.pushing import Pushes, Receive, ServedPush
 from lora_plugins.store.blocks import Blocks
 from tests.api.access.test_principals import POLICY
 from tests.api.test_push_body import ONE_FILE, archive, digest_header
@@ -111,14 +111,15 @@ def test_a_pusher_rolls_back_to_versions_of_its_name(server, name):
     assert (roll_back(NEW, KEY)[0], roll_back(others, TRAINER_KEY)[0]) == (200, 200), "the name has had it now"
 
 
-class _Pushes:
+class _Pushes(Pushes):
     """Receives a body as `Pushes` does, with a directory outside the store."""
 
     def __init__(self, lifecycle: Lifecycle, directory: Path) -> None:
+        super().__init__(lifecycle)
         self.lifecycle, self.directory = lifecycle, directory
         self.received: set[str] = set()
 
-    async def push(self, name: str, body: Body, receive: Receive, **options: Any) -> ServedPush:
+    async def push(self, name: str, body: Body, receive: Receive, **options: Any) -> ServedPush:  # type: ignore[override]
         with TemporaryDirectory(dir=self.directory) as directory:
             await receive(body.pieces, Path(directory))
             self.received = {path.name for path in Path(directory).iterdir()}

@@ -23,6 +23,7 @@ from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.api.routes import router
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.event_metrics import CountEvents
+from lora_plugins.server.pushing import Pushes
 from tests.server.world import Version, World
 
 KEY = "admin-key"
@@ -68,6 +69,7 @@ class AdminServer:
         self.world, self.loop = World(), asyncio.get_running_loop()
         self.world.resolver.has = self.has  # type: ignore[assignment]
         app.state.lora_plugins_lifecycle = self.world.lifecycle
+        app.state.lora_plugins_pushes = Pushes(self.world.lifecycle)
         self._ready.set()
         yield
 

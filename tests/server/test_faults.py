@@ -76,7 +76,7 @@ class Server:
                 put(directory, files)
             return f"{hash(frozenset(files.items())):x}"
 
-        await self.pushes.push(name, Body(pieces(), SIZE_BYTES, Share("", 1)), receive)
+        await self.pushes.push(name, Body(pieces(), SIZE_BYTES, Share("", 1), lambda _: False), receive)
         await self.lifecycle.written()
 
     async def load(self, name: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,10 @@ from tests.store.common import DownloadSpec, obtain
 MB = 1 << 20
 
 
+def owns_nothing(_: str) -> bool:
+    return False
+
+
 class Names:
     """Takes every push, as `Lifecycle` does; `taken` are the versions in their order, `broken` those it refuses."""
 
@@ -44,6 +48,9 @@ class Names:
     def check_pushed(self, name: str, expects: str | None) -> None:
         pass
 
+    def kept_bytes(self, of: Callable[[str], bool]) -> int:
+        return 0
+
     async def take(self, name: str, pushed: PushedAdapter, **_: Any) -> str:
         assert {file.name for file in pushed.files} == adapter_files().keys()
         self.begins.set()
@@ -60,7 +67,7 @@ class Trainer:
     def __init__(self, version: str, sender: str = "", *, part: float = 1, size_bytes: int | None = 5) -> None:
         self.version = version
         self.began, self.sends = asyncio.Event(), asyncio.Event()
-        self.body = Body(self._pieces(), size_bytes, Share(sender, part))
+        self.body = Body(self._pieces(), size_bytes, Share(sender, part), owns_nothing)
         self.pieces = [b"x" * 5]
 
     async def _pieces(self) -> AsyncIterator[bytes]:
@@ -225,7 +232,7 @@ def test_a_slow_body_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     async def steps() -> None:
         pushes, trainer = Pushes(names), Trainer("slow")  # type: ignore[arg-type]
-        trainer.body = Body(drips(), 60 * MB if fault == "a MiB" else 2 * MB, Share("a", 1))
+        trainer.body = Body(drips(), 60 * MB if fault == "a MiB" else 2 * MB, Share("a", 1), owns_nothing)
         with pytest.raises(SlowBody, match="bytes have come") as refused:
             await trainer.push(pushes)
         assert refused.value.http_status == 408
@@ -245,7 +252,7 @@ def test_a_slow_body_that_goes_on_is_served(tmp_path: Path) -> None:
 
     async def steps() -> None:
         trainer = Trainer("1")
-        trainer.body = Body(drips(), 15_000, Share("a", 1))
+        trainer.body = Body(drips(), 15_000, Share("a", 1), owns_nothing)
         await trainer.push(Pushes(names))  # type: ignore[arg-type]
 
     run(steps)

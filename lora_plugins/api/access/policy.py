@@ -111,7 +111,11 @@ class Principal:
 
     def may_push(self, name: str) -> bool:
         """Whether the principal may push this adapter, and call the routes that a push needs."""
-        return self.is_admin or any(pattern.matches(name) for pattern in self.pushes)
+        return self.is_admin or self.owns(name)
+
+    def owns(self, name: str) -> bool:
+        """Whether `pushes` covers this adapter."""
+        return any(pattern.matches(name) for pattern in self.pushes)
 
     def is_named(self, name: str) -> bool:
         """Whether a pattern without wildcards covers this adapter."""
