@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,7 +53,8 @@ class Processes:
                 name = this_process()
                 self._beat_at = self._touch(name)
                 self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)
-                threading.Thread(target=self._beat, args=(name,), daemon=True, name="lora-plugins-heartbeat").start()
+                beating = weakref.ref(self), name, self._beat_s
+                threading.Thread(target=_beat, args=beating, daemon=True, name="lora-plugins-heartbeat").start()
                 self._me, self._beating_pid = name, os.getpid()
             return self._me
 
@@ -114,12 +116,11 @@ class Processes:
         os.utime(path)
         return path.stat().st_mtime
 
-    def _beat(self, name: str) -> None:
-        while os.getpid() == self._beating_pid or self._beating_pid == 0:
-            time.sleep(self._beat_s)
-            for beat in (self.on_beat, lambda: self._beat_once(name)):
-                with contextlib.suppress(OSError):  # a store that is away for a while must not end the thread
-                    beat()
+    def beat(self, name: str) -> None:
+        """Call `on_beat`, and touch this process's file, as a thread does every few seconds."""
+        for beat in (self.on_beat, lambda: self._beat_once(name)):
+            with contextlib.suppress(OSError):  # a store that is away for a while must not end the thread
+                beat()
 
     def _beat_once(self, name: str) -> None:
         with self._beating:
@@ -134,6 +135,15 @@ class Processes:
                 self._was_silent = False
             finally:
                 self._tried_at = time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _beat(processes: weakref.ref[Processes], name: str, beat_s: float) -> None:
+    """Beat until nobody has `processes` any more: a program may open many stores."""
+    time.sleep(beat_s)
+    while (there := processes()) is not None:
+        there.beat(name)
+        del there
+        time.sleep(beat_s)
 
 
 def this_process() -> str:

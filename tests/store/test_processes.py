@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from lora_plugins.store.layout import Layout
+from lora_plugins.store.leases import Leases
 from lora_plugins.store.processes import Processes, _host, _start_of
 
 
@@ -93,6 +97,22 @@ def test_the_heart_beats(folder):
     while beat.stat().st_mtime == 1:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_heart_stops_with_the_store_that_it_beats_for(tmp_path):
+    """A program that opens many stores has no thread for each."""
+    layout = Layout(tmp_path)
+    layout.create()
+    leases = Leases(layout, Processes(layout.folder("processes"), beat_s=0.02))
+    before = set(threading.enumerate())
+    leases._processes.me()
+    (heart,) = set(threading.enumerate()) - before
+    time.sleep(0.1)
+    assert heart.is_alive(), "as long as anybody uses the store"
+    del leases
+    gc.collect()
+    heart.join(20)
+    assert not heart.is_alive()
 
 
 def test_a_lost_heartbeat_file_comes_back(folder):
