@@ -232,6 +232,22 @@ def test_compiled_code_calls_the_operator_as_one_step() -> None:
     bed.check(step(bed.y, bed.x))
 
 
+@pytest.mark.parametrize("name", ["lora_linear", "lora_shrink", "lora_expand"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_operators_are_what_they_tell_torch(name: str, dtype: torch.dtype) -> None:
+    """They write `y` and nothing else, also where torch compiles them for any number of rows."""
+    bed = Bed.make([0, 1, 1, 0, 0], [[32, 32]] * 2, n_in=24, widths=(16, 8), dtype=dtype)
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
+    t, tensors = torch.zeros(2, 5, 32), cut(bed).tensors
+    arguments: dict[str, tuple[Any, ...]] = {
+        "lora_linear": (bed.y, bed.x, bed.a, bed.b, *tensors, bed.widths, 1.0, 0, True),
+        "lora_shrink": (t, bed.x, bed.a, *tensors, 1.0),
+        "lora_expand": (bed.y, torch.randn_like(t), bed.b, *tensors, bed.widths, 0, True),
+    }
+    done = torch.library.opcheck(getattr(torch.ops.lora_plugins, name).default, arguments[name])
+    assert set(done.values()) == {"SUCCESS"}
+
+
 class Allocations(TorchDispatchMode):
     """Bytes of the largest float32 tensor made without a content: partial sums, where x is of another dtype."""
 
