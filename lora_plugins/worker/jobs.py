@@ -112,6 +112,7 @@ class Jobs:
         self._agreement = agreement
         self._loader = BackgroundThread("lora-plugins-loading", stream.begin_thread)
         self._fetcher = BackgroundThread("lora-plugins-fetching", stream.begin_thread)
+        self._writer = BackgroundThread("lora-plugins-writing", stream.begin_thread)
         self._done: deque[_Done] = deque()
         self._something_done = threading.Event()
         self._running: set[int] = set()  # jobs that still run in a thread
@@ -177,6 +178,7 @@ class Jobs:
         """End the threads after the waiting jobs."""
         self._loader.close()
         self._fetcher.close()
+        self._writer.close()
 
     def _load(self, command: Load) -> None:
         entry = self.entries[command.key] = WorkerAdapter(command.key, command.spec)
@@ -236,7 +238,7 @@ class Jobs:
         # Reserved first: the slot has no owner while the thread writes, so no batch reads half an adapter.
         self._owners.reserve(command.slot)
         self._running.add(command.job)
-        self._loader.submit(partial(self._write, command.job, entry, command.slot, self._stream.idle_event()))
+        self._writer.submit(partial(self._write, command.job, entry, command.slot, self._stream.idle_event()))
 
     def _write_now(self, entry: WorkerAdapter) -> None:
         """Write an adapter's slot, if it has one, in the engine loop; an adapter that cannot be written is lost."""

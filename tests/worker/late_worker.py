@@ -1,7 +1,7 @@
 """A worker's `Jobs` on simulated streams: the engine's loop runs ahead of the device, and writes run beside batches.
 
-Everything is said by a seed: the background thread does its work while the loop waits for it, up to the middle of a
-write, where it stays until the loop's next step.
+Everything is said by a seed: the background threads do their work while the loop waits for them, up to the middle of a
+write, which stays there until the loop's next step.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class LateWorker:
         self._slots = [[""] * LAYERS for _ in range(slots)]
         self._weights: dict[int, str] = {}  # that batches expect, by key
         self._running = running
+        self._loads: set[int] = set()  # jobs
         self._reports: deque[list[Any]] = deque([[]])  # of the step before: the loop hears of it a step later
         self._ends: deque[Any] = deque()  # of the batches in flight
         self._go_on = threading.Event()
@@ -81,6 +82,7 @@ class LateWorker:
         for command in commands:
             if isinstance(command, Load):
                 self._weights[command.key] = command.spec.path
+                self._loads.add(command.job)
             elif isinstance(command, Move):
                 self._weights[command.key] = self._weights.pop(command.source)
         self._let_thread_go_on()
@@ -127,7 +129,7 @@ class LateWorker:
         while self.streams.step(self.choose):
             pass
 
-    # --- in the loading thread ---
+    # --- in the background ---
 
     def is_here(self, path: str) -> bool:
         return True
@@ -173,6 +175,9 @@ class LateWorker:
 
     def _await_thread(self) -> None:
         until = time.monotonic() + LIMIT_S
-        while not self._stays.is_set() and len(self.jobs._running) != len(self.jobs._done):
+        while True:
+            unfinished = self.jobs._running - {done.report.job for done in list(self.jobs._done)}
+            if not unfinished & self._loads and (self._stays.is_set() or not unfinished):
+                return
             assert time.monotonic() < until
             time.sleep(0)

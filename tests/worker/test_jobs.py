@@ -129,6 +129,15 @@ def test_no_step_reads_a_disk_however_fast_it_was(jobs: Any, disk: Disk) -> None
     assert threading.current_thread() not in disk.readers
 
 
+def test_a_slot_is_written_while_another_adapter_is_read(jobs: Any, disk: Disk) -> None:
+    load(jobs, 1)
+    disk.read_s = 1.0
+    jobs.begin_step([Load(spec(2), 2, job=2), Activate(1, 0, job=3)])
+    assert [type(report) for report in jobs.reports(10.0)] == [Activated]
+    jobs.finish()
+    assert [type(report) for report in jobs.reports()] == [Loaded]
+
+
 def activated(jobs: Any, *commands: Any) -> Failed:
     """The only report of the step of these commands."""
     jobs.begin_step(commands)
@@ -290,16 +299,17 @@ def test_threads_use_no_device_but_their_own(disk: Disk, monkeypatch: pytest.Mon
     cuda = FakeCuda()
     monkeypatch.setattr(torch, "cuda", cuda)
     cuda.set_device(torch.device("cuda", 1))  # as the worker of rank 1 does, in its own thread
-    fetched = threading.Event()
     jobs: Any = Jobs(disk.read, Files(), Owners(), SlotStream(torch.device("cuda", 1)), Agreement())  # type: ignore[arg-type]
     try:
         load(jobs, 1)
         jobs.begin_step([Activate(1, 0, job=2)])
         (report,) = jobs.reports(10.0)
         assert isinstance(report, Activated)
-        jobs._fetcher.submit(lambda: (cuda.current_stream(), fetched.set()))
-        assert fetched.wait(10.0)
+        for thread in (jobs._loader, jobs._fetcher):
+            done = threading.Event()
+            thread.submit(lambda done=done: (cuda.current_stream(), done.set()))
+            assert done.wait(10.0)
     finally:
         jobs.close()
     used = {name: used for name, used in cuda.used.items() if name.startswith("lora-plugins")}
-    assert used == {"lora-plugins-loading": {1}, "lora-plugins-fetching": {1}}
+    assert used == {f"lora-plugins-{does}": {1} for does in ("loading", "fetching", "writing")}

@@ -382,7 +382,9 @@ def test_threads_end_with_the_manager(make_manager: Make, adapters: list[Adapter
     manager = make_manager()
     bring(manager, adapters[0])
     started = set(threading.enumerate()) - before
-    assert {thread.name for thread in started} == {"lora-plugins-loading", "lora-plugins-fetching"}
+    assert {thread.name for thread in started} == {
+        f"lora-plugins-{does}" for does in ("loading", "fetching", "writing")
+    }
     manager.jobs.close()
     assert not started & set(threading.enumerate())
 

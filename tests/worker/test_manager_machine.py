@@ -68,7 +68,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.manager = manager_of(vllm_config(self.base, slots=SLOTS, max_adapters=MAX_ADAPTERS))
         self.manager.jobs.close()
-        self.background = self.manager.jobs._loader = self.manager.jobs._fetcher = Background()
+        jobs = self.manager.jobs
+        self.background = jobs._loader = jobs._fetcher = jobs._writer = Background()
         self.loaded: set[int] = set()
         self.here: set[int] = set()
         self.slot_of: dict[int, int] = {}

@@ -94,6 +94,7 @@ def test_evicted_and_loaded_again_before_the_first_job_began(make_manager: Make,
     """Its first job is still in the queue when the same key has a new one."""
     manager = make_manager(slots=2)
     blocked, _ = being_written(manager, adapters[0], 0)
+    manager.jobs._loader.submit(blocked.go.wait)
     manager.begin_step([Load(adapters[1].spec, 2, 1001)])
     manager.begin_step([Evict(2), Load(adapters[2].spec, 3, 1002)])
     threading.Timer(0.05, blocked.go.set).start()
