@@ -8,7 +8,7 @@ import random
 import pytest
 
 from lora_plugins.log import logger
-from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Failed, Load
+from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load
 from tests.repetitions import times
 from tests.scheduler.simulated import SimulatedEngine, make_planner
 from tests.simulated_streams import SimulatedStreams
@@ -85,6 +85,25 @@ def test_no_batch_reads_a_half_written_slot(first: int) -> None:
         instant += world.engine.planner.stats.instant_activations
         beside += world.engine.planner.stats.background_activations
     assert min(instant, beside) > PART
+
+
+def test_a_slot_is_reported_before_the_device_writes() -> None:
+    """The device orders copy and batch: an adapter need not wait for the batches before its copy."""
+    streams = SimulatedStreams()
+    with streams.in_place_of_cuda():
+        worker = LateWorker(streams, 1, 0, lambda: [1])
+        try:
+            worker.carry_out([Load(AdapterSpec(1, "good", "/1"), 1, 1)], 0.0)
+            worker.jobs.reports()
+            worker.carry_out([Activate(1, 0, 2)], 0.0)
+            assert [type(report) for report in worker.jobs.reports()] == [Activated]
+            assert len(streams.all) == 2
+            assert all(stream.work for stream in streams.all), "nothing is done yet"
+            worker.reports(0.0)
+        finally:
+            worker.close()
+    assert worker.wrong == []
+    assert worker.reads == LAYERS
 
 
 @pytest.mark.parametrize("job", [None, 3], ids=["before a step", "beside batches"])
