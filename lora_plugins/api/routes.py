@@ -276,8 +276,11 @@ async def unload(
     """Stop serving a name, let its requests finish, and free its slot, host memory and lease.
 
     `block` covers all revisions of the name, on every server of the store; without `timeout_s`, the answer comes at
-    once.
+    once. A tenant blocks served names only: blocks stay, and the pushes before them are counted.
     """
+    principal = principal_of_request.get()
+    if block and principal is not None and principal.is_pusher and lifecycle.registry.get(lora_name) is None:
+        raise http_error(lifecycle.registry.not_served(lora_name))
     async with _as_http() if block else _changing(lifecycle):  # a block is on disk by itself
         is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s, expects=_expected(if_match))
     done = "unloaded and blocked" if block else "unloaded"

@@ -111,6 +111,17 @@ def test_a_pusher_rolls_back_to_versions_of_its_name(server, name):
     assert (roll_back(NEW, KEY)[0], roll_back(others, TRAINER_KEY)[0]) == (200, 200), "the name has had it now"
 
 
+def test_a_pusher_blocks_served_names_only(server, name):
+    def block(blocked: str, key: str) -> tuple[int, bool]:
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.delete(f"{server.url}/v1/loras/{blocked}?block=true", headers=headers)
+        return answer.status_code, blocked in server.world.lifecycle.registry.blocked
+
+    assert block(f"{name}-unknown", TRAINER_KEY) == (404, False)
+    assert block(name, TRAINER_KEY) == (200, True)
+    assert block(f"{name}-unknown", KEY) == (200, True)
+
+
 class _Pushes(Pushes):
     """Receives a body as `Pushes` does, with a directory outside the store."""
 
