@@ -124,7 +124,8 @@ class Settings:
     max_adapter_bytes: int = required("LORA_PLUGINS_MAX_ADAPTER_BYTES", BYTES, "8GiB")
     """Size limit of an adapter's configuration and weights together."""
     store_dir: Path = required("LORA_PLUGINS_STORE_DIR", PATH, "~/.cache/lora-plugins")
-    """The [store](../operate/store.md); with `XDG_CACHE_HOME`, the default is `$XDG_CACHE_HOME/lora-plugins`."""
+    """The [store](../operate/store.md); with `XDG_CACHE_HOME`, the default is `$XDG_CACHE_HOME/lora-plugins`.
+    A user without a home directory, or with `/` as one, must set the variable."""
     store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", replace(BYTES, none="a share of the disk"))
     """The store's budget; unset, 80 % of the store's size and the free space beside the store at start, less where
     fewer than 1 GiB or 5 % of the disk would stay free ([store](../operate/store.md))."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -92,6 +93,8 @@ def _labelled(text: str) -> float | Path:
 
 
 def _path(text: str) -> Path:
+    # A container's user without an entry in passwd has HOME=/, where nothing may be written.
+    _accept(text, accepted=not text.startswith("~/") or os.path.expanduser("~") != "/")
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:  # ~ of a user that does not exist

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lora_plugins
+from lora_plugins.cli.exits import Exit
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import (
     HOST_POLICIES,
@@ -191,15 +192,17 @@ def test_default_written_out_changes_nothing(variable):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
-@pytest.mark.parametrize("env", ["{}", "{'LORA_PLUGINS_STORE_DIR': ''}"])
-def test_a_user_without_home_needs_a_store(env):
-    """As OpenShift runs containers: a uid without an entry in passwd, and no HOME."""
+@pytest.mark.parametrize("env", ["{}", "{'LORA_PLUGINS_STORE_DIR': ''}", "{'LORA_PLUGINS_STORE_DIR': '~/store'}"])
+@pytest.mark.parametrize(("uid", "home"), [(2_000_123_456, None), (2_000_123_456, "/"), (2_000_123_456, ""), (0, "/")])
+def test_a_user_without_home_needs_a_store(env, uid, home):
+    """As OpenShift and Docker run containers: a uid without an entry in passwd, and no HOME, or / as HOME."""
     code = f"""
 import os
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import Settings
 os.environ.pop("HOME", None)
-os.setuid(2_000_123_456)
+os.environ.update({{}} if {home!r} is None else {{"HOME": {home!r}}})
+os.setuid({uid})
 assert str(Settings.from_env({{"LORA_PLUGINS_STORE_DIR": "/x"}}).store_dir) == "/x"
 assert str(Settings.from_env({{"XDG_CACHE_HOME": "/x"}}).store_dir) == "/x/lora-plugins"
 try:
@@ -208,8 +211,25 @@ except InvalidSettings as error:
     print(error)
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "no home directory for the default of LORA_PLUGINS_STORE_DIR" in said
-    assert "To fix: set LORA_PLUGINS_STORE_DIR." in said
+    if "~" not in env:
+        assert "no home directory for the default of LORA_PLUGINS_STORE_DIR" in said
+    assert ("To fix: " + ("correct or unset" if "~" in env else "set") + " LORA_PLUGINS_STORE_DIR.") in said
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_commands_of_a_user_without_home_name_the_variable():
+    """In a container, where such a user may write nothing below /, nothing is written there."""
+    code = """
+import os, sys
+from lora_plugins.cli.app import run
+os.environ["HOME"] = "/"
+os.setuid(2_000_123_456)
+sys.exit(run(["ls"]))
+"""
+    env = {name: text for name, text in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "XDG_"))}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert (ended.returncode, "To fix: set LORA_PLUGINS_STORE_DIR." in ended.stderr) == (Exit.SETTINGS, True)
+    assert not Path("/.cache").exists()
 
 
 def test_credentials_are_read_and_never_shown():

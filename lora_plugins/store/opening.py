@@ -16,9 +16,8 @@ def open_store(settings: Settings) -> Store:
             no working locks.
     """
     try:
-        root = settings.store_dir.expanduser()
         return Store(
-            root,
+            settings.store_dir,
             max_bytes=settings.store_max_bytes,
             has_share=True,
             fetch_timeout_s=settings.fetch_timeout_s,
