@@ -20,7 +20,7 @@ from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
-from lora_plugins.resolvers.sources.source import Listing, ListsNames, RemoteAdapter, Source
+from lora_plugins.resolvers.sources.source import Listing, ListsNames, RemoteAdapter, Source, place_in_order
 from lora_plugins.resolvers.sources.uri import SourceUri
 from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
@@ -41,9 +41,7 @@ def sources_of_environment(settings: Settings) -> list[Source]:
     for plugin, configured in SOURCE_PLUGINS.items():
         if named_in_environment(plugin):
             found += configured(settings)
-    order = settings.sources
-    # Sources that the setting leaves out come last, in the plugins' order.
-    return sorted(found, key=lambda item: order.index(item.label) if item.label in order else len(order))
+    return sorted(found, key=lambda item: place_in_order(item, settings.sources))
 
 
 def require_sources(sources: Sequence[Source]) -> None:

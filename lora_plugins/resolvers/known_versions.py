@@ -181,7 +181,7 @@ class KnownVersions:
         """Source label, URI and version of a stored version: as the name had these bytes, or else as the first had."""
         uri, version = self._had.get((name, manifest.digest), (manifest.uri, manifest.version))
         label = self._places.get(name, {}).get(uri)
-        return label or _LABELS.get(uri.partition("://")[0], "s3"), uri, version
+        return label or _LABELS.get(scheme := uri.partition("://")[0], scheme), uri, version
 
     def warnings_of(self, digest: str) -> tuple[str, ...]:
         """Warnings for answers of a version; none for a version not resolved in this process."""

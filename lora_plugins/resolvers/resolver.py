@@ -19,7 +19,7 @@ from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
-from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged, place_in_order
 from lora_plugins.resolvers.sources.uri import SourceUri, is_by_path, is_from
 from lora_plugins.resolvers.versions import VersionStore
 from lora_plugins.settings import BaseMatch, Settings
@@ -70,10 +70,8 @@ class AdapterResolver:
         """Ask this source too, in the order of the settings; a second source with the same label changes nothing."""
         if any(known.label == source.label for known in self.sources):
             return
-        order = self.settings.sources
         self.sources.append(source)
-        # Sources outside the setting come last, in the order in which plugins add them.
-        self.sources.sort(key=lambda item: order.index(item.label) if item.label in order else len(order))
+        self.sources.sort(key=lambda item: place_in_order(item, self.settings.sources))
 
     async def look_up(self, text: str, base_path: str, uri: str | None = None, *, fetches: bool = True) -> LookedUp:
         """Find, fetch and verify the adapter called `text`, at `uri` or else at its sources.

@@ -34,7 +34,7 @@ class FailureKind(Enum):
     DENIED = ("{source} that denies access", "grant the credentials the right to list and read", False)
     EXPIRED = (
         "credentials that have expired",
-        "renew them: AWS_SHARED_CREDENTIALS_FILE is read again, AWS_SESSION_TOKEN only at a restart",
+        "renew them: files and profiles are read again, AWS_SESSION_TOKEN only at a restart",
         False,
     )
     NO_CREDENTIALS = ("no usable credentials", "provide credentials to the server, or set anonymous access", False)

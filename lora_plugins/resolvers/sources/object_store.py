@@ -43,6 +43,11 @@ _VARIABLE = "S3_PATH_TEMPLATE"
 _NOT_REMOTE = frozenset({"file", "local", "hf"})
 _WEB = frozenset({"http", "https"})
 _LOCATE_ATTEMPTS = 3
+_HOW_READ = f"; {_VARIABLE} without a scheme is read as s3://"
+_NEVER_READ_AGAIN = (
+    "set a new one and restart the server; a server without AWS_ACCESS_KEY_ID in its environment reads renewed "
+    "credentials again, of AWS_SHARED_CREDENTIALS_FILE or AWS_PROFILE"
+)
 
 T = TypeVar("T")
 
@@ -74,7 +79,7 @@ class ObjectSource:
 
     Args:
         template: the adapter's directory; scheme and bucket or host must be fixed.
-        label: the name in logs, metrics and `LORA_PLUGINS_SOURCES`.
+        label: the name in logs and metrics; by default the URL's scheme, such as `s3` or `https`.
         local_template: absolute path to make a symlink to the published directory.
         storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
         limits: range size, ranges in flight, deadline and retries of one fetch.
@@ -86,20 +91,22 @@ class ObjectSource:
     """
 
     remote = True
+    setting = "s3"  # in LORA_PLUGINS_SOURCES, whatever the scheme
 
     def __init__(
         self,
         template: str,
         *,
-        label: str = "s3",
+        label: str | None = None,
         local_template: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         limits: DownloadLimits | None = None,
         locate_timeout_s: float | None = None,
         check_md5: bool = True,
     ) -> None:
-        self.label = label
         protocol, url = _split(template)
+        self.label = label or protocol
+        self._is_bare = "://" not in template
         self._template = Template(url, _VARIABLE)
         self._quoted = protocol in _WEB
         self._local = parse_local(local_template) if local_template else None
@@ -185,9 +192,16 @@ class ObjectSource:
             raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
 
     def _note(self, error: LoRAPluginsError) -> None:
-        is_expired = isinstance(error, RemoteFailure) and error.kind is FailureKind.EXPIRED
-        if is_expired and isinstance(self._files, S3Files):
+        """Have expired credentials read again; name the variable that no client reads again, or lacks a scheme."""
+        if not isinstance(error, RemoteFailure):
+            return
+        if error.kind is FailureKind.EXPIRED and isinstance(self._files, S3Files):
             self._files.forget_credentials()
+            if self._files.has_static_token:
+                error.found = error.found.replace("credentials that have", "an AWS_SESSION_TOKEN that has")
+                error.remedy = _NEVER_READ_AGAIN
+        elif self._is_bare and _HOW_READ not in error.remedy:
+            error.remedy += _HOW_READ
 
     async def _ask(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer to `ask`, with retries and a deadline, and with errors of this package."""

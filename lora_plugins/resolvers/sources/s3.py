@@ -111,6 +111,11 @@ class S3Files:
         url = urlsplit(self._options.get("endpoint_url") or "")
         return f"{url.scheme}://{url.netloc.rpartition('@')[2]}" if url.netloc else ""
 
+    @property
+    def has_static_token(self) -> bool:
+        """Whether the environment's own AWS_SESSION_TOKEN signs, which nobody can renew in a running process."""
+        return "token" in self._options
+
     async def find(self, uri: str) -> list[SourceFile]:
         """The adapter files directly below `uri`, by one LIST; by HEADs where listing is denied."""
         client = await self._client()

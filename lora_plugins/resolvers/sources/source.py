@@ -97,6 +97,13 @@ def choose_files(names: Iterable[str]) -> list[str]:
     return [*chosen, *shards, *(chat_files(present) if chosen else ())]
 
 
+def place_in_order(source: Source, order: Sequence[str]) -> int:
+    """Where `LORA_PLUGINS_SOURCES` puts a source; sources that the setting leaves out come last."""
+    # The setting's name of a source, where the source's label says more.
+    name = getattr(source, "setting", source.label)
+    return order.index(name) if name in order else len(order)
+
+
 def version_of(files: Iterable[SourceFile]) -> str:
     """A version for a source without versions: a digest of names, sizes and ETags."""
     return key_of(*(f"{file.name} {file.size_bytes} {file.etag}" for file in sorted(files, key=lambda file: file.name)))

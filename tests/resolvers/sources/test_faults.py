@@ -150,7 +150,7 @@ def test_renewed_credentials_are_read_again(bed: Bed, tmp_path: Path, monkeypatc
     env = {name: text for name, text in bed.s3.env(bed.proxy.url).items() if "KEY" not in name}
     source = bed.source(storage_options=s3_storage_options(env))
     bed.proxy.plan(faults.expired_token(), path="" if expires == "look-up" else WEIGHTS_PATH, times=None)
-    with pytest.raises(SourceUnavailable, match=r"expired.*AWS_SHARED_CREDENTIALS_FILE.*AWS_SESSION_TOKEN"):
+    with pytest.raises(SourceUnavailable, match=r"expired.*files and profiles are read again"):
         bed.serve(source)
     bed.proxy.clear()
     bed.proxy.forget()
@@ -158,6 +158,28 @@ def test_renewed_credentials_are_read_again(bed: Bed, tmp_path: Path, monkeypatc
     assert read(bed.serve(source)) == FILES
     sent = [{name.lower(): text for name, text in it.headers.items()} for it in bed.proxy.requests("GET")]
     assert {headers["x-amz-security-token"] for headers in sent} == {"NEW"}
+
+
+@pytest.mark.parametrize("expires", ["look-up", "fetch"])
+def test_an_expired_token_of_the_environment_is_named(bed: Bed, expires: str) -> None:
+    bed.put()
+    source = bed.source(storage_options=s3_storage_options(bed.s3.env(bed.proxy.url) | {"AWS_SESSION_TOKEN": "OLD"}))
+    bed.proxy.plan(faults.expired_token(), path="" if expires == "look-up" else WEIGHTS_PATH, times=None)
+    named = r"found an AWS_SESSION_TOKEN that has expired.*ExpiredToken.*restart.*AWS_SHARED_CREDENTIALS_FILE"
+    for _ in range(2):
+        with pytest.raises(SourceUnavailable, match=named) as caught:
+            bed.serve(source)
+        assert "OLD" not in str(caught.value)
+
+
+def test_a_bare_templates_failure_says_how_it_is_read(bed: Bed) -> None:
+    source = bed.source(f"{bed.bucket.name}-of-nobody/{{lora_name}}")
+    for _ in range(2):
+        with pytest.raises(SourceUnavailable, match=r"no such bucket.*S3_PATH_TEMPLATE without a scheme is .* s3://"):
+            bed.serve(source)
+    with pytest.raises(SourceUnavailable) as caught:
+        bed.serve(bed.source(f"s3://{bed.bucket.name}-of-nobody/{{lora_name}}"))
+    assert "without a scheme" not in str(caught.value)
 
 
 def test_stalls_end_at_the_deadline(bed: Bed) -> None:

@@ -23,7 +23,7 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGH
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import ObjectSource, object_source
 from lora_plugins.resolvers.sources.s3 import s3_storage_options
-from lora_plugins.resolvers.sources.source import VersionChanged
+from lora_plugins.resolvers.sources.source import VersionChanged, place_in_order
 from lora_plugins.settings import Settings
 from testbed import faults
 from tests.make import CHAT, adapter_files, sharded
@@ -57,13 +57,21 @@ _ = (bed, s3, shared_proxy)
         *("nonsense://bucket/{lora_name}", "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/{lora_name}"),
         "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/{lora_name}/loras",
         "s3://arn:aws:s3:{base_model_name}:123456789012:accesspoint/team/{lora_name}",
-        "s3://arn:aws:iam::123456789012:role/team/{lora_name}",
+        *("s3://arn:aws:iam::123456789012:role/team/{lora_name}", "s3:/bucket/{lora_name}"),
     ],
 )
 def test_impossible_templates_are_refused(template: str) -> None:
     with pytest.raises(InvalidSettings) as caught:
         ObjectSource(template)
     assert "password" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "https", "memory"])
+def test_a_source_is_named_by_its_scheme(scheme: str) -> None:
+    source = ObjectSource(f"{scheme}://bucket/{{lora_name}}")
+    assert (source.label, str(source)) == (scheme, f"{scheme} ({scheme}://bucket/{{lora_name}})")
+    assert [place_in_order(source, order) for order in (("hub", "s3"), ("s3",), ("hub",))] == [1, 0, 1]
+    assert ObjectSource("bucket/{lora_name}").label == "s3"
 
 
 @pytest.mark.parametrize(
