@@ -108,7 +108,8 @@ def test_opening_leaves_a_waiting_fetch_alone(store: Store, monkeypatch: pytest.
 
 def test_the_settings_reach_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    store = open_store(Settings(store_dir=Path("~/store"), store_max_bytes=100))
+    env = {"LORA_PLUGINS_STORE_DIR": "~/store", "LORA_PLUGINS_STORE_MAX_BYTES": "100"}
+    store = open_store(Settings.from_env(env))
     assert store.layout.root == tmp_path / "store"
     with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES"):
         obtain(store, DownloadSpec(adapter_files()))
