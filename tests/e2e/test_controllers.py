@@ -31,12 +31,15 @@ CASES = [pytest.param(row, marks=[] if row in QUICK else [pytest.mark.nightly]) 
 
 
 def calls(path: Path) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """What is sent: by AIBrix 0.8.0's runtime (`openapi/engine/vllm.py`), then with lora-syncer's further field."""
+    """What is sent: by AIBrix 0.8.0's runtime (`openapi/engine/vllm.py`), then by lora-syncer (`sidecar.py`).
+
+    The controllers of production-stack and AIBrix send lora-syncer's fields but `base_model_name`.
+    """
     return (
         ("load", {"lora_name": "tuned", "lora_path": str(path)}),
         ("unload", {"lora_name": "tuned", "lora_int_id": None}),
         ("load", {"lora_name": "tuned", "lora_path": str(path), "base_model_name": "base"}),
-        ("unload", {"lora_name": "tuned", "base_model_name": "base"}),
+        ("unload", {"lora_name": "tuned"}),
     )
 
 
@@ -60,8 +63,11 @@ def test_controllers_load_and_unload_as_the_page_says(bed: Bed, tmp_path: Path, 
                         asked = {"model": "tuned", "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}
                         said = client.post("/v1/completions", json=asked | {"return_token_ids": True}).json()
                         assert said["choices"][0]["token_ids"] == bed.answers["sql"]
+                        cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+                        assert (cards["tuned"]["parent"], cards["tuned"]["root"]) == ("base", str(path))
                         again = client.post("/v1/load_lora_adapter", json=body)
                         assert (again.status_code, "already been loaded" in again.text) == (400, True)
                         assert client.post("/v1/load_lora_adapter", json=body | {"load_inplace": True}).is_success
                     elif status == 200:
                         assert "tuned" not in client.get("/v1/models").text
+                        assert client.post("/v1/unload_lora_adapter", json=body).status_code == 404
