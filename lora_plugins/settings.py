@@ -142,8 +142,8 @@ class Settings:
     absent_ttl_s: float = required("LORA_PLUGINS_ABSENT_TTL_S", seconds(least=0.0), "15")
     """How long a remote source's "no such adapter" is believed."""
     list_models: str = required("LORA_PLUGINS_LIST", choice("served", "all"), "served")
-    """The adapters in `/v1/models`, beside the base model: `served` adapters, or `all` names of the sources too, up to
-    1,000, for each caller the permitted names only; `all` needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`
+    """The adapters in `/v1/models`, beside the base model: `served` adapters, or `all` names of the sources too, the
+    first 1,000, for each caller the permitted names only; `all` needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`
     ([pickers](../guides/first-request.md#a-picker-of-models))."""
     revalidate_s: float = required("LORA_PLUGINS_REVALIDATE_S", seconds(least=0.0), "60")
     """How long a remote source is not asked again for a name found there."""
