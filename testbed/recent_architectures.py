@@ -193,8 +193,11 @@ NOT_RUN: Mapping[str, str] = {
     "MiniMaxM3SparseForCausalLM, Qwen4ExpForCausalLM": "vLLM has them for GPUs (read, not tried)",
     "JambaForCausalLM, OlmoHybridForCausalLM": "their kernels for selective scan and the gated delta rule are not in "
     "vLLM's CPU build",
-    "LlamaForCausalLM with W8A8 weights (compressed-tensors)": "on CPUs in bfloat16 only, where some tokens "
-    "differed from those without plugins; whether by rounding is not known",
+    "any model with INT8 weights and activations (W8A8 of compressed-tensors)": "on CPUs without AMX vLLM alone ends "
+    "at the start with `--enable-lora`: its kernel leaves a layer's `weight` None, where vLLM looks for the device; "
+    "with AMX another kernel runs, with which some tokens differed from those without plugins, whether by rounding is "
+    "not known",
+    "any model with FP8 weights": "vLLM's kernels for CPUs need AMX (read, not tried)",
     "LagunaForCausalLM": "an assertion of vLLM's on CPUs ends its first step",
     "AfmoeForCausalLM, HYV3ForCausalLM, MiniMaxM2ForCausalLM": "their classes in vLLM do not make a "
     "model of Transformers' own configuration",
