@@ -13,8 +13,10 @@
 - locks: what journals and layers for locks do where processes share no memory, as on a network file system.
 - full: a full disk.
 - lines: what would go, and what would come.
+- first, where asked for: vLLM alone, whose first API server is killed; and vLLM told that it ended with exit code 0.
 
-Keeps benchmarks/results/served_table.json; returns 1 where a count that must be 0 is not.
+Keeps benchmarks/results/served_table.json, or served_table_first.json and the like of some cases; returns 1 where a
+count that must be 0 is not.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from benchmarks.fault_injection import Interposer
 from benchmarks.record import ROOT, keep
 from benchmarks.served_table_lines import account
 from benchmarks.served_table_rows import FIELDS, Election, ServedTable
-from benchmarks.served_table_workers import MOST_SERVERS, NAME, TABLE, after, opened
+from benchmarks.served_table_workers import MOST_SERVERS, NAME, NAMES, TABLE, after, opened
 
 SERVED, PAUSE_S, STUCK_S = 1000, 0.02, 3.0
 JOURNALS = (("wal", "unix"), ("delete", "unix"))
@@ -262,6 +264,8 @@ def _killed(home: Path, journal: str, vfs: str, interposer: Interposer, at: int,
     folder = home / "table"
     folder.mkdir(parents=True)
     neighbour = opened(folder, journal, vfs) if is_beside else None
+    if neighbour:
+        assert not neighbour[1]  # it has looked, so later it sees only what the stamp shows
     env = {**interposer.env, "INTERPOSER_UNDER": str(folder), "INTERPOSER_KILL_AT": str(at)}
     process = begun("operations", folder, journal, vfs, rounds=rounds, **env)
     process.communicate()
@@ -270,7 +274,6 @@ def _killed(home: Path, journal: str, vfs: str, interposer: Interposer, at: int,
     path = home / "said"
     answered = path.read_text().count("answered") if path.exists() else 0
     allowed = [after(answered), after(answered + 1)]  # the change that had begun may be there, whole
-    sure = {name for name, row in allowed[0].items() if allowed[1].get(name) == row}
     began = time.monotonic()
     found["kills"] += 1
     tables = [opened(folder, journal, vfs), *([neighbour] if neighbour else [])]
@@ -279,8 +282,8 @@ def _killed(home: Path, journal: str, vfs: str, interposer: Interposer, at: int,
         if rows not in allowed:
             is_older = any(rows == after(before) for before in range(answered))
             found["answered and forgotten" if is_older else "half"] += 1
-        served = {name for name in sure if allowed[0][name].engine_id}
-        found["not seen by a look"] += set(requests) & sure != served
+        looked = {name: requests.row(name) for name in NAMES if name in allowed[1]}
+        found["not seen by a look"] += {name: row for name, row in looked.items() if row.times} not in allowed
         found["damaged"] += table._reading.execute("PRAGMA integrity_check").fetchone()[0] != "ok"
     for number, (table, _) in enumerate(tables):
         table.change("next", digest="x", engine_id=number + 1)
@@ -379,6 +382,18 @@ def elected(home: Path, options: argparse.Namespace) -> dict[str, int]:
     return {"at once": both, "after a death": int(second.is_won())}
 
 
+def first(home: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks.served_table_first import without_the_first
+    from testbed.bed import prepare
+
+    base = prepare().base
+    rows = [
+        without_the_first(base, home, engines, is_told=told) for engines, told in ((1, False), (1, True), (2, True))
+    ]
+    print(json.dumps(rows), flush=True)
+    return rows
+
+
 def lines(home: Path, options: argparse.Namespace) -> dict[str, Any]:
     return account()
 
@@ -414,22 +429,22 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 CASES = {"looks": looks, "changes": changes, "today": today, "writers": writers, "kills": kills, "locks": locks,
-         "full": full, "elected": elected, "lines": lines}  # fmt: skip
+         "full": full, "elected": elected, "lines": lines, "first": first}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(CASES), action="append")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--operations", type=int, default=15, help="of a process that is killed")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--operations", type=int, default=8, help="of a process that is killed")
     parser.add_argument("--kill-step", type=int, default=1, help="calls between two kills")
     parser.add_argument("--folder", type=Path, help="for the result")
     options = parser.parse_args(arguments)
     load_before, found = os.getloadavg()[0], dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="bench-served-table-") as home:
-        for case in options.case or CASES:
+        for case in options.case or [it for it in CASES if it != "first"]:
             folder = Path(home) / case
-            folder.mkdir() if case in ("today", "changes", "full", "locks") else None
+            folder.mkdir() if case in ("today", "changes", "full", "locks", "first") else None
             found[case] = CASES[case](folder, options)
     goals = goals_of(found)
     for goal in goals:
@@ -437,7 +452,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     more = {} if options.folder is None else {"folder": options.folder}
     kept_options = {name: value for name, value in vars(options).items() if name != "folder"}
     versions = {"sqlite": sqlite3.sqlite_version}
-    print(keep("served_table", found, goals=goals, options=kept_options, load_before=load_before, **versions, **more))
+    name = "_".join(["served_table", *(options.case or [])])
+    print(keep(name, found, goals=goals, options=kept_options, load_before=load_before, **versions, **more))
     return int(not all(goal["met"] for goal in goals if goal["goal"] == "0"))
 
 

@@ -24,7 +24,7 @@ def test_no_update_is_lost_no_row_half_nothing_forgotten(tmp_path: Path) -> None
     cases = [part for case in ("writers", "kills", "full") for part in ("--case", case)]
     few = ["--rounds", "8", "--operations", "2", "--kill-step", "6", "--folder", str(tmp_path)]
     assert served_table.main([*cases, *few]) == 0
-    kept = json.loads((tmp_path / "served_table.json").read_text())
+    kept = json.loads((tmp_path / "served_table_writers_kills_full.json").read_text())
     counts = {goal["what"]: goal["value"] for goal in kept["goals"]}
     assert set(counts.values()) == {0}
     assert len(counts) == 4 * 3 + 4 * 5 + 2
