@@ -24,7 +24,7 @@ _LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have 
 # Seconds for which a directory of the store counts as present. A look releases the interpreter's lock to other threads,
 # and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
 _SEEN_S = 1.0
-# Labels by scheme, for versions that only the store remembers; every other scheme is an object store's.
+# Labels by scheme, for versions that only the store remembers; an object store's label is its scheme.
 _LABELS = {"file": "filesystem", "hf": "hub", PUSHED: PUSHED}
 
 # An adapter's name, and the requested URI, or "" for a request by name.

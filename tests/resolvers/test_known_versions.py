@@ -131,7 +131,7 @@ def test_a_name_reaches_its_places_and_its_bytes_only(known: Known) -> None:
 
 @pytest.mark.parametrize(
     ("uri", "label"),
-    [("file:///a/sql", "filesystem"), ("hf://o/r", "hub"), ("push://sql", "push"), ("gs://b/sql", "s3")],
+    [("file:///a/sql", "filesystem"), ("hf://o/r", "hub"), ("push://sql", "push"), ("gs://b/sql", "gs")],
 )
 def test_the_label_of_an_unknown_place_is_its_schemes(known: Known, uri: str, label: str) -> None:
     assert known.origin("sql", manifest("a" * 64, uri)) == (label, uri, "v0")
