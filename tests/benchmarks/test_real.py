@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.front_ends_caller import Answer
 from benchmarks.real import __main__ as real
-from benchmarks.real import page
+from benchmarks.real import page, slot_ranks, swaps
 from benchmarks.real.bed import SHIPPED, Bed, Figure
+from benchmarks.real.first_token import cold_figures
 from benchmarks.real.limits import figures as limit_figures
 from benchmarks.real.many import thousand_figures
 from benchmarks.real.speed import decode_figures
@@ -64,6 +66,51 @@ def test_a_step_is_compared_with_its_bytes_by_the_bandwidth() -> None:
     found = {one.what.partition(" (")[0]: one.value for one in limit_figures(rows)}
     assert found["16 streams, 16 adapters: step by its floor"] == "1.200"  # 60 ms by 500 MB at 10 GB/s
     assert found["16 streams, 16 adapters: what the adapters add to a step"] == "10.0 ms, floor 1.00 ms"
+
+
+def test_answers_are_judged_by_the_version_that_they_name() -> None:
+    versions = [swaps.Version("d1", "pirate", 1.0), swaps.Version("d2", "french", 2.0)]
+    asked = [
+        (0.5, 200, "d1", [7]),  # right
+        (1.9, 200, "d1", [7]),  # begun before the swap was acknowledged
+        (2.1, 200, "d1", [7]),  # after
+        (2.1, 200, "d2", [7]),  # the tokens of the version before
+        (2.1, 200, "d3", [7]),  # of a version that nobody published
+        (2.2, 404, "", []),
+        (2.3, 200, "d2", [8]),
+    ]
+    answers = [Answer(at, 0.1, status, digest, "", "house", ids) for at, status, digest, ids in asked]
+    right = {("pirate", (7,)), ("french", (8,))}
+    found = swaps.judged(answers, versions, lambda source, ids: (source, tuple(ids)) in right)
+    assert found == {"right": 4, "of another version": 2, "not answered": 1, "begun after a swap, and old": 1}
+    rows = [{"round": 0, "swaps": 2, "swap_s": [0.1, 0.3], "answers_per_s": 9.0}, {"answers": 7, **found}]
+    rows.append({"round": 0, "swaps": 0, "swap_s": [], "answers_per_s": 10.0})
+    figures = swaps.figures(rows)
+    assert [one.is_met for one in figures[:3]] == [False, False, False]
+    assert (figures[0].spread, figures[3].value, figures[4].value) == ("of 7, 2 swaps", "200 ms", "0.900")
+
+
+def test_a_share_by_slot_rank_is_of_its_servers_base() -> None:
+    speeds = [("ours", 0, 0, 100.0), ("ours", 0, 1, 95.0), ("stock", 0, 0, 80.0), ("stock", 0, 1, 8.0)]
+    rows = [
+        {"arm": arm, "slot_rank": 256, "round": at, "adapters": n, "tokens_per_s": speed}
+        for arm, at, n, speed in speeds
+    ]
+    assert [one.value for one in slot_ranks.figures(rows)] == ["0.950", "0.100"]
+
+
+def test_cold_first_tokens_are_compared_block_by_block() -> None:
+    gaps = {"quiet_median_ms": 10.0, "quiet_gaps_ms": [10.0], "gaps_ms": [10.0, 20.0], "tokens": 2, "window_s": 1.0}
+    rows = [
+        {"arm": arm, "block": block, "kind": kind, "first_token_s": first_s, "size_mb": 313.2, **gaps}
+        for arm, first_s in (("ours", 0.2), ("stock, our kernels", 0.5))
+        for block in (0, 1)
+        for kind in ("cold", "base")
+    ]
+    ratio, *others = cold_figures(rows)
+    assert (ratio.value, ratio.is_met) == ("0.400", True)
+    assert "313.2 MB" in ratio.what
+    assert [one.value for one in others if one.what.startswith("ours: the largest gap")] == ["2.00"]
 
 
 def test_adapters_beyond_the_trained_differ_from_all_others(tmp_path: Path) -> None:
