@@ -30,7 +30,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 # Transformers' names of a template, and of the template for requests with tools.
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 _MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31  # the second in bytes
-_MOST_ADDED = 20_000  # Gemma 3 has 6,415
+_MOST_ADDED, _ADDED_BYTES = 20_000, 1 << 20  # in one file: Gemma 3 has 6,415 tokens, of 90 KB together
 _NAMED = 3  # tokens in a message
 # `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs.
 _READ_BYTES = {VOCABULARY_FILE: 4 << 20}
@@ -180,6 +180,9 @@ def _added(entries: Sequence[object]) -> tuple[AddedToken, ...]:
         (token,) = _ids([entry.get("id")])
         traits = frozenset(trait for trait in _TRAITS if entry.get(trait) is True)
         tokens.append(AddedToken(token, _token(entry), traits))
+    # Making a tokenizer takes 80 times the bytes of these texts in memory, and seconds for each MiB.
+    if (text_bytes := sum(len(token.text.encode()) for token in tokens)) > _ADDED_BYTES:
+        raise _broken(f"added tokens of {text_bytes} bytes", f"at most {_ADDED_BYTES}")
     return tuple(tokens)
 
 

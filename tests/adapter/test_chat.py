@@ -21,6 +21,8 @@ from lora_plugins.adapter.chat import (
 )
 from lora_plugins.errors import InvalidAdapter
 
+LONG_TOKENS = [{"id": number, "content": f"{number:05}" + "x" * 900} for number in range(1200)]
+
 
 def write(directory: Path, **files: Any) -> Path:
     names = {"template": TEMPLATE_FILE, "tokenizer": TOKENIZER_FILE, "generation": GENERATION_FILE}
@@ -100,6 +102,7 @@ def test_added_tokens_are_read_from_either_file(tmp_path: Path) -> None:
         (VOCABULARY_FILE, b'{"added_tokens": [{"id": 1}]}'),
         (VOCABULARY_FILE, b'{"added_tokens": ' + b"[" * 100_000),
         (VOCABULARY_FILE, b'{"added_tokens": [' + b"{}," * 20_001 + b"{}]}"),
+        (VOCABULARY_FILE, f'{{"added_tokens": {json.dumps(LONG_TOKENS)}}}'.encode()),
         (TOKENIZER_FILE, b'{"eos_token": "' + b"x" * 1001 + b'"}'),
         (GENERATION_FILE, b'{"eos_token_id": "7"}'),
         (GENERATION_FILE, b'{"eos_token_id": -1}'),

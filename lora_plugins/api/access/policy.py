@@ -19,6 +19,7 @@ admin = true                    # every adapter, and the routes that load, unloa
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import hmac
 import os
@@ -26,9 +27,11 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lora_plugins.adapter.names import MAX_CHARACTERS
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.server.rates import Rate
 
@@ -50,27 +53,16 @@ class NamePattern:
         return "*" not in self.text and "?" not in self.text
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern covers this name, case-sensitively. Takes time in proportion to both lengths."""
-        return _fits(self.text, name if "@" in self.text else name.partition("@")[0])
-
-
-def _fits(pattern: str, text: str) -> bool:
-    """Match without going back beyond the last star, so that no pattern takes exponential time."""
-    at, of = 0, 0  # in text, in pattern
-    star, resume = -1, 0
-    while at < len(text):
-        if of < len(pattern) and pattern[of] == "*":
-            star, resume = of, at
-            of += 1
-        elif of < len(pattern) and pattern[of] in ("?", text[at]):
-            at, of = at + 1, of + 1
-        # A mismatch after a star: let the star take one more character.
-        elif star >= 0:
-            resume += 1
-            at, of = resume, star + 1
-        else:
+        """Whether the pattern covers this name, case-sensitively. A text too long for a name is not looked at."""
+        if len(name) > MAX_CHARACTERS:
             return False
-    return not pattern[of:].strip("*")
+        return _expression(self.text).fullmatch(name if "@" in self.text else name.partition("@")[0]) is not None
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    # The expressions of fnmatch never go back beyond the last star, so that no pattern takes exponential time.
+    return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
 
 
 _HASHED = "sha256:"
