@@ -92,7 +92,14 @@ class ApiServer:
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
             await asyncio.gather(*leases)
 
+        async def end_rollbacks() -> None:
+            async with self.vllm.lock(adapter.name):  # as above
+                # The last request may run for hours, and no room is made of leased versions.
+                previous, adapter.previous = adapter.previous, []
+                self.release(adapter.name, *previous)
+
         task = background(free())
+        background(end_rollbacks())
         if adapter.name in self.registry.paused:
             self.registry.paused.discard(adapter.name)
             # `retire` above has sent the refusal first, so the requests that the pause held meet the refusal.

@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.background import background
 from lora_plugins.server.registry import ServedAdapter, gone_from_source, no_longer_served
 from lora_plugins.server.shares import Share, Shares
 from lora_plugins.server.swapping import VersionChange, change, updating
@@ -51,6 +52,7 @@ class Copies:
         self._pressed_at: int | None = None
         # The store calls `relieve` where leases are in the way of a fetch.
         self._store.relieve = self.relieve
+        self._ending: set[str] = set()  # names whose earlier versions' leases end after a change
         # Names whose copies could not be fetched a moment ago.
         self._tried: TTLCache[str, None] = TTLCache(math.inf, _RETRY_S, timer=time.monotonic)
         noted = weakref.WeakMethod(self._noted)  # the events live as long as the process, which may outlive this server
@@ -182,29 +184,47 @@ class Copies:
         """End leases of names for adapters without running requests, so that the store may remove the copies.
 
         Pinned adapters keep their leases. A name keeps the lease of its fixed digest, of a version that is the only
-        copy, and, while the name changes, of earlier versions: no source may have the version any more. A name
+        copy, and, until the end of a change of the name, of earlier versions: no source may have them any more. A name
         `NAME@DIGEST` is unloaded: the next request loads the version again, as long as the store has a copy. A trainer
         that samples from each of its versions would otherwise fill the store.
         """
-        used_at, adapters = self._server.planner.used_at, self._registry.all()
-        idle = [
-            (version.digest, adapter.name, used_at.get(adapter.engine_id) if version is adapter.version else None)
-            for adapter in adapters
-            for version in adapter.versions
-            if not adapter.is_pinned and version.digest != adapter.held_digest
-            if not (adapter.is_only_copy and version is adapter.version)
-            if version is adapter.version or not self._server.vllm.lock(adapter.name).locked()
-        ]
-        # The names' leases end now, not when a thread has the time: by then a name may need its version.
-        ending = object()
-        for digest, name, _ in idle:
-            with suppress(KeyError):
-                self._store.leases.hand_over(digest, name, ending)
-        ended = [(digest, ending, used_at) for digest, _, used_at in idle]
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._store.end_leases, ended))
+        adapters = self._registry.all()
+        changing = {it.name for it in adapters if it.previous and self._server.vllm.lock(it.name).locked()}
+        await self._end_leases(it for one in adapters for it in self._idle(one, is_changing=one.name in changing))
+        for name in changing - self._ending:
+            background(self._end_earlier(name))
         versions = [adapter for adapter in adapters if adapter.is_by_digest]
         if versions:
             await self._unload_idle(versions)
+
+    def _idle(self, adapter: ServedAdapter, *, is_changing: bool = False) -> list[tuple[str, str, float | None]]:
+        """The digests of versions whose leases may end, with the name and the version's last use."""
+        used_at, present = self._server.planner.used_at, adapter.version
+        return [
+            (version.digest, adapter.name, used_at.get(adapter.engine_id) if version is present else None)
+            for version in adapter.versions
+            if not adapter.is_pinned and version.digest != adapter.held_digest
+            if not (adapter.is_only_copy if version is present else is_changing)
+        ]
+
+    async def _end_leases(self, idle: Iterable[tuple[str, str, float | None]]) -> None:
+        # The names' leases end now, not when a thread has the time: by then a name may need its version.
+        ended, ending = list(idle), object()
+        for digest, name, _ in ended:
+            with suppress(KeyError):
+                self._store.leases.hand_over(digest, name, ending)
+        of_nobody = [(digest, ending, used_at) for digest, _, used_at in ended]
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._store.end_leases, of_nobody))
+
+    async def _end_earlier(self, name: str) -> None:
+        """End leases as `relieve` does, after the change under way: calls for a name may follow without a gap."""
+        self._ending.add(name)
+        try:
+            async with self._server.vllm.lock(name):
+                if (adapter := self._registry.get(name)) is not None:
+                    await self._end_leases(self._idle(adapter))
+        finally:
+            self._ending.discard(name)
 
     async def _unload_idle(self, versions: Sequence[ServedAdapter]) -> None:
         """Unload those without requests; a name that changes at this moment stays."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from lora_plugins.adapter.names import AdapterName, is_prefix
@@ -52,6 +52,7 @@ class Lifecycle:
         self.copies = copies or Copies(server)
         self.written: Callable[[], Awaitable[None]] = _nothing
         self.resolving: SingleFlight[str, Any] = SingleFlight()
+        self._coming: list[tuple[str, int]] = []
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
     async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
@@ -209,7 +210,16 @@ class Lifecycle:
             if (version := adapter.version) is not None and version.digest == adapter.held_digest
             if not adapter.is_by_digest and of(adapter.name)
         }
-        return sum(kept.values())
+        return sum(kept.values()) + sum(size_bytes for name, size_bytes in self._coming if of(name))
+
+    @contextmanager
+    def coming(self, name: str, size_bytes: int) -> Iterator[None]:
+        """Inside, a version of so many bytes counts among `kept_bytes`, which a change of the name will have stay."""
+        self._coming.append(one := (name, size_bytes))
+        try:
+            yield
+        finally:
+            self._coming.remove(one)
 
     def block_to_end(self, name: str) -> str | None:
         """The block of exactly this name, for `ending_block`, as an operator's load is asked for; None without a block.
@@ -413,7 +423,8 @@ class Lifecycle:
             except LoRAPluginsError:
                 self.server.release(name, version)
                 raise
-            return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
+            with self.coming(name, version.size_bytes):
+                return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until an unpin or unload; one slot stays for other adapters.

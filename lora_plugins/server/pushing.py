@@ -166,11 +166,12 @@ class Pushes:
                 received = time.perf_counter()
                 async with self._changing(name, of_name, number):
                     began_change = time.perf_counter()
-                    left_bytes(sum(file.size_bytes for file in pushed.files))  # other names may have come meanwhile
-                    await room.release()  # the store counts the bytes as it takes them over
-                    change = await self._lifecycle.take(
-                        name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions
-                    )
+                    left_bytes(size_bytes := sum(file.size_bytes for file in pushed.files))  # others may have come
+                    with self._lifecycle.coming(name, size_bytes):
+                        await room.release()  # the store counts the bytes as it takes them over
+                        change = await self._lifecycle.take(
+                            name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions
+                        )
         served = time.perf_counter()
         waited_s = placed - began + began_change - received
         return ServedPush(change, waited_s, received - placed, served - began_change)

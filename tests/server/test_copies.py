@@ -8,16 +8,20 @@ import shutil
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api import routes
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, SourceUnavailable
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import StoreDamaged
 from lora_plugins.server.copies import watch
+from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.registry import ServedAdapter
+from lora_plugins.server.shares import Share
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
@@ -438,3 +442,88 @@ async def test_a_rollback_keeps_its_copy_while_room_is_made(make_bed, after_ms: 
     await rolling
     await asyncio.sleep(1)
     assert bed.resolver.store.is_leased("sql", adapter.version.path)
+
+
+async def two_versions(bed: Bed) -> tuple[ServedAdapter, str]:
+    """The name `sql` in its second version, and the digest of its first."""
+    adapter = await bed.load()
+    before = adapter.digest
+    assert before is not None
+    bed.source.answers["sql"] = adapter_files(revision="2")
+    await bed.world.lifecycle.refresh("sql")
+    assert bed.resolver.store.leases.is_ours(before)
+    return adapter, before
+
+
+@runs
+async def test_earlier_versions_make_room_while_calls_follow_each_other(make_bed) -> None:
+    """A tenant's calls for one of its names, one behind the other, would keep room from all others."""
+    bed = make_bed()
+    adapter, before = await two_versions(bed)
+    let_threads_take(0.01)
+
+    async def call() -> None:
+        while True:
+            with suppress(AdapterNotFound):
+                await bed.world.lifecycle.roll_back("sql", "f" * 64, of_any_name=False)
+
+    calls = [asyncio.create_task(call()) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    assert bed.world.server.lock("sql").locked()
+    await asyncio.gather(*(bed.copies.relieve() for _ in range(5)))
+    await asyncio.sleep(0.2)
+    assert not bed.resolver.store.leases.is_ours(before)
+    for one in calls:
+        one.cancel()
+    assert await bed.world.ask("sql") == str(adapter.version.path)
+
+
+@runs
+async def test_an_unloaded_name_keeps_its_running_version_only(make_bed) -> None:
+    bed = make_bed()
+    adapter, before = await two_versions(bed)
+    running = bed.world.start("sql", 600)
+    await asyncio.sleep(1)
+    unload = asyncio.create_task(bed.world.lifecycle.unload("sql", block=False, timeout_s=86_400))
+    await asyncio.sleep(1)
+    leases = bed.resolver.store.leases
+    assert (leases.is_ours(before), leases.is_ours(adapter.digest)) == (False, True)
+    assert (await running, await unload) == (str(adapter.version.path), True)
+    await bed.world.settled()
+    assert not leases.is_ours(adapter.digest)
+
+
+@runs
+async def test_a_version_loaded_again_outlives_the_unloaded_name(make_bed) -> None:
+    bed = make_bed()
+    _, before = await two_versions(bed)
+    running = bed.world.start("sql", 60)
+    await asyncio.sleep(1)
+    unload = asyncio.create_task(bed.world.lifecycle.unload("sql", block=False, timeout_s=3600))
+    await asyncio.sleep(0)
+    loaded = await bed.load()
+    await bed.world.lifecycle.roll_back("sql", before[:12])
+    assert loaded.digest == before
+    await asyncio.gather(running, unload)
+    await bed.world.settled()
+    assert bed.resolver.store.is_leased("sql", loaded.version.path)
+
+
+@runs
+async def test_rollbacks_at_once_keep_to_the_share(make_bed) -> None:
+    bed = make_bed()
+    bed.source.answers["chat"] = adapter_files(revision="chat")
+    chat = await bed.load("chat")
+    bed.source.answers["chat"] = adapter_files(revision="chat 2")
+    await bed.world.lifecycle.refresh("chat")
+    adapter, _ = await two_versions(bed)
+    bed.resolver.store.max_bytes = 3 * adapter.version.size_bytes
+    share, pushes = Share("tenant", 0.5), Pushes(bed.world.lifecycle)
+
+    def roll_back(name: str) -> object:
+        return bed.world.lifecycle.roll_back(name, admit=partial(pushes.left_bytes, name, share, lambda _: True))
+
+    done = await asyncio.gather(roll_back("sql"), roll_back("chat"), return_exceptions=True)
+    assert [type(one) for one in done].count(OutOfMemory) == 1, done
+    assert [one.digest == one.held_digest for one in (adapter, chat)].count(True) == 1
+    assert bed.world.lifecycle.kept_bytes(lambda _: True) == adapter.version.size_bytes

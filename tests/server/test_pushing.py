@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,9 @@ class Names:
 
     def kept_bytes(self, of: Callable[[str], bool]) -> int:
         return 0
+
+    def coming(self, name: str, size_bytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def take(self, name: str, pushed: PushedAdapter, **_: Any) -> str:
         assert {file.name for file in pushed.files} == adapter_files().keys()
