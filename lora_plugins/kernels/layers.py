@@ -26,6 +26,10 @@ from lora_plugins.kernels.ranks import SlotRanks, true_ranks
 _RANKS = "_lora_plugins_ranks"
 
 
+class Divided(list[Any]):
+    """One side of every slice, for `set_lora`: already the part of this worker, where several divide a layer."""
+
+
 class WatchedLayer(NamedTuple):
     """A layer's A's and B's, a pair for each slice, and the true ranks in the slots.
 
@@ -53,6 +57,8 @@ def sides_of_slices(layer: Any, n_slices: int, lora_a: Any, lora_b: Any) -> tupl
     The sides are expanded and divided among workers as vLLM does. The answer is None where the weights have another
     number of slices.
     """
+    if isinstance(lora_b, Divided):
+        return lora_a, lora_b
     if n_slices > 1:
         # vLLM 0.30 to 0.33: a packed layer takes a list with a member for each slice, or fewer members that
         # `expand_packed_lora` splits (column_parallel_linear.py).

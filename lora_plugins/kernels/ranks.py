@@ -112,17 +112,17 @@ def true_ranks(
     """Return the rank of each slice in the arguments of vLLM's `set_lora(index, lora_a, lora_b)`.
 
     Args:
-        lora_a: `[rank, in]`, shared by all slices, or a list with an A or None for each slice.
-        lora_b: as `lora_a`, `[out, rank]`; read only by `expand`.
+        lora_a: read only by `expand`: fully sharded layers divide A by its rank, and may be given a part.
+        lora_b: `[out, rank]`, for all slices, or a list with a B or None for each slice.
         largest: the slot's rank for each slice.
         expand: where a list has fewer members than slices, vLLM's `expand_packed_lora(lora_a, lora_b)`, which makes a
             member for every slice (vllm/lora/layers/column_parallel_linear.py, 0.32).
     """
-    if not isinstance(lora_a, list | tuple):
-        return tuple(min(int(lora_a.shape[0]), most) for most in largest)
-    if len(lora_a) != len(largest):
+    if not isinstance(lora_b, list | tuple):
+        return tuple(min(int(lora_b.shape[1]), most) for most in largest)
+    if len(lora_b) != len(largest):
         if expand is None:
             # Without `expand` the split is unknown; the largest ranks are right for any content.
             return tuple(largest)
-        lora_a, _ = expand(lora_a, lora_b)
-    return tuple(0 if a is None else min(int(a.shape[0]), most) for a, most in zip(lora_a, largest, strict=True))
+        _, lora_b = expand(lora_a, lora_b)
+    return tuple(0 if b is None else min(int(b.shape[1]), most) for b, most in zip(lora_b, largest, strict=True))

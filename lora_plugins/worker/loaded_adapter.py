@@ -2,7 +2,9 @@
 
 Source: `LoRAModel` in vllm/lora/lora_model.py and `LoRAModelManager.activate_adapter` in vllm/lora/model_manager.py,
 0.32; only attributes are read. Where the kernels offer a packer for a layer (`lora_plugins.kernels.packing`), `build`
-packs the layer's weights once, and a slot points at the panels. Otherwise the weights are copied into the slot.
+packs the layer's weights once, and a slot points at the panels. Otherwise the weights are copied into the slot. Where
+several workers divide a layer, `build` keeps this worker's part alone, contiguous: on CUDA the copy of a strided part
+goes through memory that is not page-locked, and waits.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.worker.host_memory import Block, bytes_of, room
+from lora_plugins.worker.slot_copy import part_of_worker
 
 WriteSlot = Callable[[int], None]
 
@@ -27,7 +30,8 @@ class LoadedAdapter:
     """An adapter that needs no file any more.
 
     Attributes:
-        size_bytes: of all its tensors. is_instant: whether `write` copies nothing.
+        size_bytes: of all its tensors here, a part of the adapter where workers divide its layers.
+        is_instant: whether `write` copies nothing.
         writes: a function for each layer that writes the layer's slot.
         packers: of the layers that may point at the adapter's memory.
         rank: the largest rank of any module.
@@ -117,7 +121,10 @@ def build(
             writes.append(partial(_empty, module))
             continue
         of_slices = weights.lora_b if isinstance(weights.lora_b, list) else [weights.lora_b]
-        layers.append(_Layer(module, weights.lora_a, weights.lora_b, [scalings.get(id(b), 1.0) for b in of_slices]))
+        sides = weights.lora_a, weights.lora_b
+        if packer_of(module) is None:  # a packer divides by itself
+            sides = part_of_worker(module, *sides)
+        layers.append(_Layer(module, *sides, [scalings.get(id(b), 1.0) for b in of_slices]))
     sizes = [layer.size_bytes for layer in layers]
     tensors = [t for _, full in heads if full is not None for t in (full.weight, full.bias) if t is not None]
     # A single block for the whole adapter: freeing the adapter is one call.
@@ -144,13 +151,11 @@ def _empty(module: Any, slot: int) -> None:
 
 
 def _copied_sides(layer: _Layer, block: Block) -> tuple[Any, Any]:
-    lora_a = [_copied(block, a) for a in layer.lora_a] if isinstance(layer.lora_a, list) else block.copy(layer.lora_a)
-    lora_b = (
-        [_copied(block, b, scaling) for b, scaling in zip(layer.lora_b, layer.scalings, strict=True)]
-        if isinstance(layer.lora_b, list)
-        else block.copy(layer.lora_b, layer.scalings[0])
-    )
-    return lora_a, lora_b
+    if not isinstance(layer.lora_b, list):
+        return block.copy(layer.lora_a), block.copy(layer.lora_b, layer.scalings[0])
+    lora_b = (_copied(block, b, scaling) for b, scaling in zip(layer.lora_b, layer.scalings, strict=True))
+    # `Divided` stays `Divided`.
+    return type(layer.lora_a)(_copied(block, a) for a in layer.lora_a), type(layer.lora_b)(lora_b)
 
 
 def _set_lora(module: Any, lora_a: Any, lora_b: Any, slot: int) -> None:

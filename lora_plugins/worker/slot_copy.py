@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lora_plugins.kernels.layers import sides_of_slices
+from lora_plugins.kernels.layers import Divided, sides_of_slices
 from lora_plugins.worker.background import leave_compute_cores
 
 _HELD = "_lora_plugins_slots"
@@ -67,6 +67,18 @@ def exact_reset_lora(whole: ResetLora) -> ResetLora:
         held[index] = nothing
 
     return reset_lora
+
+
+def part_of_worker(layer: Any, lora_a: Any, lora_b: Any) -> tuple[Any, Any]:
+    """Return what this worker needs of both sides, for `set_lora`, where several workers divide the layer.
+
+    Both sides stay whole where only `set_lora` divides them: experts, and members that cover several slices.
+    """
+    members = len(lora_b) if isinstance(lora_b, list) else 1
+    if not hasattr(layer, _PATCHED) or layer.tp_size == 1 or members != layer.n_slices:
+        return lora_a, lora_b
+    sides = _filling_sides(layer, lora_a, lora_b)
+    return (lora_a, lora_b) if sides is None else (Divided(sides[0]), Divided(sides[1]))
 
 
 def forget(layer: Any) -> None:

@@ -16,7 +16,8 @@ from tests.kernels.experts_layer import experts_layer
 
 
 def matrix(rank: int) -> SimpleNamespace:
-    return SimpleNamespace(shape=(rank, 100))
+    """A B of this rank."""
+    return SimpleNamespace(shape=(100, rank))
 
 
 def test_ranks_are_unknown_until_a_slot_is_written():
@@ -56,23 +57,23 @@ def test_ranks_that_cannot_be_are_refused(wrong):
 
 
 @pytest.mark.parametrize(
-    ("lora_a", "largest", "expected"),
+    ("lora_b", "largest", "expected"),
     [
         (matrix(4), [16], (4,)),
-        (matrix(4), [16, 16, 16], (4, 4, 4)),  # one A for all slices
+        (matrix(4), [16, 16, 16], (4, 4, 4)),  # one B for all slices
         ([matrix(4), None, matrix(8)], [16, 16, 16], (4, 0, 8)),
         ([None, None], [16, 16], (0, 0)),
         (matrix(32), [16], (16,)),  # vLLM cuts what does not fit
         ([matrix(4)], [16, 16], (16, 16)),  # fewer than slices, and nobody to ask how they are shared
     ],
 )
-def test_true_ranks(lora_a, largest, expected):
-    assert true_ranks(lora_a, lora_a, largest) == expected
+def test_true_ranks(lora_b, largest, expected):
+    assert true_ranks(None, lora_b, largest) == expected
 
 
 def test_a_pair_for_several_slices_is_expanded_by_the_layer():
     def expand(lora_a, lora_b):
-        return [lora_a[0]] * 3 + [lora_a[1]], None
+        return None, [lora_b[0]] * 3 + [lora_b[1]]
 
     assert true_ranks([matrix(4), None], [matrix(4), None], [16] * 4, expand) == (4, 4, 4, 0)
 

@@ -131,8 +131,8 @@ MUTANTS = (
     Mutant(
         "kernels: an adapter's rank is one less",
         "lora_plugins/kernels/ranks.py",
-        "        return tuple(min(int(lora_a.shape[0]), most) for most in largest)",
-        "        return tuple(min(int(lora_a.shape[0]) - 1, most) for most in largest)",
+        "        return tuple(min(int(lora_b.shape[1]), most) for most in largest)",
+        "        return tuple(min(int(lora_b.shape[1]) - 1, most) for most in largest)",
         ("tests/kernels/test_ranks.py",),
     ),
     Mutant(
@@ -269,6 +269,13 @@ MUTANTS = (
         "        if before != ranks:\n",
         "        if before is None:\n",
         ("tests/worker/test_slot_copy.py",),
+    ),
+    Mutant(
+        "worker: each of several workers keeps whole adapters",
+        "lora_plugins/worker/slot_copy.py",
+        "(lora_a, lora_b) if sides is None else (Divided(sides[0]), Divided(sides[1]))",
+        "(lora_a, lora_b)",
+        ("tests/worker/test_part_of_worker.py",),
     ),
     Mutant(
         "worker: a copy does not wait until its slot is idle",
