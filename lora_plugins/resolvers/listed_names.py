@@ -53,6 +53,7 @@ class ListedNames:
         self._names: dict[str, tuple[str, ...]] = {}  # by source
         self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}  # the last question, and when it was asked
         self._failed: set[str] = set()
+        self._is_cut = False
 
     def at_hand(self) -> Iterator[str]:
         """Names of the sources' last lists; no source is asked."""
@@ -68,7 +69,14 @@ class ListedNames:
         return await asyncio.to_thread(self._first, may_list)
 
     def _first(self, may_list: Callable[[str], bool]) -> list[str]:
-        return heapq.nsmallest(MOST, filter(may_list, set(self.at_hand())))
+        names = heapq.nsmallest(MOST + 1, filter(may_list, set(self.at_hand())))
+        if len(names) > MOST and not self._is_cut:
+            self._is_cut = True
+            text = (
+                "/v1/models lists the first %s names of the sources; the others answer too ('lora-plugins ls --remote')"
+            )
+            logger.warning(text, f"{MOST:,}")
+        return names[:MOST]
 
     def _ask(self, label: str, source: ListsNames, base_path: str) -> None:
         now, asked = time.monotonic(), self._asked.get(label)

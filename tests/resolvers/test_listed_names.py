@@ -71,8 +71,14 @@ async def test_a_slow_source_is_not_waited_for() -> None:
 
 
 @runs
-async def test_many_callers_ask_once_and_get_what_they_may_use() -> None:
+async def test_many_callers_ask_once_and_get_what_they_may_use(logged) -> None:
     source = Lists("s3", *(f"{team}/{number:05}" for team in "ab" for number in range(5_000)))
     listed = ListedNames([source], 60)
     answers = await asyncio.gather(*(listed.names("/base", lambda name: name.startswith("b/")) for _ in range(20)))
     assert (len(answers[0]), answers[0][0], source.asked) == (MOST, "b/00000", 1)
+    (cut,) = [row.getMessage() for row in logged.records if "/v1/models" in row.getMessage()]  # not at every answer
+    assert f"first {MOST:,} names" in cut
+    logged.clear()
+    exactly = ListedNames([Lists("s3", *(f"{number:04}" for number in range(MOST)))], 60)
+    assert len(await exactly.names("/base", everybody)) == MOST
+    assert not logged.records

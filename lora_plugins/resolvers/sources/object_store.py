@@ -192,7 +192,7 @@ class ObjectSource:
             raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
 
     def _note(self, error: LoRAPluginsError) -> None:
-        """Have expired credentials read again; name the variable that no client reads again, or lacks a scheme."""
+        """Have expired credentials read again; name the variable that is at fault, and a web server as one."""
         if not isinstance(error, RemoteFailure):
             return
         if error.kind is FailureKind.EXPIRED and isinstance(self._files, S3Files):
@@ -202,6 +202,10 @@ class ObjectSource:
                 error.remedy = _NEVER_READ_AGAIN
         elif self._is_bare and _HOW_READ not in error.remedy:
             error.remedy += _HOW_READ
+        elif self._quoted:
+            error.found = error.found.replace("an object store", "a web server")
+            if error.kind in (FailureKind.DENIED, FailureKind.REFUSED):  # no credentials, no bucket
+                error.remedy = "check the URL, and that the server may read there"
 
     async def _ask(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer to `ask`, with retries and a deadline, and with errors of this package."""

@@ -324,6 +324,25 @@ def test_http_adapters_are_served_by_version(bed: Bed, web, name: str) -> None:
     bed.assert_clean()
 
 
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [(403, "a web server that denies access (HTTP 403)"), (503, "a web server that asks to slow down (HTTP 503)")],
+)
+@pytest.mark.parametrize("is_located", [False, True])
+def test_a_web_server_is_named_in_errors(bed: Bed, web, status: int, found: str, is_located: bool) -> None:
+    template, handler = web
+    handler.files = {f"/l/sql/{file}": data for file, data in FILES.items()}
+    source = ObjectSource(template, limits=LIMITS)
+    located = locate(source) if is_located else None
+    handler.status = status
+    with pytest.raises(SourceUnavailable) as raised:
+        asyncio.run(bed.obtain(source, located)) if located else locate(source)
+    assert found in raised.value.found
+    assert "object store" not in str(raised.value)
+    assert "bucket" not in str(raised.value)
+    assert "list" not in raised.value.remedy
+
+
 def test_web_adapters_in_several_files_are_served(bed: Bed, web) -> None:
     template, handler = web
     files = sharded(adapter_files())
