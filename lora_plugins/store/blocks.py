@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Blocks:
         self._locks = layout.folder("locks")
         self._unwritten: dict[str, str] = {}  # content of the file of each name that is not on disk yet
         self._seen: set[str] = set()  # names whose file this process has written or found
+        self._names: dict[str, str] = {}  # of the files listed last: a file's name is made of the name
 
     def __contains__(self, text: str) -> bool:
         """Whether a name is known to be blocked, by itself or without its revision; never raises."""
@@ -67,7 +68,7 @@ class Blocks:
 
     def names(self) -> set[str]:
         """The blocked names, as operators wrote the names."""
-        self._seen |= (read := set(self._read()))
+        self._seen |= (read := self._read())
         return {*self._unwritten, *read}
 
     def among(self, texts: Iterable[str]) -> set[str]:
@@ -141,16 +142,21 @@ class Blocks:
         self._seen.add(name)
         return True
 
-    def _read(self) -> Iterator[str]:
+    def _read(self) -> set[str]:
         try:
-            entries = [entry.path for entry in os.scandir(self._folder) if entry.name.endswith(".json")]
+            files = [entry.name for entry in os.scandir(self._folder) if entry.name.endswith(".json")]
         except OSError:
-            entries = []
-        for path in entries:
-            try:
-                yield str(json.loads(Path(path).read_text())["name"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # lifted at this moment, or a foreign file without a name
+            files = []
+        # Each file is read once: requests ask in the event loop, and tenants may have blocked thousands of names.
+        found = {file: self._names.get(file) or self._name_in(file) for file in files}
+        self._names = {file: name for file, name in found.items() if name is not None}
+        return set(self._names.values())
+
+    def _name_in(self, file: str) -> str | None:
+        try:
+            return str(json.loads((self._folder / file).read_text())["name"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # lifted at this moment, or a foreign file without a name
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}.json"

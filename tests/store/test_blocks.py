@@ -166,3 +166,15 @@ def test_a_file_cut_short_blocks_its_name_still(layout: Layout) -> None:
     assert ("sql" in blocks, blocks.names()) == (True, set())
     assert blocks.lift("sql", blocks.present("sql"))
     assert "sql" not in blocks
+
+
+def test_each_block_is_read_once(layout: Layout) -> None:
+    """The event loop lists the names for requests, and there may be thousands."""
+    blocks = blocked(layout, "a", "b")
+    assert blocks.names() == {"a", "b"}
+    for file in layout.folder("blocked").iterdir():
+        file.write_text("{")  # a second look would find no name
+    assert blocks.names() == {"a", "b"}
+    other = blocked(layout, "c")
+    assert other.lift("a", other.present("a"))
+    assert (blocks.names(), blocks.among(["a", "b@v1", "c"])) == ({"b", "c"}, {"b@v1", "c"})

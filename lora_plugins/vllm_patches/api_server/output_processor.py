@@ -20,7 +20,8 @@ from lora_plugins.vllm_patches.wrapping import wrap
 
 # Attributes of the request's state, or of the state that several choices share; the last, of each choice's state.
 _SPANS, _PROMPT, _GENERATED = "lora_plugins_spans", "lora_plugins_prompt_tokens", "lora_plugins_generated_tokens"
-_RATE = "lora_plugins_rate"  # of the state: the limits of its key
+# Of the state: the limits of its key; and as above, how much of the prompt was taken of the limit.
+_RATE, _PAID = "lora_plugins_rate", "lora_plugins_paid_tokens"
 
 
 def patch() -> None:
@@ -81,7 +82,7 @@ def _saying_versions(original: Any) -> Any:
             setattr(whole, _SPANS, spans)
             kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}
         if finish_reason is not None and (self.lora_name is not None or hasattr(self, _RATE)):
-            _count(self, whole, is_result=str(finish_reason) not in {"abort", "error"})
+            _count(self, whole, str(finish_reason))
         return original(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
         )
@@ -89,19 +90,23 @@ def _saying_versions(original: Any) -> Any:
     return make_request_output
 
 
-def _count(state: Any, whole: Any, *, is_result: bool) -> None:
-    """Emit the tokens that came to a choice since it last ended: an input that is streamed ends several times."""
+def _count(state: Any, whole: Any, finish_reason: str) -> None:
+    """Count the tokens that came to a choice since it last ended: an input that is streamed ends several times."""
     is_pooling = state.detokenizer is None
     generated = 0 if is_pooling else state.detokenizer.num_output_tokens()
-    if not (is_result if is_pooling else generated):
-        return  # it never ran, so nothing was read
+    has_run = finish_reason not in {"abort", "error"} if is_pooling else generated > 0
+    more = generated - getattr(state, _GENERATED, 0)
+    # A client that leaves before the first token may have had the whole prompt read: only the engine knows how much.
+    if (rate := getattr(state, _RATE, None)) is not None and (has_run or finish_reason == "abort"):
+        this_process().rates.spend(rate, state.prompt_len - getattr(whole, _PAID, 0) + more)
+        setattr(whole, _PAID, state.prompt_len)
+    if not has_run:
+        return
     counted, first_token_s = getattr(whole, _PROMPT, 0), None
     if not counted and state.stats is not None:  # None with --disable-log-stats
         first_token_s = state.stats.first_token_latency
-    more, prompt_tokens = generated - getattr(state, _GENERATED, 0), state.prompt_len - counted
+    prompt_tokens = state.prompt_len - counted
     setattr(state, _GENERATED, generated)
     setattr(whole, _PROMPT, state.prompt_len)
-    if (rate := getattr(state, _RATE, None)) is not None:
-        this_process().rates.spend(rate, prompt_tokens + more)
     if state.lora_name is not None:
         this_process().events.emit(RequestEnded(state.lora_name, prompt_tokens, more, first_token_s))

@@ -163,6 +163,26 @@ def test_a_request_that_never_ran_counts_nothing(ended: list[RequestEnded]) -> N
     assert ended == []
 
 
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_client_that_leaves_early_pays_its_prompt(
+    choices: int, ended: list[RequestEnded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RequestState, "__init__", RequestState.__init__)
+    output_processor.patch_rates()
+    rates, rate = output_processor.this_process().rates, Rate("a", tokens_per_minute=60)
+    rates.clock = lambda: 1000.0
+    token = principal_of_request.set(Principal("a", (), rate=rate))
+    aborted, refused = (Asked(RequestOutputKind.FINAL_ONLY, choices=many) for many in (choices, 1))
+    principal_of_request.reset(token)
+    rates.spend(rate, 57)
+    refused.processor.process_outputs([EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR)])
+    assert rates.wait(rate) == ("", 0)
+    aborted.processor.abort_requests(aborted.names, internal=True)
+    assert rates.wait(rate) == ("", 0)  # 59: two of the prompt, once
+    rates.spend(rate, 1)
+    assert (rates.wait(rate), ended) == (("tokens", 1), [])
+
+
 def test_several_choices_count_their_prompt_once(ended: list[RequestEnded]) -> None:
     asked = Asked(RequestOutputKind.FINAL_ONLY, choices=2)
     asked.answers(0)
