@@ -35,6 +35,7 @@ CHANGES = 3  # while a request waits for a copy, the name may get another versio
 LOOK_S = 2.0
 _LOOKED_AT = 200  # copies in one look: a thousand system calls
 _RETRY_S = 15.0
+_MOST_BY_DIGEST = 1_000  # names `NAME@DIGEST`: a digest has 57 spellings, and a name has many versions
 _HASHED_S = 60.0
 
 
@@ -177,6 +178,9 @@ class Copies:
         # A new mark: a fetch of another process needs room.
         if before not in (None, self._pressed_at):
             await self.relieve()
+        versions = [adapter for adapter in self._registry.all() if adapter.is_by_digest]
+        if len(versions) > _MOST_BY_DIGEST:
+            await self._unload_idle(versions)
         due = [it for it in self._registry.all() if it.is_damaged and it.name not in self._tried]
         await asyncio.gather(*(self._replace(adapter) for adapter in due))
 

@@ -202,19 +202,21 @@ class Lifecycle:
             )
         _require_version(name, self.registry.get(name), expects)
 
-    def kept_bytes(self, of: Callable[[str], bool]) -> int:
-        """The bytes in the store that no eviction removes, because names `of` stay at a digest, as after a push."""
-        kept = {
-            version.digest: version.size_bytes
+    def kept(self, of: Callable[[str], bool]) -> tuple[int, int]:
+        """How many names `of` stay at a digest, as after a push, and the bytes that no eviction removes for that."""
+        kept = [
+            (adapter.name, version)
             for adapter in self.registry.all()
             if (version := adapter.version) is not None and version.digest == adapter.held_digest
             if not adapter.is_by_digest and of(adapter.name)
-        }
-        return sum(kept.values()) + sum(size_bytes for name, size_bytes in self._coming if of(name))
+        ]
+        names = {name for name, _ in (*kept, *self._coming) if of(name)}
+        stored_bytes = sum({version.digest: version.size_bytes for _, version in kept}.values())
+        return len(names), stored_bytes + sum(size_bytes for name, size_bytes in self._coming if of(name))
 
     @contextmanager
     def coming(self, name: str, size_bytes: int) -> Iterator[None]:
-        """Inside, a version of so many bytes counts among `kept_bytes`, which a change of the name will have stay."""
+        """Inside, a version of so many bytes counts among those `kept`, which a change of the name will have stay."""
         self._coming.append(one := (name, size_bytes))
         try:
             yield

@@ -27,6 +27,7 @@ from lora_plugins.store.errors import FullDisk, store_errors
 from lora_plugins.store.layout import discard
 
 _MINUTE_S = 60.0
+_MOST_NAMES = 10_000  # of one sender: calls take time in proportion to all names served
 # Writes the pieces of a body to a directory; returns the SHA-256 of the whole body.
 Receive = Callable[[AsyncIterator[bytes], Path], Awaitable[str]]
 
@@ -104,16 +105,16 @@ class Pushes:
         The names that the sender owns stay at their pushed versions, which no eviction removes.
 
         Raises:
-            OutOfMemory: the version and those of other names together are more than the share.
+            OutOfMemory: the version and those of other names together are more than the share, or too many names.
         """
         most_bytes = self._arrivals.most_bytes(sender)
         if most_bytes is None:
             return None
-        kept_bytes = self._lifecycle.kept_bytes(lambda other: other != name and owns(other))
-        if size_bytes + kept_bytes > most_bytes:
+        kept_names, kept_bytes = self._lifecycle.kept(lambda other: other != name and owns(other))
+        if size_bytes + kept_bytes > most_bytes or kept_names >= _MOST_NAMES:
             raise OutOfMemory(
-                f"{size_bytes} bytes or more, beside {kept_bytes} of other names that were pushed",
-                expected=f"at most {most_bytes} together, the key's share of the store's budget",
+                f"{size_bytes} bytes or more, beside {kept_bytes} of {kept_names} other names that were pushed",
+                expected=f"at most {most_bytes}, the key's share of the store's budget, of {_MOST_NAMES} names",
                 remedy="unload names that are no longer needed (DELETE /v1/loras/NAME), push a smaller adapter, or "
                 "have LORA_PLUGINS_STORE_MAX_BYTES or the share in the policy raised",
                 adapter=name,

@@ -18,6 +18,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api import routes
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.events import StoreDamaged
+from lora_plugins.server import copies, pushing
 from lora_plugins.server.copies import watch
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.registry import ServedAdapter
@@ -526,4 +527,41 @@ async def test_rollbacks_at_once_keep_to_the_share(make_bed) -> None:
     done = await asyncio.gather(roll_back("sql"), roll_back("chat"), return_exceptions=True)
     assert [type(one) for one in done].count(OutOfMemory) == 1, done
     assert [one.digest == one.held_digest for one in (adapter, chat)].count(True) == 1
-    assert bed.world.lifecycle.kept_bytes(lambda _: True) == adapter.version.size_bytes
+    assert bed.world.lifecycle.kept(lambda _: True) == (1, adapter.version.size_bytes)
+
+
+@runs
+async def test_only_so_many_names_stay_as_pushed(make_bed, monkeypatch) -> None:
+    bed = make_bed(max_bytes=1 << 30)
+    pushes, share = Pushes(bed.world.lifecycle), Share("tenant", 0.5)
+    for name in ("sql", "chat"):
+        bed.source.answers[name] = GOOD
+        adapter = await bed.load(name)
+        pushes.left_bytes(name, share, lambda _: True, 1)
+        await bed.world.lifecycle.roll_back(name, adapter.digest)
+    assert bed.world.lifecycle.kept(lambda _: True) == (2, adapter.version.size_bytes)
+    monkeypatch.setattr(pushing, "_MOST_NAMES", 2)
+    with pytest.raises(OutOfMemory, match="2 other names"):
+        pushes.left_bytes("third", share, lambda _: True, 1)
+    assert pushes.left_bytes("chat", share, lambda _: True, 1)
+    assert pushes.left_bytes("third", share, lambda name: name == "sql", 1)
+
+
+@runs
+async def test_spellings_of_digests_are_served_in_bounds(make_bed, monkeypatch) -> None:
+    monkeypatch.setattr(copies, "_MOST_BY_DIGEST", 3)
+    bed = make_bed()
+    adapter = await bed.load()
+    names = [f"sql@{adapter.digest[:length]}" for length in range(8, 12)]
+    for name in names[:3]:
+        await bed.world.lifecycle.load_version(name)
+    await bed.copies.look()
+    assert bed.world.lifecycle.registry.names() == ["sql", *names[:3]]
+    await bed.world.lifecycle.load_version(names[3])
+    running = bed.world.start(names[3], 60)
+    await asyncio.sleep(1)
+    await bed.copies.look()
+    assert bed.world.lifecycle.registry.names() == ["sql", names[3]]
+    await running
+    await bed.world.lifecycle.load_version(names[0])
+    assert await bed.world.ask(names[0]) == str(adapter.version.path)

@@ -49,8 +49,8 @@ class Names:
     def check_pushed(self, name: str, expects: str | None) -> None:
         pass
 
-    def kept_bytes(self, of: Callable[[str], bool]) -> int:
-        return 0
+    def kept(self, of: Callable[[str], bool]) -> tuple[int, int]:
+        return 0, 0
 
     def coming(self, name: str, size_bytes: int) -> AbstractContextManager[None]:
         return nullcontext()
