@@ -23,7 +23,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--seed", type=int, help="what decides everything that is done; a new one by default")
     parser.add_argument("--control", choices=CONTROLS, default="", help="break something: the soak must fail")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/soak-<seed>.json")
+    parser.add_argument(
+        "--keep", action="store_true", help="write benchmarks/results/soak-<seed>.json, soak-v2-<seed>.json with --v2"
+    )
     parser.add_argument("--fork", action="store_true", help="fork servers from one process that has imported vLLM")
     parser.add_argument("--v2", action="store_true", help="run Model Runner V2 with asynchronous scheduling")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # of clients that leave a proxy
@@ -40,7 +42,7 @@ def main() -> int:
     for name, found in plan.figures.items():
         print(f"{name}: {found}")
     if options.keep:
-        print(f"written to {report.kept(seed, journal, plan.figures, began)}")
+        print(f"written to {report.kept(f'v2-{seed}' if options.v2 else f'{seed}', journal, plan.figures, began)}")
     if not journal.violations:
         print(f"seed {seed}: every invariant held")
         return 0

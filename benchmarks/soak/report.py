@@ -37,13 +37,13 @@ def table(journal: Journal) -> str:
     return "\n".join(lines)
 
 
-def kept(seed: int, journal: Journal, figures: Mapping[str, Any], began: Mapping[str, object]) -> Path:
-    """`benchmarks/results/soak-<seed>.json`; `began`: the circumstances that it began in, as a soak takes a while."""
+def kept(name: str, journal: Journal, figures: Mapping[str, Any], began: Mapping[str, object]) -> Path:
+    """`benchmarks/results/soak-<name>.json`; `began`: the circumstances that it began in, as a soak takes a while."""
     counts: dict[str, dict[str, int]] = {}
     for (what, outcome), count in sorted(journal.counts.items()):
         counts.setdefault(what, {})[outcome] = count
     longest_s = {what: round(took_s, 2) for what, took_s in sorted(journal.longest_s.items())}
     rows = {**figures, "counts": counts, "longest_s": longest_s, "violations": journal.violations[:50]}
-    path = RESULTS / f"soak-{seed}.json"
+    path = RESULTS / f"soak-{name}.json"
     path.write_text(json.dumps({**began, "rows": rows}, indent=1) + "\n")
     return path
