@@ -114,11 +114,12 @@ def why_not_pinned(state: PlannerState, spec: AdapterSpec) -> NoFreeSlot | None:
     served = [adapter.spec for adapter in state.current.values()]
     served += [known for known, _ in cache.known_bytes.values()]
     kept = {spec.name, *(adapter.spec.name for adapter in staying)}
-    names = sorted({it.name for it in served if cache.expected_bytes(it) > free_bytes} - kept)
-    if not names:
+    # Their number, not their names: a tenant whose name is pinned learns of no other tenant's adapters.
+    count = len({it.name for it in served if cache.expected_bytes(it) > free_bytes} - kept)
+    if not count:
         return None
     return NoFreeSlot(
-        f"a pin that would leave {max(0, free_bytes)} bytes of host memory, too few for {', '.join(names)}",
+        f"a pin that would leave {max(0, free_bytes)} bytes of host memory, too few for {count} of the served adapters",
         expected="room for each adapter that is served",
         remedy="unpin or unload an adapter, or raise LORA_PLUGINS_HOST_MAX_BYTES",
         adapter=spec.name,

@@ -131,7 +131,7 @@ def test_a_failed_pin_of_a_cancelled_call_leaves_nothing() -> None:
     engine.check_nothing_left()
 
 
-def test_a_refused_pin_names_what_it_would_lock_out() -> None:
+def test_a_refused_pin_counts_what_it_would_lock_out() -> None:
     engine = engine_with(slots=3, max_bytes=200)
     engine.submit(spec(1, 120))
     engine.submit(spec(2, 50))
@@ -141,8 +141,8 @@ def test_a_refused_pin_names_what_it_would_lock_out() -> None:
     assert 1 not in engine.workers.host  # it is served all the same
     refused = engine.planner.pin(spec(3, 100), engine.now).exception()
     assert isinstance(refused, NoFreeSlot)
-    assert "adapter-1, adapter-4" in str(refused)
-    assert "adapter-2" not in str(refused)
+    assert "too few for 2 of the served adapters" in str(refused)
+    assert "adapter-1" not in str(refused), "a tenant may read the refusal"
     assert engine.planner.retire(4, engine.now, is_last=True)
     engine.planner.retire(1, engine.now, is_last=True)
     pin = engine.planner.pin(spec(3, 100), engine.now)
@@ -158,7 +158,7 @@ def test_two_pins_together_leave_room_for_what_is_served() -> None:
     pins = [engine.planner.pin(spec(key, 90), engine.now) for key in (2, 3)]
     engine.run_until_idle()
     assert pins[0].exception() is None
-    assert "adapter-1" in str(pins[1].exception())
+    assert "too few for 1 of the served adapters" in str(pins[1].exception())
     request = engine.submit(spec(1, 120))
     engine.run_until_idle()
     assert request.ended_at is not None
