@@ -49,7 +49,7 @@ def test_the_largest_chat_crosses(children: Children, tmp_path: Path) -> None:
     """In frames: templates of the most bytes, in characters of two bytes, and the most added tokens."""
     template = "\u00e9" * (MAX_BYTES[TEMPLATE_FILE] // 2)
     templates = [{"name": name, "template": template} for name in ("default", "tool_use")]
-    tokens = {str(number): {"content": f"<{number}>{'x' * 250}", "special": True} for number in range(20_000)}
+    tokens = {str(number): {"content": f"<{number}>{'x' * 44}", "special": True} for number in range(20_000)}
     config = json.dumps({"chat_template": templates, "added_tokens_decoder": tokens, "eos_token": "<1>"})
     directory = put(tmp_path / "sql", adapter_files() | {TOKENIZER_FILE: config.encode()})
     here = read_chat(directory)

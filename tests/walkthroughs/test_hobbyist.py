@@ -35,7 +35,7 @@ README = Walk(
         left_out(
             "make demo    # a real vllm serve answers for names it has never heard of, as PEFT does",
             "for whoever works on this project; make demo is a check of its own",
-            "69012a9e",
+            "ee715c0d",
         ),
     ],
     {
