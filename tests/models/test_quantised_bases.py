@@ -66,7 +66,7 @@ def test_adapters_on_four_bits_answer_as_peft_on_floats(scheme: str, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_a_trained_adapter_answers_on_a_real_model_of_four_bits(tmp_path: Path) -> None:
+def test_a_real_model_of_four_bits_serves_trained_adapters(tmp_path: Path) -> None:
     """Trained on the float model, and served over its four bits: PEFT's over the values that these stand for."""
     try:
         base = real_model()
