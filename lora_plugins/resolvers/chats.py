@@ -44,7 +44,9 @@ class Chats:
             LoRAPluginsError: a reading process was asked, and cannot read the files.
         """
         if (digest := self._digest(path)) is not None:
-            chat = self.kept[digest] = self.kept.get(digest) or await self._once.run(digest, lambda: self._read(digest))
+            # Kept chats are not kept again: each time, the whole chat would be encoded for its size.
+            if (chat := self.kept.get(digest)) is None:
+                chat = self.kept[digest] = await self._once.run(digest, lambda: self._read(digest))
             if chat.added_tokens and self.served is not None:
                 await asyncio.to_thread(self.served, chat)  # makes a tokenizer, and remembers the tokenizer
         return self.at(path)
@@ -57,10 +59,13 @@ class Chats:
         """
         if (digest := self._digest(path)) is None:
             return Chat()
-        chat = self.kept.get(digest) or self._ask(digest).result().adapter.chat
+        chat = kept = self.kept.get(digest)
+        if chat is None:
+            chat = self._ask(digest).result().adapter.chat
         if chat.added_tokens and self.served is not None:
             chat = self.served(chat)
-        self.kept[digest] = chat
+        if chat != kept:
+            self.kept[digest] = chat
         return chat
 
     async def _read(self, digest: str) -> Chat:
