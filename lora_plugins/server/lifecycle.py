@@ -210,9 +210,10 @@ class Lifecycle:
             if (version := adapter.version) is not None and version.digest == adapter.held_digest
             if not adapter.is_by_digest and of(adapter.name)
         ]
-        names = {name for name, _ in (*kept, *self._coming) if of(name)}
+        coming = [(name, size_bytes) for name, size_bytes in self._coming if of(name)]
+        names = {name for name, _ in (*kept, *coming)}
         stored_bytes = sum({version.digest: version.size_bytes for _, version in kept}.values())
-        return len(names), stored_bytes + sum(size_bytes for name, size_bytes in self._coming if of(name))
+        return len(names), stored_bytes + sum(size_bytes for _, size_bytes in coming)
 
     @contextmanager
     def coming(self, name: str, size_bytes: int) -> Iterator[None]:
