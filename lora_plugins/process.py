@@ -33,7 +33,7 @@ from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.rates import Rates
 from lora_plugins.server.snapshots import Snapshots
 from lora_plugins.settings import BaseMatch, Settings, environment
-from lora_plugins.store.opening import open_store
+from lora_plugins.store.store import open_store
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

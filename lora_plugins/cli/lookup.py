@@ -26,7 +26,7 @@ from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import BaseMatch, Settings, named_in_environment
 from lora_plugins.store.layout import Layout, is_digest, key_of
 from lora_plugins.store.manifest import Manifest
-from lora_plugins.store.opening import open_store
+from lora_plugins.store.store import open_store
 
 _AT_ONCE = 8  # the resolver fetches four at once
 

@@ -24,9 +24,8 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import Entry, discard_quarantined, entries, evict, quarantined
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
-from lora_plugins.store.opening import open_store
 from lora_plugins.store.processes import Processes
-from lora_plugins.store.store import Store
+from lora_plugins.store.store import Store, open_store
 from lora_plugins.variables import SIZE_EXPECTED, bytes_of
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]

@@ -25,19 +25,28 @@ from typing import Any, Self, TypeVar
 from lora_plugins.absence import Absence
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.events import BreakerClosed, BreakerOpened, Events
-from lora_plugins.resolvers.places import PlaceLimits, Places
+from lora_plugins.resolvers.places import Most, PlaceLimits, Places
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure, Transient
 from lora_plugins.resolvers.sources.retries import NoAnswer
+from lora_plugins.resolvers.sources.source import Source
 
 _T = TypeVar("_T")
 # Names found before: as many may wait as are served, each for as long as a look-up itself may take.
 _KNOWN_WAITING, _KNOWN_WAIT_S = 10_000, 30.0
-_PROBES = 4  # fetches at once from a source that does not answer
+# Fetches from one source at once, of them those of one principal, and those from a source that does not answer.
+_FETCHES, _OF_ONE, _PROBES = 8, 4, 4
+_FETCHES_WAITING = 10_000
 
 
 class LookUpsBusy(SourceUnavailable):
     """L006: too many names wait for a source, or this name has waited too long; the source was not asked."""
+
+    is_of_one_request = True
+
+
+class FetchesBusy(SourceUnavailable):
+    """L006: too many adapters wait for a fetch, or one has waited too long; a later request may find a place."""
 
     is_of_one_request = True
 
@@ -89,6 +98,10 @@ class LookUpLimits:
     waiting: int = 500
     wait_s: float = 5.0
     breaker: BreakerLimits = BreakerLimits()
+
+
+# A fetch may take minutes, and its deadline may end in the midst of a large file: no silence.
+_OF_FETCHES = BreakerLimits(failures=3, retry_s=2.0, by_silence=False)
 
 
 class Breaker:
@@ -229,8 +242,8 @@ class Fetches:
         self._probed.set()
 
     @asynccontextmanager
-    async def turn(self, principal: Hashable, is_here: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
-        """Inside, `principal` may fetch an adapter; one that `is_here`, in the store, waits for nothing.
+    async def turn(self, principal: Hashable) -> AsyncIterator[None]:
+        """Inside, `principal` may fetch an adapter.
 
         While the source does not answer, one fetch begins every two seconds, four at once at most. Other callers wait
         for its end, but two seconds at most.
@@ -238,9 +251,6 @@ class Fetches:
         Raises:
             FetchesBusy: the wait for a place is over, or too many wait. BreakerOpen: the source does not answer.
         """
-        if await is_here():
-            yield
-            return
         if self.breaker.is_open and self._probes < _PROBES:
             if self.breaker.admits():
                 self._probes += 1
@@ -257,6 +267,34 @@ class Fetches:
         async with self._places.held(principal):
             self.breaker.check()
             yield
+
+
+class FetchPlaces:
+    """The places of one resolver; each wait ends after `wait_s` seconds, with `FetchesBusy`.
+
+    Attributes:
+        reading: for adapters of the store that a process reads, apart from fetches.
+        converting: for adapters that are rewritten into the engine's form.
+    """
+
+    def __init__(self, wait_s: float, events: Events) -> None:
+        self._limits, self._events = PlaceLimits(_FETCHES, _FETCHES_WAITING, wait_s), events
+        self._by_source: dict[int, Fetches] = {}  # sources of other packages need not be keys of a dict
+        self.reading = self._places("adapters that are being read")
+        self.converting = self._places("adapters that are being converted")
+
+    def at(self, source: Source) -> Fetches:
+        """The fetches from one source, so that a source that hangs blocks no other source."""
+        found = self._by_source.get(id(source))
+        if found is None:
+            places = self._places(f"fetches from {source.label} that have not ended")
+            breaker = Breaker(_OF_FETCHES, f"{source.label} (fetches)", self._events)
+            found = self._by_source[id(source)] = Fetches(places, breaker)
+        return found
+
+    def _places(self, found: str) -> Places:
+        # Half of the places at most for one principal, so that another finds a place at once.
+        return Places.of(self._limits, FetchesBusy, found, Most(_OF_ONE))
 
 
 def is_outage(error: BaseException) -> bool:

@@ -29,9 +29,9 @@ from lora_plugins.errors import (
     kind_of,
 )
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
+from lora_plugins.resolvers.admission import FetchPlaces
 from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.conversion import ConvertedAdapter
-from lora_plugins.resolvers.fetch_places import FetchPlaces
 from lora_plugins.resolvers.fetch_progress import reported
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.retries import deadline
@@ -251,12 +251,11 @@ class VersionStore:
             raise copy.copy(refused)  # a copy: raising one object again and again grows its traceback
         with describing(place=adapter.uri):
             selected = select_files(adapter, self._settings)
+        # A version that is here takes no place: the source may not answer.
+        names = {file.name for file in selected.files}
+        if (found := await asyncio.to_thread(self._store.find_leased, *version, names, asker.holder)) is not None:
+            return found
         fetches = self._places.at(source)
-
-        async def is_here() -> bool:
-            with store_errors():
-                names = {file.name for file in selected.files}
-                return await asyncio.to_thread(self._store.find, *version, names=names) is not None
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
@@ -270,7 +269,7 @@ class VersionStore:
                     await fetches.breaker.judged(source.fetch(rest, download), adapter.uri)
 
         try:
-            async with fetches.turn(asker.principal, is_here):
+            async with fetches.turn(asker.principal):
                 started = time.perf_counter()
                 stored = await self._store.obtain(selected, fetch, partial(self._check_fetched, selected), asker.holder)
         except _BytesRefused as bytes_refused:

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, InvalidSettings, SourceUnavailable
+from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import FULL, FullDisk, is_damage, store_errors
 from lora_plugins.store.eviction import Evictor, Room, all_used, share_of_disk
@@ -154,11 +155,9 @@ class Store:
 
         async def find_or_fetch() -> StoredAdapter[_T]:
             await asyncio.to_thread(self.leases.make_again)
-            if (found := await asyncio.to_thread(find)) is not None:
-                return found
             temporary = self.layout.new_temporary(self.processes.me())
             async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=self._fetch_timeout_s):
-                # Another process may have published the version while this process waited for the lock.
+                # Another caller, or another process, may have published the version meanwhile.
                 if (found := await asyncio.to_thread(find)) is not None:
                     return found
                 async with self.reserve(needed_bytes, directory):
@@ -565,6 +564,30 @@ class Store:
                 self.inventory.look()
                 self.inventory.order()
             self.leases.sweep()
+
+
+def open_store(settings: Settings) -> Store:
+    """The store below `LORA_PLUGINS_STORE_DIR`.
+
+    Raises:
+        InvalidSettings: the store cannot be made or written, is another user's, or its file system has no hard links or
+            no working locks.
+    """
+    try:
+        return Store(
+            settings.store_dir,
+            max_bytes=settings.store_max_bytes,
+            has_share=True,
+            fetch_timeout_s=settings.fetch_timeout_s,
+        )
+    except OSError as error:
+        raise InvalidSettings(
+            f"a store below {settings.store_dir} that answers '{error.strerror or type(error).__name__}'",
+            expected="a directory that can be written",
+            remedy="free space or inodes there, by hand if need be: each directory named by a digest is an adapter"
+            if error.errno in FULL
+            else "set LORA_PLUGINS_STORE_DIR to this user's, or share it by a group: lora-plugins explain L007",
+        ) from error
 
 
 async def _to_its_end(work: Coroutine[Any, Any, _R]) -> _R:

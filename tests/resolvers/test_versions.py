@@ -25,9 +25,9 @@ from lora_plugins.errors import (
     kind_of,
 )
 from lora_plugins.events import AdapterConfirmed, AdapterFetched
-from lora_plugins.resolvers import fetch_places
+from lora_plugins.resolvers import admission
 from lora_plugins.resolvers import versions as versions_module
-from lora_plugins.resolvers.fetch_places import FetchesBusy
+from lora_plugins.resolvers.admission import FetchesBusy
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import AdapterChat
@@ -575,7 +575,7 @@ def test_a_fetch_ends_at_the_operators_limit(make):
 
 def test_a_turn_that_did_not_come_is_nobody_elses_fault(make, monkeypatch):
     """Who asks next for the same adapter may have a place at once."""
-    monkeypatch.setattr(fetch_places, "_OF_ONE", 1)
+    monkeypatch.setattr(admission, "_OF_ONE", 1)
     source = FakeSource("s3", {"sql": GOOD, "held": turned()})
     resolver = make(source, fetch_timeout_s=0.2)
 
@@ -626,6 +626,26 @@ def test_one_principals_copies_are_read_in_turns(make, monkeypatch):
 
     asyncio.run(run())
     assert (most, len(source.fetched)) == (4, 12)
+
+
+def test_a_version_in_the_store_waits_for_no_fetch(make, monkeypatch):
+    monkeypatch.setattr(admission, "_FETCHES", 1)
+    source = FakeSource("s3", {"sql": GOOD, "held": turned()})
+    make(source).ask("sql")
+    after = make(source)
+
+    async def beside_a_fetch_that_hangs():
+        source.gate = asyncio.Event()
+        held = asyncio.create_task(after.resolve("held", BASE.path))
+        while source.fetched[-1] != "held":
+            await asyncio.sleep(0.001)
+        found = await after.resolve("sql", BASE.path)
+        source.gate.set()
+        await held
+        return found
+
+    assert asyncio.run(beside_a_fetch_that_hangs()).name == "sql"
+    assert source.fetched == ["sql", "held"]
 
 
 # --- files for chats

@@ -14,7 +14,7 @@ from lora_plugins.observability.logs import LogEvents
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
-from lora_plugins.store.opening import open_store
+from lora_plugins.store.store import open_store
 from tests.make import BASE, adapter_files, put
 
 SERVED, OTHER = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-Coder-7B"

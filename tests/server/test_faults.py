@@ -40,8 +40,7 @@ from lora_plugins.server.served_file import ServedFile
 from lora_plugins.server.shares import Share
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import pending_bytes
-from lora_plugins.store.opening import open_store
-from lora_plugins.store.store import Store
+from lora_plugins.store.store import Store, open_store
 from tests.make import adapter_files, content, put
 from tests.repetitions import times
 from tests.resolvers.test_resolver import FakeSource, RecordingResolver

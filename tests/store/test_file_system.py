@@ -17,7 +17,7 @@ import pytest
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import Settings
 from lora_plugins.store.file_system import check_owners
-from lora_plugins.store.opening import open_store
+from lora_plugins.store.store import open_store
 
 # What libc answers in a process that has this loaded before it.
 SHIM = """

@@ -16,8 +16,7 @@ import pytest
 from lora_plugins.errors import InvalidSettings, OutOfMemory
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import pending_bytes
-from lora_plugins.store.opening import open_store
-from lora_plugins.store.store import Store
+from lora_plugins.store.store import Store, open_store
 from tests.store.common import DownloadSpec, adapter_files, leftovers, obtain
 
 DIGEST = "0123456789abcdef" * 4

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings
-from lora_plugins.store.opening import open_store
+from lora_plugins.store.store import open_store
 from tests.store.common import DownloadSpec, adapter_files, obtain
 try:
     store = open_store(Settings(store_dir=Path(sys.argv[1])))

@@ -28,7 +28,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, is_shard, shards_of
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
-from lora_plugins.resolvers.sources.hub_errors import map_error
+from lora_plugins.resolvers.sources.hub_errors import in_own_thread, map_error
 from lora_plugins.resolvers.sources.hub_files import (
     RepoFile,
     cached_path,
@@ -51,7 +51,6 @@ from lora_plugins.resolvers.sources.source import (
 )
 from lora_plugins.resolvers.sources.templates import DEFAULT_REVISION
 from lora_plugins.resolvers.sources.uri import BRANCHES_AND_TAGS, SourceUri
-from lora_plugins.resolvers.threads import in_own_thread
 from lora_plugins.store.partial_download import PartialDownload
 
 _T = TypeVar("_T")

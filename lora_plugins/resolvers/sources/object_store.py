@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fsspec.asyn import get_loop
@@ -33,7 +33,6 @@ from lora_plugins.resolvers.sources.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, VersionChanged, version_of
 from lora_plugins.resolvers.sources.templates import LocalLink, Template, parse_local
 from lora_plugins.resolvers.sources.uri import ACCESS_POINT, ARN_PREFIX, access_point_of, split_access_point
-from lora_plugins.resolvers.threads import on_loop
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 
@@ -253,3 +252,23 @@ def _split(template: str) -> tuple[str, str]:
     if ":" in place.rpartition("@")[0] or (protocol in _WEB and ("@" in place or "?" in path or "#" in path)):
         raise known.wrong("a login, query or fragment")
     return protocol, f"{protocol}://{place}{path}"
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` on another thread's event loop; a cancellation raises only after the end of the work."""
+    started: list[asyncio.Task[Any] | None] = []
+
+    async def run() -> T:
+        started.append(asyncio.current_task())
+        return await work
+
+    waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop))
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        # One step of the loop after the start, which may still be in the loop's queue.
+        loop.call_soon_threadsafe(loop.call_soon, lambda: [task.cancel() for task in started if task is not None])
+        await asyncio.wait([waiting])
+        if not waiting.cancelled():
+            waiting.exception()  # read the error: asyncio logs errors that nobody reads
+        raise

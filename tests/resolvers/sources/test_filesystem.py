@@ -30,7 +30,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, OutOfMemory, SourceUnavailable
-from lora_plugins.resolvers.sources import filesystem, links, tree
+from lora_plugins.resolvers.sources import filesystem, tree
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.store.partial_download import PartialDownload
@@ -440,7 +440,7 @@ def test_a_link_to_another_processs_mounts_is_followed_where_allowed(root, mount
 def test_a_path_exchanged_after_its_check_leads_nowhere(root, outside, store, monkeypatch, what):
     put(root / "sql", adapter_files(lora_alpha=16))
     found = located(FilesystemSource(root), "sql")
-    shown, real_place = root / "sql" / (CONFIG_FILE if what == "file" else ""), links.real_place
+    shown, real_place = root / "sql" / (CONFIG_FILE if what == "file" else ""), tree.real_place
     leads_to = outside / shown.relative_to(root / "sql")
 
     def exchange(root_path, top, below):
@@ -450,13 +450,13 @@ def test_a_path_exchanged_after_its_check_leads_nowhere(root, outside, store, mo
             shown.symlink_to(leads_to)
         return real
 
-    monkeypatch.setattr(links, "real_place", exchange)
+    monkeypatch.setattr(tree, "real_place", exchange)
     with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
         obtain(store, FilesystemSource(root), found)
     monkeypatch.undo()
     shown.unlink()
     (root / "aside").rename(shown)
-    monkeypatch.setattr(links, "real_place", exchange)
+    monkeypatch.setattr(tree, "real_place", exchange)
     with pytest.raises(InvalidAdapter, match="leaves the adapter root"):
         locate(FilesystemSource(root), "sql")
 

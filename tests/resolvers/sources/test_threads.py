@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lora_plugins.resolvers.threads import in_own_thread, on_loop
+from lora_plugins.resolvers.sources.hub_errors import in_own_thread
+from lora_plugins.resolvers.sources.object_store import on_loop
 
 
 @pytest.fixture
