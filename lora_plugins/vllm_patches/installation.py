@@ -29,12 +29,11 @@ def install_resolver(process: Process) -> None:
         openai_serving_models,
         output_processor,
     )
-    from lora_plugins.vllm_patches.worker import lora_state, vocab_parallel_embedding
+    from lora_plugins.vllm_patches.worker import adapter_rows
 
     for patch in (
         model_modules.patch,
-        vocab_parallel_embedding.patch,
-        lora_state.patch,
+        adapter_rows.patch,
         openai_serving_models.patch,
         base_serving.patch,
         output_processor.patch,
@@ -68,15 +67,14 @@ def install_manager(process: Process) -> None:
         output_processor,
         stream_logs,
     )
-    from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc, scheduler
-    from lora_plugins.vllm_patches.worker import lora_state, model_runner, vocab_parallel_embedding, worker_base
+    from lora_plugins.vllm_patches.engine_core import engine_core, pausing, scheduler
+    from lora_plugins.vllm_patches.worker import adapter_rows, model_runner, worker_base
     from lora_plugins.worker.slot_copy import patch_set_lora
     from lora_plugins.worker.weights_file import patch_safetensors
 
     in_order = (
         # Layers and requests first: later patches make and compare layers and requests.
-        vocab_parallel_embedding.patch,
-        lora_state.patch,
+        adapter_rows.patch,
         patch_set_lora,  # the classes, before there are layers: lora_kernels wraps each layer
         patch_safetensors,
         lora_request.distinguish_versions,
@@ -85,7 +83,7 @@ def install_manager(process: Process) -> None:
         worker_base.patch,
         scheduler.patch,
         engine_core.patch,  # calls the scheduler's planner and the workers' `lora_plugins_step`
-        engine_core_proc.patch,
+        pausing.patch,
         async_llm.patch,  # calls the engine core's utilities
         llm_engine.patch,
         input_processor.patch,
@@ -108,9 +106,8 @@ def install_kernels(process: Process) -> None:
         InvalidSettings: the chosen kernels cannot be had on this machine.
     """
     from lora_plugins.vllm_patches.api_server import app
-    from lora_plugins.vllm_patches.worker import lora_state, punica_wrapper, vocab_parallel_embedding
+    from lora_plugins.vllm_patches.worker import adapter_rows, punica_wrapper
 
     punica_wrapper.patch(process.settings)
-    vocab_parallel_embedding.patch()
-    lora_state.patch()
+    adapter_rows.patch()
     app.patch()

@@ -24,7 +24,7 @@ from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches.engine_core import engine_core
-from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
+from lora_plugins.vllm_patches.engine_core.planner import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
 from tests.scheduler.simulated import begin_next, held_count, place_at_end
 

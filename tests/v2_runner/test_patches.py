@@ -55,7 +55,7 @@ class Patched:
 
 
 _WORKER, _MODEL, _STATE, _PUNICA = (
-    f"vllm_patches/worker/{name}.py" for name in ("worker_base", "model_runner", "lora_state", "punica_wrapper")
+    f"vllm_patches/worker/{name}.py" for name in ("worker_base", "model_runner", "adapter_rows", "punica_wrapper")
 )
 _WRAPPER, _GPU = "vllm.v1.worker.worker_base:WorkerWrapperBase.", "vllm.v1.worker.gpu."
 _COUNTS, _NAN_V2 = (_MODEL, "not_finite_in_rows"), "V1 counts in `count_nans_per_row`"
@@ -122,7 +122,7 @@ PATCHES = (
     ),
     Patched(
         "vllm.lora.layers.vocab_parallel_embedding:VocabParallelEmbeddingWithLoRA.forward",
-        ("vllm_patches/worker/vocab_parallel_embedding.py", "_in_one_row.<locals>.forward"),
+        (_STATE, "_in_one_row.<locals>.forward"),
     ),
     Patched("vllm.platforms:Platform.get_punica_wrapper", (_PUNICA, "use_wrapper.<locals>.<lambda>")),
     Patched(

@@ -10,7 +10,7 @@ from typing import Any
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Move, Report
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
-from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
+from lora_plugins.vllm_patches.messages import StepCommands, StepReports, attach, attached
 from testbed.model_kinds import ask_in_this_process
 
 BLOCK = 16

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_plugins.vllm_patches.worker import vocab_parallel_embedding
+from lora_plugins.vllm_patches.worker import adapter_rows
 from tests.worker import small_model
 from tests.worker.small_model import WIDTH, make_adapter, serve, step
 from tests.worker.test_fits import WORDS, model_with_words
@@ -21,8 +21,8 @@ def manager(make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(small_model, "small_model", model_with_words)
     monkeypatch.setattr(VocabParallelEmbeddingWithLoRA, "forward", VocabParallelEmbeddingWithLoRA.forward)
-    vocab_parallel_embedding.patch()
-    vocab_parallel_embedding.patch()
+    adapter_rows.patch()
+    adapter_rows.patch()
     return make_manager(slots=2)
 
 

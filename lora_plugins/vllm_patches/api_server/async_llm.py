@@ -32,8 +32,8 @@ from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response import Response, present, together
 from lora_plugins.server.snapshots import Snapshots
-from lora_plugins.vllm_patches.answer_messages import VERSIONS, error_in, error_in_tensor
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
+from lora_plugins.vllm_patches.messages import VERSIONS, error_in, error_in_tensor
 from lora_plugins.vllm_patches.wrapping import where, wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 

@@ -24,8 +24,8 @@ from lora_plugins.process import this_process
 from lora_plugins.server.registry import no_longer_served
 from lora_plugins.server.response import fingerprint, is_for_request, present
 from lora_plugins.store.blocks import blocked
-from lora_plugins.vllm_patches.answer_messages import VERSIONS
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
+from lora_plugins.vllm_patches.messages import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
 # Of production-stack, Text Generation Inference, LoRAX and SGLang.

@@ -27,8 +27,8 @@ from cachetools import LRUCache
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
-from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, removing, snapshots_of
+from lora_plugins.vllm_patches.messages import error_in, error_in_tensor
 from lora_plugins.vllm_patches.wrapping import where, wrap
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from lora_plugins.api.access.principals import rate_of_request
 from lora_plugins.events import RequestEnded
 from lora_plugins.process import this_process
 from lora_plugins.server.response import together
-from lora_plugins.vllm_patches.answer_messages import VERSIONS
+from lora_plugins.vllm_patches.messages import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
 # Attributes of the request's state, or of the state that several choices share; the last, of each choice's state.

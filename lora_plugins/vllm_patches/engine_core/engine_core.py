@@ -31,7 +31,7 @@ from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.vllm_patches.engine_core.pausing import pause
-from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
+from lora_plugins.vllm_patches.engine_core.scheduler import has_planner
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
 from lora_plugins.vllm_patches.wrapping import where, wrap
 
@@ -286,12 +286,6 @@ def _wake_up(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not self.model_executor.is_sleeping:
         self.model_executor.collective_rpc("lora_plugins_rewrite_slots")
     return result
-
-
-def has_planner(core: Any) -> bool:
-    """Return whether the scheduler of an engine core admits requests by a planner of ours: LoRA is on."""
-    scheduler = getattr(core, "scheduler", None)  # none yet, where vLLM calls workers while it makes an engine
-    return isinstance(scheduler, AdmittingScheduler)
 
 
 def _planner(core: Any) -> Planner:

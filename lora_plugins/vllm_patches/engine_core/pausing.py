@@ -1,14 +1,13 @@
-"""How a pause of one adapter stops the adapter's requests in vLLM's scheduler, for a resume to go on with.
+"""Pauses: how the pause of one adapter stops its requests, and what vLLM's own pause waits for.
 
-A request stops as vLLM preempts a request: its KV cache is free for others, and is computed again, or found in the
-prefix cache, after the resume. In the same way its adapter gives up its slot. The request keeps its place in vLLM's
-queue, where vLLM does not see the request until the resume.
+A request of a paused adapter stops as vLLM preempts a request: its KV cache is free for others, and is computed again,
+or found in the prefix cache, after the resume. In the same way its adapter gives up its slot. The request keeps its
+place in vLLM's queue, where vLLM does not see the request until the resume.
 
-Touches:
-    vllm.v1.core.sched.scheduler:
-        Scheduler{running, requires_kv_delivery, _preempt_request(self, request, timestamp, drop_stale_output)}
-Why: one adapter stops, and all others have its blocks and its slot meanwhile.
-Until: vLLM pauses the requests of one adapter.
+vLLM answers a pause of its own, and so its sleep, once the engine has no work (`EngineCoreProc._pause_complete` where
+there is none already, `_process_input_queue` later; vllm/v1/engine/core.py, 0.30 to 0.33). The scheduler has work while
+workers load, so that the engine makes steps, and calls are answered in the pause. A pause waits for requests, and for
+slots that are being written: the next call may be a sleep, which frees the slots' memory. It waits for no loads.
 """
 
 from __future__ import annotations
@@ -18,12 +17,61 @@ from typing import Any
 
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.engine_core.request import has_kv_cache
+from lora_plugins.vllm_patches.engine_core.scheduler import has_planner
+from lora_plugins.vllm_patches.wrapping import where, wrap
+
+
+def patch() -> None:
+    """Have every engine core of this process answer pauses beside loads, and release memory of the KV cache.
+
+    Touches:
+        vllm.v1.engine.core:
+            EngineCoreProc{_pause_complete(self), _process_input_queue(self), _notify_idle_state_callbacks(self),
+                has_work(self)}
+            EngineCore{_idle_state_callbacks} EngineCore.release_kv_cache_memory(self) # since 0.31
+    Why: a load from a slow source takes minutes, and has no part in a pause.
+    Until: vLLM asks the scheduler whether requests are left, and apart from that whether to make a step.
+    """
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    for method in (_pause_complete, _process_input_queue):
+        wrap(EngineCoreProc, method.__name__, where(has_planner, method))
+    if hasattr(EngineCore, "release_kv_cache_memory"):  # since 0.31
+        wrap(EngineCore, "release_kv_cache_memory", where(has_planner, _release_kv_cache_memory))
+
+
+# `self` is an engine core; `original` is vLLM's own method.
+
+
+def _pause_complete(original: Any, self: Any) -> Any:
+    with self.scheduler.without_loads():
+        return original(self)
+
+
+def _process_input_queue(original: Any, self: Any) -> Any:
+    if self._idle_state_callbacks:
+        with self.scheduler.without_loads():
+            is_idle = not self.has_work()
+        if is_idle:
+            self._notify_idle_state_callbacks()
+    return original(self)
+
+
+def _release_kv_cache_memory(original: Any, self: Any) -> Any:
+    with self.scheduler.without_loads():  # vLLM refuses where the pause is not complete
+        return original(self)
 
 
 def pause(scheduler: Any, name: str, mode: PauseMode) -> list[str]:
     """Stop new requests of a name from here on; return the ids of all requests of the name.
 
     Requests that have not run wait for the resume, too, and with `KEEP` all others.
+
+    Touches:
+        vllm.v1.core.sched.scheduler:
+            Scheduler{running, requires_kv_delivery, _preempt_request(self, request, timestamp, drop_stale_output)}
+    Why: one adapter stops, and all others have its blocks and its slot meanwhile.
+    Until: vLLM pauses the requests of one adapter.
     """
     request_ids = scheduler.pauses.pause(name, mode)
     for adapter in scheduler.planner.state.of_name(name):

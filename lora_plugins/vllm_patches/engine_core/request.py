@@ -1,7 +1,7 @@
 """A request of the engine core: its weights, and the client's request around it.
 
 vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation. Batches find
-the slot by its id; its path keeps the keys of cached prefixes apart from other weights' keys.
+the slot by its id; its path keeps the keys of cached prefixes, and of offloaded blocks, apart from other weights' keys.
 
 A request's `lora_request` names the generation of its adapter; the block hashes are made again where the generation
 changes the path.
@@ -24,6 +24,7 @@ from typing import Any
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.store.layout import is_digest
+from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import lora_request
 
 CLIENT = "x-lora-plugins-client"
@@ -144,3 +145,40 @@ def _path_of(spec: AdapterSpec, weights: int) -> str:
     """Return a path that no other weights have: outside the store, with the key of the load that read the path."""
     is_enough = is_in_store(spec.path) or weights == spec.engine_id
     return spec.path if is_enough else f"{spec.path}#{weights}"
+
+
+def patch_offloading() -> None:
+    """Have every OffloadingConnector of this process forget keys that its request no longer has."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+
+    wrap(RequestOffloadState, "update_offload_keys", _following)
+
+
+def _following(original: Any) -> Any:
+    """Forget keys that are no longer the request's before vLLM adds the request's keys.
+
+    vLLM notes the keys of a request once, with its first batch, and only ever adds to them (0.30 to 0.33). A request
+    that moves gets other keys for what is not computed yet: under the first keys other requests would load what other
+    weights have computed.
+
+    Touches:
+        vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:
+            RequestOffloadState{config, req, group_states}
+            RequestGroupState{offload_keys}
+            GroupOffloadConfig{hashes_per_chunk}
+        vllm.v1.kv_offload.base: get_offload_block_hash(key)
+    Why: blocks that a new version has computed would be stored under the keys of the version before.
+    Until: vLLM's connector reads the keys of a request when it stores its blocks.
+    """
+
+    def update_offload_keys(self: Any) -> None:
+        from vllm.v1.kv_offload.base import get_offload_block_hash
+
+        for group, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
+            keys, every = state.offload_keys, group.hashes_per_chunk
+            # A block's hash holds those before it: all agree where the last does.
+            while keys and get_offload_block_hash(keys[-1]) not in self.req.block_hashes[len(keys) * every - 1 :][:1]:
+                keys.pop()
+        original(self)
+
+    return update_offload_keys

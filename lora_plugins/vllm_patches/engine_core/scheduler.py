@@ -54,11 +54,8 @@ from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.request_queue import AdapterQueue, Order, QueuePlaces
-from lora_plugins.vllm_patches.answer_messages import VERSIONS, aborted_output, refused_output
-from lora_plugins.vllm_patches.engine_core import offloading
-from lora_plugins.vllm_patches.engine_core.adapter_specs import AdapterSpecs
-from lora_plugins.vllm_patches.engine_core.executor import make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
+from lora_plugins.vllm_patches.engine_core.planner import AdapterSpecs, make_planner
 from lora_plugins.vllm_patches.engine_core.request import (
     assign,
     has_begun,
@@ -70,12 +67,21 @@ from lora_plugins.vllm_patches.engine_core.request import (
     is_moved,
     move,
     name_of,
+    patch_offloading,
     path_of,
     take_client,
     weights_of,
     weights_path,
 )
-from lora_plugins.vllm_patches.step_messages import StepCommands, StepReports, attach, attached
+from lora_plugins.vllm_patches.messages import (
+    VERSIONS,
+    StepCommands,
+    StepReports,
+    aborted_output,
+    attach,
+    attached,
+    refused_output,
+)
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.lora_request import is_inplace
 
@@ -113,7 +119,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._waiting_with_kv: dict[str, Any] = {}
         self._counts_loads = True
         if vllm_config.kv_transfer_config is not None:
-            offloading.patch()
+            patch_offloading()
         super().__init__(vllm_config, *args, **kwargs)
         self._places = QueuePlaces(self._enters_queue, self._group_of, self.planner.state.open_groups)
         self.queues = [self._replace_queue(name, rank) for name, rank in _QUEUES.items() if hasattr(self, name)]
@@ -506,6 +512,12 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             yield
         finally:
             self._counts_loads = True
+
+
+def has_planner(core: Any) -> bool:
+    """Return whether the scheduler of an engine core admits requests by a planner of ours: LoRA is on."""
+    scheduler = getattr(core, "scheduler", None)  # none yet, where vLLM calls workers while it makes an engine
+    return isinstance(scheduler, AdmittingScheduler)
 
 
 def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | None) -> None:

@@ -26,8 +26,8 @@ from lora_plugins.server import response as response_module
 from lora_plugins.server.response import Response
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
-from lora_plugins.vllm_patches.answer_messages import error_tensor, stop_reason
 from lora_plugins.vllm_patches.api_server import async_llm
+from lora_plugins.vllm_patches.messages import error_tensor, stop_reason
 from lora_plugins.vllm_patches.wrapping import where
 from tests.make import CHAT, adapter_files, put
 from tests.virtual_time import runs

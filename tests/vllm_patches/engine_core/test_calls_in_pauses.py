@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from lora_plugins.errors import AdapterNotFound, NoFreeSlot
 from lora_plugins.scheduler.messages import Activate
 from lora_plugins.scheduler.pauses import PauseMode
-from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc
+from lora_plugins.vllm_patches.engine_core import engine_core, pausing
 from lora_plugins.vllm_patches.engine_core.pausing import pause
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, request
 from tests.vllm_patches.put_back import put_back
@@ -43,7 +43,7 @@ class Executor:
 def patched() -> Iterator[None]:
     with put_back(EngineCore, EngineCoreProc):
         engine_core.patch()
-        engine_core_proc.patch()
+        pausing.patch()
         yield
 
 

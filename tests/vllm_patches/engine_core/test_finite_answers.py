@@ -11,9 +11,9 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
 from lora_plugins.vllm_patches.engine_core import finite_answers
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
+from lora_plugins.vllm_patches.messages import error_in, error_in_tensor
 from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, adapter, request
 
 

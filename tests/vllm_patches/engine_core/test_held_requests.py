@@ -27,7 +27,7 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 from lora_plugins.scheduler.messages import AdapterSpec
-from lora_plugins.vllm_patches.answer_messages import error_in
+from lora_plugins.vllm_patches.messages import error_in
 from tests.vllm_patches.engine_bed import Engine, Make, request
 
 ABORTED = RequestStatus.FINISHED_ABORTED

@@ -13,10 +13,10 @@ from vllm.v1.request import RequestStatus
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.scheduler.messages import RequestsOfName, from_plain
 from lora_plugins.scheduler.pauses import PauseMode
-from lora_plugins.vllm_patches.answer_messages import error_in
 from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.pausing import pause
 from lora_plugins.vllm_patches.engine_core.request import CLIENT
+from lora_plugins.vllm_patches.messages import error_in
 from tests.vllm_patches.engine_bed import Engine, Make, request
 from tests.vllm_patches.engine_core.test_request import V1, V2, asked, begin, load, spans
 from tests.vllm_patches.engine_core.test_request import bed as bed  # noqa: PLC0414 - a fixture

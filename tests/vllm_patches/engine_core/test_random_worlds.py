@@ -13,7 +13,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from lora_plugins.vllm_patches.engine_core import engine_core, engine_core_proc
+from lora_plugins.vllm_patches.engine_core import engine_core, pausing
 from tests.repetitions import times
 from tests.vllm_patches.engine_bed import vllm_config
 from tests.vllm_patches.engine_core.random_world import World
@@ -27,7 +27,7 @@ WORLDS = times(10_000, short=240)
 def patched() -> Iterator[None]:
     with put_back(EngineCore, EngineCoreProc):
         engine_core.patch()
-        engine_core_proc.patch()
+        pausing.patch()
         yield
 
 

@@ -14,9 +14,9 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
-from lora_plugins.vllm_patches.answer_messages import error_in, error_in_tensor
 from lora_plugins.vllm_patches.engine_core.request import client_in
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
+from lora_plugins.vllm_patches.messages import error_in, error_in_tensor
 from tests.scheduler.simulated import held_count
 from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
 

@@ -1,7 +1,10 @@
-"""Additions of the engine core to vLLM's outputs for the API server: versions, and the error that ends a request.
+"""Our additions to vLLM's own messages: commands and reports of a step, and an output's versions and error.
 
-An error travels in the last output of its request: as the stop reason, or as a tensor of bytes for a pooling request
-(`EngineCoreOutput` in vllm/v1/engine/__init__.py, 0.30 to 0.33).
+`SchedulerOutput` (vllm/v1/core/sched/output.py) and `ModelRunnerOutput` (vllm/v1/outputs.py, 0.30 to 0.33) are plain
+dataclasses, pickled whole, without a field for more: `attach` sets an attribute.
+
+The error that ends a request travels in its last output to the API server: as the stop reason, or as a tensor of bytes
+for a pooling request (`EngineCoreOutput` in vllm/v1/engine/__init__.py, 0.30 to 0.33).
 
 A part of a client's request that a pause has aborted ends with an output of ours too.
 
@@ -16,12 +19,51 @@ Why: the client gets our status and text, and does not wait for a part until the
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from lora_plugins.errors import LoRAPluginsError, error_of
+from lora_plugins.scheduler.messages import Command, Report, Slots
 
 VERSIONS = "lora_versions"  # in the kv_transfer_params of an output: vLLM passes no other free field on to answers
 _PREFIX = "lora-plugins:"  # of the stop reason
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommands:
+    """On a `SchedulerOutput`: every worker's commands, in order."""
+
+    commands: tuple[Command, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepReports:
+    """On a `ModelRunnerOutput`: finished work of all workers, and once, before all reports, the workers' slots."""
+
+    reports: tuple[Report | Slots, ...] = ()
+
+
+T = TypeVar("T", StepCommands, StepReports)
+_NAMES = {StepCommands: "lora_commands", StepReports: "lora_reports"}
+
+
+def attach(output: Any, message: StepCommands | StepReports) -> None:
+    """Attach our message to a message of vLLM.
+
+    Touches:
+        vllm.v1.core.sched.output: SchedulerOutput{total_num_scheduled_tokens}
+        vllm.v1.outputs: ModelRunnerOutput
+    Why: commands reach every worker with the batch that they are for, and reports the scheduler.
+    Until: vLLM has a field for what plugins send along.
+    """
+    setattr(output, _NAMES[type(message)], message)
+
+
+def attached(output: Any, kind: type[T]) -> T:
+    """Return our message of type `kind` on a message of vLLM; an empty message where there is none."""
+    # Outputs of vLLM's own making, such as an empty output, lack the attribute.
+    found: T = getattr(output, _NAMES[kind], None) or kind()
+    return found
 
 
 def refused_output(request: Any, error: LoRAPluginsError) -> Any:

@@ -1,6 +1,10 @@
-"""Model Runner V2 gives each row of logits the adapter of the row's request, beside drafts too.
+"""Each row of a batch is computed with the adapter of its request, where vLLM mistakes the number of rows.
 
-A request with drafts has a row of logits for each draft and one more. `LoraState.make_lora_inputs`
+Of a model that vLLM computes through Transformers, token ids have two dimensions. There
+`VocabParallelEmbeddingWithLoRA.forward` (vllm/lora/layers/vocab_parallel_embedding.py, 0.30 to 0.33) takes the first
+dimension, 1, for the number of tokens: every token of the batch gets the A of the first token's adapter.
+
+In Model Runner V2 a request with drafts has a row of logits for each draft and one more. `LoraState.make_lora_inputs`
 (vllm/v1/worker/gpu/lora_utils.py, 0.30 to 0.33) names one adapter for each request: with speculation the adapters of
 `lm_head` meet other requests' rows on GPUs, and vLLM's CPU kernels raise. vLLM's first runner repeats them by row.
 
@@ -28,9 +32,11 @@ _ROWS = "_lora_plugins_rows"  # an attribute of LoraState: how many rows of logi
 
 
 def patch() -> None:
-    """Have every runner of this process repeat adapters by row; a second call changes nothing."""
+    """Have embeddings and runners of this process count rows by request; a second call changes nothing."""
+    from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
     from vllm.v1.worker.gpu.lora_utils import LoraState
 
+    wrap(VocabParallelEmbeddingWithLoRA, "forward", _in_one_row)
     wrap(LoraState, "__init__", _beside_its_runner)
     wrap(LoraState, "make_lora_inputs", _by_row)
 
@@ -67,3 +73,18 @@ def _by_row(original: Any) -> Any:
         return tuple(by_row), *others
 
     return make_lora_inputs
+
+
+def _in_one_row(original: Any) -> Any:
+    """Give token ids of two dimensions as a single row.
+
+    Why: vLLM takes the first dimension for the number of tokens, and so one adapter's A for the whole batch.
+    Until: vLLM takes all dimensions.
+    """
+
+    def forward(self: Any, x: Any) -> Any:
+        if x.ndim == 1:
+            return original(self, x)
+        return original(self, x.flatten()).view(*x.shape, -1)
+
+    return forward

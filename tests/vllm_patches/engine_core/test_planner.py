@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.vllm_patches.engine_core.executor import make_planner
+from lora_plugins.vllm_patches.engine_core.planner import make_planner
 from tests.vllm_patches.engine_bed import vllm_config
 
 

@@ -12,7 +12,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker.gpu.lora_utils import LoraState
 
-from lora_plugins.vllm_patches.worker import lora_state
+from lora_plugins.vllm_patches.worker import adapter_rows
 from testbed.forking_vllm import run_script
 from testbed.server import outer_environment
 from tests.vllm_patches.put_back import put_back
@@ -44,14 +44,14 @@ def prepare_inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with put_back(GPUModelRunner, LoraState):
         monkeypatch.setattr(GPUModelRunner, "prepare_inputs", prepared)
         for _ in range(2):
-            lora_state.patch()
+            adapter_rows.patch()
             State()
         yield GPUModelRunner.prepare_inputs
         monkeypatch.undo()
 
 
 def test_vllm_itself_names_an_adapter_for_each_request_only() -> None:
-    """Where this fails, vLLM may name one for each row: compare `lora_state`, which could go then."""
+    """Where this fails, vLLM may name one for each row: compare `adapter_rows._by_row`, which could go then."""
     of_rows, of_tokens, active = State().inputs()
     assert of_rows == (8, 0, 7)
     assert of_tokens == (8, 0, 0, 0, 0, 0, 7, 7, 7)
@@ -83,7 +83,7 @@ def test_a_process_without_a_runner_imports_none(tmp_path: Path) -> None:
         "import sys\n"
         "for name in [it for it in sys.modules if it.startswith('vllm.v1.worker.gpu')]:\n"
         "    del sys.modules[name]  # of the process that this one is forked from\n"
-        "from lora_plugins.vllm_patches.worker import lora_state; lora_state.patch();"
+        "from lora_plugins.vllm_patches.worker import adapter_rows; adapter_rows.patch();"
         "from vllm.v1.worker.gpu.lora_utils import LoraState; LoraState(2);"
         "assert 'vllm.v1.worker.gpu.model_runner' not in sys.modules"
     )
