@@ -22,9 +22,9 @@ def install_resolver(process: Process) -> None:
     from lora_plugins.vllm_patches import model_modules
     from lora_plugins.vllm_patches.api_server import (
         adapter_chats,
-        anthropic,
         app,
         base_serving,
+        errors,
         lora_resolver,
         openai_serving_models,
         output_processor,
@@ -38,9 +38,8 @@ def install_resolver(process: Process) -> None:
         base_serving.patch,
         output_processor.patch,
         adapter_chats.patch,
-        anthropic.patch,
+        errors.patch,
         app.patch,
-        app.patch_exception_handler,
     ):
         patch()
     lora_resolver.register(process)
@@ -57,15 +56,13 @@ def install_manager(process: Process) -> None:
         return
     from lora_plugins.vllm_patches import lora_request
     from lora_plugins.vllm_patches.api_server import (
-        anthropic,
         app,
         async_llm,
         base_serving,
-        input_processor,
+        errors,
         llm_engine,
         openai_serving_models,
         output_processor,
-        stream_logs,
     )
     from lora_plugins.vllm_patches.engine_core import engine_core, pausing, scheduler
     from lora_plugins.vllm_patches.worker import adapter_rows, model_runner, worker_base
@@ -86,12 +83,11 @@ def install_manager(process: Process) -> None:
         pausing.patch,
         async_llm.patch,  # calls the engine core's utilities
         llm_engine.patch,
-        input_processor.patch,
+        output_processor.patch_requests,
         output_processor.patch,
         openai_serving_models.patch,
         base_serving.patch,
-        anthropic.patch,
-        stream_logs.patch,
+        errors.patch,
         app.patch,
     )
     for patch in in_order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Move, Report
+from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
 from lora_plugins.vllm_patches.messages import StepCommands, StepReports, attach, attached
 from testbed.model_kinds import ask_in_this_process
 
 BLOCK = 16
+# Parts of a client's request: `0_CLIENT` of several choices, and tokens of beams.
+_PART = re.compile(r"(?:\d+_(?P<of_choice>.+)|(?P<of_beam>.+)-[0-9a-f]{16}-beam-.+)")
 
 
 def vllm_config(
@@ -86,17 +90,20 @@ def adapter(number: int) -> Any:
 
 
 def request(name: str, lora: int | None = None, *, tokens: int = 3, prompt: int = 4, **more: Any) -> Any:
+    """A request; the header of a part (`_PART`) names the client's request, as from vLLM's engine client."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
     sampling = None if "pooling_params" in more else SamplingParams(max_tokens=tokens, ignore_eos=True)
     if sampling is not None:
         sampling.update_from_generation_config({}, 2)
+    part = _PART.fullmatch(name)
     return Request(
         request_id=name,
         prompt_token_ids=list(range(3, 3 + prompt)),
         sampling_params=sampling,
         lora_request=None if lora is None else adapter(lora),
+        trace_headers=None if part is None else {CLIENT: part["of_choice"] or part["of_beam"]},
         **({"pooling_params": None} | more),
     )
 

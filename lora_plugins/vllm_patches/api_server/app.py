@@ -1,4 +1,4 @@
-"""vLLM's web application: our metrics and our middleware on it, and the headers of our errors.
+"""vLLM's web application: our metrics and our middleware on it.
 
 `attach_router` of vLLM's metrics runs where `/metrics` is, in API servers only. There each application gets the parts
 that all our plugins need.
@@ -24,13 +24,6 @@ def patch() -> None:
     from vllm.entrypoints.serve.instrumentator import metrics
 
     wrap(metrics, "attach_router", _attaching)
-
-
-def patch_exception_handler() -> None:
-    """Have vLLM put an `HTTPException`'s headers on its response; a second call changes nothing."""
-    from vllm.entrypoints.serve.exception_handling import register
-
-    wrap(register, "http_exception_handler", _with_headers)
 
 
 def _attaching(original: Any) -> Any:
@@ -68,22 +61,3 @@ async def _answer(scope: Any, error: Exception) -> Any:
     handlers = scope["app"].exception_handlers
     handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
     return await handler(Request(scope), error)
-
-
-def _with_headers(original: Any) -> Any:
-    """Put the headers of an `HTTPException` on the response.
-
-    Touches:
-        vllm.entrypoints.serve.exception_handling.register: http_exception_handler
-        vllm.entrypoints.serve.exception_handling.handlers.http: http_exception_handler(req, exc)
-    Why: vLLM drops the headers, and with the headers Retry-After on a 503.
-    Until: vLLM's handler passes exc.headers on, as FastAPI's own does.
-    """
-
-    async def http_exception_handler(req: Any, exc: Any) -> Any:
-        response = await original(req, exc)
-        for name, value in (exc.headers or {}).items():
-            response.headers[name] = value
-        return response
-
-    return http_exception_handler

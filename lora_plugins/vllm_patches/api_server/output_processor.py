@@ -1,4 +1,8 @@
-"""vLLM's outputs of a request name the versions of the answer, however the request ends.
+"""vLLM's requests to the engine name the client's request, and their outputs the versions of the answer.
+
+Each request says which client's request it is a part of: a beam, a choice, a prompt of several. The engine core would
+have to read the fact from ids, which clients choose (`X-Request-Id`). `EngineCoreRequest.trace_headers` carries the
+name to the engine core, whose scheduler takes the name out again.
 
 The scheduler names versions in the outputs of a moved request (`engine_core/request.py`). vLLM passes on one output's
 names: of several choices the last choice's, of a whole answer the end's. An abort's end has no names.
@@ -14,7 +18,8 @@ from typing import Any
 from lora_plugins.api.access.principals import rate_of_request
 from lora_plugins.events import RequestEnded
 from lora_plugins.process import this_process
-from lora_plugins.server.response import together
+from lora_plugins.server.response import present, together
+from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.messages import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -31,11 +36,34 @@ def patch() -> None:
     wrap(RequestState, "make_request_output", _saying_versions)
 
 
+def patch_requests() -> None:
+    """Have every request of this process to an engine name its client's request, where there is one."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    wrap(InputProcessor, "assign_request_id", _naming)
+
+
 def patch_rates() -> None:
     """Have requests count for the limits of their keys; a second call changes nothing."""
     from vllm.v1.engine.output_processor import RequestState
 
     wrap(RequestState, "__init__", _noting_rate)
+
+
+def _naming(original: Any) -> Any:
+    """Give each request for an adapter a header of ours, before vLLM divides the request into choices.
+
+    Touches: vllm.v1.engine: EngineCoreRequest{trace_headers, lora_request}
+    Why: parts of one client's request run together, and a pause waits for the parts; ids are chosen by clients.
+    Until: vLLM's engine core learns which requests are parts of one.
+    """
+
+    def assign_request_id(request: Any) -> None:
+        original(request)
+        if request.lora_request is not None:
+            request.trace_headers = {**(request.trace_headers or {}), CLIENT: present().client}
+
+    return assign_request_id
 
 
 def _noting_rate(original: Any) -> Any:

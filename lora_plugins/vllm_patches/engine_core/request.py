@@ -29,11 +29,8 @@ from lora_plugins.worker.lora_request import lora_request
 
 CLIENT = "x-lora-plugins-client"
 
-# The ids by which vLLM's API server divides a client's request: a token of beams, a prompt of several, an answer of n.
-_BEAM = re.compile(r"(.+)-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")
-_PROMPT = re.compile(r"(cmpl-.+)-\d+-[0-9a-f]{8}")
+_BEAM = re.compile(r".+-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")  # vllm/entrypoints/generate/beam_search/online.py
 _OF_ONE = "#request="  # in the path of a request that has moved: before its id
-_OF_SEVERAL = re.compile(r"\d+_(.+)")
 
 
 def is_in_store(path: str) -> bool:
@@ -114,26 +111,13 @@ def is_beam(request_id: str) -> bool:
 
 
 def take_client(request: Any) -> None:
-    """Note which client's request a request is a part of, as an API server says in a header, or else the id.
+    """Note which client's request a request is a part of, as vLLM's engine client says in a header.
 
     vLLM sends the headers of a request back with each output: the header goes no further.
     """
     headers = dict(request.trace_headers or {})
-    request.lora_client = headers.pop(CLIENT, None) or client_in(request.request_id)
+    request.lora_client = headers.pop(CLIENT, "")
     request.trace_headers = headers or None
-
-
-def client_in(request_id: str) -> str:
-    """Return the client's request that the id of a part has; empty where vLLM divides nothing.
-
-    Source: vllm/entrypoints/generate/beam_search/online.py, vllm/entrypoints/openai/completion/serving.py,
-    vllm/v1/engine/{parallel_sampling,input_processor}.py, 0.30 to 0.33.
-    """
-    # First the prefix `0_` of one of n choices: the rest may still be a prompt of several, or a beam.
-    of_several = _OF_SEVERAL.fullmatch(request_id)
-    request_id = of_several.group(1) if of_several else request_id
-    part = _BEAM.fullmatch(request_id) or _PROMPT.fullmatch(request_id)
-    return part.group(1) if part else request_id if of_several else ""
 
 
 def path_of(adapter: Adapter) -> str:

@@ -8,8 +8,7 @@ without LoRA gets an object of vLLM's own class.
 `get_scheduler_cls` returns a subclass of what it names, with these methods before vLLM's, and queues of ours: vLLM sees
 no waiting request whose adapter has no slot, and the planner learns what enters a queue and what leaves it to run.
 `has_unfinished_requests` leaves out requests of paused adapters; `has_requests` is also true while workers load.
-`lora_config` is copied, with as many `max_loras` as workers have slots. Where no API server names the client's request,
-ids of requests say what a single client asked for.
+`lora_config` is copied, with as many `max_loras` as workers have slots.
 
 Touches:
     vllm.config.scheduler: SchedulerConfig.get_scheduler_cls(self)

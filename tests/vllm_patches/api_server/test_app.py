@@ -27,8 +27,8 @@ from lora_plugins.errors import (
 )
 from lora_plugins.server.response import AnswerForAdapters
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches.api_server import anthropic, stream_logs
 from lora_plugins.vllm_patches.api_server import app as app_module
+from lora_plugins.vllm_patches.api_server import errors
 from lora_plugins.vllm_patches.api_server.metrics import MOST_SERIES, NAME, forget_old_series
 from tests.virtual_time import runs
 from tests.vllm_patches.engine_bed import vllm_config
@@ -42,18 +42,18 @@ def answered(monkeypatch):
     from vllm.entrypoints.serve.exception_handling import register
 
     monkeypatch.setattr(register, "http_exception_handler", register.http_exception_handler)  # put back afterwards
-    app_module.patch_exception_handler()
+    errors.patch()
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
     register.init_exception_handler(app)
-    errors: list[LoRAPluginsError] = []
+    raised: list[LoRAPluginsError] = []
 
     @app.get("/")
     def route():
-        raise http_error(errors.pop())
+        raise http_error(raised.pop())
 
     def answer(error: LoRAPluginsError):
-        errors.append(error)
+        raised.append(error)
         return TestClient(app, raise_server_exceptions=False).get("/")
 
     return answer
@@ -123,7 +123,7 @@ def test_anthropics_routes_answer_with_our_status_and_headers(monkeypatch, caplo
         monkeypatch.setattr(AnthropicServingMessages, step, refuse)
     for method in ("create_messages", "count_tokens"):
         monkeypatch.setattr(AnthropicServingMessages, method, getattr(AnthropicServingMessages, method))
-    anthropic.patch()
+    errors.patch()
     app = FastAPI()
     app.state.enable_server_load_tracking = False
     app.state.anthropic_serving_messages = serving = object.__new__(AnthropicServingMessages)
@@ -141,7 +141,7 @@ def test_only_records_of_our_refusals_are_left_out(monkeypatch: pytest.MonkeyPat
     written = BufferingHandler(100)
     monkeypatch.setattr(serving.logger, "filters", [])
     monkeypatch.setattr(serving.logger, "handlers", [written])
-    stream_logs.patch()
+    errors.patch()
     try:
         try:
             raise LoRAPluginsError("no place", adapter="sql")

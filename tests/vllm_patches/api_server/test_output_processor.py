@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
@@ -19,6 +20,7 @@ from lora_plugins.process import Process
 from lora_plugins.server.rates import Rate
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import output_processor
+from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from tests.vllm_patches.engine_bed import adapter
 
 OLD, NEW = "a1" * 32, "b2" * 32
@@ -190,3 +192,18 @@ def test_several_choices_count_their_prompt_once(ended: list[RequestEnded]) -> N
         asked.answers(choice, ends=True)
     assert tokens(ended) == [(adapter(1).lora_name, 2, 1), (adapter(1).lora_name, 0, 2)]
     assert [event.first_token_s is None for event in ended] == [False, True]
+
+
+def test_all_calls_of_an_engine_client_name_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers call `AsyncLLM` without an API server; of an API server's request, all parts have one name."""
+    monkeypatch.setattr(InputProcessor, "assign_request_id", staticmethod(InputProcessor.assign_request_id))
+    output_processor.patch_requests()
+    named = []
+    for name in ("a", "b", "of the base model"):
+        one = Asked.request(name, SamplingParams(n=3))
+        one.external_req_id = None
+        one.lora_request = None if name == "of the base model" else one.lora_request
+        InputProcessor.assign_request_id(one)
+        named.append((one.trace_headers or {}).get(CLIENT))
+    assert all(named[:2])
+    assert (len({*named[:2]}), named[2]) == (2, None)

@@ -14,7 +14,6 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
-from lora_plugins.vllm_patches.engine_core.request import client_in
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
 from lora_plugins.vllm_patches.messages import error_in, error_in_tensor
 from tests.scheduler.simulated import held_count
@@ -343,20 +342,3 @@ def test_slots_that_workers_have_raise_vllms_limit(make_engine: Make) -> None:
     assert max(together) == 4
     assert engine.scheduler.lora_config.max_loras == 5
     assert engine.scheduler.vllm_config.lora_config.max_loras == limit
-
-
-@pytest.mark.parametrize(
-    ("request_id", "client"),
-    [
-        ("chatcmpl-42-0123abcd", ""),
-        ("cmpl-42-0-0123abcd", "cmpl-42"),
-        ("cmpl-42-3-0123abcd", "cmpl-42"),
-        ("2_cmpl-42-0-0123abcd", "cmpl-42"),
-        ("1_chatcmpl-42-0123abcd", "chatcmpl-42-0123abcd"),
-        ("cmpl-42-0-0123456789abcdef-beam-1-0123abcd", "cmpl-42-0"),
-        ("chatcmpl-42-0123456789abcdef-beam-0", "chatcmpl-42"),
-        ("7", ""),
-    ],
-)
-def test_ids_say_which_requests_are_one_clients(request_id: str, client: str) -> None:
-    assert client_in(request_id) == client
