@@ -31,7 +31,7 @@ from tests.e2e.standing_still import LONGEST_S
 from tests.front_ends.front_end import FRONT_ENDS, GREEDY, TENANT, FrontEnd, Kind, opened, put, tokens
 
 NIGHTLY = pytest.mark.nightly
-LONG = 900  # tokens of an answer that goes on while something is done
+LONG = 300  # tokens of an answer that goes on while something is done
 
 
 SAID = "names, swaps, pushes, pins, unloads, blocks, pauses, policy and shares are the same on each"
@@ -497,7 +497,7 @@ def test_a_pause_waits_for_beams_whichever_engine_gets_them(front_end: FrontEnd,
 
     async def load(engine: int) -> list[asyncio.Task[Stream]]:
         base, began = str(front_end.bed.base), [asyncio.get_running_loop().create_future() for _ in range(12)]
-        streams = [asyncio.create_task(streamed(front_end, base, began=it, engine=engine)) for it in began]
+        streams = [asyncio.create_task(streamed(front_end, base, 3 * LONG, began=it, engine=engine)) for it in began]
         await asyncio.gather(*began)
         return streams
 
@@ -628,7 +628,7 @@ def test_a_killed_follower_leaves_the_others_serving(front_end: FrontEnd) -> Non
         running = await begun(front_end, "sql")
         os.kill(int(killed), signal.SIGKILL)
         ends = await asyncio.gather(*running, return_exceptions=True)
-        answers = [await asyncio.gather(*(front_end.asked("sql") for _ in range(10))) for _ in range(20)]
+        answers = [await asyncio.gather(*(front_end.asked("sql") for _ in range(10))) for _ in range(10)]
         return ends, [answer for of_ten in answers for answer in of_ten]
 
     ends, answers = asyncio.run(run())
@@ -708,9 +708,9 @@ class Stream:
 async def streamed(
     front_end: FrontEnd,
     name: str,
+    max_tokens: int = LONG,
     *,
     key: str = KEY,
-    max_tokens: int = LONG,
     began: asyncio.Future[str] | None = None,
     engine: int | None = None,
 ) -> Stream:
