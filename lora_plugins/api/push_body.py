@@ -1,7 +1,7 @@
 """The body of a push, written to a directory while it arrives; `push_forms.py` takes the body apart.
 
 A body is refused at the first byte that breaks a rule: the length of a safetensors header, a broken header, a header
-for another size than Content-Length says, a file too many, a byte over the limit. The processes that
+for another size than Content-Length or the tar archive says, a file too many, a byte over the limit. The processes that
 verify adapters judge the weights later.
 """
 

@@ -181,8 +181,8 @@ async def push(
 ) -> PushStatus:
     """Serve the adapter in the body as the next version of a name; `lora_plugins.client` sends such bodies.
 
-    The body is a safetensors file with adapter_config.json in its metadata, or the files of a PEFT directory as
-    multipart/form-data. Content-Digest is compared.
+    The body is a safetensors file with adapter_config.json in its metadata, the files of a PEFT directory as
+    multipart/form-data, or a tar archive of the directory. Content-Digest is compared.
     """
     headers = request.headers
     length = headers.get("content-length", "")

@@ -34,7 +34,7 @@ def push(
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for the answer.")] = 600.0,
 ) -> Result:
     """Send an adapter to a server, as the next version of a name."""
-    from lora_plugins.client.body import parts_of  # httpx takes a tenth of a second, and no other command needs it
+    from lora_plugins.client.body import archive_of  # httpx takes a tenth of a second, and no other command needs it
 
     if not (directory / CONFIG_FILE).is_file():
         raise UsageProblem(f"{directory}: no directory with {CONFIG_FILE}")
@@ -44,7 +44,7 @@ def push(
     options |= {} if keep is None else {"keep": str(keep)}
     path = f"/{quote(name)}" + (f"?{urlencode(options)}" if options else "")
     expected = None if if_match is None else client.whole_digest(name, if_match)
-    body, headers = parts_of(directory)
+    body, headers = archive_of(directory)
     status = client.ask(PushStatus, "PUT", path, body, if_match=expected, headers=headers)
     heads = ("name", "digest", "previous", "swapped", "took", "result")
     return Result(status.model_dump(mode="json"), [table(heads, [row_of(status)])])

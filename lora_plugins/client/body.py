@@ -1,41 +1,36 @@
-"""The body of a push: the files of a PEFT directory as parts, or a safetensors file of tensors."""
+"""The body of a push: a tar archive of a PEFT directory, or a safetensors file of tensors."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 CONFIG_FILE = "adapter_config.json"
-# What a server takes, and no others: of these the client has the names itself, as it may not import servers' parts.
-_FILES = (CONFIG_FILE, "adapter_model.safetensors", "adapter_model.safetensors.index.json")
-_SHARDS = "adapter_model-*-of-*.safetensors"
 _CHAT_FILES = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "tokenizer.json")
 
 
-def parts_of(directory: Path) -> tuple[bytes, dict[str, str]]:
+def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
     """Return the body of a push of a PEFT directory, and the headers that describe the body."""
-    known = filter(Path.exists, (directory / name for name in (*_FILES, *_CHAT_FILES)))
-    files = [("files", (path.name, path.read_bytes())) for path in (*known, *sorted(directory.glob(_SHARDS)))]
-    digest = hashlib.sha256()
-    for _, (_, content) in files:
-        digest.update(content)
-    # No file holds a digest over itself; and the same files are the same body.
-    content_type = f"multipart/form-data; boundary={digest.hexdigest()}"
-    body = httpx.Request("PUT", "http://localhost", files=files, headers={"Content-Type": content_type}).read()
-    return body, _headers(body, content_type)
+    archive = io.BytesIO()
+    # A snapshot of the Hub's cache has links instead of files, and servers refuse links.
+    with tarfile.open(fileobj=archive, mode="w", dereference=True) as tar:
+        chat = (directory / name for name in _CHAT_FILES)
+        for path in [*sorted(directory.glob("adapter_*")), *filter(Path.exists, chat)]:
+            tar.add(path, path.name)
+    return archive.getvalue(), _headers(archive.getvalue(), "application/x-tar")
 
 
 def body_of(adapter: Any, config: Mapping[str, Any] | None) -> tuple[bytes, dict[str, str]]:
     """Return the body of a push of a PEFT directory or of tensors, and the headers that describe the body."""
     if isinstance(adapter, str | os.PathLike):
-        return parts_of(Path(adapter))
+        return archive_of(Path(adapter))
     if config is None:
         raise TypeError("tensors need `config`, the content of adapter_config.json")
     metadata = {CONFIG_FILE: json.dumps(dict(config), default=_plain)}

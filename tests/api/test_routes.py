@@ -25,7 +25,7 @@ from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.pushing import Pushes, Receive, ServedPush
 from lora_plugins.store.blocks import Blocks
 from tests.api.access.test_principals import POLICY
-from tests.api.test_push_body import FORMS, ONE_FILE, digest_header, parts
+from tests.api.test_push_body import ONE_FILE, archive, digest_header
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 from tests.make import CHAT, adapter_files
 
@@ -196,8 +196,8 @@ def test_a_template_in_a_tenants_push_is_left_out(tmp_path):
         pushes = server.app.state.lora_plugins_pushes = _Pushes(server.world.lifecycle, tmp_path)
 
         def put(key: str) -> str:
-            headers = {"Authorization": f"Bearer {key}", "Content-Type": FORMS["parts"][0]}
-            body = parts({**adapter_files(), **CHAT})
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/x-tar"}
+            body = archive({**adapter_files(), **CHAT})
             answer = httpx.put(f"{server.url}/v1/loras/t/sql", headers=headers, content=body)
             assert answer.status_code == 200, answer.text
             return answer.json()["message"]

@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from lora_plugins.client import PushFailed, push, push_async, wait_served
-from lora_plugins.client.body import parts_of
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import connect
 from testbed.models import PROMPT
@@ -94,8 +95,10 @@ def put(admin: Admin, name: str, body: bytes, content_type: str = "", **headers:
 
 def test_the_answer_says_what_was_swapped_and_when(admin: Admin) -> None:
     first = pushed(admin, "timed", "sql")
-    body, headers = parts_of(admin.bed.adapters / "chat")
-    answer = put(admin, "timed", body, headers["Content-Type"]).json()
+    archive = BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.add(admin.bed.adapters / "chat", "adapter")
+    answer = put(admin, "timed", archive.getvalue(), "application/x-tar").json()
     assert (answer["previous_digest"], answer["swapped"]) == (first, True)
     assert answer["digest"] == admin.view("timed")["digest"]
     timings = answer["timings"]
