@@ -1,8 +1,9 @@
 """From how many rows of an adapter on PyTorch's products are faster than our compiled ones, by dtype, on this machine.
 
-One layer (`in` 1024, a slice of 1024 and two of 256), one and four adapters of rank 16 and 64, each with 1 to 128
+One layer (`in` 1024, a slice of 1024 and two of 256), one and four adapters of rank 16 and 64, each with 1 to 1024
 neighbouring rows, one thread unless `--threads` says otherwise. Compiled and PyTorch's in turn, `--rounds` times; a
-figure is that of the fastest run. Prints Markdown, keeps benchmarks/results/kernels_rows.json. The machine's rule that
+figure is that of the fastest run. Prints Markdown, keeps benchmarks/results/kernels_rows.json, or one
+named after the processor's bfloat16 instructions. The machine's rule that
 `lora_plugins/kernels/processor.py` has for it is printed beside.
 """
 
@@ -24,7 +25,7 @@ from lora_plugins.kernels.processor import this_processor
 from lora_plugins.kernels.ranks import SlotRanks
 
 INN, WIDTHS = 1024, (1024, 256, 256)
-ROWS = (1, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -92,7 +93,9 @@ def main() -> int:
     machine = this_processor()
     print(f"\n{machine.description()}; the rule here (rows, None: never): {rule}")
     if not options.dry:
-        print(f"Raw: {keep('kernels_rows', {'machine': machine.description(), 'rule': rule, 'cases': found}).name}")
+        of_bfloat16 = (machine.bfloat16 or "").lower().replace("-", "").replace(" ", "_")
+        name = f"kernels_rows_{of_bfloat16}".rstrip("_")
+        print(f"Raw: {keep(name, {'machine': machine.description(), 'rule': rule, 'cases': found}).name}")
     return 0
 
 

@@ -1,12 +1,13 @@
 """This machine's processor: its instructions, and from how many rows on PyTorch's bfloat16 is faster; pure.
 
 PyTorch hands bfloat16 to oneDNN, which multiplies with the processor's own instructions where there are any. The
-compiled product sums in float32 registers, or with AVX-512 BF16. Where the processor has neither AMX nor bfloat16
-instructions, PyTorch's products of bfloat16 were 4 to 120 times slower than ours at every number of rows.
+compiled product sums in float32 registers, or with AVX-512 BF16. With AVX-512 BF16 ours are faster up to 64 rows, and
+as fast as PyTorch's beyond. With neither AMX nor bfloat16 instructions PyTorch's were 4 to 120 times slower than ours.
 
-Sources: `benchmarks/kernels_rows.py` for processors with AVX2 (results/kernels_rows.json). With AMX: measured by the
-engine's owner on one machine in November 2026, slower than oneDNN from about 16 rows for each adapter; without a raw
-result. AVX-512 BF16 and ARM BF16: not measured; the number of rows is the package's first value.
+Sources: `benchmarks/kernels_rows.py` for processors with AVX2 (results/kernels_rows.json) and with AVX-512 BF16
+(results/kernels_rows_avx512_bf16.json). With AMX: measured by the engine's owner on one machine in November 2026,
+slower than oneDNN from about 16 rows for each adapter; without a raw result. ARM BF16: not measured; the number of rows
+is the package's first value.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def flags_in(cpuinfo: str) -> frozenset[str]:
     return frozenset()
 
 
-ROWS_OF_BFLOAT16 = {"AMX": 16, "AVX-512 BF16": 32, "ARM BF16": 32}
+ROWS_OF_BFLOAT16 = {"AMX": 16, "ARM BF16": 32}
 
 
 def torch_from_rows(dtype: str, processor: Processor | None = None) -> int | None:
@@ -84,5 +85,4 @@ def torch_from_rows(dtype: str, processor: Processor | None = None) -> int | Non
     """
     if dtype != "bfloat16":
         return None
-    instructions = (processor or this_processor()).bfloat16
-    return None if instructions is None else ROWS_OF_BFLOAT16[instructions]
+    return ROWS_OF_BFLOAT16.get((processor or this_processor()).bfloat16 or "")

@@ -162,7 +162,7 @@ AMX = Processor("x86_64", X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16", "a
     ("this", "rows"),
     [
         (AMX, 16),
-        (Processor("x86_64", X86_64_V4 | {"avx512_bf16"}), 32),
+        (Processor("x86_64", X86_64_V4 | {"avx512_bf16"}), None),
         (Processor("x86_64", X86_64_V4), None),
         (Processor("x86_64", X86_64_V3), None),
         (Processor("x86_64"), None),
