@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 from lora_plugins.adapter.chat import MAX_BYTES, TEMPLATE_FILE, TOKENIZER_FILE, read_chat
-from lora_plugins.adapter.layouts.moves import (
-    ColumnsOfExpert,
-    OnDiagonal,
-    Rows,
-    Same,
-    Stacked,
-    StackedA,
-    StackedB,
-    Zeros,
-)
-from lora_plugins.adapter.layouts.tensors import NewTensor
+from lora_plugins.adapter.layouts.tensors import NewTensor, Part, Placed
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
@@ -76,16 +66,13 @@ def test_other_answers_are_none(children: Children, adapter: Path, monkeypatch: 
 
 def test_every_move_crosses() -> None:
     array = np.arange(24, dtype="<u4").reshape(4, 6)
-    rows = (0, 4, 2)
     for move in (
-        Same(),
-        Rows(1, 2),
-        Stacked(),
-        Zeros((2, 3)),
-        OnDiagonal((8, 12), ((0, 4, 0, 6),)),
-        ColumnsOfExpert(1, 2, rows),
-        StackedA((2, 4, 6), ((1, 0),), 4),
-        StackedB((4, 6, 2), ((1, 0, (0, 4, 1)),), 6),
+        Part(),
+        Part(((1, 3, 1),)),
+        Part(((1, 2, 1), (0, 4, 2)), (4, 3, 2), (2, 0, 1)),
+        Placed((2, 3)),
+        Placed((8, 12), (((0, 4, 1), (0, 6, 1)),)),
+        Placed((4, 6, 2), (((0, 4, 1), (0, 6, 1), (1, 2, 1)),)),
     ):
         info = TensorInfo("a", "F32", (1, 1), 0, 4)
         sent = encode(Tensors((NewTensor(info, (info,), move),)))

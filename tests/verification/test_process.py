@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lora_plugins.adapter.layouts.moves import Same
-from lora_plugins.adapter.layouts.tensors import NewTensor
+from lora_plugins.adapter.layouts.tensors import NewTensor, Part
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.verification import limits
@@ -46,7 +45,7 @@ def test_a_process_that_was_stopped_is_replaced(children: Children, adapter: Pat
 def test_a_stopped_process_holds_up_no_large_request(children: Children, adapter: Path, tmp_path: Path) -> None:
     """A pipe takes 64 KiB: the rest of a request waits for a reader."""
     source = read(children, adapter).adapter.weights.pairs[0].a
-    many = [NewTensor(replace(source, name=f"{number:01000}"), (source,), Same()) for number in range(500)]
+    many = [NewTensor(replace(source, name=f"{number:01000}"), (source,), Part()) for number in range(500)]
     (before,) = children.pids()
     os.kill(before, signal.SIGSTOP)
     children.write(many, adapter, tmp_path / "made", lambda _: None).result(wall_s(str(adapter)) / 2)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell, check_landing
-from lora_plugins.adapter.layouts import experts, foreign_experts, fused
-from lora_plugins.adapter.layouts.moves import Same
+from lora_plugins.adapter.layouts import experts, fused
 from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.spellings import spellings
-from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, NewPair, Part, new_pair
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.adapter.writers import in_words, unwrapped, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 _RENAMED = "keys renamed"
 _COPIED = "pairs given as well to the module that has the same weight"
+
+_MODEL = "model."
+_TINKERS_HEAD = re.compile(r"\b(model\.)?unembed_tokens$")  # `build_name_remaps` of tinker-cookbook has the same step
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<layers>[^.]+)\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         InvalidAdapter: two pairs of the adapter are for one module of the engine.
     """
     names = Names(config, model)
-    names.exchanged = foreign_experts.exchanged(weights.pairs, names)
+    names.exchanged = experts.exchanged(weights.pairs, names)
     landed: list[LoraPair] = []
     left: list[LoraPair] = []
     for pair in paced(weights.pairs):
@@ -126,7 +131,7 @@ def _spelled(
     left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names, model: Model, weights: Weights
 ) -> _ByRules | None:
     """Return the plan of the only other spelling by which every tensor lands and fits; None without such a spelling."""
-    for kind in spellings(left, landed, names):
+    for kind in _spellings(left, landed, names):
         found: dict[tuple[str, ...], _ByRules] = {}
         for spelling in kind:
             plan = _by_rules([_respelled(pair, spelling.respell) for pair in left], names, model.respellings)
@@ -140,6 +145,72 @@ def _spelled(
         if len(found) == 1:
             return found.popitem()[1]
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """Another spelling of names, and its description."""
+
+    respell: Respell
+    text: str
+
+
+def _spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names) -> Iterator[list[_Spelling]]:
+    """Yield spellings of the names that land nowhere, by kinds; of a kind at most one spelling holds.
+
+    Args:
+        left: pairs that land nowhere.
+        landed: the other pairs of the adapter.
+        names: where names land.
+    """
+    wrappers = wrappers_in(pair.module for pair in left)
+    texts = [f"{in_words(wrappers)} taken out of keys"] if wrappers else []
+    inner: Respell = unwrapped if wrappers else str
+    if any(_TINKERS_HEAD.search(pair.module) for pair in left):
+        texts.append("Tinker's 'unembed_tokens' is now 'lm_head'")
+        inner = _then(inner, partial(_TINKERS_HEAD.sub, "lm_head"))
+    if texts:
+        yield [_Spelling(inner, ", ".join(texts))]
+    if any(_numbered(pair.module) for pair in landed) or any(names.is_unadapted(pair) for pair in left):
+        return  # the adapter has this model's names, and further modules
+    modules = [inner(pair.module) for pair in left]
+    yield [
+        _Spelling(_then(inner, partial(_moved, old, new)), ", ".join([*texts, _moved_text(old, new)]))
+        for old, new in _prefixes(modules, names)
+    ]
+
+
+def _then(first: Respell, second: Respell) -> Respell:
+    return lambda module: second(first(module))
+
+
+def _numbered(module: str) -> re.Match[str] | None:
+    return _NUMBERED.match(module)
+
+
+def _prefixes(modules: Sequence[str], names: Names) -> Iterator[tuple[str, str]]:
+    """Yield prefixes of an adapter's names (`AutoModel`, a text model), each with a prefix of the engine's names."""
+    found = [match for module in modules if (match := _numbered(module))]
+    old = {match["prefix"] for match in found}
+    if old != {_MODEL}:
+        yield "", _MODEL
+    if old in ({""}, {_MODEL}):
+        layers = {match["layers"] for match in found}
+        (before,) = old
+        others = (_numbered(name) for name in paced(names.all))
+        known = {match["prefix"] for match in others if match and match["layers"] in layers}
+        yield from ((before, new) for new in sorted(known - {before}) if (before, new) != ("", _MODEL))
+
+
+def _moved(old: str, new: str, module: str) -> str:
+    """Return the name below the other prefix; a head is beside `model.`, not below."""
+    if module.startswith(old):
+        return new + module.removeprefix(old)
+    return new.removesuffix(_MODEL) + module
+
+
+def _moved_text(old: str, new: str) -> str:
+    return f"'{old}' in keys is now '{new}'" if old else f"'{new}' put before keys"
 
 
 def _fit(weights: Weights, model: Model) -> bool:
@@ -167,7 +238,7 @@ def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 
 
 def _same(module: str, pair: LoraPair) -> NewPair:
-    a, b = (([side], side.shape, Same()) for side in (pair.a, pair.b))
+    a, b = (([side], side.shape, Part()) for side in (pair.a, pair.b))
     return new_pair(module, a, b, pair.rank, pair.alpha, is_looked_up=pair.is_looked_up)
 
 
@@ -175,9 +246,7 @@ _RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (
     _rename,
     fused.split,
     fused.join,
-    foreign_experts.rearrange,
-    experts.unstack,
-    experts.unshare,
+    experts.regroup,
     experts.stack,
 )
 

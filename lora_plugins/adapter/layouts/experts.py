@@ -1,71 +1,176 @@
-"""Mixtures of experts: a pair for each expert's matrices, or all experts of a layer stacked in two pairs.
+"""Mixtures of experts: a pair for each expert's matrices, or all experts of a layer in two or three pairs.
 
 PEFT stacks experts that Transformers 5 keeps in two parameters (`target_parameters`): w1 and w3 as w13 under
 `experts.base_layer`, w2 under `experts`. Of E experts with rank r, A is `(E * r, in)`, expert by expert, and B `(out, r
 * E)`, with alternating experts. Source: `_stack_moe_lora_weights` and `_convert_3d_to_2d_moe_lora` in
 vllm/lora/model_manager.py, 0.32; the second function unstacks for engines of both formats.
+
+PEFT before 0.19.1 took a parameter `(experts, out, in)` for `(experts, in, out)`, so its A is what B is now
+(`ParamWrapper` in peft/tuners/lora/layer.py, 0.18.0 and 0.21.2; huggingface/peft#3165). Megatron-Bridge saves three
+dimensions under the parameters' own names (`_convert_moe_experts_lora_to_vllm` of SkyRL 0.3.0 describes the form), and
+Tinker under `experts.w1`, `.w2` and `.w3`, where a side with a single matrix is shared by all experts
+(`expand_expert_lora_tensors` in tinker_cookbook/weights/_merge.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from lora_plugins.adapter.layouts.moves import ColumnsOfExpert, Rows, StackedA, StackedB, Zeros
 from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, NewPair, Part, Placed, Slice, new_pair
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts
+from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair
 
-_Rows = tuple[int, int, int]
 _ROLES = {"w1": "w1", "gate_proj": "w1", "w2": "w2", "down_proj": "w2", "w3": "w3", "up_proj": "w3"}
+# Of pairs with all experts: the matrices that a pair of this name may hold. PEFT saves a parameter alone as `experts`.
+_GROUPED = {
+    "experts": ("w13", "w2"),
+    "base_layer": ("w13",),
+    "gate_up_proj": ("w13",),
+    "down_proj": ("w2",),
+    "w1": ("w1",),
+    "w2": ("w2",),
+    "w3": ("w3",),
+}
+_STACKED, _OLD = "stacked experts", "experts of PEFT before 0.19.1"
+_MEGATRON, _TINKER = "Megatron-Bridge's experts", "Tinker's experts"
 
 
-def unstack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Yield stacked experts as a pair for each matrix of each expert, for an engine of the format per expert."""
+class _View(NamedTuple):
+    """A tensor as (experts, ranks, inputs) or (experts, outputs, ranks): in another shape with other axes."""
+
+    tensor: TensorInfo
+    shape: Sequence[int]
+    axes: tuple[int, int, int] = (0, 1, 2)
+
+    def of_expert(self, expert: int, rows: Slice) -> tuple[list[TensorInfo], Part]:
+        """Return the source and the move for some rows of an expert's matrix."""
+        at = expert if self.shape[self.axes[0]] > 1 else 0
+        return [self.tensor], Part(((at, at + 1, 1), rows), tuple(self.shape), self.axes)
+
+
+class _Grouped(NamedTuple):
+    """A pair with a matrix of all experts of a layer."""
+
+    pair: LoraPair
+    a: _View
+    b: _View
+
+
+def exchanged(pairs: Iterable[LoraPair], names: Names) -> frozenset[str]:
+    """Return the names of A of stacked experts whose A and B an old PEFT has exchanged, although they may land."""
     layers: dict[str, list[LoraPair]] = defaultdict(list)
-    for pair in pairs:
+    for pair in paced(pairs):
         if pair.module.endswith((".experts", ".experts.base_layer")):
             layers[pair.module.removesuffix(".base_layer")].append(pair)
-    for module, found in layers.items():
+    found: set[str] = set()
+    for module, its in layers.items():
         experts = names.experts(module)
-        if experts is None or ExpertFormat.PER_EXPERT not in experts.formats or len(experts.names) != 3:
+        if experts is None or any(_read(pair, experts, _OLD) is None for pair in its):
             continue
-        by_role = {role: pair for pair in found if (role := _stacked_role(pair, experts)) is not None}
-        # A pair of neither shape, or two of the same role: leave the layer to `check_landing`.
-        if len(by_role) != len(found):
+        # A square parameter fits both ways: then another of the layer decides, or the PEFT that has saved it.
+        is_square = all(_read(pair, experts, _STACKED) for pair in its)
+        if not is_square or (names.is_of_old_peft and not experts.is_interleaved):
+            found |= {pair.a.name for pair in its}
+    return frozenset(found)
+
+
+def regroup(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
+    """Yield pairs with all experts of a layer in the engine's format."""
+    layers: dict[tuple[str, str], list[LoraPair]] = defaultdict(list)
+    for pair in paced(pairs):
+        module, _, leaf = pair.module.rpartition(".")
+        if leaf == "experts" or pair.module.endswith(".experts.base_layer"):
+            form = _OLD if pair.a.name in names.exchanged else _STACKED
+            layers[pair.module.removesuffix(".base_layer"), form].append(pair)
+        elif leaf in _GROUPED:
+            layers[module, _TINKER if leaf in ("w1", "w2", "w3") else _MEGATRON].append(pair)
+    for (module, form), its in layers.items():
+        experts = names.experts(module)
+        if experts is None:
             continue
-        yield found, list(_unstacked(module, by_role, experts)), "stacked experts split into a pair each"
+        found = dict(read for pair in its if (read := _read(pair, experts, form)))
+        # A pair of another shape, or two of the same matrix: leave the layer to `check_landing`.
+        if len(found) != len(its):
+            continue
+        if ExpertFormat.PER_EXPERT in experts.formats and len(experts.names) == 3:
+            yield its, list(_one_by_one(module, found, experts)), f"{form} split into a pair each"
+        elif ExpertFormat.STACKED in experts.formats and form in (_OLD, _MEGATRON):
+            yield its, list(_restacked(module, found, experts)), f"{form} stacked"
 
 
-def _stacked_role(pair: LoraPair, experts: Experts) -> str | None:
-    """Return whether the pair is w13 or w2 of all experts, by shape: PEFT saves a parameter alone under `experts`."""
-    rank = experts.count * pair.rank
-    shapes = (pair.a.shape, pair.b.shape)
-    if shapes == ((rank, experts.hidden_size), (2 * experts.intermediate_size, rank)):
-        return "w13"
-    is_w2 = shapes == ((rank, experts.intermediate_size), (experts.hidden_size, rank))
-    return "w2" if is_w2 and pair.module.endswith(".experts") else None
-
-
-def _unstacked(module: str, by_role: Mapping[str, LoraPair], experts: Experts) -> Iterator[NewPair]:
-    """Yield a pair for each matrix of each expert; vLLM wants all three matrices, so a missing matrix is zeros."""
-    rows = {**rows_in_w13(experts), "w2": (0, experts.hidden_size, 1)}
-    for expert in range(experts.count):
-        for role in ("w1", "w2", "w3"):
-            pair = by_role.get("w2" if role == "w2" else "w13")
-            name = f"{module}.{expert}.{experts.names[role]}"
-            inputs, outputs = sizes_of(role, experts)
-            if pair is None:
-                yield zeros(name, next(iter(by_role.values())), inputs, outputs)
+def _read(pair: LoraPair, experts: Experts, form: str) -> tuple[str, _Grouped] | None:
+    """Return the matrix that a pair holds of all experts, and the pair's views; None for other shapes."""
+    count, rank, shapes = experts.count, pair.rank, (pair.a.shape, pair.b.shape)
+    for role in _GROUPED[pair.module.rpartition(".")[2]]:
+        inputs, outputs = _sizes(role, experts)
+        if form == _STACKED and shapes == ((count * rank, inputs), (outputs, rank * count)):
+            a, b = _View(pair.a, (count, rank, inputs)), _View(pair.b, (outputs, rank, count), (2, 0, 1))
+        elif form == _OLD and shapes == ((count * rank, outputs), (inputs, rank * count)):
+            a, b = _View(pair.b, (inputs, rank, count), (2, 1, 0)), _View(pair.a, (count, rank, outputs), (0, 2, 1))
+        elif form in (_MEGATRON, _TINKER) and (shapes[0][1:], shapes[1][1:]) == ((rank, inputs), (outputs, rank)):
+            counts = {shapes[0][0], shapes[1][0]}
+            if counts != {count} and (form == _MEGATRON or counts != {1, count}):
                 continue
-            yield new_pair(
-                name,
-                ([pair.a], (pair.rank, inputs), Rows(expert * pair.rank, pair.rank)),
-                ([pair.b], (outputs, pair.rank), ColumnsOfExpert(expert, experts.count, rows[role])),
-                pair.rank,
-                pair.alpha,
-            )
+            a, b = _View(pair.a, pair.a.shape), _View(pair.b, pair.b.shape)
+        else:
+            continue
+        return role, _Grouped(pair, a, b)
+    return None
+
+
+def _sizes(role: str, experts: Experts) -> tuple[int, int]:
+    """Return the inputs and outputs of one expert's matrix."""
+    inner, hidden = experts.intermediate_size, experts.hidden_size
+    return {"w2": (inner, hidden), "w13": (hidden, 2 * inner)}.get(role, (hidden, inner))
+
+
+def _rows_in_w13(experts: Experts) -> dict[str, Slice]:
+    """Return which rows of w13's B belong to w1 and to w3."""
+    inner = experts.intermediate_size
+    step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
+    return {"w1": (0, step * inner, step), "w3": (begin_of_w3, 2 * inner, step)}
+
+
+def _one_by_one(module: str, found: Mapping[str, _Grouped], experts: Experts) -> Iterator[NewPair]:
+    """Yield a pair for each matrix of each expert; vLLM wants all three matrices, so a missing matrix is zeros."""
+    like, rows_in_w13 = next(iter(found.values())).pair, _rows_in_w13(experts)
+    for expert in range(experts.count):
+        for role, leaf in experts.names.items():
+            name, (inputs, outputs) = f"{module}.{expert}.{leaf}", _sizes(role, experts)
+            rows = (0, outputs, 1)
+            grouped = found.get(role)
+            if grouped is None and role in rows_in_w13 and "w13" in found:
+                grouped, rows = found["w13"], rows_in_w13[role]
+            if grouped is None:
+                yield _zeros(name, like, inputs, outputs)
+                continue
+            rank, alpha = grouped.pair.rank, grouped.pair.alpha
+            (a, move_a), (b, move_b) = grouped.a.of_expert(expert, (0, rank, 1)), grouped.b.of_expert(expert, rows)
+            yield new_pair(name, (a, (rank, inputs), move_a), (b, (outputs, rank), move_b), rank, alpha)
+
+
+def _restacked(module: str, found: Mapping[str, _Grouped], experts: Experts) -> Iterator[NewPair]:
+    """Yield two pairs in PEFT's present form."""
+    count, like = experts.count, next(iter(found.values())).pair
+    for role, name in (("w13", f"{module}.base_layer"), ("w2", module)):
+        inputs, outputs = _sizes(role, experts)
+        if role not in found:
+            yield _zeros(name, like, inputs, outputs, count)
+            continue
+        pair, a, b = found[role]
+        of_experts, of_outputs, of_ranks = b.axes
+        yield new_pair(
+            name,
+            ([a.tensor], (pair.rank * count, inputs), Part((), tuple(a.shape), a.axes)),
+            ([b.tensor], (outputs, pair.rank * count), Part((), tuple(b.shape), (of_outputs, of_ranks, of_experts))),
+            pair.rank,
+            pair.alpha,
+        )
 
 
 def stack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
@@ -83,138 +188,63 @@ def stack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         # A pair that does not fit stays as it is, so that the error names the pair.
         if not all(_fits(expert, role, pair, experts) for (expert, role), pair in found.items()):
             continue
-        first = next(iter(found.values()))
         # A stacked pair has a single rank, alpha and dtype for all experts.
-        if any((pair.rank, pair.alpha, pair.a.dtype, pair.b.dtype) != _kind(first) for pair in found.values()):
+        if len({(pair.rank, pair.alpha, pair.a.dtype, pair.b.dtype) for pair in found.values()}) > 1:
             continue
         yield list(found.values()), _stacked(module, found, experts, names), "experts stacked"
 
 
-def _kind(pair: LoraPair) -> tuple[int, float, str, str]:
-    return pair.rank, pair.alpha, pair.a.dtype, pair.b.dtype
-
-
 def _fits(expert: int, role: str, pair: LoraPair, experts: Experts) -> bool:
-    inputs, outputs = sizes_of(role, experts)
+    inputs, outputs = _sizes(role, experts)
     return expert < experts.count and (pair.a.shape, pair.b.shape) == ((pair.rank, inputs), (outputs, pair.rank))
-
-
-def sizes_of(role: str, experts: Experts) -> tuple[int, int]:
-    """Return the inputs and outputs of one expert's matrix."""
-    inner, hidden = experts.intermediate_size, experts.hidden_size
-    return (inner, hidden) if role == "w2" else (hidden, inner)
-
-
-def rows_in_w13(experts: Experts) -> dict[str, _Rows]:
-    """Return which rows of w13's B belong to w1 and to w3: the first, the end, the step."""
-    inner = experts.intermediate_size
-    step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
-    return {"w1": (0, step * inner, step), "w3": (begin_of_w3, 2 * inner, step)}
 
 
 def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Experts, names: Names) -> list[NewPair]:
     first = next(iter(found.values()))
-    inner, hidden, rank = experts.intermediate_size, experts.hidden_size, first.rank
     present = {role for _, role in found}
-    rows = {role: its_rows for role, its_rows in rows_in_w13(experts).items() if role in present}
+    rows = {role: its_rows for role, its_rows in _rows_in_w13(experts).items() if role in present}
     # Side by side: w1 and w3 have an A each, so w13 needs both ranks and zeros between.
-    w13_rank = rank * max(1, len(rows))
+    rank = first.rank * max(1, len(rows))
+    alpha = first.alpha if rank == first.rank else names.alpha_for(names.scaling(first), rank)
+    w13, w2 = _sizes("w13", experts), _sizes("w2", experts)
+    of_w2: dict[str, Slice] = {"w2": (0, w2[1], 1)}
     return [
-        _stack_of(
-            f"{module}.base_layer",
-            found,
-            rows,
-            sizes=(experts.count, hidden, 2 * inner),
-            rank=w13_rank,
-            alpha=first.alpha if w13_rank == rank else names.alpha_for(names.scaling(first), w13_rank),
-        ),
-        _stack_of(
-            module,
-            found,
-            {"w2": (0, hidden, 1)},
-            sizes=(experts.count, inner, hidden),
-            rank=rank,
-            alpha=first.alpha,
-        ),
+        _stack_of(f"{module}.base_layer", found, rows, sizes=(experts.count, *w13), rank=rank, alpha=alpha),
+        _stack_of(module, found, of_w2, sizes=(experts.count, *w2), rank=first.rank, alpha=first.alpha),
     ]
 
 
 def _stack_of(
     module: str,
     found: Mapping[tuple[int, str], LoraPair],
-    rows: Mapping[str, _Rows],
+    rows: Mapping[str, Slice],
     *,
     sizes: tuple[int, int, int],
     rank: int,
     alpha: float,
 ) -> NewPair:
     """Return all experts' matrices of some roles as a pair; each role has its own ranks, and its own rows of B."""
-    count, inputs, outputs = sizes
-    roles = list(rows)
-    places = [(expert, role) for expert, role in found if role in roles]
-    taken = [found[place] for place in places]
+    (count, inputs, outputs), roles = sizes, list(rows)
     some = next(iter(found.values()))
-    each = some.rank
-
-    begins = {role: roles.index(role) * each for role in roles}
-    of_a = tuple((expert, begins[role]) for expert, role in places)
-    of_b = tuple((expert, begins[role], rows[role]) for expert, role in places)
+    taken, of_a, of_b = [], [], []
+    for (expert, role), pair in found.items():
+        if role in rows:
+            begin = roles.index(role) * some.rank
+            of_expert, ranks = (expert, expert + 1, 1), (begin, begin + some.rank, 1)
+            taken.append(pair)
+            of_a.append((of_expert, ranks))
+            of_b.append((rows[role], ranks, of_expert))
+    sources = taken or [some]
     return new_pair(
         module,
-        ([pair.a for pair in taken] or [some.a], (count * rank, inputs), StackedA((count, rank, inputs), of_a, each)),
-        ([pair.b for pair in taken] or [some.b], (outputs, rank * count), StackedB((outputs, rank, count), of_b, each)),
+        ([pair.a for pair in sources], (count * rank, inputs), Placed((count, rank, inputs), tuple(of_a))),
+        ([pair.b for pair in sources], (outputs, rank * count), Placed((outputs, rank, count), tuple(of_b))),
         rank,
         alpha,
     )
 
 
-def unshare(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Yield Tinker's experts as a pair for each: w1, w2 and w3 of three dimensions.
-
-    A side with a single matrix is shared by all experts. Source: `expand_expert_lora_tensors` in
-    tinker_cookbook/weights/_merge.py.
-    """
-    layers: dict[str, dict[str, LoraPair]] = defaultdict(dict)
-    for pair in pairs:
-        module, _, role = pair.module.rpartition(".")
-        if module.endswith(".experts") and role in ("w1", "w2", "w3"):
-            layers[module][role] = pair
-    for module, found in layers.items():
-        experts = names.experts(module)
-        if experts is None or ExpertFormat.PER_EXPERT not in experts.formats or len(experts.names) != 3:
-            continue
-        if not all(_is_shared(role, pair, experts) for role, pair in found.items()):
-            continue
-        made = [
-            _of_expert(f"{module}.{expert}", expert, role, found, experts)
-            for expert in range(experts.count)
-            for role in experts.names
-        ]
-        yield list(found.values()), made, "Tinker's experts split into a pair each"
-
-
-def _is_shared(role: str, pair: LoraPair, experts: Experts) -> bool:
-    inputs, outputs = sizes_of(role, experts)
-    counts = {pair.a.shape[0], pair.b.shape[0]}
-    sizes = pair.a.shape[1:], pair.b.shape[1:]
-    return (
-        experts.count in counts
-        and counts <= {1, experts.count}
-        and sizes == ((pair.rank, inputs), (outputs, pair.rank))
-    )
-
-
-def _of_expert(prefix: str, expert: int, role: str, found: Mapping[str, LoraPair], experts: Experts) -> NewPair:
-    name, (inputs, outputs) = f"{prefix}.{experts.names[role]}", sizes_of(role, experts)
-    pair = found.get(role)
-    if pair is None:
-        return zeros(name, next(iter(found.values())), inputs, outputs)
-    a, b = (Rows(expert if side.shape[0] > 1 else 0, 1) for side in (pair.a, pair.b))
-    shapes = (pair.rank, inputs), (outputs, pair.rank)
-    return new_pair(name, ([pair.a], shapes[0], a), ([pair.b], shapes[1], b), pair.rank, pair.alpha)
-
-
-def zeros(module: str, like: LoraPair, inputs: int, outputs: int, count: int = 1) -> NewPair:
+def _zeros(module: str, like: LoraPair, inputs: int, outputs: int, count: int = 1) -> NewPair:
     """Return a pair that adds nothing, of one expert or stacked of several."""
     a, b = (count * like.rank, inputs), (outputs, count * like.rank)
-    return new_pair(module, ([like.a], a, Zeros(a)), ([like.b], b, Zeros(b)), like.rank, like.alpha)
+    return new_pair(module, ([like.a], a, Placed(a)), ([like.b], b, Placed(b)), like.rank, like.alpha)

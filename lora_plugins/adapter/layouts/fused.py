@@ -11,9 +11,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from lora_plugins.adapter.layouts.moves import OnDiagonal, Rows, Same, Stacked
 from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Change, NewPair, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, NewPair, Part, Placed, new_pair
 from lora_plugins.adapter.model_modules import ModuleKind
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair
@@ -39,8 +38,8 @@ def split(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         made = [
             new_pair(
                 part,
-                ([pair.a], pair.a.shape, Same()),
-                ([pair.b], (size, pair.b.shape[1]), Rows(begin, size)),
+                ([pair.a], pair.a.shape, Part()),
+                ([pair.b], (size, pair.b.shape[1]), Part(((begin, begin + size, 1),))),
                 pair.rank,
                 pair.alpha,
             )
@@ -77,18 +76,18 @@ def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str,
         return None
     if not all(math.isclose(scaling, scalings[0]) for scaling in scalings):
         return None  # a factor would have to be multiplied into B, and rounded
-    ranks = [pair.a.shape[0] for _, pair in taken]
-    begins, begin = {}, 0
-    for part, size in sizes.items():
-        begins[part], begin = begin, begin + size
-    rank = sum(ranks)
-    blocks = tuple(
-        (begins[part], sizes[part], sum(ranks[:index]), ranks[index]) for index, (part, _) in enumerate(taken)
-    )
+    inputs, outputs, rank = taken[0][1].a.shape[1], sum(sizes.values()), sum(pair.rank for _, pair in taken)
+    begins = {part: sum(list(sizes.values())[:index]) for index, part in enumerate(sizes)}
+    of_a, of_b, end = [], [], 0
+    for part, pair in taken:
+        ranks = (end, end + pair.rank, 1)
+        end += pair.rank
+        of_a.append((ranks,))
+        of_b.append(((begins[part], begins[part] + sizes[part], 1), ranks))
     return new_pair(
         module,
-        ([pair.a for _, pair in taken], (rank, taken[0][1].a.shape[1]), Stacked()),
-        ([pair.b for _, pair in taken], (begin, rank), OnDiagonal((begin, rank), blocks)),
+        ([pair.a for _, pair in taken], (rank, inputs), Placed((rank, inputs), tuple(of_a))),
+        ([pair.b for _, pair in taken], (outputs, rank), Placed((outputs, rank), tuple(of_b))),
         rank,
         names.alpha_for(scalings[0], rank),
     )

@@ -17,7 +17,7 @@ class Names:
     def __init__(self, config: AdapterConfig, model: Model) -> None:
         self._config = config
         self._model = model
-        self.exchanged: frozenset[str] = frozenset()  # names of A: see `foreign_experts.exchanged`
+        self.exchanged: frozenset[str] = frozenset()  # names of A: see `experts.exchanged`
 
     @property
     def is_of_old_peft(self) -> bool:

@@ -1,13 +1,60 @@
-"""Tensors that are made of an adapter's own tensors by moving elements, without arithmetic; numpy arrays of bits."""
+"""Tensors that are made of an adapter's own tensors, by moving elements without arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lora_plugins.adapter.layouts.moves import Move
+import msgspec
+
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair
+
+# Some indices of an axis: the first, the end, the step.
+Slice = tuple[int, int, int]
+
+
+class Part(msgspec.Struct, frozen=True, tag=True):
+    """A part of a single source: slices of the first axes, after the source has another shape and order of axes.
+
+    A move can be sent to another process. It takes arrays of the sources, as unsigned integers of their elements'
+    width, and returns an array with the elements of the new tensor in order.
+    """
+
+    slices: tuple[Slice, ...] = ()
+    shape: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """See the class."""
+        turned = arrays[0].reshape(self.shape).transpose(self.axes) if self.shape else arrays[0]
+        return turned[_index(self.slices)]
+
+
+class Placed(msgspec.Struct, frozen=True, tag=True):
+    """Zeros of a shape, and each source in its own place among them: slices of the first axes; as `Part`."""
+
+    shape: tuple[int, ...]
+    places: tuple[tuple[Slice, ...], ...] = ()
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """See the class."""
+        import numpy as np
+
+        made = np.zeros(self.shape, arrays[0].dtype)  # the bits of 0.0 in every floating-point dtype
+        # Without a place, the only source gives its dtype.
+        for place, array in zip(self.places, arrays, strict=False):
+            part = made[_index(place)]
+            part[...] = array.reshape(part.shape)
+        return made
+
+
+Move = Part | Placed
+
+
+def _index(slices: Sequence[Slice]) -> tuple[slice, ...]:
+    return tuple(slice(*one) for one in slices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_plugins.adapter.layouts.conversion import Conversion
-from lora_plugins.adapter.layouts.moves import Same
-from lora_plugins.adapter.layouts.tensors import NewTensor
+from lora_plugins.adapter.layouts.tensors import NewTensor, Part
 from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo
 
 _PIECE_BYTES = 16 << 20
@@ -57,7 +56,7 @@ def write_weights(
 
 def tensors_of(conversion: Conversion) -> list[NewTensor]:
     """Return all tensors of the conversion, in the order of writing."""
-    kept = [NewTensor(info, (info,), Same()) for info in conversion.kept]
+    kept = [NewTensor(info, (info,), Part()) for info in conversion.kept]
     made = [tensor for new in conversion.made for tensor in (new.a, new.b)]
     # Larger elements first, so that each tensor begins at a multiple of its elements' size.
     return sorted(kept + made, key=lambda tensor: -DTYPE_BYTES[tensor.info.dtype])

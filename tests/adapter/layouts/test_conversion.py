@@ -6,18 +6,7 @@ import numpy as np
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE, parse_config
-from lora_plugins.adapter.layouts.moves import (
-    ColumnsOfExpert,
-    Move,
-    OnDiagonal,
-    Rows,
-    Same,
-    Stacked,
-    StackedA,
-    StackedB,
-    Zeros,
-)
-from lora_plugins.adapter.layouts.tensors import new_pair
+from lora_plugins.adapter.layouts.tensors import Move, Part, Placed, new_pair
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
@@ -84,19 +73,26 @@ def test_several_files_become_one(tmp_path):
 
 
 ONE, TWO = np.array([[1, 2], [3, 4]], np.uint16), np.array([[5, 6], [7, 8]], np.uint16)
+PLACE = ((0, 2, 1), (0, 2, 1))
 
 
 @pytest.mark.parametrize(
     ("move", "sources", "expected"),
     [
-        (Same(), [ONE], [[1, 2], [3, 4]]),
-        (Rows(1, 1), [ONE], [[3, 4]]),
-        (Stacked(), [ONE, TWO], [[1, 2], [3, 4], [5, 6], [7, 8]]),
-        (OnDiagonal((3, 4), ((0, 2, 0, 2), (2, 1, 2, 2))), [ONE, TWO[:1]], [[1, 2, 0, 0], [3, 4, 0, 0], [0, 0, 5, 6]]),
-        (Zeros((1, 2)), [ONE], [[0, 0]]),
-        (ColumnsOfExpert(1, 2, (0, 2, 1)), [np.arange(8).reshape(2, 4)], [[1, 3], [5, 7]]),
-        (StackedA((2, 1, 2), ((1, 0), (0, 0)), 1), [ONE[:1], TWO[:1]], [[5, 6], [1, 2]]),
-        (StackedB((2, 1, 2), ((1, 0, (0, 2, 1)), (0, 0, (0, 2, 1))), 1), [ONE[:, :1], TWO[:, :1]], [[5, 1], [7, 3]]),
+        (Part(), [ONE], [[1, 2], [3, 4]]),
+        (Part(((1, 2, 1),)), [ONE], [[3, 4]]),
+        (Part((), (1, 4), (1, 0)), [ONE], [[1], [2], [3], [4]]),
+        (Part(((1, 2, 1), (0, 2, 1)), (2, 2, 2), (2, 0, 1)), [np.arange(8).reshape(2, 4)], [[[1, 3], [5, 7]]]),
+        (Part(((0, 1, 1), (0, 4, 2)), (1, 4, 2), (0, 1, 2)), [np.arange(8).reshape(2, 4)], [[[0, 1], [4, 5]]]),
+        (Placed((1, 2)), [ONE], [[0, 0]]),
+        (Placed((4, 2), (((0, 2, 1),), ((2, 4, 1),))), [ONE, TWO], [[1, 2], [3, 4], [5, 6], [7, 8]]),
+        (Placed((3, 4), (PLACE, ((2, 3, 1), (2, 4, 1)))), [ONE, TWO[:1]], [[1, 2, 0, 0], [3, 4, 0, 0], [0, 0, 5, 6]]),
+        (Placed((2, 1, 2), (((1, 2, 1),), ((0, 1, 1),))), [ONE[:1], TWO[:1]], [[[5, 6]], [[1, 2]]]),
+        (
+            Placed((4, 1, 2), (((1, 4, 2), (0, 1, 1), (1, 2, 1)),)),
+            [ONE[:, :1]],
+            [[[0, 0]], [[0, 1]], [[0, 0]], [[0, 3]]],
+        ),
     ],
     ids=lambda it: type(it).__name__ if callable(it) else "",
 )
@@ -109,7 +105,7 @@ def test_elements_lie_where_the_move_says(move: Move, sources: list[np.ndarray],
 def test_a_new_pair_has_the_engines_names() -> None:
     a = TensorInfo("x.lora_A.weight", "BF16", (4, 8), 0, 64)
     b = [TensorInfo(f"{part}.lora_B.weight", "BF16", (8, 4), 0, 64) for part in ("x", "y")]
-    made = new_pair("layers.0.qkv_proj", ([a], (4, 8), Same()), (b, (16, 4), Stacked()), 4, 8.0)
+    made = new_pair("layers.0.qkv_proj", ([a], (4, 8), Part()), (b, (16, 4), Placed((16, 4))), 4, 8.0)
     assert made.pair.names == (made.a.info.name, made.b.info.name)
     assert made.a.info.name.endswith("layers.0.qkv_proj.lora_A.weight")
     assert (made.b.info.dtype, made.b.info.shape, made.b.sources) == ("BF16", (16, 4), tuple(b))
