@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lora_plugins.adapter.files import open_regular
-from lora_plugins.adapter.json_bounds import check_json
+from lora_plugins.adapter.files import open_regular, parse_json
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -154,10 +153,9 @@ def _text(data: bytes) -> str:
 
 def _object(data: bytes) -> Mapping[str, Any]:
     try:
-        check_json(data)
-        found = json.loads(_text(data))
-    except (ValueError, RecursionError) as error:
-        raise _broken(f"no JSON ({str(error)[:200]})", "JSON") from None
+        found = parse_json(data)
+    except ValueError as error:
+        raise _broken(str(error), "JSON") from None
     return _kept(found, dict, "the file")
 
 

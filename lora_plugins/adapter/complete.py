@@ -1,4 +1,4 @@
-"""Whether an adapter has all modules of the engine's model that the adapter's configuration names as trained.
+"""Whether an adapter is whole: all modules that its configuration names as trained, and all experts of a layer.
 
 PEFT trains every module that `target_modules` names. So a name without tensors, or a layer without tensors, was lost
 when the adapter was saved, converted or copied, or belongs to a base model with more layers; vLLM computes such a
@@ -10,6 +10,10 @@ module as if untrained. Regular expressions and whole paths are not compared: an
   `embed_tokens`);
 - other layers' parts of a fused module but the first: models may have no keys or values in some layers, where the
   engine's fused module has rows for keys and values all the same (Gemma 3n and 4).
+
+A mixture of experts must be whole, of the model's sizes, and in a format that the engine takes. Source: how vLLM 0.32
+stacks and slices experts: `_create_merged_loras_inplace`, `_stack_moe_lora_weights` and `_convert_3d_to_2d_moe_lora`
+in vllm/lora/model_manager.py, `set_lora` in vllm/lora/layers/fused_moe.py.
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from lora_plugins.adapter.config import AdapterConfig
-from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
+from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import IncompatibleAdapter
 
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of A and of B
+
 _EXAMPLES = 3
-# Experts are checked in experts.py, all or none; `gate_proj` in `target_modules` does not mean experts that PEFT sees
+_REMEDY = "serve it with the base model that it was trained on"
+# Experts are checked below, all or none; `gate_proj` in `target_modules` does not mean experts that PEFT sees
 # as a single parameter. A classifier's head is saved whole.
 _KINDS = frozenset({ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -93,3 +100,93 @@ def _leaf(name: str) -> str:
 
 def _layerless(name: str) -> str:
     return _NUMBER.sub("*", name)
+
+
+def check_experts(
+    shapes: Mapping[str, Shapes],
+    modules: ModelModules,
+    *,
+    ranks: Mapping[str, int],
+    max_rank: int | None = None,
+    elsewhere: Collection[str] = (),
+    about: str = "",
+) -> None:
+    """Compare an adapter's tensors for experts with the model's experts.
+
+    Args:
+        shapes: by the names of `modules.places`; other kinds of modules may be among the names.
+        modules: the engine's.
+        ranks: by the same names, the configuration's rank.
+        max_rank: the largest that fits; None where others compare the rank.
+        elsewhere: names that other workers load.
+        about: the base models that the adapter names and the server serves.
+
+    Raises:
+        IncompatibleAdapter: other shapes than the model's, or experts with a missing part.
+    """
+    found: dict[str, set[bool]] = {}
+    for name, (a, b) in paced(shapes.items()):
+        place = modules.places.get(name)
+        if place is None or place.kind is not ModuleKind.EXPERTS:
+            continue
+        found.setdefault(place.module, set()).add(place.stacked > 1)
+        rank = ranks[name]
+        wanted = _shapes(place, modules, rank)
+        if (tuple(a), tuple(b)) != wanted:
+            raise IncompatibleAdapter(
+                f"A {list(a)} and B {list(b)} in module '{name}'{about}",
+                expected=f"A {list(wanted[0])} and B {list(wanted[1])}, of rank {rank} by the configuration",
+                remedy=_REMEDY,
+            )
+        check_rank(name, rank, max_rank)
+    if found:
+        _check_whole(shapes, modules, found, elsewhere, about)
+
+
+def check_rank(name: str, rank: int, max_rank: int | None) -> None:
+    """Refuse a module's rank above the largest; None: others compare the rank.
+
+    Raises:
+        IncompatibleAdapter: the rank is larger.
+    """
+    if max_rank is not None and rank > max_rank:
+        raise IncompatibleAdapter(
+            f"rank {rank} in module '{name}'", expected=f"at most {max_rank}", remedy="raise --max-lora-rank"
+        )
+
+
+def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> Shapes:
+    # Experts always have both sizes; 0 matches no tensor.
+    inputs, outputs = place.in_features or 0, place.out_features or 0
+    experts = modules.experts[place.module]
+    # Tinker's form shares a side among all experts: w1 and w3 share A, w2 shares B.
+    if ExpertFormat.SHARED in experts.formats:
+        of_a, of_b = (experts.count, 1) if place.part == "w2" else (1, experts.count)
+        return (of_a, rank, inputs), (of_b, outputs, rank)
+    return (rank * place.stacked, inputs), (outputs, rank * place.stacked)
+
+
+def _check_whole(
+    shapes: Mapping[str, Shapes],
+    modules: ModelModules,
+    found: Mapping[str, set[bool]],
+    elsewhere: Collection[str],
+    about: str,
+) -> None:
+    """Refuse a part of a layer's experts: vLLM takes all parts of all experts, or none, in a single format."""
+    for name, place in paced(modules.places.items()):
+        if place.kind is not ModuleKind.EXPERTS or place.module not in found:
+            continue
+        of_formats = found[place.module]
+        if len(of_formats) > 1:
+            raise IncompatibleAdapter(
+                f"experts of '{place.module}' both one by one and stacked{about}",
+                expected="one format",
+                remedy="save them in one format",
+            )
+        if (place.stacked > 1) in of_formats and name not in shapes and name not in elsewhere:
+            raise IncompatibleAdapter(
+                f"experts of '{place.module}' without '{name}'{about}",
+                expected="all parts of all experts of a layer, or none",
+                remedy="train it with gate_proj, up_proj and down_proj of every expert, or with none",
+            )

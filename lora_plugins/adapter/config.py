@@ -6,7 +6,6 @@ Source: `vllm/lora/peft_helper.py` of vLLM 0.32 and 0.33 (identical), `peft/tune
 from __future__ import annotations
 
 import codecs
-import json
 import math
 import re
 import unicodedata
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lora_plugins.adapter.json_bounds import check_json
+from lora_plugins.adapter.files import parse_json
 from lora_plugins.adapter.patterns import PatternBudget, SuffixPatterns
 from lora_plugins.adapter.writers import FROM_MERGEKIT, foreign_bytes, foreign_config
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
@@ -188,17 +187,9 @@ def unsupported(feature: str, remedy: str = "merge it into the base model") -> I
 
 def _json_object(data: bytes) -> dict[str, Any]:
     try:
-        check_json(data)
+        raw = parse_json(data)
     except ValueError as error:
-        raise _broken(str(error), "the few keys that PEFT writes") from None
-    try:
-        raw = json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise _broken("bytes that are not UTF-8", "JSON text") from None
-    except json.JSONDecodeError as error:
-        raise _broken(f"text that stops being JSON at line {error.lineno}, column {error.colno}", "JSON") from None
-    except (ValueError, RecursionError):
-        raise _broken("JSON that nests too deep or holds a number too long", "plain JSON") from None
+        raise _broken(str(error), "JSON with the few keys that PEFT writes") from None
     if not isinstance(raw, dict):
         raise _broken(f"a JSON {_kind(raw)}", "a JSON object")
     return raw

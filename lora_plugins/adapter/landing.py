@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_plugins.adapter.experts import check_experts, check_rank
+from lora_plugins.adapter.complete import check_experts, check_rank
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 # Version of the values of `plain`: workers and stores of another release may have another form.
 FORMAT = 6
@@ -61,8 +63,7 @@ class Experts:
     is_interleaved: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ModulePlace:
+class ModulePlace(msgspec.Struct, frozen=True, array_like=True):
     """The module and the sizes of a pair of A and B; sizes of the whole model, not of a worker's part.
 
     Attributes:
@@ -161,21 +162,7 @@ class ModelModules:
 
     def plain(self) -> dict[str, Any]:
         """Return values that JSON and vLLM's messages can carry."""
-        return {
-            "format": FORMAT,
-            "architecture": self.architecture,
-            "vllm_version": self.vllm_version,
-            "places": {name: list(astuple(place)) for name, place in self.places.items()},
-            "vocabulary": self.vocabulary,
-            "renames": dict(self.renames),
-            "skipped": list(self.skipped),
-            "without_model_prefix": self.without_model_prefix,
-            "experts": {name: asdict(experts) for name, experts in self.experts.items()},
-            "model_type": self.model_type,
-            "text_prefix": self.text_prefix,
-            "unadapted": {name: why.value for name, why in self.unadapted.items()},
-            "copies": dict(self.copies),
-        }
+        return {"format": FORMAT, **msgspec.to_builtins(self)}
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> ModelModules:
@@ -188,29 +175,8 @@ class ModelModules:
             # A store or a worker of another release may hold an older form.
             raise ValueError(f"format {plain.get('format')!r}, not {FORMAT}")
         try:
-            places = {
-                name: replace(ModulePlace(module, ModuleKind(kind), *others), matrices=tuple(matrices))
-                for name, (module, kind, *others, matrices) in plain["places"].items()
-            }
-            experts = {
-                name: Experts(**{**one, "formats": tuple(ExpertFormat(kind) for kind in one["formats"])})
-                for name, one in plain["experts"].items()
-            }
-            return cls(
-                plain["architecture"],
-                plain["vllm_version"],
-                places,
-                plain["vocabulary"],
-                plain["renames"],
-                tuple(plain["skipped"]),
-                bool(plain["without_model_prefix"]),
-                experts,
-                str(plain["model_type"]),
-                str(plain["text_prefix"]),
-                {name: Unadapted(why) for name, why in plain["unadapted"].items()},
-                dict(plain["copies"]),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
+            return msgspec.convert(plain, cls)
+        except msgspec.ValidationError as error:
             raise ValueError(f"not the modules of a model: {error}") from None
 
     @classmethod

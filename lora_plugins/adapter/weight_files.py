@@ -6,7 +6,6 @@ The index is Transformers': `{"weight_map": {tensor: file}}` in `adapter_model.s
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from lora_plugins.adapter.files import open_regular
-from lora_plugins.adapter.json_bounds import check_json
+from lora_plugins.adapter.files import open_regular, parse_json
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo, read_header
 from lora_plugins.errors import InvalidAdapter, describing
@@ -48,14 +46,13 @@ def read_index(data: bytes) -> dict[str, str]:
     """
     check_index_size(len(data))
     try:
-        check_json(data)
-        files = json.loads(data)["weight_map"]
+        files = parse_json(data)["weight_map"]
         if not isinstance(files, Mapping) or not files:
             raise ValueError("no weight_map")
         strange = [name for name in files.values() if not isinstance(name, str) or not is_shard(name)]
         if strange:
             raise ValueError(f"a file {str(strange[0])[:100]!r}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise _no_index(str(error)) from None
     check_shards(set(files.values()))
     return dict(files)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_plugins.adapter import json_bounds
+from lora_plugins.adapter import files
 from lora_plugins.adapter.config import parse_config
-from lora_plugins.adapter.json_bounds import MAX_DEPTH, MAX_VALUES, check_json
+from lora_plugins.adapter.files import MAX_DEPTH, MAX_VALUES, check_json
 from lora_plugins.adapter.weight_files import read_index
 from lora_plugins.errors import InvalidAdapter
 from tests.make import config
@@ -65,9 +65,9 @@ def test_depth_is_that_of_the_parsed(value):
     found = depth(value)
     text = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bounds, "MAX_DEPTH", found)
+        patch.setattr(files, "MAX_DEPTH", found)
         check_json(text)
         if found:
-            patch.setattr(json_bounds, "MAX_DEPTH", found - 1)
+            patch.setattr(files, "MAX_DEPTH", found - 1)
             with pytest.raises(ValueError, match="deep"):
                 check_json(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,7 +146,7 @@ def test_a_text_models_adapter_lands_in_the_multimodal_model():
         check(lora(names[0]), lora(names[1], 8, 64), of=of)
     of = dataclasses.replace(of, text_prefix="language_model")
     assert check(lora(names[0]), lora(names[1], 8, 64), of=of) == ()
-    bare = modules(**{"text.layers.0.q_proj": dataclasses.replace(place, module="text.layers.0.q_proj")})
+    bare = modules(**{"text.layers.0.q_proj": msgspec.structs.replace(place, module="text.layers.0.q_proj")})
     bare = dataclasses.replace(bare, text_prefix="text")
     assert check(lora("model.layers.0.q_proj"), of=bare) == check(lora("layers.0.q_proj"), of=bare) == ()
     with pytest.raises(IncompatibleAdapter, match=r"'model\.model\.layers"):

@@ -32,8 +32,11 @@ def test_stages_of_a_pipeline_say_together_what_takes_no_adapter():
         ("[]", "not the modules of a model"),
         ("{}", f"format None, not {FORMAT}"),
         ('{"format": 2}', f"format 2, not {FORMAT}"),
-        (json.dumps({**MODULES.plain(), "places": {"a": 1}}), "not the modules of a model: cannot unpack"),
-        (json.dumps({"format": FORMAT}), "not the modules of a model: 'places'"),
+        (
+            json.dumps({**MODULES.plain(), "places": {"a": 1}}),
+            "not the modules of a model: Expected `array`, got `int`",
+        ),
+        (json.dumps({"format": FORMAT}), "not the modules of a model: Object missing required field `architecture`"),
     ],
 )
 def test_a_file_that_is_no_description_says_why(text, says):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from lora_plugins.adapter.model_modules import ModuleKind, ModulePlace, Unadapted
@@ -113,7 +112,8 @@ def test_a_pattern_that_only_the_bare_name_matches_is_refused(tmp_path):
 def below(prefix, places=MODULES.places, **changes):
     """The text model's modules where a multimodal model has them, under vLLM before 0.33."""
     return {
-        prefix + name.removeprefix("model."): dataclasses.replace(place, **changes) for name, place in places.items()
+        prefix + name.removeprefix("model."): msgspec.structs.replace(place, **changes)
+        for name, place in places.items()
     }
 
 
