@@ -305,7 +305,7 @@ def admin(context: Context) -> Iterator[Step]:
 
 
 def store(context: Context) -> Iterator[Step]:
-    """Check that the store can be written, links and locks files as servers do, and has room."""
+    """Check that the store can be written, locks files as servers do, and has room."""
     budget = context.settings.store_max_bytes
     layout = Layout(context.settings.store_dir)
     place = layout.root
@@ -320,7 +320,7 @@ def store(context: Context) -> Iterator[Step]:
     probe = (scratch if is_made else place) / f".lora-plugins-doctor-{os.getpid()}"
     try:
         check_owners(layout.root)
-        try_file_system(probe, probe.with_name(f"{probe.name}.link"), folder=scratch if is_made else None)
+        try_file_system(probe, folder=scratch if is_made else None)
         known = entries(layout) if layout.root.is_dir() else []
     except OSError as error:
         yield problem(f"{place} cannot be written: {error.strerror}", _MOVE)

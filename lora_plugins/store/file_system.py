@@ -1,8 +1,7 @@
 """Try whether a file system can hold the store, and whether this user may share the store.
 
-`locks.py` takes the lock of a fetch by a hard link, which must fail where the lock exists; `leases.py` and the
-takeover of a dead owner's lock hold file locks (`flock`, through `filelock`), which must exclude each other. A trial
-on this host cannot tell whether other hosts see the locks.
+Fetches and leases hold file locks (`flock`, through `filelock`), which must exclude each other. A trial on this host
+cannot tell whether other hosts see the locks.
 
 All users of a store change files that other users made: locks, leases, times of use. A user whose files the other
 users could not change is refused at the start: otherwise requests of the others would fail later, one adapter after
@@ -28,32 +27,29 @@ from pathlib import Path
 
 from lora_plugins.errors import InvalidSettings
 
-# Errors of link and flock on file systems without hard links or locks.
-_MISSING = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOLCK})
+# Errors of flock on file systems without locks.
+_MISSING = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK})
 _umask_is_read = threading.Lock()
-_MOVE = "set LORA_PLUGINS_STORE_DIR to a local disk"
 
 
-def try_file_system(probe: Path, link: Path, *, folder: Path | None) -> None:
-    """Try links, locks and owners with two new files, which the function removes again.
+def try_file_system(probe: Path, *, folder: Path | None) -> None:
+    """Try locks and owners with a new file, which the function removes again.
 
     `folder` is a folder that the store's first user made; None where there is no store yet.
 
     Raises:
-        InvalidSettings: there are no hard links or no working file locks, or other users of the store could not change
-            files that this user makes there.
+        InvalidSettings: there are no working file locks, or other users of the store could not change files that this
+            user makes there.
         OSError: the store cannot be written.
     """
     try:
         probe.touch()
         if folder is not None:
             _try_users(probe.stat(), folder)
-        _try_links(probe, link)
         _try_locks(probe)
     finally:
-        for path in (link, probe):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def _try_users(made: os.stat_result, folder: Path) -> None:
@@ -71,28 +67,6 @@ def _try_users(made: os.stat_result, folder: Path) -> None:
         remedy=(
             f"run this as {owner}, set LORA_PLUGINS_STORE_DIR, or share the store by a group: lora-plugins explain L007"
         ),
-    )
-
-
-def _try_links(probe: Path, link: Path) -> None:
-    try:
-        os.link(probe, link)
-    except OSError as error:
-        if error.errno in _MISSING:
-            raise _no_links(f"without hard links (link answers '{error.strerror}')") from error
-        raise
-    try:
-        os.link(probe, link)
-    except FileExistsError:
-        return
-    raise _no_links("whose hard links replace what is there")
-
-
-def _no_links(found: str) -> InvalidSettings:
-    return InvalidSettings(
-        f"a store on a file system {found}",
-        expected="hard links, which the store's locks need",
-        remedy=f"{_MOVE}; FAT, exFAT and mounts of object stores have none",
     )
 
 
@@ -117,7 +91,8 @@ def _no_locks(found: str) -> InvalidSettings:
     return InvalidSettings(
         f"a store on a file system {found}",
         expected="working file locks",
-        remedy=f"{_MOVE}, or mount it with locks (NFS with its lock service or version 4, Lustre with -o flock)",
+        remedy="set LORA_PLUGINS_STORE_DIR to a local disk, or mount it with locks (NFS with its lock service or "
+        "version 4, Lustre with -o flock)",
     )
 
 

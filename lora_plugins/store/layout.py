@@ -4,7 +4,7 @@
 <root>/<digest>/                an adapter: its files and manifest.json; immutable once there
 <root>/.index/<key>             which digest a version of a source is
 <root>/.tmp/<process>.<n>.<bytes>  temporary: owner, random, room it will need; swept when its owner is dead
-<root>/.locks/<key>.fetch       names the process that fetches this version
+<root>/.locks/<key>.fetch       file lock of the fetch of a version, touched meanwhile
 <root>/.locks/<xx>.guard        file locks, held for moments
 <root>/.leases/<digest>/        one empty file for each process whose engine may read the adapter
 <root>/.processes/<process>     heartbeat of each process that uses the store
@@ -216,9 +216,9 @@ def write_small(path: Path, pieces: Iterable[str], temporary: Path, *, is_durabl
 
 
 def discard(path: Path) -> None:
-    """Remove a lock, or a temporary file or directory, of this process: now, or as soon as the store can be written.
+    """Remove a temporary file or directory of this process: now, or as soon as the store can be written.
 
-    Until then a lock would keep others from a fetch, and a directory would keep the room that its name announces.
+    Until then a directory would keep the room that its name announces.
     """
     try:
         if stat.S_ISDIR(os.lstat(path).st_mode):

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,13 +38,12 @@ from lora_plugins.store.layout import (
     write_small,
 )
 from lora_plugins.store.leases import Leases
-from lora_plugins.store.locks import fetch_lock, remove_if_dead
+from lora_plugins.store.locks import fetch_lock, remove_unheld, to_its_end
 from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of, put_canonical
 from lora_plugins.store.partial_download import CheckedAdapter, DownloadSpec, PartialDownload
 from lora_plugins.store.processes import Processes
 
 _T = TypeVar("_T", bound=CheckedAdapter)
-_R = TypeVar("_R")
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
 _TRIES_OF_FULL_DISK = 3  # other fetches may take the room that a try has made
 
@@ -73,7 +72,7 @@ class Store:
     The budget is `max_bytes`, or with `has_share` a share of the file system; with neither, there is no budget.
 
     Raises at construction:
-        InvalidSettings: the file system has no hard links or no working locks, or the store is another user's.
+        InvalidSettings: the file system has no working locks, or the store is another user's.
         OSError: the root cannot be written.
     """
 
@@ -111,8 +110,7 @@ class Store:
         self._sweep()
 
     def _try(self) -> None:
-        probe, link = (self.layout.new_temporary(self.processes.me()) for _ in range(2))
-        try_file_system(probe, link, folder=self.layout.folder("tmp"))
+        try_file_system(self.layout.new_temporary(self.processes.me()), folder=self.layout.folder("tmp"))
 
     def find(
         self, uri: str, version: str, form: str = "", *, names: Collection[str] | None = None
@@ -155,8 +153,7 @@ class Store:
 
         async def find_or_fetch() -> StoredAdapter[_T]:
             await asyncio.to_thread(self.leases.make_again)
-            temporary = self.layout.new_temporary(self.processes.me())
-            async with fetch_lock(lock, self.processes, temporary=temporary, timeout_s=self._fetch_timeout_s):
+            async with fetch_lock(lock, timeout_s=self._fetch_timeout_s):
                 # Another caller, or another process, may have published the version meanwhile.
                 if (found := await asyncio.to_thread(find)) is not None:
                     return found
@@ -179,7 +176,7 @@ class Store:
                     was_full = True
                     if len(rooms) == _TRIES_OF_FULL_DISK:
                         raise
-                    rooms.append(await _to_its_end(self._relieved(give_way)))
+                    rooms.append(await to_its_end(self._relieved(give_way)))
                     # Where a write fails beside room twice, another fetch is not the cause.
                     if not rooms[-1].is_there or rooms.count(Room.FOUND) > 1:
                         raise
@@ -213,7 +210,7 @@ class Store:
             directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
         make = partial(self._make_room, directory, needed_bytes)
         try:
-            if await _to_its_end(self._relieved(make)) is Room.LEASED:
+            if await to_its_end(self._relieved(make)) is Room.LEASED:
                 raise all_used(self.max_bytes, needed_bytes)
             yield
         finally:
@@ -535,7 +532,7 @@ class Store:
         self._sweep_temporaries()
         for entry in list(os.scandir(self.layout.folder("locks"))):
             if not entry.name.endswith(".guard"):
-                remove_if_dead(Path(entry.path), self.processes)
+                remove_unheld(Path(entry.path))
         for entry in list(os.scandir(self.layout.folder("quarantine"))):
             if entry.name.endswith(".removed"):
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -570,8 +567,8 @@ def open_store(settings: Settings) -> Store:
     """The store below `LORA_PLUGINS_STORE_DIR`.
 
     Raises:
-        InvalidSettings: the store cannot be made or written, is another user's, or its file system has no hard links or
-            no working locks.
+        InvalidSettings: the store cannot be made or written, is another user's, or its file system has no working
+            locks.
     """
     try:
         return Store(
@@ -588,15 +585,6 @@ def open_store(settings: Settings) -> Store:
             if error.errno in FULL
             else "set LORA_PLUGINS_STORE_DIR to this user's, or share it by a group: lora-plugins explain L007",
         ) from error
-
-
-async def _to_its_end(work: Coroutine[Any, Any, _R]) -> _R:
-    """The result of `work`; a cancelled caller waits too, and leaves nothing that a thread makes afterwards."""
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    finally:
-        await asyncio.wait([task])
 
 
 def _check_promised(files: Sequence[StoredFile], wanted: DownloadSpec) -> None:

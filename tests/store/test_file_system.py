@@ -25,7 +25,6 @@ SHIM = """
 int answer(int number) { if (number) { errno = number; return -1; } return 0; }
 int %s { return answer(%d); }
 """
-LINK = "link(const char *from, const char *to)"
 LOCK = "flock(int descriptor, int operation)"
 
 
@@ -36,14 +35,7 @@ def refuse(number: int) -> Callable[..., None]:
     return answer
 
 
-def replace_link(source: Path, target: Path) -> None:
-    shutil.copy(source, target)
-
-
 CASES = {
-    "no links": (os, "link", refuse(errno.EPERM), "without hard links (link answers 'Operation not permitted')"),
-    "links unknown": (os, "link", refuse(errno.ENOTSUP), "without hard links"),
-    "links that replace": (os, "link", replace_link, "hard links replace what is there"),
     "no locks": (fcntl, "flock", refuse(errno.ENOLCK), "without file locks (flock answers 'No locks available')"),
     "locks not supported": (fcntl, "flock", refuse(errno.ENOTSUP), "without file locks"),
     "locks not built in": (fcntl, "flock", refuse(errno.ENOSYS), "without file locks"),
@@ -72,7 +64,7 @@ def test_every_word_for_a_held_lock_is_known(held: int, tmp_path: Path, monkeypa
 
 
 def test_another_failure_is_the_stores_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", refuse(errno.EIO))
+    monkeypatch.setattr(fcntl, "flock", refuse(errno.EIO))
     with pytest.raises(InvalidSettings, match="Input/output error"):
         open_store(Settings(store_dir=tmp_path / "store"))
 
@@ -105,11 +97,10 @@ except SystemExit:
 @pytest.mark.parametrize(
     ("function", "number", "text"),
     [
-        (LINK, errno.EPERM, "without hard links"),
         (LOCK, errno.ENOLCK, "without file locks"),
         (LOCK, 0, "file locks let two in at once"),
     ],
-    ids=["no links", "no locks", "locks that always succeed"],
+    ids=["no locks", "locks that always succeed"],
 )
 def test_the_doctor_and_the_start_say_the_same(shim, function: str, number: int, text: str) -> None:
     command = [sys.executable, "-c", DOCTOR_AND_START, "doctor", "--json"]

@@ -1,4 +1,4 @@
-"""One fetch at a time for one version: a living owner's lock is waited for, a dead one's is taken over."""
+"""One fetch at a time for one version: a living process's lock is waited for, a dead one's is free."""
 
 from __future__ import annotations
 
@@ -16,27 +16,18 @@ import pytest
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.store import locks
 from lora_plugins.store.locks import fetch_lock
-from lora_plugins.store.processes import Processes, _host
 
 LONG_S = 600.0  # for what is there in a moment, or never
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
 from lora_plugins.store.locks import fetch_lock
-from lora_plugins.store.processes import Processes
 async def main():
-    path = Path(sys.argv[1])
-    async with fetch_lock(path, Processes(Path(sys.argv[2])), temporary=path.with_name("temporary"), timeout_s=600):
+    async with fetch_lock(Path(sys.argv[1]), timeout_s=600):
         print("held", flush=True)
         await asyncio.to_thread(sys.stdin.read)
 asyncio.run(main())
 """
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Processes:
-    (tmp_path / "processes").mkdir()
-    return Processes(tmp_path / "processes")
 
 
 @pytest.fixture
@@ -46,33 +37,32 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def holder(path: Path, tmp_path: Path):
+def holder(path: Path):
     """Another process that holds the lock until its input ends."""
-    command = [sys.executable, "-c", HOLDER, str(path), str(tmp_path / "processes")]
+    command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
 
 
-@pytest.mark.parametrize("what", ["link", "write_text"])
-def test_a_cancelled_fetch_leaves_no_lock(path, processes, monkeypatch, what):
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_cancelled_fetch_leaves_no_lock(path, monkeypatch, is_taken):
     begun, goes_on = threading.Event(), threading.Event()
-    where = os if what == "link" else Path
-    original = getattr(where, what)
+    original = locks._take
 
-    def slow(*args):
-        if what == "link":  # the lock is taken, which its fetch has not heard of
-            original(*args)
+    def slow(lock):
+        if is_taken:  # which its fetch has not heard of
+            original(lock)
         begun.set()
         goes_on.wait(LONG_S)
-        return None if what == "link" else original(*args)
+        return original(lock)
 
-    monkeypatch.setattr(where, what, slow)
+    monkeypatch.setattr(locks, "_take", slow)
 
     async def run() -> None:
         async def fetch() -> None:
-            async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
+            async with fetch_lock(path, timeout_s=LONG_S):
                 raise AssertionError("it was cancelled before")
 
         fetching = asyncio.create_task(fetch())
@@ -85,48 +75,46 @@ def test_a_cancelled_fetch_leaves_no_lock(path, processes, monkeypatch, what):
 
     asyncio.run(run())
     assert list(path.parent.iterdir()) == []
+    monkeypatch.undo()
+    take(path)
 
 
-def temporary(path: Path) -> Path:
-    return path.with_name(f"temporary.{os.getpid()}.{os.urandom(4).hex()}")
-
-
-def take(path: Path, processes: Processes, timeout_s: float = LONG_S) -> None:
+def take(path: Path, timeout_s: float = LONG_S) -> None:
     """Acquire and release."""
 
     async def run() -> None:
-        async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=timeout_s):
-            assert processes.is_alive(path.read_text())
+        async with fetch_lock(path, timeout_s=timeout_s):
+            assert path.exists()
 
     asyncio.run(run())
 
 
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What came of each try to take the lock: one that is taken over is had at the second."""
+    """What came of each try to take the lock."""
     outcomes: list[bool] = []
-    attempt = locks._try
+    attempt = locks._take
 
     def noted(*arguments: object) -> bool:
         outcomes.append(attempt(*arguments))
         return outcomes[-1]
 
-    monkeypatch.setattr(locks, "_try", noted)
+    monkeypatch.setattr(locks, "_take", noted)
     return outcomes
 
 
 def left(path: Path) -> list[str]:
-    return sorted(name for name in os.listdir(path.parent) if not name.endswith(".guard"))
+    return os.listdir(path.parent)
 
 
-def test_a_lock_names_its_owner_and_leaves_nothing(path, processes):
-    take(path, processes)
+def test_a_lock_leaves_nothing(path):
+    take(path)
     assert left(path) == []
 
 
-def test_an_error_inside_releases_the_lock(path, processes):
+def test_an_error_inside_releases_the_lock(path):
     async def run() -> None:
-        async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
+        async with fetch_lock(path, timeout_s=LONG_S):
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -134,12 +122,12 @@ def test_an_error_inside_releases_the_lock(path, processes):
     assert left(path) == []
 
 
-def visit_one_at_a_time(path, processes, visitors: int) -> None:
+def visit_one_at_a_time(path, visitors: int) -> None:
     inside = 0
 
     async def visit() -> None:
         nonlocal inside
-        async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
+        async with fetch_lock(path, timeout_s=LONG_S):
             inside += 1
             assert inside == 1
             await asyncio.sleep(0.001)
@@ -151,112 +139,77 @@ def visit_one_at_a_time(path, processes, visitors: int) -> None:
     asyncio.run(run())
 
 
-def test_one_at_a_time(path, processes):
-    visit_one_at_a_time(path, processes, 10)
+def test_one_at_a_time(path):
+    visit_one_at_a_time(path, 10)
     assert left(path) == []
 
 
-def test_a_cancelled_wait_leaves_nothing(path, processes, tries):
+def test_a_cancelled_wait_leaves_nothing(path, tries):
     async def run() -> None:
-        async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
-            waiting = asyncio.create_task(_enter(path, processes))
+        async with fetch_lock(path, timeout_s=LONG_S):
+            waiting = asyncio.create_task(_enter(path))
             while len(tries) < 3:  # one is the holder's
                 await asyncio.sleep(0.001)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert left(path)[0] == path.name
+            assert left(path) == [path.name]
         assert left(path) == []
 
     asyncio.run(run())
 
 
-async def _enter(path: Path, processes: Processes) -> None:
-    async with fetch_lock(path, processes, temporary=temporary(path), timeout_s=LONG_S):
+async def _enter(path: Path) -> None:
+    async with fetch_lock(path, timeout_s=LONG_S):
         pass
 
 
-def test_an_owner_whose_fetch_goes_on_is_waited_for(path, processes, holder):
+def test_an_owner_whose_fetch_goes_on_is_waited_for(path, holder):
     began = time.monotonic()
     threading.Timer(4.0, holder.stdin.close).start()
-    take(path, processes, timeout_s=2.5)
+    take(path, timeout_s=2.5)
     assert time.monotonic() - began > 3.5
 
 
-def test_an_owner_that_stands_still_is_waited_for_so_long(path, processes, holder):
+def test_an_owner_that_stands_still_is_waited_for_so_long(path, holder):
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(SourceUnavailable, match=r"no sign of life for 0\.3 s"):
-        take(path, processes, timeout_s=0.3)
-    assert processes.is_alive(path.read_text())
-    assert left(path)[0] == path.name  # still held; and of the one that gave up nothing is left
-    assert [name for name in left(path) if f".{os.getpid()}." in name] == []
+        take(path, timeout_s=0.3)
+    assert left(path) == [path.name]  # still held
     holder.send_signal(signal.SIGCONT)
     holder.stdin.close()
-    take(path, processes)
+    take(path)
     assert holder.wait(60) == 0
     assert left(path) == []
 
 
-def test_a_dead_owners_lock_is_taken_over_at_once(path, processes, holder, tries):
+def test_a_dead_owners_lock_is_free_at_once(path, holder, tries):
     holder.kill()
     holder.wait()
     assert path.exists()
-    take(path, processes)
-    assert tries == [False, True]
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    "owner",
-    [
-        b"",
-        b"\0" * 20,
-        b"\xff\xfe",
-        b"nobody",
-        b"host.1",
-        b"../processes",
-        b"a/b.1.1",
-        f"{_host()}.999999999.".encode(),  # cut short
-        f"{_host()}.1.1".encode(),  # pid 1 did not start at that time: the number was used again
-        b"otherhost.1.1",  # has no heartbeat
-    ],
-    ids=repr,
-)
-def test_a_lock_without_an_owner_is_taken_over(path, processes, owner, tries):
-    path.write_bytes(owner)
-    take(path, processes)
-    assert tries == [False, True]
+    take(path)
+    assert tries == [True]
     assert left(path) == []
 
 
-def test_another_hosts_lock_is_waited_for_while_it_beats(path, processes, tmp_path, tries):
-    path.write_text("otherhost.1.1")
-    beat = tmp_path / "processes" / "otherhost.1.1"
-    beat.touch()
-    with pytest.raises(SourceUnavailable):
-        take(path, processes, timeout_s=0.1)
-    now = time.time()
-    os.utime(beat, (now - 61, now - 61))
-    tries.clear()
-    take(path, processes)
-    assert tries == [False, True]
-
-
-def test_takeovers_enter_one_at_a_time(path, processes):
-    path.write_text("nobody")
-    visit_one_at_a_time(path, processes, 8)
+def test_a_lock_of_an_earlier_release_is_free(path, tries):
+    path.write_text("0-0.1.1")
+    take(path)
+    assert tries == [True]
     assert left(path) == []
 
 
-def test_a_lock_that_changed_hands_stays(path, processes, monkeypatch):
-    # Somebody else takes over between our look at the owner and our turn to remove the file.
-    path.write_text("nobody")
-    guard = locks.FileLock
+def test_only_a_lock_that_nobody_holds_is_swept(path, holder):
+    locks.remove_unheld(path)
+    assert left(path) == [path.name]
+    holder.kill()
+    holder.wait()
+    locks.remove_unheld(path)
+    assert left(path) == []
 
-    def overtaken(*arguments, **options):
-        path.write_text(processes.me())
-        return guard(*arguments, **options)
 
-    monkeypatch.setattr(locks, "FileLock", overtaken)
-    locks.remove_if_dead(path, processes)
-    assert path.read_text() == processes.me()
+def test_a_removed_lock_blocks_nobody(path, holder, tries):
+    """A lock whose file was removed under its holder, as by a cleaner, saves no work and blocks nobody."""
+    path.unlink()
+    take(path)
+    assert tries == [True]

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from lora_plugins.errors import InvalidSettings, OutOfMemory
 from lora_plugins.settings import Settings
@@ -121,11 +122,12 @@ def test_opening_sweeps_what_dead_processes_left(store: Store) -> None:
         (tmp / f"{owner}.aabb.1000").mkdir()
         (tmp / f"{owner}.aabb.1000" / "adapter_model.safetensors").write_bytes(b"half")
         (tmp / f"{owner}.ccdd.0").write_text("half an index")
-        (locks / f"{owner}.fetch").write_text(owner)
+        (locks / f"{owner}.fetch").touch()
         (store.layout.folder("processes") / owner).touch()
     (store.layout.folder("quarantine") / f"{DIGEST}.aabb.removed").mkdir()
     (store.layout.folder("quarantine") / f"{DIGEST}.aabb").mkdir()  # damaged: somebody may want to look at it
-    Store(store.layout.root)
+    with FileLock(locks / f"{alive}.fetch"):
+        Store(store.layout.root)
     assert set(os.listdir(tmp)) == {f"{alive}.aabb.1000", f"{alive}.ccdd.0"}
     assert f"{alive}.fetch" in os.listdir(locks)
     assert f"{dead}.fetch" not in os.listdir(locks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +45,17 @@ class PushSource:
         return Absence(LABEL, "", AbsenceKind.NOT_ASKED, f"'{name}' can only be pushed")
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
-        """Link the files of a `PushedAdapter` into the directory of the download."""
+        """Link or copy the files of a `PushedAdapter` into the directory of the download."""
         if not isinstance(adapter, PushedAdapter):
             raise TypeError(type(adapter))
-        # Hard links: no bytes are copied, and the push's own directory may go at any time.
         for file in adapter.files:
-            await asyncio.to_thread(os.link, adapter.directory / file.name, download.directory / file.name)
+            await asyncio.to_thread(_link, adapter.directory / file.name, download.directory / file.name)
             download.landed(file.name, file.size_bytes)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make a hard link, which copies no bytes: the push's own directory may go at any time."""
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
