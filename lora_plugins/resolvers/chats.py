@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from cachetools import LRUCache
 
@@ -20,6 +21,14 @@ from lora_plugins.verification.messages import ReadAdapter, encode
 _MOST_BYTES = 64 << 20  # of all chats kept, as messages: most have 10 KB, and none has 20 MB
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What a version brings, and what the server serves of it, once asked."""
+
+    chat: Chat
+    served: Chat | None = None
+
+
 class Chats:
     """Chats by the paths that engines read; files outside of the store bring nothing, because they may change.
 
@@ -27,15 +36,19 @@ class Chats:
     other chats since, a reading process is asked.
 
     Attributes:
-        kept: chats by digest, of verified versions and of answers to questions.
         served: what a server serves of an adapter's chat; the engine's tokenizer decides, once the engine is made.
     """
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         self._settings, self._layout = settings, layout
         self.served: Callable[[Chat], Chat] | None = None
-        self.kept: LRUCache[str, Chat] = LRUCache(_MOST_BYTES, lambda chat: len(encode(chat)))  # of one thread
+        self._kept: LRUCache[str, _Kept] = LRUCache(_MOST_BYTES, lambda kept: len(encode(kept.chat)))  # of one thread
         self._once: SingleFlight[str, Chat] = SingleFlight()
+
+    def keep(self, digest: str, chat: Chat) -> _Kept:
+        """Keep what a version brings, as a reading process has read it."""
+        kept = self._kept[digest] = _Kept(chat)
+        return kept
 
     async def read(self, path: str) -> Chat:
         """Return what the version at `path` brings.
@@ -43,13 +56,14 @@ class Chats:
         Raises:
             LoRAPluginsError: a reading process was asked, and cannot read the files.
         """
-        if (digest := self._digest(path)) is not None:
-            # Kept chats are not kept again: each time, the whole chat would be encoded for its size.
-            if (chat := self.kept.get(digest)) is None:
-                chat = self.kept[digest] = await self._once.run(digest, lambda: self._read(digest))
-            if chat.added_tokens and self.served is not None:
-                await asyncio.to_thread(self.served, chat)  # makes a tokenizer, and remembers the tokenizer
-        return self.at(path)
+        if (digest := self._digest(path)) is None:
+            return Chat()
+        # Kept once, and not at each request: the whole chat is encoded for its size.
+        if (kept := self._kept.get(digest)) is None:
+            kept = self.keep(digest, await self._once.run(digest, lambda: self._read(digest)))
+        if kept.served is None and self.served is not None:
+            kept.served = await asyncio.to_thread(self.served, kept.chat)  # makes a tokenizer
+        return kept.served or kept.chat
 
     def at(self, path: str) -> Chat:
         """Return as `read` does; without an earlier `read`, this thread may have to wait.
@@ -59,14 +73,11 @@ class Chats:
         """
         if (digest := self._digest(path)) is None:
             return Chat()
-        chat = kept = self.kept.get(digest)
-        if chat is None:
-            chat = self._ask(digest).result().adapter.chat
-        if chat.added_tokens and self.served is not None:
-            chat = self.served(chat)
-        if chat != kept:
-            self.kept[digest] = chat
-        return chat
+        if (kept := self._kept.get(digest)) is None:
+            kept = self.keep(digest, self._ask(digest).result().adapter.chat)
+        if kept.served is None and self.served is not None:
+            kept.served = self.served(kept.chat)
+        return kept.served or kept.chat
 
     async def _read(self, digest: str) -> Chat:
         try:

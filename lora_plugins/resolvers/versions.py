@@ -223,7 +223,7 @@ class VersionStore:
             is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
         if is_sound is True and not isinstance(checked, BaseException):
             self._known.note_warnings(digest, checked.warnings)
-            self._chats.kept[digest] = checked.chat
+            self._chats.keep(digest, checked.chat)
             return checked
         self._store.leases.release(digest, asker.holder)
         if is_sound is False:

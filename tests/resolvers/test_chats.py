@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,25 @@ def test_tokens_are_compared_with_the_engines_once_it_is_known(make):
     assert asyncio.run(resolver.chats.read(path)) == Chat(READ.template)
 
 
+def test_tokens_are_compared_once_and_not_on_the_event_loop(make):
+    resolver = make(FakeSource("s3", {"sql": FILES}))
+    path, threads = str(resolver.ask().path), []
+
+    def served(chat: Chat) -> Chat:
+        threads.append(threading.current_thread())
+        return chat
+
+    resolver.chats.served = served
+
+    async def requests() -> None:
+        for _ in range(3):
+            assert await resolver.chats.read(path) == resolver.chats.at(path) == READ
+
+    asyncio.run(requests())
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
 def test_memory_of_chats_is_bounded(make, asked, monkeypatch):
     monkeypatch.setattr("lora_plugins.resolvers.chats._MOST_BYTES", 1000)
     files = {str(n): FILES | {"chat_template.jinja": str(n).encode() * 300} for n in range(4)}
@@ -120,4 +140,4 @@ def test_memory_of_chats_is_bounded(make, asked, monkeypatch):
     verified = len(asked)
     assert [resolver.chats.at(path).template for path in paths] == [str(n) * 300 for n in range(4)]
     assert len(asked) > verified
-    assert resolver.chats.kept.currsize <= 1000
+    assert resolver.chats._kept.currsize <= 1000
