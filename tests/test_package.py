@@ -25,7 +25,6 @@ WITH_VLLM = {
 }
 # These compute with torch or NumPy, or hold tensors; what chooses, groups and plans stays pure.
 COMPUTING = {
-    "lora_plugins.resolvers.sources.crc",
     *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),
     *(
         f"lora_plugins.worker.{name}"

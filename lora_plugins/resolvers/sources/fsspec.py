@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from http import HTTPStatus
+from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -172,6 +173,8 @@ def check_protocol(protocol: str, options: Iterable[str] = ()) -> None:
     """
     try:
         client = fsspec.get_filesystem_class(protocol)
+        if protocol == "s3":
+            import_module("awscrt")  # for checksums, and for the signatures of multi-region access points
     except (ValueError, ImportError) as error:
         raise InvalidSettings(
             f"the protocol {protocol}:// without an installed file system",

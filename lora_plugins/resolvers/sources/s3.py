@@ -10,7 +10,6 @@ import os.path
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,8 +46,7 @@ def s3_storage_options(
     and instance metadata included, is left to botocore. The clients' own retries are off, because `retries.py` retries.
 
     Raises:
-        InvalidSettings: an endpoint that is no URL, carries a password, or is plain HTTP without AWS_ALLOW_HTTP; or a
-            multi-region access point without the package that signs for it.
+        InvalidSettings: an endpoint that is no URL, carries a password, or is plain HTTP without AWS_ALLOW_HTTP.
     """
     endpoint = next((env[name] for name in _ENDPOINTS if env.get(name)), None)
     allow_http = bool(_flag(env, "AWS_ALLOW_HTTP"))
@@ -74,12 +72,6 @@ def s3_storage_options(
     if access_point is not None:
         region = access_point.region or region
         if not access_point.region and not options["anon"]:
-            if find_spec("awscrt") is None:
-                raise InvalidSettings(
-                    "a multi-region access point without the package that signs for it",
-                    expected="awscrt",
-                    remedy="pip install 'botocore[crt]'",
-                )
             config["signature_version"] = "s3v4a"  # valid in every region
     if region:
         options["client_kwargs"] = {"region_name": region}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.resolvers.sources import s3 as s3_module
 from lora_plugins.resolvers.sources.object_store import object_source
 from lora_plugins.resolvers.sources.s3 import s3_storage_options
 from lora_plugins.resolvers.sources.uri import AccessPoint
@@ -27,12 +28,14 @@ def test_requests_go_to_the_region_of_an_access_point() -> None:
     assert options["config_kwargs"]["signature_version"] == "s3v4"
 
 
-def test_a_multi_region_access_point_needs_its_signer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_module, "find_spec", lambda _: None)
-    template = "s3://arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap/{lora_name}"
-    with pytest.raises(InvalidSettings, match=r"botocore\[crt\]"):
-        object_source(template, Settings())
-    monkeypatch.setattr(s3_module, "find_spec", lambda _: object())
+def test_a_server_without_the_library_of_aws_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "awscrt", None)
+    with pytest.raises(InvalidSettings) as refused:
+        object_source("s3://bucket/{lora_name}", Settings())
+    assert "s3" in refused.value.remedy
+
+
+def test_a_multi_region_access_point_is_signed_for_every_region() -> None:
     options = s3_storage_options({"AWS_REGION": "eu-west-1"}, AccessPoint("arn", ""))
     assert options["config_kwargs"]["signature_version"] == "s3v4a"
     assert options["client_kwargs"] == {"region_name": "eu-west-1"}
