@@ -79,13 +79,14 @@ def test_any_shape(runs, ranks, inn, widths, products, scale, largest_copied):
     slot_of_row=BATCHES,
     bad=[torch.nan, torch.inf, -torch.inf],
     side="ab",
+    dtype=DTYPES,
     products=WHOSE,
     largest_copied=LARGEST_COPIED,
     indirect=["largest_copied"],
 )
 @pytest.mark.usefixtures("largest_copied")
-def test_a_non_finite_adapter_spoils_its_own_rows_only(slot_of_row, bad, side, products):
-    case = make_case(slot_of_row, RANKS, products=products)
+def test_a_non_finite_adapter_spoils_its_own_rows_only(slot_of_row, bad, side, dtype, products):
+    case = make_case(slot_of_row, RANKS, dtype=dtype, products=products)
     getattr(case.weights, side)[0][4, 0, 0, 0] = bad
     y = case.outputs()
     found, expected = case.computed(y), case.expected(y)

@@ -54,12 +54,17 @@ static inline vec load(const element *p)
 {
     return (vec)(__builtin_convertvector(*(const half_vec *)p, uvec) << 16);
 }
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+static inline void store(element *p, vec v) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
+#else
 static inline void store(element *p, vec v)
 {
     uvec bits = (uvec)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to the nearest, ties to even */
     uvec is_nan = (uvec)(v != v);
     *(half_vec *)p = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40)) | (~is_nan & rounded), half_vec);
 }
+#endif
 static inline float wide(element e)
 {
     union { uint32_t bits; float f; } u = {(uint32_t)e << 16};
@@ -114,7 +119,6 @@ static inline element narrow(float f) { return f; }
 typedef element operand;
 static inline operand prepared(float f) { return narrow(f); }
 #if defined(__AVX512BF16__)
-#include <immintrin.h>
 static inline vec dot(vec sum, uint32_t x, uvec pairs)
 {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)pairs);
@@ -206,11 +210,12 @@ typedef uvec packed_uvec __attribute__((aligned(4)));
     }
 #endif
 
-/* One tile: ROWS rows, WIDE registers of columns. `from` and `to` are the rows' places; ADD: sums start from `to`. An
- * odd depth is summed to the next even one where elements lie in pairs: both sides have a 0 there. */
-#define TILE(NAME, ROWS, WIDE, ADD)                                                                          \
+/* One tile: ROWS rows, WIDE registers of columns. `from` and `to` are the rows' places; ADD: sums start from `to`; END
+ * keeps them there, or adds them to y. An odd depth is summed to the next even one where elements lie in pairs: both
+ * sides have a 0 there. */
+#define TILE(NAME, ROWS, WIDE, ADD, TO, END)                                                                 \
     static inline __attribute__((always_inline)) void NAME(                                                  \
-        const operand *const *from, const unit *p, int64_t depth, float *const *to)                          \
+        const operand *const *from, const unit *p, int64_t depth, TO *const *to)                             \
     {                                                                                                        \
         vec sum[ROWS][WIDE];                                                                                 \
         const operand *x[ROWS];                                                                              \
@@ -225,16 +230,16 @@ typedef uvec packed_uvec __attribute__((aligned(4)));
             SUM(ROWS, WIDE)                                                                                  \
         }                                                                                                    \
         _Pragma("GCC unroll 16") for (int r = 0; r < ROWS; r++)                                              \
-            _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) *(vec *)(to[r] + w * LANES) = sum[r][w];  \
+            _Pragma("GCC unroll 2") for (int w = 0; w < WIDE; w++) END(to[r] + w * LANES, sum[r][w]);        \
     }
 
 /* Some rows with one panel, in tiles as tall as there are rows left. */
-#define PRODUCT(NAME, WIDE, ADD)                                                                             \
-    TILE(NAME##_tall, TALL, WIDE, ADD)                                                                       \
-    TILE(NAME##_4, 4, WIDE, ADD)                                                                             \
-    TILE(NAME##_2, 2, WIDE, ADD)                                                                             \
-    TILE(NAME##_1, 1, WIDE, ADD)                                                                             \
-    static void NAME(const operand *const *from, int64_t n, const unit *p, int64_t depth, float *const *to)  \
+#define PRODUCT(NAME, WIDE, ADD, TO, END)                                                                    \
+    TILE(NAME##_tall, TALL, WIDE, ADD, TO, END)                                                              \
+    TILE(NAME##_4, 4, WIDE, ADD, TO, END)                                                                    \
+    TILE(NAME##_2, 2, WIDE, ADD, TO, END)                                                                    \
+    TILE(NAME##_1, 1, WIDE, ADD, TO, END)                                                                    \
+    static void NAME(const operand *const *from, int64_t n, const unit *p, int64_t depth, TO *const *to)     \
     {                                                                                                        \
         int64_t r = 0;                                                                                       \
         for (; r + TALL <= n; r += TALL) NAME##_tall(from + r, p, depth, to + r);                            \
@@ -243,18 +248,22 @@ typedef uvec packed_uvec __attribute__((aligned(4)));
         for (; r < n; r++) NAME##_1(from + r, p, depth, to + r);                                             \
     }
 
-PRODUCT(write_wide, 2, 0)
-PRODUCT(write_narrow, 1, 0)
-PRODUCT(add_wide, 2, 1)
-PRODUCT(add_narrow, 1, 1)
+static inline void keep(float *to, vec sum) { *(vec *)to = sum; }
+static inline void add(element *to, vec sum) { store(to, load(to) + sum); }
+PRODUCT(write_wide, 2, 0, float, keep)
+PRODUCT(write_narrow, 1, 0, float, keep)
+PRODUCT(further_wide, 2, 1, float, keep)
+PRODUCT(further_narrow, 1, 1, float, keep)
+PRODUCT(add_wide, 2, 0, element, add)
+PRODUCT(add_narrow, 1, 0, element, add)
 
-static void product(
-    int add, int64_t columns, const operand *const *from, int64_t n, const unit *p, int64_t depth, float *const *to)
+static void product(int is_further, int64_t columns, const operand *const *from, int64_t n, const unit *p,
+                    int64_t depth, float *const *to)
 {
     if (columns > LANES)
-        (add ? add_wide : write_wide)(from, n, p, depth, to);
+        (is_further ? further_wide : write_wide)(from, n, p, depth, to);
     else
-        (add ? add_narrow : write_narrow)(from, n, p, depth, to);
+        (is_further ? further_narrow : write_narrow)(from, n, p, depth, to);
 }
 
 /* `n` columns of `depth` elements each, side by side in `from`, into a panel of `width` columns, or a part of one. */
@@ -308,11 +317,10 @@ static inline int64_t shrunk_width(const struct group *g) { return up(g->rank, L
 
 static inline int64_t shrunk_size(const struct group *g) { return g->n_rows * shrunk_width(g); }
 
-#if ELEMENT != FLOAT32 || DOT
 /* `n` elements of x, as a tile has them; after an odd number, a 0. */
 static inline void prepare(operand *to, const element *x, int64_t n)
 {
-#if DOT
+#if DOT || ELEMENT == FLOAT32
     __builtin_memcpy(to, x, n * sizeof *x);
 #else
     int64_t i = 0;
@@ -321,7 +329,6 @@ static inline void prepare(operand *to, const element *x, int64_t n)
 #endif
     if (n % PAIR) to[n] = 0;
 }
-#endif
 
 /* Task `t` of one part of the first product: one panel of A with one chunk of rows. */
 static void shrink(const struct work *w, const struct group *g, int64_t part, int64_t t)
@@ -336,24 +343,24 @@ static void shrink(const struct work *w, const struct group *g, int64_t part, in
     const unit *p = (const unit *)g->a + column * units;
     float *shrunk = g->shrunk + part * shrunk_size(g);
     for (int64_t r = 0; r < n; r++) to[r] = shrunk + (row + r) * width + column;
-#if ELEMENT == FLOAT32
-    for (int64_t r = 0; r < n; r++) from[r] = w->x + g->rows[row + r] * w->x_stride + start;
-    product(0, columns, from, n, p + start * columns, end - start, to);
-#else
-    operand x[TALL][DEPTH];
-    for (int64_t r = 0; r < TALL; r++) from[r] = x[r];
-    if (start == end)
-        for (int64_t r = 0; r < n; r++) __builtin_memset(to[r], 0, columns * sizeof(float));
-    for (int64_t k = start; k < end; k += DEPTH) {
-        int64_t depth = least(DEPTH, end - k);
-        for (int64_t tile = 0; tile < n; tile += TALL) {
-            int64_t tall = least(TALL, n - tile);
-            for (int64_t r = 0; r < tall; r++)
-                prepare(x[r], w->x + g->rows[row + tile + r] * w->x_stride + k, depth);
-            product(k > start, columns, from, tall, p + k / PAIR * columns, depth, to + tile);
+    if (sizeof(operand) == sizeof(element) && w->in % PAIR == 0) {
+        for (int64_t r = 0; r < n; r++) from[r] = (const operand *)(w->x + g->rows[row + r] * w->x_stride + start);
+        product(0, columns, from, n, p + start / PAIR * columns, end - start, to);
+    } else {
+        operand x[TALL][DEPTH];
+        for (int64_t r = 0; r < TALL; r++) from[r] = x[r];
+        if (start == end)
+            for (int64_t r = 0; r < n; r++) __builtin_memset(to[r], 0, columns * sizeof(float));
+        for (int64_t k = start; k < end; k += DEPTH) {
+            int64_t depth = least(DEPTH, end - k);
+            for (int64_t tile = 0; tile < n; tile += TALL) {
+                int64_t tall = least(TALL, n - tile);
+                for (int64_t r = 0; r < tall; r++)
+                    prepare(x[r], w->x + g->rows[row + tile + r] * w->x_stride + k, depth);
+                product(k > start, columns, from, tall, p + k / PAIR * columns, depth, to + tile);
+            }
         }
     }
-#endif
     if (w->scale != 1)
         for (int64_t r = 0; r < n; r++)
             for (int64_t c = 0; c < columns; c++) to[r][c] *= w->scale;
@@ -361,7 +368,7 @@ static void shrink(const struct work *w, const struct group *g, int64_t part, in
 
 static int64_t shrink_tasks(const struct group *g) { return up(g->rank, PANEL) * up(g->n_rows, CHUNK); }
 
-/* Adds a tile's sums to y, where that is no float32, or ends within a register. */
+/* Adds a tile's sums to y, where y ends within a register, or the rank is larger than a depth. */
 static void add_to(element *const *to, int64_t n, float (*sums)[PANEL], int64_t columns)
 {
     for (int64_t r = 0; r < n; r++) {
@@ -409,7 +416,7 @@ static void expand(const struct work *w, const struct group *g, const struct sli
         for (int64_t column = first; column < last; column += PANEL) {
             int64_t columns = least(PANEL, last - column);
             const unit *p = (const unit *)s->b + column * up(s->rank, PAIR);
-            int in_place = ELEMENT == FLOAT32 && columns % LANES == 0;
+            int is_whole = columns % LANES == 0 && s->rank <= depth;
             for (int64_t k = 0; k < s->rank; k += depth) {
                 int64_t some = least(depth, s->rank - k);
                 if (column == first || s->rank > depth)
@@ -420,10 +427,14 @@ static void expand(const struct work *w, const struct group *g, const struct sli
                         else
                             from[r] = (const operand *)shrunk[r];
                     }
-                product(in_place || k, columns, from, n, p + k / PAIR * up(columns, LANES) * LANES, some,
-                        in_place ? (float *const *)to : beside);
+                if (is_whole && columns > LANES)
+                    add_wide(from, n, p, some, to);
+                else if (is_whole)
+                    add_narrow(from, n, p, some, to);
+                else
+                    product(k > 0, columns, from, n, p + k / PAIR * up(columns, LANES) * LANES, some, beside);
             }
-            if (!in_place) add_to(to, n, sums, columns);
+            if (!is_whole) add_to(to, n, sums, columns);
             for (int64_t r = 0; r < n; r++) to[r] += PANEL;
         }
     }
