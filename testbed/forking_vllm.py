@@ -4,9 +4,8 @@
 
 A program's own processes are forked too: on CPUs vLLM always spawns its engine and workers; elsewhere it forks them by
 default, so plugins must live with both. What a library reads from the environment while it is imported is read once,
-so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes; the Hub's library reads it again.
-The processes of one test run share them. Of PROMETHEUS_MULTIPROC_DIR only whether it is set is read then, and the
-directory when a process forked.
+so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes; the Hub's library and Prometheus's
+client read it again. The processes of one test run share them.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ from filelock import FileLock
 READ_AT_IMPORT = {
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
-    "PROMETHEUS_MULTIPROC_DIR": "",
     "TRITON_INTERPRET": "",
-    "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # `v2_runner` has a module there that Python imports first
+    "PYTHONPATH": "",  # only a part with a module that Python imports first, as `v2_runner` has it
 }
 IMPORTED = (
     "vllm.entrypoints.cli.main",
@@ -50,6 +48,25 @@ IMPORTED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
     "transformers.models.llama",
+)
+# What servers, engines and workers import later, a third of what a start would take; not every release of vLLM has all.
+# Not `lora_plugins.plugin`, which reads the environment then, nor SageMaker's package, which sets a level of logs.
+IMPORTED_LATER = (
+    "vllm.entrypoints.generate.generative_scoring.api_router",
+    "vllm.entrypoints.generate.structured_decisions.api_router",
+    "vllm.entrypoints.launchers.run_batch",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.rl.online.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.core.sched.scheduler",
+    "ray.dag",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
+    "lora_plugins.process",
+    "lora_plugins.endpoint_plugin",
+    "lora_plugins.api.routes",
+    "lora_plugins.worker.manager",
 )
 LOOK_S = 0.02
 LONGEST_S = 600.0
@@ -141,10 +158,9 @@ def fork(
     What it prints goes to `output`, and its errors to `error` or to the same file.
     """
     read_at_import = {name: environment.get(name, default) for name, default in READ_AT_IMPORT.items()}
+    read_at_import["PYTHONPATH"] = os.pathsep.join(filter(_is_imported_first, _python_path(environment)))
     read_at_import = {name: value for name, value in read_at_import.items() if value}
-    environment = {"HF_HUB_OFFLINE": "1", **environment, **read_at_import}
-    if "PROMETHEUS_MULTIPROC_DIR" in read_at_import:
-        read_at_import["PROMETHEUS_MULTIPROC_DIR"] = str(_FOLDER)
+    environment = {"HF_HUB_OFFLINE": "1", **read_at_import, **environment}
     key = json.dumps(read_at_import)
     if key not in _parents:
         _parents[key] = _Parent(read_at_import)
@@ -158,6 +174,14 @@ def fork(
         "error": str(error or output),
     }
     return Forked(parent, parent.ask(question))
+
+
+def _python_path(environment: Mapping[str, str]) -> list[str]:
+    return [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
+
+
+def _is_imported_first(folder: str) -> bool:
+    return (Path(folder) / "sitecustomize.py").exists()
 
 
 def run_forked(
@@ -206,17 +230,21 @@ def main() -> None:
 def import_vllm() -> None:
     for module in IMPORTED:
         importlib.import_module(module)
+    for module in IMPORTED_LATER:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     importlib.import_module("testbed.model_kinds").ask_in_this_process()
     _sleep_while_waiting()
     _compile_kernels()
 
 
 def _compile_kernels() -> None:
-    """Have programs find our CPU kernels compiled: half a second of a core for each that does so itself."""
+    """Have programs find our CPU kernels compiled: 0.7 seconds of a core for each that does so itself."""
     from lora_plugins.kernels.compiled import build
 
     with contextlib.suppress(build.CannotCompile):
-        build.product()
+        build.problem()
+        build.product("float32")
 
 
 def _sleep_while_waiting() -> None:
@@ -318,7 +346,9 @@ def _become(question: dict[str, Any]) -> None:
     os.chdir(question["directory"])
     os.environ.clear()
     os.environ.update(question["environment"])
+    sys.path[:0] = [part for part in _python_path(os.environ) if part not in sys.path]
     _read_hub_settings()
+    _read_prometheus_settings()
     sys.argv = list(question["arguments"])
     fork = functools.partial(multiprocessing.get_context, "fork")
     multiprocessing.get_context = lambda method=None: fork()
@@ -334,6 +364,13 @@ def _read_hub_settings() -> None:
     importlib.reload(constants)
     hf_api.api.endpoint = constants.ENDPOINT
     _cache_manager.HF_HUB_CACHE = constants.HF_HUB_CACHE
+
+
+def _read_prometheus_settings() -> None:
+    """Whether this program's metrics are in files, which those of its processes share."""
+    from prometheus_client import values
+
+    values.ValueClass = values.get_value_class()
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ if build.problem():
     pytest.skip(f"{build.problem()}: then vLLM's kernels compute", allow_module_level=True)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-PANEL = build.product().panel
-LANES = build.product().lanes
+PANEL = build.product("float32").panel
+LANES = build.product("float32").lanes
 
 
 THREADS = {"one thread": 1, "two threads": 2}
@@ -106,7 +106,7 @@ def test_sums_that_are_divided_among_threads(parts, inn, dtype):
 def test_a_sum_is_divided_where_threads_would_be_idle(threads, rows, rank, inn, parts):
     kept = Slice(rank=65 if rank == 65 else 16)
     group = Group(n_rows=rows, rank=rank, n_slices=1, slices=ctypes.addressof(kept))
-    found = build.product().parts(ctypes.addressof(group), 1, inn)
+    found = build.product("float32").parts(ctypes.addressof(group), 1, inn)
     assert found == (parts if threads == 2 else 1)
 
 
@@ -242,7 +242,7 @@ def test_without_compiler_or_temporary_directory_the_reason_is_said(monkeypatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.problem() == "no C compiler is on the PATH (cc, gcc, clang)"
     with pytest.raises(build.CannotCompile, match="no C compiler"):
-        build.product()
+        build.product("float32")
     monkeypatch.undo()
     forget_what_was_built()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))

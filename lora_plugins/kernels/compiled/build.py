@@ -51,7 +51,7 @@ def problem() -> str | None:
 
 
 @functools.cache
-def product(dtype: str = "float32") -> Product:
+def product(dtype: str) -> Product:
     """Return the compiled product of this process for `float32`, `bfloat16` or `float16`.
 
     Raises:
