@@ -10,6 +10,7 @@ benchmarks/results/kernels_cpu.json. An engine gets `--limit-s`; one that does n
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -19,11 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.adapters import write_adapter
+from benchmarks.kernels_profile import print_profile, profile
 from benchmarks.record import RESULTS, keep
 from lora_plugins.kernels.processor import this_processor
 from testbed.models import build_base
@@ -53,8 +57,8 @@ def random_adapter(directory: Path, base: Path, rank: int, seed: int) -> None:
     )
 
 
-def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
-    """In the child: run every case in turn and print one JSON line for each."""
+def started(home: Path, slot_rank: int, dtype: str) -> tuple[Any, Callable[..., float]]:
+    """In the child: the engine, and a function that runs a part with adapters and returns the seconds."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -75,21 +79,35 @@ def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
     names = sorted(path.name for path in home.glob("r*-*"))
     generator = random.Random(0)
 
-    def run(adapters: list[str], part: str) -> float:
+    def run(adapters: list[str], part: str, sequences: int = SEQUENCES) -> float:
         prompt_tokens, new_tokens = PARTS[part]
         prompts = [
             {"prompt_token_ids": [generator.randrange(10, VOCAB - 10) for _ in range(prompt_tokens)]}
-            for _ in range(SEQUENCES)
+            for _ in range(sequences)
         ]
-        chosen = [adapters[n % len(adapters)] for n in range(SEQUENCES)] if adapters else []
+        chosen = [adapters[n % len(adapters)] for n in range(sequences)] if adapters else []
         requests = [LoRARequest(name, names.index(name) + 1, str(home / name)) for name in chosen] or None
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
         elapsed = time.perf_counter() - start
-        assert sum(len(output.outputs[0].token_ids) for output in outputs) == SEQUENCES * new_tokens
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == sequences * new_tokens
         return elapsed
 
+    return llm, run
+
+
+def measure_parts(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
+    """In the child: profile decoding with the adapters of every case, and print one JSON line for each."""
+    llm, run = started(home, slot_rank, dtype)
+    runs = {case: functools.partial(run, adapters) for case, adapters in cases(slot_rank).items() if adapters}
+    for figures in profile(llm, runs, rounds, SEQUENCES):
+        print(json.dumps(figures), flush=True)
+
+
+def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
+    """In the child: run every case in turn and print one JSON line for each."""
+    _, run = started(home, slot_rank, dtype)
     todo = cases(slot_rank) if slot_rank else {"base": []}
     for adapters in todo.values():
         run(adapters, "decode")  # the first use loads adapters and fills caches
@@ -104,7 +122,15 @@ def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
 
 
 def run_engine(
-    home: Path, kernels: str, slot_rank: int, rounds: int, limit_s: float, dtype: str, reserved_cores: int | None
+    home: Path,
+    kernels: str,
+    slot_rank: int,
+    rounds: int,
+    limit_s: float,
+    dtype: str,
+    reserved_cores: int | None,
+    *,
+    profiled: bool = False,
 ) -> list[dict]:
     """Measure in a child process; what it printed within the limit."""
     environment = {
@@ -119,6 +145,10 @@ def run_engine(
     }
     command = [sys.executable, "-m", "benchmarks.kernels_cpu", "--child", str(home), "--slot-ranks", str(slot_rank)]
     command += ["--rounds", str(rounds), "--dtype", dtype]
+    if profiled:
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # layers are timed within the engine's process
+        environment.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")  # as where the engine has a process of its own
+        command.append("--profile")
     with (home / f"{kernels}-{slot_rank}.log").open("wb") as log, tempfile.TemporaryFile() as out:
         child = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)
         finished = True
@@ -242,11 +272,14 @@ def main() -> int:
     arguments.add_argument("--layers", type=int, default=LAYERS, help="fewer, where bfloat16 is slow")
     arguments.add_argument("--reserved-cores", type=int, help="cores that vLLM leaves free, if not its default")
     arguments.add_argument("--limit-s", type=float, default=240)
+    arguments.add_argument("--profile", action="store_true", help="where a decoding step goes, and no tokens/s")
     arguments.add_argument("--dry", action="store_true", help="keep no result")
     arguments.add_argument("--fresh", action="store_true", help="without what earlier runs measured of other engines")
     options = arguments.parse_args()
     if options.child:
-        measure(options.child, options.slot_ranks[0], options.rounds, options.dtype[0])
+        (measure_parts if options.profile else measure)(
+            options.child, options.slot_ranks[0], options.rounds, options.dtype[0]
+        )
         return 0
     for dtype in options.dtype:
         if instructions(dtype):
@@ -255,6 +288,16 @@ def main() -> int:
     if len(options.dtype) > 1:
         print_dtypes({dtype: kept(name_of(options, dtype)) for dtype in options.dtype}, options.slot_ranks)
     return 0
+
+
+def run_profile(home: Path, options: argparse.Namespace, dtype: str) -> None:
+    for slot_rank in options.slot_ranks:
+        found = run_engine(
+            home, "ours", slot_rank, options.rounds, options.limit_s, dtype, options.reserved_cores, profiled=True
+        )
+        for figures in found:
+            print(f"{dtype}, max_lora_rank {slot_rank}, {figures['case']}, µs of a step of {SEQUENCES} rows:\n")
+            print_profile(figures)
 
 
 def name_of(options: argparse.Namespace, dtype: str) -> str:
@@ -271,6 +314,9 @@ def run(options: argparse.Namespace, dtype: str) -> None:
         for rank in (16, 64):
             for number in range(4):
                 random_adapter(home / f"r{rank}-{number}", base, rank, number)
+        if options.profile:
+            run_profile(home, options, dtype)
+            return
         for kernels in options.kernels:
             for slot_rank in (0,) if kernels == "none" else options.slot_ranks:
                 found = run_engine(

@@ -1,0 +1,196 @@
+"""Where a decoding step goes: base products, our shrink and expand, and what is around them, layer by layer.
+
+`python -m benchmarks.kernels_cpu --profile` starts this module as a process for each dtype, slot rank and number of
+adapters. The engine runs within the process, and functions of the LoRA layers are timed while 16 sequences decode. A
+layer's figure is that of its fastest step. Every second round makes calls without B, so that the shrink is timed apart:
+the answers of such rounds are wrong, and nobody reads them. The products that PyTorch computes count as the wrapper's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lora_plugins.kernels.compiled.library import Group
+
+PARTS = ("base", "shrink", "expand", "wrapper", "layer")
+GOALS = {"beyond_us": 3.0, "of_floor": 0.6}
+_BANDWIDTH_BYTES = 1 << 27
+
+
+class Timers:
+    """Times the calls of wrapped functions; the numbers are seconds, by layer and by what was called."""
+
+    def __init__(self) -> None:
+        self.is_whole = True
+        self.now: dict[str, float] = defaultdict(float)
+        self.steps: dict[tuple[str, bool], list[dict[str, float]]] = defaultdict(list)
+
+    def timed(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*arguments, **options)
+            self.now[what] += time.perf_counter() - started
+            return result
+
+        return call
+
+    def layer(self, name: str, apply: Callable[..., Any], rows: int) -> Callable[..., Any]:
+        """Return `apply`, which keeps the times of its parts for batches of so many rows."""
+        timed = self.timed("whole", apply)
+
+        def call(x: Any, *arguments: Any) -> Any:
+            self.now.clear()
+            result = timed(x, *arguments)
+            if len(x) == rows:
+                self.steps[name, self.is_whole].append(dict(self.now))
+            return result
+
+        return call
+
+    def product(self, add: Callable[..., None]) -> Callable[..., None]:
+        """Return `add`, which leaves out the products with B in every second round."""
+        timed = self.timed("product", add)
+
+        def call(address: int, n_groups: int, *others: Any) -> None:
+            if self.is_whole:
+                timed(address, n_groups, *others)
+                return
+            groups = (Group * n_groups).from_buffer_copy((Group * n_groups).from_address(address))
+            for group in groups:
+                group.n_slices = 0
+            timed(groups, n_groups, *others)
+
+        return call
+
+    def parts(self) -> dict[str, dict[str, float]]:
+        """Return each layer's seconds of a step, by the names in `PARTS`."""
+        return {
+            name: split(whole, self.steps[name, False]) for (name, is_whole), whole in self.steps.items() if is_whole
+        }
+
+
+def split(whole: list[dict[str, float]], without_b: list[dict[str, float]]) -> dict[str, float]:
+    """Return the seconds of one layer's parts, from steps with and without the products with B."""
+
+    def least(steps: list[dict[str, float]], of_step: Callable[[dict[str, float]], float]) -> float:
+        return min(map(of_step, steps))  # what else runs on the machine only ever adds
+
+    product = least(whole, lambda step: step.get("product", 0.0))
+    shrink = min(product, least(without_b, lambda step: step.get("product", 0.0)))
+    return {
+        "base": least(whole, lambda step: step["base"]),
+        "shrink": shrink,
+        "expand": product - shrink,
+        "wrapper": least(whole, lambda step: step["ours"] - step.get("product", 0.0)),
+        "layer": least(whole, lambda step: step["whole"] - step["base"] - step["ours"]),
+    }
+
+
+def bandwidth() -> float:
+    """Return the bytes a second that the process's threads read, of a tensor larger than the caches."""
+    numbers = torch.ones(_BANDWIDTH_BYTES // 4)
+    return _BANDWIDTH_BYTES / fastest(numbers.sum, 20)
+
+
+def fastest(function: Callable[[], Any], times: int) -> float:
+    best = float("inf")
+    for _ in range(times):
+        started = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def floor_s(adapter_bytes: float, bytes_per_s: float, layers: int, call_s: float) -> float:
+    """Return the least seconds of a step: the adapters are read once, and every layer has a call."""
+    return adapter_bytes / bytes_per_s + layers * call_s
+
+
+def beyond_the_product(wrapper: Any, layer: Any, rows: int) -> float:
+    """Return the seconds of a call of our wrapper in which the library computes nothing, with warm caches."""
+    slots = wrapper._modules[id(layer.lora_a_stacked)]
+    y = torch.zeros(rows, sum(layer.output_slices), dtype=slots.a[0].dtype)
+    x = torch.zeros(rows, slots.a[0].shape[3], dtype=y.dtype)
+    product = slots.panels.product
+    # `pack` without a column is a call into the library, with about as many arguments.
+    slots.panels.product = dataclasses.replace(product, add=lambda *_: product.pack(None, 0, 0, 0, None, 0, 1))
+    wrapper._plans.clear()
+    call = functools.partial(
+        wrapper.add_lora_linear, y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices
+    )
+    found = fastest(call, 2000)
+    slots.panels.product = product
+    wrapper._plans.clear()
+    return found
+
+
+def empty_call(product: Any) -> float:
+    """Return the seconds of a call without an adapter: the threads are woken, and wait for each other."""
+    return fastest(functools.partial(product.add, None, 0, 0, 1, 1.0, None, 0, None, 0), 2000)
+
+
+def profile(
+    llm: Any, runs: Mapping[str, Callable[[str, int], Any]], rounds: int, rows: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each case: `runs[case]("decode", sequences)` decodes with the adapters of the case."""
+    layers: dict[str, Any] = {}
+    llm.apply_model(
+        lambda model: layers.update(
+            (name, module) for name, module in model.named_modules() if hasattr(module, "output_slices")
+        )
+    )
+    first = next(iter(layers.values()))
+    wrapper = first.punica_wrapper
+    modules = [wrapper._modules[id(layer.lora_a_stacked)] for layer in layers.values()]
+    figures: dict[str, dict[str, Any]] = {}
+    for case, run in runs.items():
+        beyond = {}
+        for n in (1, rows):
+            run("decode", n)
+            beyond[n] = beyond_the_product(wrapper, first, n)
+        read = sum(slots.panels.of(slot).flat.nbytes for slots in modules for slot in wrapper._batch.rows)
+        call = empty_call(modules[0].panels.product)
+        figures[case] = {"beyond": beyond, "bytes": read, "bytes_per_s": bandwidth(), "call": call}
+    timers = Timers()
+    for slots in modules:
+        slots.panels.product = dataclasses.replace(slots.panels.product, add=timers.product(slots.panels.product.add))
+    wrapper.add_lora_linear = timers.timed("ours", wrapper.add_lora_linear)
+    for name, layer in layers.items():
+        layer.apply = timers.layer(name, layer.apply, rows)
+        layer.base_layer.quant_method.apply = timers.timed("base", layer.base_layer.quant_method.apply)
+    for case, run in runs.items():
+        timers.steps.clear()
+        wrapper._plans.clear()
+        for number in range(2 * rounds):
+            timers.is_whole = number % 2 == 0
+            run("decode", rows)
+        yield {"case": case, **figures[case], "layers": timers.parts()}
+
+
+def print_profile(figures: dict[str, Any]) -> None:
+    """Print microseconds of a step for each kind of layer, and what is said of the whole step."""
+    kinds: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for name, parts in figures["layers"].items():
+        kinds[name.rpartition(".")[2]].append(parts)
+    kinds["all"] = list(figures["layers"].values())
+    print(f"| layers | {' | '.join(PARTS)} |\n|---|{'---|' * len(PARTS)}")
+    for kind, found in kinds.items():
+        cells = (f"{sum(parts[part] for parts in found) * 1e6:.0f}" for part in PARTS)
+        print(f"| {len(found)} × {kind} | {' | '.join(cells)} |")
+    ours = sum(parts[part] for parts in kinds["all"] for part in PARTS[1:4])
+    least = floor_s(figures["bytes"], figures["bytes_per_s"], len(kinds["all"]), figures["call"])
+    print(
+        f"\nFloor {least * 1e6:.0f} µs: {figures['bytes'] / 1e6:.1f} MB at {figures['bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"{len(kinds['all'])} calls of {figures['call'] * 1e6:.1f} µs. Floor / ours: {least / ours:.2f} (goal "
+        f"{GOALS['of_floor']})."
+    )
+    # JSON made texts of the numbers of rows.
+    beyond = ", ".join(f"{rows} rows {s * 1e6:.1f} µs" for rows, s in figures["beyond"].items())
+    print(f"A call beyond the product: {beyond} (goal {GOALS['beyond_us']:.0f}).\n")
