@@ -34,9 +34,8 @@ from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.api.routes import router
 from lora_plugins.events import Events
 from lora_plugins.server import reconciler
-from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import ServedAdapter
+from lora_plugins.server.registry import DesiredAdapter, ServedAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import Layout

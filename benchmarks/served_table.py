@@ -147,8 +147,8 @@ def today(home: Path, options: argparse.Namespace) -> dict[str, Any]:
     import asyncio
 
     from lora_plugins.server.carrying import CarryToLeader, answer_carried
-    from lora_plugins.server.desired import DesiredAdapter
     from lora_plugins.server.leader import Leader
+    from lora_plugins.server.registry import DesiredAdapter
     from lora_plugins.server.served_file import ServedFile
 
     leader = Leader(lambda request: request, lambda number: None)

@@ -27,10 +27,9 @@ GOES: dict[str, tuple[str, ...] | None] = {
         *("take_role", "listen", "resolved_by_leader", "_leader", "_follower", "_is_ending", "_resolve"),
         "_exception_of",
     ),
-    "vllm_patches/api_server/supervisor.py": ("_FirstProcess",),
-    "vllm_patches/api_server/serve_command.py": ("_above",),
+    "vllm_patches/api_server/serve_command.py": ("_above", "_FirstProcess"),
     "vllm_patches/api_server/lifecycle.py": ("_copies_of",),
-    "server/rates.py": ("FollowedRates",),
+    "server/limits.py": ("FollowedRates",),
     "server/served_file.py": ("write", "read", "pieces", "_by_lines", "_of_document", "_served_name"),
     "server/reconciler.py": (
         *("_write_soon", "written", "_write", "_write_file", "_note_unwritable", "_what_is_served"),

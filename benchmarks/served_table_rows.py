@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 
 FIELDS = ("name", "digest", "engine_id", "uri", "is_fixed", "is_pinned", "is_blocked", "times", "number")
 SCHEMA = """

@@ -29,8 +29,8 @@ from lora_plugins.server.copies import Copies
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.limits import Rates
 from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.rates import Rates
 from lora_plugins.server.snapshots import Snapshots
 from lora_plugins.settings import BaseMatch, Settings, environment
 from lora_plugins.store.store import open_store

@@ -12,10 +12,9 @@ from pydantic import TypeAdapter
 
 from lora_plugins.adapter.pace import paced
 from lora_plugins.api.models import AdapterView, DeclaredState, DeclaredView, LastError, ServedState
-from lora_plugins.server.desired import Target
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.planner_client import AdapterStates
-from lora_plugins.server.reconciler import Reconciler
+from lora_plugins.server.reconciler import Reconciler, Target
 from lora_plugins.server.registry import Registry, ServedAdapter
 from lora_plugins.store.store import Store
 

@@ -41,9 +41,9 @@ from lora_plugins.log import logger
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
+from lora_plugins.server.limits import Share
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.shares import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.store.layout import is_digest
 

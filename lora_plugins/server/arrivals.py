@@ -16,7 +16,7 @@ from typing import Self, cast
 
 from lora_plugins.errors import NoFreeSlot, SlowBody
 from lora_plugins.resolvers.places import Most, PlaceLimits, Places
-from lora_plugins.server.shares import Share
+from lora_plugins.server.limits import Share
 from lora_plugins.store.store import Store
 
 _AT_ONCE, _OF_ONE, _WAITING = 8, 4, 10_000

@@ -26,8 +26,8 @@ from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.background import background
+from lora_plugins.server.limits import Share, Shares
 from lora_plugins.server.registry import ServedAdapter, gone_from_source, no_longer_served
-from lora_plugins.server.shares import Share, Shares
 from lora_plugins.server.swapping import VersionChange, change, updating
 from lora_plugins.store.errors import DamagedCopy
 

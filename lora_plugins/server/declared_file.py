@@ -35,7 +35,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, error_of
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris, SourceUri
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.store.layout import is_digest
 from lora_plugins.verification.process import import_path, variables_of_children
 

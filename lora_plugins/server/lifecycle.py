@@ -15,8 +15,7 @@ from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
 from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.background import background
 from lora_plugins.server.copies import Copies
-from lora_plugins.server.desired import DesiredAdapter
-from lora_plugins.server.registry import ServedAdapter, no_longer_served
+from lora_plugins.server.registry import DesiredAdapter, ServedAdapter, no_longer_served
 from lora_plugins.server.swapping import (
     KEPT_VERSIONS,
     ChangeReason,

@@ -21,7 +21,7 @@ from lora_plugins.errors import NoFreeSlot, OutOfMemory, PushSuperseded
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.server.arrivals import Arrivals, Body, BodyRoom
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.shares import Share
+from lora_plugins.server.limits import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.store.errors import FullDisk, store_errors
 from lora_plugins.store.layout import discard

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from lora_plugins.adapter.names import is_by_digest
@@ -29,12 +29,10 @@ from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsErr
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, polling
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
-from lora_plugins.server.background import background
+from lora_plugins.server.background import FewAtOnce, background, in_steps
 from lora_plugins.server.declared_file import parse, parse_apart, read_bytes
-from lora_plugins.server.desired import DesiredAdapter, Target
-from lora_plugins.server.few_at_once import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.registry import ServedAdapter, source_of
+from lora_plugins.server.registry import DesiredAdapter, ServedAdapter, source_of
 from lora_plugins.server.served_file import KEEP_S, ServedFile
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import store_errors
@@ -50,6 +48,23 @@ _WRITTEN_S = 10.0  # 100,000 names take 2 s; only a disk that does not answer ta
 # stop the event loop for 20 ms.
 _Fields = tuple[str | bool | None, ...]
 _FROZEN_FROM = 5_000  # restored names, from which on garbage collections would visit all of them again and again
+
+
+@dataclass(slots=True)
+class Target:
+    """One adapter to serve, and the result so far.
+
+    Attributes:
+        is_declared: the file declares the adapter; else the settings or the last server's list do.
+        is_done: the adapter is served as wanted; or the start gave up, because the error is permanent or because
+            somebody else has decided.
+        error: the error of the last try.
+    """
+
+    adapter: DesiredAdapter
+    is_declared: bool = False
+    is_done: bool = False
+    error: LoRAPluginsError | None = None
 
 
 class Reconciler:

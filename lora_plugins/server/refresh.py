@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from lora_plugins.events import polling
 from lora_plugins.log import logger
-from lora_plugins.server.few_at_once import FewAtOnce, in_steps
+from lora_plugins.server.background import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import source_of
 

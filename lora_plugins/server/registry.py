@@ -1,4 +1,4 @@
-"""The names that one API server serves, with their versions; no vLLM, no torch.
+"""The names that one API server serves, with their versions, and names that it is to serve; no vLLM, no torch.
 
 vLLM's own table of names (`OpenAIServingModels.lora_requests`) is the truth, whoever writes the table: vLLM's resolver
 loop, vLLM's endpoints, or this package. The registry adds versions and states, and drops an entry as soon as the table
@@ -86,6 +86,31 @@ class ServedAdapter:
     def failed(self, error: LoRAPluginsError) -> None:
         """Note an error; the name goes on serving its version."""
         self.last_error = (error, time.time())
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredAdapter:
+    """One adapter to serve.
+
+    Attributes:
+        uri: the place with its revision; None: any source of the server that has the name.
+        held_digest: the digest of the only version to serve; None for the newest.
+        is_pinned: keep the adapter in host memory and a slot.
+        is_awaited: the server becomes ready only after a try of this adapter; no effect on a running server.
+        last_digest: digest of the version that the server before this one served; None where no server wrote any.
+            Of a declared adapter: the version that the server before this one was rolled back to.
+        last_place: source of the version of `last_digest`, as `AdapterResolver.place_of` says.
+        was_declared: the file of the server before this one declared the adapter.
+    """
+
+    name: str
+    uri: str | None = None
+    held_digest: str | None = None
+    is_pinned: bool = False
+    is_awaited: bool = field(default=True, compare=False)
+    last_digest: str | None = field(default=None, compare=False)
+    last_place: str = field(default="", compare=False)
+    was_declared: bool = field(default=False, compare=False)
 
 
 def source_of(adapter: ServedAdapter | None) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lora_plugins.adapter.pace import paced
 from lora_plugins.log import logger
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.store.layout import Layout, key_of, replace_small
 
 FORMAT = 1

@@ -17,7 +17,7 @@ from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.copies import CHANGES, Copies
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.leader import Leader
-from lora_plugins.server.shares import Share
+from lora_plugins.server.limits import Share
 from lora_plugins.store.errors import DamagedCopy
 
 

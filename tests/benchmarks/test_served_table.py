@@ -13,7 +13,7 @@ from benchmarks import served_table
 from benchmarks.served_table_lines import code_lines
 from benchmarks.served_table_rows import ChangedMeanwhile, Row
 from benchmarks.served_table_workers import opened
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 
 RIGHT = [(0.0, 1.0, 1, 7), (2.0, 3.0, 2, 8), (2.5, 2.6, 1, 0), (4.0, 4.1, 2, 0)]  # changes to 1 and 2, looks at 1 and 2
 

@@ -9,7 +9,7 @@ import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.cli.exits import Exit
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.store.store import Store
 from tests.make import adapter_files, put

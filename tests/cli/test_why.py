@@ -10,7 +10,8 @@ import pytest
 
 from lora_plugins.cli.exits import Exit
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.server.desired import DesiredAdapter, Target
+from lora_plugins.server.reconciler import Target
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.layout import Layout
 from tests.cli.admin_server import KEY, AdminServer, admin_server

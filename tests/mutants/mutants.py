@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "api: one store of responses for all keys",
-        "lora_plugins/vllm_patches/api_server/openai_serving_responses.py",
+        "lora_plugins/vllm_patches/api_server/access.py",
         "self._of.setdefault(label_of_request(), {})",
         "self._of.setdefault(None, {})",
         ("tests/vllm_patches/api_server/test_openai_serving_responses.py",),
@@ -251,7 +251,7 @@ MUTANTS = (
     ),
     Mutant(
         "server: a share takes one adapter more",
-        "lora_plugins/server/shares.py",
+        "lora_plugins/server/limits.py",
         "return Most(max(1, int(part * self._all)),",
         "return Most(1 + max(1, int(part * self._all)),",
         ("tests/server/test_shares.py",),

@@ -14,8 +14,8 @@ from lora_plugins import process as process_module
 from lora_plugins.errors import AdapterNotFound, NoFreeSlot, SourceUnavailable
 from lora_plugins.events import Events
 from lora_plugins.process import Process
-from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import Reconciler
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.server.swapping import ChangeReason
 from lora_plugins.settings import Settings

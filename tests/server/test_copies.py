@@ -20,9 +20,9 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, Out
 from lora_plugins.events import StoreDamaged
 from lora_plugins.server import copies, pushing
 from lora_plugins.server.copies import watch
+from lora_plugins.server.limits import Share
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.registry import ServedAdapter
-from lora_plugins.server.shares import Share
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.store import Store
 from tests.make import adapter_files

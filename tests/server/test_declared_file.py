@@ -9,7 +9,7 @@ import pytest
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import MAX_BYTES, parse, read_bytes
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 
 ALLOWED = AllowedUris.parse(("s3://adapters", "hf://acme", "file:///srv"))
 PATH = Path("/etc/lora/adapters.yaml")

@@ -12,7 +12,7 @@ import yaml
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, parse_apart
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 
 URIS = ("s3://adapters/ünïcode folder", "hf://acme")
 PATH = Path("/etc/lora/adapters\udcff.yaml")

@@ -34,10 +34,10 @@ from lora_plugins.errors import ErrorKind, InvalidSettings, LoRAPluginsError, So
 from lora_plugins.events import Events
 from lora_plugins.resolvers.known_versions import KnownVersions
 from lora_plugins.server.arrivals import Body
+from lora_plugins.server.limits import Share
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.served_file import ServedFile
-from lora_plugins.server.shares import Share
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import pending_bytes
 from lora_plugins.store.store import Store, open_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lora_plugins.server.few_at_once import FewAtOnce, in_steps
+from lora_plugins.server.background import FewAtOnce, in_steps
 from tests.virtual_time import runs
 
 

@@ -36,12 +36,11 @@ from lora_plugins.resolvers.single_flight import NameLocks, SingleFlight
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.background import background
-from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.leader import Frame, Leader
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import Registry, no_longer_served
+from lora_plugins.server.registry import DesiredAdapter, Registry, no_longer_served
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.server.shared_copies import FollowedCopies, LedCopies
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange

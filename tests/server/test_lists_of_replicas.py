@@ -11,8 +11,8 @@ import pytest
 
 from lora_plugins.events import Events
 from lora_plugins.server import reconciler
-from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import Reconciler
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 from tests.server.world import Version, World

@@ -18,8 +18,8 @@ from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, NoFreeSlot, Ou
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.server import arrivals
 from lora_plugins.server.arrivals import Body
+from lora_plugins.server.limits import Share
 from lora_plugins.server.pushing import Pushes
-from lora_plugins.server.shares import Share
 from lora_plugins.store.eviction import pending_bytes
 from lora_plugins.store.store import Store
 from tests.make import adapter_files, put

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.errors import RateExceeded
-from lora_plugins.server.rates import Rate, Rates
+from lora_plugins.server.limits import Rate, Rates
 
 
 class Clock:

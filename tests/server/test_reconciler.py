@@ -21,8 +21,8 @@ import yaml
 from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, LoRAPluginsError, OutOfMemory, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, is_polling
 from lora_plugins.server import reconciler
-from lora_plugins.server.desired import DesiredAdapter
 from lora_plugins.server.reconciler import LOOK_INTERVAL_S, RETRY_S, Reconciler
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 from tests.server.test_swapping import load_in_place

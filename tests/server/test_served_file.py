@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.server import served_file
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.server.served_file import FORMAT, ServedFile
 
 SERVED = [

@@ -23,8 +23,7 @@ from lora_plugins.server import leader as leading
 from lora_plugins.server.carrying import CarryToLeader, answer_carried
 from lora_plugins.server.follower import FollowedTable, Follower, has_started
 from lora_plugins.server.leader import Frame, Leader
-from lora_plugins.server.rates import FollowedRates, Rate, Rates
-from lora_plugins.server.shares import Share, Shares
+from lora_plugins.server.limits import FollowedRates, Rate, Rates, Share, Shares
 
 NAMES = ["sql", "chat", "team/poet"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.server import shares as shares_module
-from lora_plugins.server.shares import Share, Shares
+from lora_plugins.server.limits import Share, Shares
 from tests.virtual_time import runs
 
 A, B = Share("team-a", 0.5), Share("team-b", 0.5)

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
-from lora_plugins.server.desired import DesiredAdapter
+from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.store import processes
 from lora_plugins.store import store as store_module

@@ -33,7 +33,7 @@ from typing import Any
 
 from lora_plugins.adapter.names import MAX_CHARACTERS
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.server.rates import Rate
+from lora_plugins.server.limits import Rate
 
 # Patterns of adapter names: `*` matches any characters, also slashes, `?` one character; others match themselves.
 #

@@ -14,9 +14,8 @@ from lora_plugins.api.access.administrators import Administrators, Scope, forbid
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.tenants_routes import is_counted, is_tenants
 from lora_plugins.errors import LoRAPluginsError, NotAllowed
-from lora_plugins.server.rates import Rate
+from lora_plugins.server.limits import Rate, Share
 from lora_plugins.server.response import route_path
-from lora_plugins.server.shares import Share
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

@@ -1,7 +1,8 @@
 """vLLM's API server lets only administrators change the served adapters, and keeps to the access policy.
 
 `base_serving.py` and `openai_serving_models.py` check which adapters a request may use; the latter, and the middleware
-added here, check who may change them.
+added here, check who may change them. A stored response (`VLLM_ENABLE_RESPONSES_API_STORE`) is that of its own key
+alone.
 
 `VLLM_API_KEY` says whether vLLM asks for a key, and which keys of the policy vLLM does not accept. Where vLLM asks, our
 admin key joins `args.api_key`.
@@ -13,23 +14,22 @@ Until: vLLM lets a plugin authenticate requests.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from lora_plugins.api.access.administrators import ADMIN_KEY, Administrators
 from lora_plugins.api.access.policy import Policy
-from lora_plugins.api.access.principals import KnowPrincipal
+from lora_plugins.api.access.principals import KnowPrincipal, label_of_request
 from lora_plugins.errors import RateExceeded
 from lora_plugins.events import KeyRefused
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.server.rates import Rate
-from lora_plugins.vllm_patches.api_server import (
-    base_serving,
-    openai_serving_models,
-    openai_serving_responses,
-    output_processor,
-)
+from lora_plugins.server.limits import Rate
+from lora_plugins.vllm_patches.api_server import base_serving, openai_serving_models, output_processor
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
+from lora_plugins.vllm_patches.wrapping import wrap
+
+_STORES = ("response_store", "msg_store", "event_store", "background_tasks")
 
 
 def install(app: Any, process: Process) -> None:
@@ -62,7 +62,7 @@ def install(app: Any, process: Process) -> None:
     openai_serving_models.patch()
     if policy is not None:
         base_serving.patch_check()
-        openai_serving_responses.patch_stores()
+        patch_stores()
         if policy.has_rates:
             output_processor.patch()
             output_processor.patch_rates()
@@ -114,3 +114,54 @@ def _keys_of_vllm(app: Any) -> list[str]:
     # As vLLM (vllm/entrypoints/serve/middleware/register.py, 0.30 to 0.33): the option replaces the variable.
     given = getattr(getattr(app.state, "args", None), "api_key", None)
     return [key for key in (given or [envs.VLLM_API_KEY]) if key]
+
+
+def patch_stores() -> None:
+    """Give each principal of this process ids of its own; a second call changes nothing."""
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    wrap(OpenAIServingResponses, "__init__", _making)
+
+
+def _making(original: Any) -> Any:
+    """Make the stores mappings with a part for each principal: a body may choose its response's id.
+
+    Touches:
+        vllm.entrypoints.openai.responses.serving:
+            OpenAIServingResponses{response_store, msg_store, event_store, background_tasks,
+                __init__(self, engine_client, models, ...)}
+    Why: ids are the callers' choice, so keys could read, continue, cancel and replace others' responses.
+    Until: vLLM keeps stored responses apart by key.
+    """
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for name in _STORES:
+            setattr(self, name, _OfThePrincipal())
+
+    return made
+
+
+class _OfThePrincipal(MutableMapping[str, Any]):
+    """What the present request's principal has put there; tasks that a request starts are of its principal too."""
+
+    def __init__(self) -> None:
+        self._of: dict[str | None, dict[str, Any]] = {}
+
+    def _own(self) -> dict[str, Any]:
+        return self._of.setdefault(label_of_request(), {})
+
+    def __getitem__(self, it: str) -> Any:
+        return self._own()[it]
+
+    def __setitem__(self, it: str, value: Any) -> None:
+        self._own()[it] = value
+
+    def __delitem__(self, it: str) -> None:
+        del self._own()[it]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())

@@ -21,9 +21,8 @@ from lora_plugins.server.background import background
 from lora_plugins.server.carrying import answer_carried
 from lora_plugins.server.follower import Follower, end_without_leader
 from lora_plugins.server.leader import Frame, Leader
-from lora_plugins.server.rates import FollowedRates, Rate
+from lora_plugins.server.limits import FollowedRates, Rate, Share
 from lora_plugins.server.shared_copies import FollowedCopies
-from lora_plugins.server.shares import Share
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.serve_command import FOLDER

@@ -1,7 +1,12 @@
 """`vllm serve` with several API servers, and its refusal of front ends without our code.
 
 In front ends other than vLLM's API server in Python, resolvers, admin API and access policy are not there. Several API
-servers share their adapters (`roles.py`) where our manager plans them; otherwise no server may change them.
+servers share their adapters (`roles.py`) where our manager plans them; otherwise no server may change them. A
+follower's death ends no other process, the leader's ends all: the process above several API servers gets them with exit
+codes that say what the others can do without the dead process. A dead API server leaves no listening socket behind: all
+accept connections of the one socket that `vllm serve` has opened. In the engine, the leader ends the dead server's
+requests.
+
 `ServeSubcommand.validate` and `run_multi_api_server` (vllm/entrypoints/cli/serve.py, 0.30 to 0.33) are wrapped: startup
 fails before an engine loads.
 """
@@ -12,17 +17,19 @@ import functools
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.api.access.administrators import ADMIN_KEY
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
+from lora_plugins.log import logger
 from lora_plugins.plugin_names import ADMIN, MANAGER, RESOLVERS
 from lora_plugins.process import Process
 from lora_plugins.server import declared_file
+from lora_plugins.server.follower import has_started
 from lora_plugins.settings import Settings, named_in_environment
-from lora_plugins.vllm_patches.api_server.supervisor import going_on
 from lora_plugins.vllm_patches.wrapping import Over, wrap
 
 _CLI = "vllm.entrypoints.cli.serve"
@@ -30,6 +37,7 @@ _GRPC = "smg_grpc_servicer.vllm.servicer"  # vLLM's gRPC server: imported before
 _RUST = "vllm-rs"
 # A socket's path has at most 107 bytes; after the directory come the folder's name and the socket's, 40 bytes.
 _LONGEST_BYTES = 60
+_END_S = 5.0
 FOLDER = "lora_plugins_folder"  # an attribute of the arguments: where the API servers of one command find each other
 
 
@@ -147,7 +155,7 @@ def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
 def _sharing(original: Any, settings: Settings) -> Any:
     """Give several API servers a folder to find each other, and have vLLM start them with runtime updating.
 
-    The others outlive one that is killed (`supervisor.py`).
+    The others outlive one that is killed (`_going_on`).
 
     Meanwhile the module's `envs` says that runtime updating is off. Where adapters may change, without
     `lora_lru_manager` or on several hosts, the wrapper raises before an engine starts.
@@ -175,13 +183,79 @@ def _sharing(original: Any, settings: Settings) -> Any:
             setattr(args, FOLDER, folder)
             # The module's global, not the variable: the API servers that start here must read the true value.
             cli.envs = _WithoutUpdating(envs)
-            cli.wait_for_completion_or_failure = going_on(wait, Path(folder))
+            cli.wait_for_completion_or_failure = _going_on(wait, Path(folder))
             try:
                 return original(args)
             finally:
                 cli.envs, cli.wait_for_completion_or_failure = envs, wait
 
     return run_multi_api_server
+
+
+def _going_on(original: Callable[..., None], folder: Path) -> Callable[..., None]:
+    """Return vLLM's `wait_for_completion_or_failure` for API servers that find each other in this folder.
+
+    After its start, an API server other than the first counts as ended with exit code 0, and the first as ended with 1.
+    Read in 0.30 to 0.33, run in 0.32: vLLM reads only `processes` of the manager, in the order of the API servers'
+    numbers, and of each process only `sentinel`, `name`, `pid` and, after its end, `exitcode`.
+
+    Touches:
+        vllm.entrypoints.cli.serve: wait_for_completion_or_failure
+        vllm.v1.utils: wait_for_completion_or_failure(api_server_manager, engine_manager, coordinator)
+            APIServerProcessManager{processes}
+    Why: vLLM goes on without a process after exit code 0 only: a killed API server ended all, and a first API server
+        that ended with 0 left the others without names.
+    Until: vLLM goes on without a dead API server, or starts another in its place.
+    """
+
+    def wait_for_completion_or_failure(api_server_manager: Any, *args: Any, **kwargs: Any) -> None:
+        original(_Servers(api_server_manager, folder), *args, **kwargs)
+
+    return wait_for_completion_or_failure
+
+
+class _Servers(Over):
+    """A view of vLLM's manager of API servers."""
+
+    def __init__(self, manager: Any, folder: Path) -> None:
+        super().__init__(manager)
+        first, *others = manager.processes  # vLLM numbers API servers in this order, and number 0 leads
+        self.processes = [_FirstProcess(first), *(_OtherProcess(process, folder) for process in others)]
+
+
+class _Ended(Over):
+    """A view of an API server's process. vLLM reads the exit code once the process's end of `sentinel` is closed."""
+
+    def _code(self) -> int | None:
+        # The system closes a dying process's files a moment before the exit code is there.
+        self._under.join(_END_S)
+        code: int | None = self._under.exitcode
+        return code
+
+
+class _FirstProcess(_Ended):
+    """The first API server: no other may serve without the first, whatever its exit code."""
+
+    @property
+    def exitcode(self) -> int | None:
+        code = self._code()
+        return 1 if code == 0 else code
+
+
+class _OtherProcess(_Ended):
+    """Another API server: the others serve on after its death, once it has begun to serve."""
+
+    def __init__(self, process: Any, folder: Path) -> None:
+        super().__init__(process)
+        self._folder = folder
+
+    @property
+    def exitcode(self) -> int | None:
+        code, name, pid = self._code(), self._under.name, self._under.pid
+        if not code or not has_started(self._folder, pid):
+            return code
+        logger.error("%s (PID: %d) died with exit code %d: its requests fail, the others serve on", name, pid, code)
+        return 0
 
 
 def _above() -> str | None:

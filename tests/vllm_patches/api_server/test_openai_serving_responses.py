@@ -9,7 +9,7 @@ import pytest
 
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
-from lora_plugins.vllm_patches.api_server.openai_serving_responses import patch_stores
+from lora_plugins.vllm_patches.api_server.access import patch_stores
 
 
 @pytest.mark.parametrize("store", ["response_store", "msg_store", "event_store", "background_tasks"])
