@@ -31,7 +31,6 @@ class AdapterSpec:
         engine_id: vLLM's `lora_int_id`, one for each version.
         path: the adapter's directory, as the API server knows it.
         uri: the source, for a worker that lacks the directory; None where the name is enough.
-        is_3d: whether each tensor holds all experts, as vLLM's `is_3d_lora_weight` says.
         size_bytes: host memory for the weights, as the files say; 0 for unknown.
         lora_request: the caller's own object of a subclass of vLLM's class, whose author knows how to load the adapter.
         given: the workers' number for weights that a caller gave past the plan: nobody could load them again.
@@ -41,7 +40,6 @@ class AdapterSpec:
     name: str
     path: str
     uri: str | None = None
-    is_3d: bool = False
     size_bytes: int = 0
     lora_request: Any = None
     given: int = 0

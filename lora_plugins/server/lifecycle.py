@@ -139,7 +139,6 @@ class Lifecycle:
         # vLLM puts `request` into its table after this call: it must have the id and the path of the version by then.
         served = adapter.request
         request.lora_int_id, request.lora_path = served.lora_int_id, served.lora_path
-        request.is_3d_lora_weight = served.is_3d_lora_weight
         adapter.request = request
         self.registry.put(adapter)
         return True

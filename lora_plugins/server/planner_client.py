@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cachetools import LRUCache
 
@@ -30,14 +30,6 @@ T = TypeVar("T")
 
 # Calls a utility of every engine with plain values, and returns the answers by engine number.
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[Mapping[int, Any]]]
-
-
-class Request(Protocol):
-    """The part of vLLM's `LoRARequest` that the client needs."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
 
 
 def combined(engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> AdapterState:
@@ -80,7 +72,7 @@ class AdapterStates:
 
 
 class PlannerClient:
-    """Loads, pins and retires adapters in the engines.
+    """Loads, pins and retires adapters in the engines; a `request` is one of vLLM's `LoRARequest`s.
 
     Args:
         size_of: the bytes of the adapter at a path, where this process knows: engines then look at no file system.
@@ -95,13 +87,13 @@ class PlannerClient:
         self._size_of = size_of
         self.used_at: LRUCache[int, float] = LRUCache(REMEMBERED)
 
-    def used(self, request: Request) -> None:
+    def used(self, request: Any) -> None:
         """Note that a request for an adapter has come."""
         self.used_at[request.lora_int_id] = time.time()
 
     async def load(
         self,
-        request: Request,
+        request: Any,
         *,
         uri: str | None = None,
         wants_slot: bool = True,
@@ -129,7 +121,7 @@ class PlannerClient:
             size_bytes, load_s = (max(values) for values in zip(*loads, strict=True))
             self._events.emit(AdapterLoaded(request.lora_name, request.lora_path, size_bytes, load_s))
 
-    async def pin(self, request: Request, *, uri: str | None = None) -> None:
+    async def pin(self, request: Any, *, uri: str | None = None) -> None:
         """Keep an adapter in every engine's host memory, and in a slot.
 
         Raises:
@@ -202,8 +194,6 @@ class PlannerClient:
         answers = await self._ask(utility, tuple(to_plain(argument) for argument in arguments))
         return {number: from_plain(kind, answer) for number, answer in answers.items()}
 
-    def _spec(self, request: Request, uri: str | None) -> AdapterSpec:
-        is_3d, size_bytes = bool(getattr(request, "is_3d_lora_weight", False)), self._size_of(request.lora_path)
-        return AdapterSpec(
-            request.lora_int_id, request.lora_name, request.lora_path, uri, is_3d=is_3d, size_bytes=size_bytes
-        )
+    def _spec(self, request: Any, uri: str | None) -> AdapterSpec:
+        size_bytes = self._size_of(request.lora_path)
+        return AdapterSpec(request.lora_int_id, request.lora_name, request.lora_path, uri, size_bytes=size_bytes)

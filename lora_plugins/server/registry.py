@@ -11,19 +11,13 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lora_plugins.adapter.names import adapter_id, is_by_digest, misspelt
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path
 from lora_plugins.store.blocks import Blocks
-
-
-class NameTable(Protocol):
-    """The part of vLLM's `OpenAIServingModels` that the registry reads and writes."""
-
-    lora_requests: dict[str, Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -142,7 +136,7 @@ class Registry:
     """The names of one API server.
 
     Args:
-        table: vLLM's table of names.
+        table: vLLM's `OpenAIServingModels`, whose `lora_requests` are read and written.
         version_of: the version of a source that was last resolved for a name; None where there is no version.
         blocked: names that are refused until an operator loads them, whatever the table says.
         near: names like a misspelt one, which the present request may use.
@@ -154,7 +148,7 @@ class Registry:
 
     def __init__(
         self,
-        table: NameTable,
+        table: Any,
         version_of: Callable[[str], ResolvedAdapter | None],
         blocked: Blocks,
         near: Callable[[str], Sequence[str]] = lambda _: (),
@@ -226,10 +220,6 @@ class Registry:
         """Stop serving this name; a later request may resolve the name again."""
         if self.get(name) is not None:
             del self._table.lora_requests[name]
-        return self.forget(name)
-
-    def forget(self, name: str) -> ServedAdapter | None:
-        """Drop and return the entry of a name that vLLM has just taken out of its table."""
         return self._adapters.pop(name, None)
 
     def adapter_id(self, name: str) -> int:

@@ -166,5 +166,5 @@ class Snapshots:
 
 def _at(version: ResolvedAdapter, request: Any) -> Any:
     found = copy.copy(request)
-    found.lora_path, found.is_3d_lora_weight = str(version.path), version.is_3d
+    found.lora_path = str(version.path)
     return found

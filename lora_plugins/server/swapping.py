@@ -88,7 +88,7 @@ async def change(
         _note_found(server, adapter, version, uri, held_digest)
         return VersionChange(before, before, ChangeReason.UNCHANGED)
     leased = [] if version is None else [version]
-    path, is_3d = (version.path, version.is_3d) if version else (given.lora_path, given.is_3d_lora_weight)
+    path = str(version.path) if version else given.lora_path
     if is_same:
         reason = ChangeReason.REPAIRED
         path = respelt(old.lora_path)  # another spelling: cached prefixes of the damaged weights must not be found
@@ -96,9 +96,9 @@ async def change(
     if moves:
         # The same engine id and name, with the new path.
         request = copy.copy(old)
-        request.lora_path, request.is_3d_lora_weight = str(path), is_3d
+        request.lora_path = path
     else:
-        request = server.vllm.new_request(adapter.name, str(path), is_3d=is_3d)
+        request = server.vllm.new_request(adapter.name, path)
     try:
         await server.planner.load(request, uri=uri, wants_slot=old is None, moves=moves, is_noted=is_noted)
         if pins and not moves:  # with `moves`, the planner pins the successor of a pinned version

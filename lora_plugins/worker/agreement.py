@@ -9,20 +9,10 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.scheduler.messages import Failed, Report, merged
-
-
-class KeyValueStore(Protocol):
-    """The methods of torch.distributed's `Store` that `Agreement` calls."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def delete_key(self, key: str) -> bool: ...
-    def add(self, key: str, amount: int) -> int: ...
 
 
 @dataclass(slots=True)
@@ -30,7 +20,7 @@ class Agreement:
     """Results by job, of all workers together.
 
     Args:
-        rank: this worker's, of `world_size`. store: None for a single worker.
+        rank: this worker's, of `world_size`. store: torch.distributed's; None for a single worker.
         prefix: keeps the engines of one store apart.
         is_reporting: whether this worker's output reaches the scheduler. The reporting worker alone reports, and
             deletes all published results.
@@ -38,7 +28,7 @@ class Agreement:
 
     rank: int = 0
     world_size: int = 1
-    store: KeyValueStore | None = None
+    store: Any = None
     prefix: str = ""
     is_reporting: bool = True
     _waiting: list[Report] = field(default_factory=list)  # done here, and not yet on every worker

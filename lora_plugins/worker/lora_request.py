@@ -1,6 +1,6 @@
 """vLLM's `LoRARequest`, and the classes that frameworks put in its place or derive from it.
 
-Touches: vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, load_inplace, is_3d_lora_weight}
+Touches: vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, load_inplace}
 Why: a request of another class may hold weights, which only its own _load_adapter knows to take.
 """
 
@@ -9,15 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 
-def lora_request(name: str, engine_id: int, path: str, *, is_3d: bool = False) -> Any:
+def lora_request(name: str, engine_id: int, path: str) -> Any:
     """Return a request that names an adapter by its name, engine id and path, and nothing else."""
     from vllm.lora.request import LoRARequest
 
-    request = LoRARequest(lora_name=name, lora_int_id=engine_id, lora_path=path)
-    # Unsloth's class, which may stand in the place of vLLM's, has no field `is_3d_lora_weight`.
-    if is_3d:
-        request.is_3d_lora_weight = True
-    return request
+    return LoRARequest(lora_name=name, lora_int_id=engine_id, lora_path=path)
 
 
 def is_vllms(request: Any) -> bool:

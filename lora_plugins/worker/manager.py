@@ -49,10 +49,11 @@ from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, ta
 from lora_plugins.worker.lora_request import is_inplace
 from lora_plugins.worker.lora_request import lora_request as request_of
 from lora_plugins.worker.materialise import MissingFilesFetcher, Resolver
-from lora_plugins.worker.metrics import WorkerMetrics, metrics_of
+from lora_plugins.worker.metrics import metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.model_modules import describe
 from lora_plugins.worker.slot_copy import SlotStream, forget
+from lora_plugins.worker.weights_file import has_stacked_experts
 
 
 class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
@@ -145,7 +146,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._adapter_manager.empty()
         self.jobs.rewrite_slots()
 
-    def lora_metrics(self) -> WorkerMetrics:
+    def lora_metrics(self) -> dict[str, dict[str, Any]]:
         """Return adapters, memory and performance of this worker."""
         return metrics_of(self.jobs.entries, self._adapter_manager, self.device)
 
@@ -157,7 +158,9 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         Raises:
             LoRAPluginsError, or any error of vLLM's.
         """
-        request = spec.lora_request or request_of(spec.name, spec.engine_id, path, is_3d=spec.is_3d)
+        request = spec.lora_request or request_of(spec.name, spec.engine_id, path)
+        if spec.lora_request is None and has_stacked_experts(path):
+            request.is_3d_lora_weight = True  # which vLLM would have the caller say
         manager = self._adapter_manager
         with describing(adapter=spec.name):
             model = self._load_adapter(request)

@@ -1,9 +1,8 @@
-"""The answer of `get_lora_metrics()` on each worker; the JSON has the names of these fields."""
+"""The answer of `get_lora_metrics()` on each worker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,74 +15,44 @@ _STACKS = ("lora_a_stacked", "lora_b_stacked")
 _STACKS_OF_EXPERTS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterMetrics:
-    """Adapters in host memory, those in slots, `--max-cpu-loras`, slots, and the part of the slots in use."""
+def metrics_of(entries: Mapping[int, WorkerAdapter], manager: Any, device: Any) -> dict[str, dict[str, Any]]:
+    """Return the metrics of the adapters that the scheduler had loaded; `manager` is our `PlannedModelManager`.
 
-    registered: int
-    active: int
-    capacity: int
-    slots: int
-    utilisation: float
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryMetrics:
-    """Megabytes of each adapter by engine id, of the host cache and of all slots.
-
-    `efficiency` is the part of the host cache's bytes that adapters in slots hold.
+    `adapters`: those in host memory and in slots, `--max-cpu-loras`, the slots, and the part of the slots in use.
+    `memory`: megabytes of each adapter by engine id, of the host cache and of all slots; the part of the host cache's
+    bytes that adapters in slots hold. `performance`: whether activating any adapter costs no copy, None without
+    adapters, and the class that computes with them.
     """
-
-    adapter_mb: dict[str, float]
-    host_mb: float
-    slot_mb: float
-    device: str
-    efficiency: float
-
-
-@dataclass(frozen=True, slots=True)
-class PerformanceMetrics:
-    """Whether activating any adapter costs no copy, None without adapters; and the class that computes with them."""
-
-    instant: bool | None
-    kernel_backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerMetrics:
-    """Adapters, memory and kernels of one worker."""
-
-    adapters: AdapterMetrics
-    memory: MemoryMetrics
-    performance: PerformanceMetrics
-
-
-def metrics_of(entries: Mapping[int, WorkerAdapter], manager: Any, device: Any) -> WorkerMetrics:
-    """Return the metrics of the adapters that the scheduler had loaded; `manager` is our `PlannedModelManager`."""
-    loaded = [(entry, entry.adapter.size_bytes) for entry in entries.values() if entry.adapter is not None]
+    loaded = [(entry, entry.adapter) for entry in entries.values() if entry.adapter is not None]
     active = [key for key in manager.lora_index_to_id if key is not None and key > 0]
-    host_bytes = sum(size for _, size in loaded)
-    active_bytes = sum(size for entry, size in loaded if entry.key in active)
+    host_bytes = sum(adapter.size_bytes for _, adapter in loaded)
+    active_bytes = sum(adapter.size_bytes for entry, adapter in loaded if entry.key in active)
     adapter_mb: dict[str, float] = {}
-    for entry, size in loaded:  # several generations may share an engine id
+    for entry, adapter in loaded:  # several generations may share an engine id
         engine_id = str(entry.spec.engine_id)
-        adapter_mb[engine_id] = adapter_mb.get(engine_id, 0.0) + size / _MB
+        adapter_mb[engine_id] = adapter_mb.get(engine_id, 0.0) + adapter.size_bytes / _MB
     wrapper = next(iter(manager.punica_wrapper_mapping.values()), None)
     slots = manager.slots.total
-    return WorkerMetrics(
-        AdapterMetrics(len(loaded), len(active), manager.lora_config.max_cpu_loras, slots, len(active) / slots),
-        MemoryMetrics(
-            adapter_mb,
-            host_bytes / _MB,
-            slot_bytes(manager.modules, manager.slots) / _MB,
-            str(device),
-            active_bytes / host_bytes if host_bytes else 0.0,
-        ),
-        PerformanceMetrics(
-            all(entry.adapter.is_instant for entry in entries.values() if entry.adapter) if loaded else None,
-            type(wrapper).__name__,
-        ),
-    )
+    return {
+        "adapters": {
+            "registered": len(loaded),
+            "active": len(active),
+            "capacity": manager.lora_config.max_cpu_loras,
+            "slots": slots,
+            "utilisation": len(active) / slots,
+        },
+        "memory": {
+            "adapter_mb": adapter_mb,
+            "host_mb": host_bytes / _MB,
+            "slot_mb": slot_bytes(manager.modules, manager.slots) / _MB,
+            "device": str(device),
+            "efficiency": active_bytes / host_bytes if host_bytes else 0.0,
+        },
+        "performance": {
+            "instant": all(adapter.is_instant for _, adapter in loaded) if loaded else None,
+            "kernel_backend": type(wrapper).__name__,
+        },
+    }
 
 
 def slot_bytes(modules: Mapping[str, Any], slots: Slots) -> int:

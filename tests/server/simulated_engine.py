@@ -46,7 +46,6 @@ class Worker:
     slots: dict[int, int] = field(default_factory=dict)  # key by slot
     loads: Counter[str] = field(default_factory=Counter)  # by path
     uris: dict[str, str | None] = field(default_factory=dict)  # by path
-    is_3d: dict[str, bool] = field(default_factory=dict)  # by path
     _jobs: list[tuple[float, int, Report]] = field(default_factory=list)  # when it is done, whose, and what it says
 
     def carry_out(self, commands: Sequence[Command]) -> None:
@@ -57,7 +56,6 @@ class Worker:
                     assert key not in self.paths, "loaded twice"
                     self.paths[key] = spec.path
                     self.uris[spec.path] = spec.uri
-                    self.is_3d[spec.path] = spec.is_3d
                     self.loads[spec.path] += 1
                     done = Loaded(job, self.size_bytes, self.is_instant, self.delay_s)
                     self._jobs.append((now + self.delay_s, key, done))

@@ -560,34 +560,6 @@ async def test_workers_learn_the_uri_of_an_adapter() -> None:
     assert world.worker.uris == {"/store/aa": None, "/store/bb": "s3://b/1", "/store/cc": "s3://b/2"}
 
 
-# --- what a request says of its version ---
-
-
-@runs
-async def test_each_version_says_itself_whether_experts_are_stacked() -> None:
-    world = World()
-    stacked, other = Version("a" * 64, is_3d=True), Version("b" * 64)
-    world.resolver.has["sql"] = stacked
-    await world.lifecycle.load("sql")
-
-    def is_3d(name: str) -> bool:
-        request: Request = world.table.lora_requests[name]
-        assert world.worker.is_3d[request.lora_path] is request.is_3d_lora_weight, "the worker knows too"
-        return request.is_3d_lora_weight
-
-    assert is_3d("sql")
-    world.resolver.has["sql"] = other
-    assert (await world.lifecycle.refresh("sql")).is_swap
-    assert not is_3d("sql")
-    await world.lifecycle.roll_back("sql")
-    assert is_3d("sql")
-    world.resolver.has["s3://b/stacked"] = Version("c" * 64, is_3d=True)
-    await world.lifecycle.load("by-uri", "s3://b/stacked")
-    assert is_3d("by-uri")
-    assert await world.lifecycle.load_version(f"sql@{'a' * 8}")
-    assert is_3d(f"sql@{'a' * 8}")
-
-
 # --- the version that a caller expects ---
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lora_plugins.errors import NoFreeSlot
-from lora_plugins.server import shares as shares_module
+from lora_plugins.server import limits
 from lora_plugins.server.limits import Share, Shares
 from tests.virtual_time import runs
 
@@ -168,7 +168,7 @@ async def test_an_end_costs_no_more_where_thousands_wait() -> None:
 
 @runs
 async def test_a_flood_of_one_principal_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares_module, "_WAITING", 5)
+    monkeypatch.setattr(limits, "_WAITING", 5)
     shares, loop = Shares(2, None), asyncio.get_running_loop()
     began = loop.time()
     holding = asyncio.create_task(hold(shares, A, "a-0", seconds=20))

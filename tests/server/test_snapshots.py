@@ -28,7 +28,6 @@ class Request:
     lora_int_id: int
     lora_path: str
     load_inplace: bool = False
-    is_3d_lora_weight: bool = False
 
 
 class TensorRequest(Request):

@@ -22,7 +22,6 @@ class InPlace:
     lora_int_id: int
     lora_path: str
     load_inplace: bool = True
-    is_3d_lora_weight: bool = False
 
 
 async def load_in_place(world: World, name: str, path: str) -> bool:
@@ -51,12 +50,12 @@ async def gone(world: World) -> None:
 @runs
 async def test_what_lies_at_a_path_is_served_as_a_version() -> None:
     world = World()
-    world.resolver.has["/by/hand"] = Version("aa", is_3d=True)
+    world.resolver.has["/by/hand"] = Version("aa")
     assert await load_in_place(world, "sql", "/by/hand")
     adapter = served(world)
     assert (adapter.version, adapter.given_path) == (world.resolver.has["/by/hand"], "/by/hand")
     assert adapter.held_digest == "aa"
-    assert (adapter.request, adapter.request.is_3d_lora_weight) == (world.table.lora_requests["sql"], True)
+    assert adapter.request is world.table.lora_requests["sql"]
     assert await world.ask("sql") == "/store/aa"
     assert world.worker.uris == {"/store/aa": "/by/hand"}, "for workers that lack its files"
 

@@ -38,7 +38,6 @@ class Version:
     uri: str = "file:///adapters/x"
     size_bytes: int = 10
     rank: int = 8
-    is_3d: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -51,7 +50,6 @@ class Request:
     lora_name: str
     lora_int_id: int
     lora_path: str
-    is_3d_lora_weight: bool = False
     base_model_name: str | None = None
 
     @property
@@ -184,8 +182,8 @@ class Server:
     def lock(self, name: str) -> asyncio.Lock:
         return self.locks[name]
 
-    def new_request(self, name: str, path: str, *, is_3d: bool = False) -> Request:
-        return Request(name, next(self.ids), path, is_3d)
+    def new_request(self, name: str, path: str) -> Request:
+        return Request(name, next(self.ids), path)
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids

@@ -148,7 +148,7 @@ class Adapter:
 
     @property
     def spec(self) -> AdapterSpec:
-        return AdapterSpec(self.adapter_id, self.name, str(self.path), is_3d=self.is_3d)
+        return AdapterSpec(self.adapter_id, self.name, str(self.path))
 
     def request(self, **changes: Any) -> Any:
         from vllm.lora.request import LoRARequest

@@ -198,7 +198,7 @@ def test_experts_are_copied_beside_layers_that_are_placed(
     adapter = write_adapter(tmp_path / "a", 7, tensors_for(described(ours), of_format, RANK), RANK)
     serve(ours, adapter, 1)
     assert not ours.jobs.entries[7].adapter.is_instant
-    assert "Compiled" in ours.lora_metrics().performance.kernel_backend
+    assert "Compiled" in ours.lora_metrics()["performance"]["kernel_backend"]
     vllms.add_adapter(adapter.request())
     wanted, found = held_in(vllms, slots_of(vllms).index(7)), held_in(ours, 1)
     experts = [place for place in wanted if ".experts." in place]

@@ -51,7 +51,7 @@ def test_a_slot_being_written_belongs_to_no_adapter(make_manager: Make, adapters
     assert slots_of(manager) == [1, -2]
     step(manager, adapters[0])  # batches are prepared meanwhile
     assert manager.reports() == []
-    assert manager.lora_metrics().adapters.active == 1
+    assert manager.lora_metrics()["adapters"]["active"] == 1
     with pytest.raises(RuntimeError, match="in no slot"):
         step(manager, adapters[1])
     blocked.end()

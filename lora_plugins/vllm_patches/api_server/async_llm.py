@@ -7,7 +7,7 @@ the request with the copy's path.
 
 Touches:
     vllm.v1.engine.async_llm: AsyncLLM{engine_core, vllm_config, errored, dead_error}
-    vllm.lora.request: LoRARequest{lora_int_id, lora_path, load_inplace, is_3d_lora_weight}
+    vllm.lora.request: LoRARequest{lora_int_id, lora_path, load_inplace}
 Why: an error is answered with our status and text, and no request waits for a load in the engine's loop; prefix-cache
     keys hold (name, path), and files may change or go.
 """

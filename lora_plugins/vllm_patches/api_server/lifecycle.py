@@ -7,7 +7,7 @@ Touches:
     vllm.entrypoints.openai.models.serving:
         OpenAIServingModels{lora_requests, lora_id_counter, lora_resolver_lock, base_model_paths, model_config,
             is_base_model(self, model_name)}
-    vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+    vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, base_model_name}
     vllm.config.lora: LoRAConfig{max_cpu_loras}
     vllm.v1.engine.async_llm: AsyncLLM.abort(self, request_id, internal)
 Why: `lora_requests` is the table of the adapters that vLLM serves, and that lora_admin changes.
@@ -86,7 +86,7 @@ class _Server:
     def lock(self, name: str) -> Any:
         return self._models.lora_resolver_lock[name]
 
-    def new_request(self, name: str, path: str, *, is_3d: bool = False) -> Any:
+    def new_request(self, name: str, path: str) -> Any:
         from vllm.lora.request import LoRARequest
 
         if isinstance(this_process().role, Follower):
@@ -96,7 +96,6 @@ class _Server:
             lora_int_id=self._models.lora_id_counter.inc(1),
             lora_path=path,
             base_model_name=self._models.base_model_paths[0].name,
-            is_3d_lora_weight=is_3d,
         )
 
     async def abort(self, request_ids: list[str]) -> None:

@@ -33,7 +33,6 @@ from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.server.background import background
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.registry import no_longer_served
 from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
@@ -149,16 +148,6 @@ class _LoadsInBackground(_Client):
             self._lifecycle.load_failed(request)
 
 
-class _Unloads(_Client):
-    """Leaves the engine alone: afterwards the adapter is retired, with the refusal for its waiting requests.
-
-    For a release whose unload calls `remove_lora` (vllm-project/vllm#54939).
-    """
-
-    async def remove_lora(self, _: int) -> bool:
-        return True
-
-
 def _loading_by_path(original: Any) -> Any:
     """Load by path, and answer errors with our status; vLLM answers 500 where `add_lora` raises.
 
@@ -236,22 +225,8 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
         return await lifecycle.resolving.run(lora_name, resolve)
 
 
-def _checking_unload(original: Any) -> Any:
-    """Look under the name's lock, where vLLM checks the adapter that it then removes: the registry still has it."""
-
-    async def _check_unload_lora_adapter_request(self: Any, request: Any) -> Any:
-        if is_planned(self.engine_client):
-            lifecycle_of(self).registry.get(request.lora_name)
-        return await original(self, request)
-
-    return _check_unload_lora_adapter_request
-
-
 def _unloading(original: Any) -> Any:
-    """Unload, and free slot, memory and lease; vLLM's endpoint takes the name out of its table only.
-
-    The check notes, under the name's lock, which version is unloaded. Loading and unloading are for administrators
-    only.
+    """Unload by our lifecycle, which frees slot, memory and lease too; for administrators only.
 
     Touches:
         vllm.entrypoints.openai.models.serving:
@@ -265,18 +240,15 @@ def _unloading(original: Any) -> Any:
         if not is_planned(self.engine_client):
             return await original(self, request)
         lifecycle, name = lifecycle_of(self), request.lora_name
-        asking = _Unloads(self, lifecycle).in_place_of(self)
-        asking._check_unload_lora_adapter_request = self._check_unload_lora_adapter_request  # noqa: SLF001 - of `self`
-        result = await original(asking, request)
-        # After vLLM's own code: the table has lost the name, so no new request finds the adapter.
-        adapter = None if hasattr(result, "error") else lifecycle.registry.forget(name)
-        if adapter is not None:
-            lifecycle.server.on_change()
-            is_free = await lifecycle.server.drain(adapter, no_longer_served(name))
-            await lifecycle.written()
-            if not is_free:
-                return f"{result} Requests that still run keep its memory until they end."
-        return result
+        async with self.lora_resolver_lock[name]:  # as vLLM: a resolve under way puts its name into the table first
+            error = await self._check_unload_lora_adapter_request(request)
+        if error is not None:
+            return error
+        with as_http():
+            is_free = await lifecycle.unload(name, block=False)
+        await lifecycle.written()
+        removed = f"Success: LoRA adapter '{name}' removed successfully."  # vLLM's words
+        return removed if is_free else f"{removed} Requests that still run keep its memory until they end."
 
     return unload_lora_adapter
 
@@ -334,7 +306,6 @@ WRAPPERS = {
     "init_static_loras": _starting,
     "load_lora_adapter": _loading_by_path,
     "resolve_lora": _resolving,
-    "_check_unload_lora_adapter_request": _checking_unload,
     "unload_lora_adapter": _unloading,
     "show_available_models": _listing,
 }

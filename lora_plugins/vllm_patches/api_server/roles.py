@@ -47,7 +47,7 @@ async def take_role(models: Any) -> Leader | Follower | None:
         vllm.v1.engine.core_client: AsyncMPClient{client_count, client_index}
         vllm.entrypoints.openai.models.serving:
             OpenAIServingModels{lora_requests, engine_client, resolve_lora(self, lora_name)}
-        vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, base_model_name, is_3d_lora_weight}
+        vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, base_model_name}
         vllm.v1.engine.async_llm: AsyncLLM{engine_core, abort(self, request_id, internal)}
     Why: each of several API servers of vLLM has a table of its own, and engine ids that others give too.
     Until: API servers share what they serve.
@@ -134,7 +134,6 @@ def _leader(models: Any, process: Process) -> Leader:
             "engine_id": request.lora_int_id,
             "path": request.lora_path,
             "base": request.base_model_name,
-            "is_3d": request.is_3d_lora_weight,
             "warnings": [] if digest is None else process.resolver.known.warnings_of(digest),
         }
 
@@ -206,7 +205,6 @@ def _request_of(name: str, adapter: Frame) -> Any:
         lora_int_id=adapter["engine_id"],
         lora_path=adapter["path"],
         base_model_name=adapter["base"],
-        is_3d_lora_weight=adapter["is_3d"],
     )
 
 

@@ -11,7 +11,7 @@ Touches:
         EngineCore{scheduler, model_executor, add_lora(self, lora_request), remove_lora(self, lora_id),
             abort_requests(self, request_ids), pin_lora(self, lora_id), list_loras(self),
             collective_rpc(self, method, timeout, args, kwargs)}
-    vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight, load_inplace}
+    vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, load_inplace}
     vllm.v1.executor.abstract: Executor.collective_rpc(self, method, timeout, args, ...)
 Why: vLLM's own methods run in the engine's loop, and would load there and then.
 """

@@ -73,7 +73,6 @@ class AdapterSpecs:
             lora_request.lora_int_id,
             lora_request.lora_name,
             lora_request.lora_path,
-            is_3d=bool(getattr(lora_request, "is_3d_lora_weight", False)),
             lora_request=None if is_vllms(lora_request) else lora_request,
         )
         return self.complete(spec, is_inplace=is_inplace(lora_request))

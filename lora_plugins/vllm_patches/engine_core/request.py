@@ -63,7 +63,7 @@ def assign(request: Any, adapter: Adapter) -> None:
     before, path = request.lora_request, path_of(adapter)
     if (before.lora_int_id, weights_path(request)) == (adapter.key, path):
         return
-    request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
+    request.lora_request = lora_request(adapter.spec.name, adapter.key, path)
     # vLLM hashes a request's prompt on arrival (`Request.__init__`): the keys must follow the path.
     if before.lora_path != path:
         request.block_hashes.clear()
@@ -76,7 +76,7 @@ def move(request: Any, adapter: Adapter, hash_block_size: int) -> None:
     Tokens computed with earlier weights keep their keys; no other request finds the keys of later tokens.
     """
     path = path_of(adapter) + _OF_ONE + request.request_id
-    request.lora_request = lora_request(adapter.spec.name, adapter.key, path, is_3d=adapter.spec.is_3d)
+    request.lora_request = lora_request(adapter.spec.name, adapter.key, path)
     hash_again(request, hash_block_size)
 
 

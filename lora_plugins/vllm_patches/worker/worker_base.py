@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from lora_plugins.adapter.fit import BaseModel
@@ -175,4 +174,5 @@ def _rewrite_slots(self: Any) -> None:
 
 
 def _metrics(self: Any) -> dict[str, Any]:
-    return asdict(manager_of(self).lora_metrics())
+    metrics: dict[str, Any] = manager_of(self).lora_metrics()
+    return metrics

@@ -48,12 +48,11 @@ async def test_requests_are_aborted_by_the_ids_of_the_engine_core() -> None:
     assert aborted == ["a-1"]
 
 
-def test_a_request_has_its_own_id_and_its_format() -> None:
+def test_a_request_has_its_own_id() -> None:
     models = Models(None)
     models.lora_id_counter, models.base_model_paths = AtomicCounter(7), [SimpleNamespace(name="tiny")]
-    requests = [_Server(models).new_request("sql", "/store/aa", is_3d=is_3d) for is_3d in (True, False)]
+    requests = [_Server(models).new_request("sql", "/store/aa") for _ in range(2)]
     assert [request.lora_int_id for request in requests] == [8, 9]
-    assert [request.is_3d_lora_weight for request in requests] == [True, False]
     assert {(request.lora_name, request.lora_path, request.base_model_name) for request in requests} == {
         ("sql", "/store/aa", "tiny")
     }
