@@ -91,8 +91,7 @@ class Reconciler:
             is_wanted=lambda name, target: self._targets.get(name) is target,
             on_idle=self._report,
         )
-        self._content = b""
-        self._refused: tuple[bytes, InvalidSettings] | None = None  # the last content with an error, and the error
+        self._content: bytes | None = None  # of the file at the last look; None where it could not be read
         self._reported: DeclaredSetReconciled | None = None
         self._is_written, self._is_unwritable = True, False
         self._writing: asyncio.Task[None] | None = None
@@ -124,8 +123,8 @@ class Reconciler:
         self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
         rolled_back = await self._restore()
         if path is not None:
-            self._content = await asyncio.to_thread(read_bytes, path)
-            entries = dict(parse(self._content, path, AllowedUris.parse(self._settings.allowed_uris)))
+            self._content = content = await asyncio.to_thread(read_bytes, path)
+            entries = dict(parse(content, path, AllowedUris.parse(self._settings.allowed_uris)))
             for name in rolled_back.keys() & entries.keys():
                 if (entries[name].uri, entries[name].held_digest) == (rolled_back[name].uri, None):
                     entries[name] = replace(entries[name], last_digest=rolled_back[name].held_digest)
@@ -242,26 +241,18 @@ class Reconciler:
 
     async def _read_again(self, path: Path) -> bool:
         """Take up the file's present content; returns whether it is new. A file with an error changes nothing."""
+        before, self._content = self._content, None
         try:
-            content = await asyncio.to_thread(read_bytes, path)
-            # The former content may be back after a bad edit: then the error ends, and targets are tried again.
-            if content == self._content:
-                is_back, self.file_error = self.file_error is not None, None
-                return is_back
-            # Parse a content with an error only once, not at each look.
-            if self._refused is not None and self._refused[0] == content:
-                raise self._refused[1]
-            try:
-                entries = await asyncio.to_thread(parse_apart, content, path, self._settings.allowed_uris)
-            except InvalidSettings as error:
-                self._refused = content, error
-                raise
+            self._content = content = await asyncio.to_thread(read_bytes, path)
+            if content == before:  # with an error or without: parsed once, not at each look
+                return False
+            entries = await asyncio.to_thread(parse_apart, content, path, self._settings.allowed_uris)
         except InvalidSettings as error:
             if str(self.file_error) != str(error):
                 self._events.emit(DeclaredFileInvalid(error))
             self.file_error = error
             return False
-        self._content, self.file_error = content, None
+        self.file_error = None
         await self._declare(entries)
         return True
 

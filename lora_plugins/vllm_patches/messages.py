@@ -116,6 +116,13 @@ def error_in_tensor(pooled: Any) -> LoRAPluginsError | None:
     return error_in(bytes(pooled.tolist()).decode(errors="replace"))
 
 
+def error_of_output(output: Any) -> LoRAPluginsError | None:
+    """Return the error in an output of vLLM's API for its callers, of a completion or pooled; None without one."""
+    if hasattr(output.outputs, "data"):
+        return error_in_tensor(output.outputs.data)
+    return next((error for one in output.outputs if (error := error_in(one.stop_reason)) is not None), None)
+
+
 def error_in(reason: object) -> LoRAPluginsError | None:
     """Return the error in a stop reason; None for another stop reason."""
     if isinstance(reason, str) and reason.startswith(_PREFIX):

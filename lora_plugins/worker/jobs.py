@@ -72,14 +72,6 @@ class WorkerAdapter:
     written_event: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """The end of a job."""
-
-    entry: WorkerAdapter
-    report: Report
-
-
 class Jobs:
     """Everything that this worker holds, by key, and its present jobs.
 
@@ -113,7 +105,7 @@ class Jobs:
         self._loader = BackgroundThread("lora-plugins-loading", stream.begin_thread)
         self._fetcher = BackgroundThread("lora-plugins-fetching", stream.begin_thread)
         self._writer = BackgroundThread("lora-plugins-writing", stream.begin_thread)
-        self._done: deque[_Done] = deque()
+        self._done: deque[tuple[WorkerAdapter, Report]] = deque()
         self._something_done = threading.Event()
         self._running: set[int] = set()  # jobs that still run in a thread
         # Adapters that nothing refers to any more, and events after the last copies that read their host memory.
@@ -196,7 +188,7 @@ class Jobs:
             # Callers' adapters are in no store: the error of the failed load asks for the adapter again.
             self._fail(job, entry, error)
         else:
-            self._finish(_Done(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, 0.0, adapter.rank)))
+            self._finish(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, 0.0, adapter.rank))
         self._take_over()
 
     @property
@@ -304,8 +296,7 @@ class Jobs:
         while self._dropped and self._dropped[0][0].query():
             self._dropped.popleft()
         while self._done:
-            done = self._done.popleft()
-            entry, report = done.entry, done.report
+            entry, report = self._done.popleft()
             self._running.discard(report.job)
             self._agreement.done_here(report, is_wanted=not entry.is_evicted)
             # An evicted adapter's slot may have another owner by now.
@@ -351,7 +342,7 @@ class Jobs:
             if not entry.is_evicted:
                 entry.adapter = adapter
         load_s = time.perf_counter() - began_at
-        self._finish(_Done(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, load_s, adapter.rank)))
+        self._finish(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, load_s, adapter.rank))
 
     def _write(self, job: int, entry: WorkerAdapter, slot: int, idle_event: Any) -> None:
         began_at = time.perf_counter()
@@ -369,16 +360,18 @@ class Jobs:
                 logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
             self._fail(job, entry, error)
             return
-        self._finish(_Done(entry, Activated(job, time.perf_counter() - began_at)))
+        self._finish(entry, Activated(job, time.perf_counter() - began_at))
 
     def _fail(self, job: int, entry: WorkerAdapter, error: BaseException) -> None:
         # `explained` makes one of our errors: the report crosses processes, and a class of vLLM's or torch's may not
         # unpickle.
-        self._finish(_Done(entry, Failed(job, explained(error, entry.spec.name))))
+        self._finish(entry, Failed(job, explained(error, entry.spec.name)))
 
-    def _finish(self, done: _Done) -> None:
-        self._done.append(done)  # first: the engine loop may hear of the job from another worker's store entry at once
-        self._agreement.publish(done.report)
+    def _finish(self, entry: WorkerAdapter, report: Report) -> None:
+        self._done.append(
+            (entry, report)
+        )  # first: the engine loop may hear of the job from another worker's store entry at once
+        self._agreement.publish(report)
         self._something_done.set()
 
 

@@ -176,7 +176,7 @@ class LateWorker:
     def _await_thread(self) -> None:
         until = time.monotonic() + LIMIT_S
         while True:
-            unfinished = self.jobs._running - {done.report.job for done in list(self.jobs._done)}
+            unfinished = self.jobs._running - {report.job for _, report in list(self.jobs._done)}
             if not unfinished & self._loads and (self._stays.is_set() or not unfinished):
                 return
             assert time.monotonic() < until

@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response import Response, present, together
 from lora_plugins.server.snapshots import Snapshots
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
-from lora_plugins.vllm_patches.messages import VERSIONS, error_in, error_in_tensor
+from lora_plugins.vllm_patches.messages import VERSIONS, error_of_output
 from lora_plugins.vllm_patches.wrapping import where, wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
@@ -46,8 +46,8 @@ def patch() -> None:
 
     wrap(AsyncLLM, "add_lora", where(has_planner, _add_lora))
     wrap(AsyncLLM, "remove_lora", removing)
-    wrap(AsyncLLM, "generate", _answering(_error_of_completion))
-    wrap(AsyncLLM, "encode", _answering(_error_of_pooling))
+    wrap(AsyncLLM, "generate", _answering)
+    wrap(AsyncLLM, "encode", _answering)
 
 
 def planner_of(client: Any) -> PlannerClient:
@@ -167,7 +167,7 @@ def removing(original: Any) -> Any:
     return remove_lora
 
 
-def _answering(error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Callable[[Any], Any]:
+def _answering(original: Any) -> Any:
     """Give the request the path of the adapter's copy; raise the error that an output carries.
 
     Touches:
@@ -176,22 +176,18 @@ def _answering(error_of_output: Callable[[Any], LoRAPluginsError | None]) -> Cal
                 encode(self, prompt, pooling_params, request_id, lora_request, ...)}
     Why: a request whose adapter cannot be loaded is answered with our status and text.
     """
+    signature = inspect.signature(original)
 
-    def answering(original: Any) -> Any:
-        signature = inspect.signature(original)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        if call.arguments.get("lora_request") is None:
+            return original(*args, **kwargs)
+        return _watched(original, call)
 
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            call = signature.bind(*args, **kwargs)
-            if call.arguments.get("lora_request") is None:
-                return original(*args, **kwargs)
-            return _watched(original, call, error_of_output)
-
-        return answer
-
-    return answering
+    return answer
 
 
-async def _watched(original: Any, call: inspect.BoundArguments, error_of_output: Any) -> AsyncIterator[Any]:
+async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator[Any]:
     """Yield the outputs of a request for an adapter; raise where the engine could not have the adapter."""
     process, client, lora_request = this_process(), call.args[0], call.arguments["lora_request"]
     name, response, has_begun = lora_request.lora_name, present(), False
@@ -242,13 +238,3 @@ def _note_spans(response: Response, output: Any, path: str | None) -> None:
         spans = [(os.path.basename(path), 0)]
     if spans is not None:
         response.spans = together(response.spans, spans)
-
-
-def _error_of_completion(output: Any) -> LoRAPluginsError | None:
-    if not output.finished and not any(one.finish_reason for one in output.outputs):
-        return None
-    return next((error for one in output.outputs if (error := error_in(one.stop_reason)) is not None), None)
-
-
-def _error_of_pooling(output: Any) -> LoRAPluginsError | None:
-    return error_in_tensor(output.outputs.data)

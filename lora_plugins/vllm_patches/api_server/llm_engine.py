@@ -28,7 +28,7 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, removing, snapshots_of
-from lora_plugins.vllm_patches.messages import error_in, error_in_tensor
+from lora_plugins.vllm_patches.messages import error_in, error_of_output
 from lora_plugins.vllm_patches.wrapping import where, wrap
 
 T = TypeVar("T")
@@ -94,24 +94,19 @@ def _stepping(original: Any) -> Any:
 
 def _explain(output: Any) -> LoRAPluginsError | None:
     """Put an error's text where the user finds the text: the stop reason; for a pooling request, its own error."""
-    refused = _refused.pop(output.request_id, None)
+    refused, error = _refused.pop(output.request_id, None), error_of_output(output)
+    if error is None:
+        return None
+    error = refused or error
     if hasattr(output.outputs, "data"):
-        error = error_in_tensor(output.outputs.data)
-        if error is None:
-            return None
-        error = refused or error
         # The error's bytes are no embedding.
         output.outputs.data = output.outputs.data[:0]
         if hasattr(output, "error"):
             output.error = _request_error(error)
     else:
-        error = None
         for one in output.outputs:
-            if (its_error := error_in(one.stop_reason)) is not None:
-                error = refused or its_error
+            if error_in(one.stop_reason) is not None:
                 one.stop_reason = str(error)
-        if error is None:
-            return None
     logger.warning("Request %s was not answered: %s", output.request_id, error)
     return error
 

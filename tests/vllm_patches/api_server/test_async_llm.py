@@ -94,8 +94,8 @@ class Client:
 
     add_lora = where(async_llm.has_planner, async_llm._add_lora)(_add_lora)
     remove_lora = async_llm.removing(_remove_lora)
-    generate = async_llm._answering(async_llm._error_of_completion)(_generate)
-    encode = async_llm._answering(async_llm._error_of_pooling)(_encode)
+    generate = async_llm._answering(_generate)
+    encode = async_llm._answering(_encode)
 
 
 def request(name: str = "sql", *, load_inplace: bool = False) -> Any:
@@ -428,7 +428,7 @@ class Refusing(Client):
             yield output()
         yield output("error", stop_reason(UNREADABLE)) if len(self.own) <= self.refusals else output("stop")
 
-    generate = async_llm._answering(async_llm._error_of_completion)(_generate)
+    generate = async_llm._answering(_generate)
 
 
 UNREADABLE = InvalidAdapter("a header that cannot be read", adapter="sql")
