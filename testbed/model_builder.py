@@ -140,13 +140,13 @@ def _write_adapter(directory: Path, changes: Mapping[str, Any], base: Path, modu
 
     generator = torch.Generator().manual_seed(sum(directory.name.encode()))
     config: dict[str, Any] = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 16, **changes}
-    ranks: SuffixPatterns[int] = SuffixPatterns(config.get("rank_pattern", {}), "rank_pattern")
+    ranks = SuffixPatterns(config.get("rank_pattern", {}), "rank_pattern", _RANK)
     targets, tensors = config["target_modules"], {}
     for name, place in modules.places.items():
         is_target = place.kind is ModuleKind.LINEAR if targets == "all-linear" else name.rpartition(".")[2] in targets
         if not is_target:
             continue
-        rank = ranks.first(name, PatternBudget()) or _RANK
+        rank = ranks.value(name, PatternBudget())
         ends = (".lora_A.weight", ".lora_B.weight")
         if place.kind is ModuleKind.EMBEDDING:
             ends = (".lora_embedding_A", ".lora_embedding_B")

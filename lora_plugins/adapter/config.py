@@ -88,11 +88,11 @@ class AdapterConfig:
 
     def ranks(self) -> Callable[[str, PatternBudget], int]:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its rank."""
-        return _valued(self.rank_pattern, "rank_pattern", self.rank)
+        return SuffixPatterns(self.rank_pattern, "rank_pattern", self.rank).value
 
     def alphas(self) -> Callable[[str, PatternBudget], float]:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its alpha."""
-        return _valued(self.alpha_pattern, "alpha_pattern", self.alpha)
+        return SuffixPatterns(self.alpha_pattern, "alpha_pattern", self.alpha).value
 
     def check_patterns(self) -> None:
         """Refuse patterns that do not compile within their time.
@@ -106,17 +106,14 @@ class AdapterConfig:
 
     def scaling(self, rank: int, alpha: float) -> float:
         """Return the factor of B's product (rsLoRA: arXiv 2312.03732)."""
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return alpha / self._divisor(rank)
 
+    def alpha_for(self, scaling: float, rank: int) -> float:
+        """Return the alpha that gives a pair of this rank this scaling."""
+        return scaling * self._divisor(rank)
 
-def _valued(pattern: Mapping[str, T], field_name: str, default: T) -> Callable[[str, PatternBudget], T]:
-    patterns = SuffixPatterns(pattern, field_name)
-
-    def value_of(module: str, budget: PatternBudget) -> T:
-        found = patterns.first(module, budget)
-        return default if found is None else found
-
-    return value_of
+    def _divisor(self, rank: int) -> float:
+        return math.sqrt(rank) if self.use_rslora else rank
 
 
 def parse_config(data: bytes) -> AdapterConfig:
@@ -154,9 +151,9 @@ def parse_config(data: bytes) -> AdapterConfig:
         alpha=_alpha("lora_alpha", _required(raw, "lora_alpha")),
         targets=targets,
         base_model=_base_model(raw),
-        use_rslora=_flag(raw, "use_rslora"),
-        rank_pattern={key: _rank(f"rank_pattern[{key!r}]", value) for key, value in _mapping(raw, "rank_pattern")},
-        alpha_pattern={key: _alpha(f"alpha_pattern[{key!r}]", value) for key, value in _mapping(raw, "alpha_pattern")},
+        use_rslora=bool(_of_kind(raw, "use_rslora", bool, "true or false")),
+        rank_pattern=_by_module(raw, "rank_pattern", _rank),
+        alpha_pattern=_by_module(raw, "alpha_pattern", _alpha),
         modules_to_save=frozenset(_text_list("modules_to_save", raw.get("modules_to_save") or [])),
         trained=_plain_names(targets),
         is_of_old_peft=_OLD_PEFT.match(str(raw.get("peft_version"))) is not None,
@@ -241,11 +238,17 @@ def _alpha(key: str, value: Any) -> float:
     raise _broken(f"{key} {_short(value)}", "a number")
 
 
-def _flag(raw: Mapping[str, Any], key: str) -> bool:
+def _of_kind(raw: Mapping[str, Any], key: str, kind: type[T], expected: str) -> T | None:
+    """Return the value of a key that may be missing or null."""
     value = raw.get(key)
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise _broken(f"{key} {_short(value)}", "true or false")
+    if value is None or isinstance(value, kind):
+        return value
+    raise _broken(f"{key} {_short(value)}", expected)
+
+
+def _by_module(raw: Mapping[str, Any], key: str, number: Callable[[str, Any], T]) -> dict[str, T]:
+    values = _of_kind(raw, key, dict, "an object from module names to numbers") or {}
+    return {name: number(f"{key}[{name!r}]", value) for name, value in values.items()}
 
 
 def _targets(value: Any) -> frozenset[str] | str | None:
@@ -267,28 +270,12 @@ def _text_list(key: str, value: Any) -> list[str]:
     raise _broken(f"{key} {_short(value)}", "a list of module names")
 
 
-def _optional_text(raw: Mapping[str, Any], key: str) -> str | None:
-    value = raw.get(key)
-    if value is None or isinstance(value, str):
-        return value or None
-    raise _broken(f"{key} {_short(value)}", "text")
-
-
 def _base_model(raw: Mapping[str, Any]) -> str | None:
-    name = _optional_text(raw, "base_model_name_or_path")
+    name = _of_kind(raw, "base_model_name_or_path", str, "text") or None
     # Compared as a path, and quoted in logs and errors: no NUL, no line break, no half of a surrogate pair.
     if name and (len(name) > 4096 or any(unicodedata.category(character) in ("Cc", "Cs") for character in name)):
         raise _broken(f"base_model_name_or_path {_short(name)}", "the name or path of a model")
     return name
-
-
-def _mapping(raw: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
-    value = raw.get(key)
-    if value is None:
-        return []
-    if isinstance(value, dict):
-        return list(value.items())
-    raise _broken(f"{key} {_short(value)}", "an object from module names to numbers")
 
 
 def _broken(found: str, expected: str) -> InvalidAdapter:

@@ -54,6 +54,13 @@ class Model:
     read_name: ReadName
     respellings: tuple[Respell, ...] = ()
 
+    def read(self, tensor: str) -> str | None:
+        """Return the engine's name for the module of a tensor; None where the name is not of vLLM's grammar."""
+        try:
+            return self.read_name(tensor)[0]
+        except ValueError:
+            return None
+
     @functools.cached_property
     def form(self) -> str:
         """A key of all facts that decide into which form an adapter is brought."""
@@ -103,11 +110,8 @@ def landed(weights: Weights, model: Model) -> frozenset[str]:
 
 
 def _read(pair: LoraPair, model: Model) -> ReadPair:
-    try:
-        name, _ = model.read_name(pair.a.name)
-    # Not a name of vLLM's grammar: `check_pairs` reports the name as unmatched.
-    except ValueError:
-        name = pair.module
+    # `check_pairs` reports a name out of vLLM's grammar as unmatched.
+    name = model.read(pair.a.name) or pair.module
     return ReadPair(name, pair.a.name, pair.a.shape, pair.b.shape, pair.rank, pair.is_looked_up)
 
 
@@ -274,7 +278,7 @@ def _check_looked_up(name: str, pair: ReadPair, place: ModulePlace, modules: Mod
 
 def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
     """Refuse a resized vocabulary: vLLM leaves copies of the base model's embeddings out, and computes with its own."""
-    for _, tensor in weights.base_embeddings:
+    for tensor in weights.base_embeddings:
         if modules.vocabulary is not None and modules.vocabulary not in tensor.shape:
             raise IncompatibleAdapter(
                 f"a resized vocabulary in '{tensor.name}', shape {list(tensor.shape)}",

@@ -108,9 +108,10 @@ class SuffixPatterns(Generic[T]):
     looked up too. A plain name's dots stand for dots here.
     """
 
-    def __init__(self, patterns: Mapping[str, T], field: str) -> None:
-        """Read the patterns; errors name `field` of the configuration."""
+    def __init__(self, patterns: Mapping[str, T], field: str, default: T) -> None:
+        """Read the patterns; errors name `field` of the configuration. No pattern means the `default`."""
         self._field = field
+        self._default = default
         self._plain: dict[str, tuple[int, T]] = {}
         self._others: list[tuple[int, str, T]] = []
         for place, (pattern, value) in enumerate(patterns.items()):
@@ -120,8 +121,8 @@ class SuffixPatterns(Generic[T]):
             if not names:
                 self._others.append((place, rf"(.*\.)?({pattern})", value))
 
-    def first(self, module: str, budget: PatternBudget) -> T | None:
-        """Return the value for a module; None where no pattern matches.
+    def value(self, module: str, budget: PatternBudget) -> T:
+        """Return the value for a module.
 
         Raises:
             InvalidAdapter: see `PatternBudget.matches`.
@@ -135,7 +136,7 @@ class SuffixPatterns(Generic[T]):
                 break
             if budget.matches(pattern, module, field=self._field):
                 return value
-        return None if found is None else found[1]
+        return self._default if found is None else found[1]
 
 
 def _place(item: tuple[int, object]) -> int:

@@ -72,7 +72,7 @@ class Weights:
     """
 
     pairs: tuple[LoraPair, ...]
-    base_embeddings: tuple[tuple[str, TensorInfo], ...] = ()
+    base_embeddings: tuple[TensorInfo, ...] = ()
     others: tuple[TensorInfo, ...] = ()
     name_in_keys: str | None = None
 
@@ -93,7 +93,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     embeddings, others, names = [], [], set()
     for tensor in paced(tensors):
         if tensor.name.endswith(_BASE_EMBEDDINGS):
-            embeddings.append((_without_prefix(tensor.name).removesuffix(".base_layer.weight"), tensor))
+            embeddings.append(tensor)
             continue
         if _is_classifier_head(tensor.name, config):
             others.append(tensor)

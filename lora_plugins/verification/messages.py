@@ -80,7 +80,7 @@ class Part(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A part of the adapter that was read."""
 
     pairs: tuple[LoraPair, ...] = ()
-    base_embeddings: tuple[tuple[str, TensorInfo], ...] = ()
+    base_embeddings: tuple[TensorInfo, ...] = ()
     others: tuple[TensorInfo, ...] = ()
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()

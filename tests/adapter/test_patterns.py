@@ -52,16 +52,16 @@ def test_all_matches_together_have_one_budget():
     started = time.monotonic()
     deadline = PatternBudget(0.2)
     with pytest.raises(InvalidAdapter, match="rank_pattern"):
-        [SuffixPatterns(patterns, "rank_pattern").first(MODULE, deadline) for _ in range(50)]
+        [SuffixPatterns(patterns, "rank_pattern", None).value(MODULE, deadline) for _ in range(50)]
     assert time.monotonic() - started < 60
 
 
 def test_a_rank_for_every_module_takes_none_of_the_budget():
     # What PEFT's EVA and AdaLoRA write: as many patterns as modules, here of a model of 126 layers.
     modules = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(126) for part in "qkvo"]
-    patterns = SuffixPatterns({module: number for number, module in enumerate(modules)}, "rank_pattern")
+    patterns = SuffixPatterns({module: number for number, module in enumerate(modules)}, "rank_pattern", None)
     without_time = PatternBudget(0.0)
-    assert [patterns.first(module, without_time) for module in modules] == list(range(len(modules)))
+    assert [patterns.value(module, without_time) for module in modules] == list(range(len(modules)))
 
 
 def test_a_pattern_too_long_is_refused_before_it_is_compiled(monkeypatch):
@@ -89,7 +89,7 @@ def test_a_pattern_too_long_is_refused_before_it_is_compiled(monkeypatch):
     ],
 )
 def test_the_first_pattern_that_is_a_suffix_decides(patterns, module, value):
-    assert SuffixPatterns(patterns, "rank_pattern").first(module, PatternBudget()) == value
+    assert SuffixPatterns(patterns, "rank_pattern", None).value(module, PatternBudget()) == value
     # PEFT's `get_pattern_key`, and vLLM's `_match_pattern`, word for word.
     key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
     assert value == (None if key is None else patterns[key])
@@ -121,6 +121,6 @@ def test_a_few_counted_repeats_are_compiled(pattern):
 
 def test_alternatives_of_names_take_none_of_the_budget():
     names = [f"model.layers.{layer}.self_attn.q-proj" for layer in range(100)]
-    patterns = SuffixPatterns({"|".join(map(re.escape, names)): 1, "k_proj|v_proj": 2}, "rank_pattern")
-    found = [patterns.first(name, PatternBudget(0.0)) for name in (*names, "a.v_proj", "a.kv_proj", "xk_proj")]
+    patterns = SuffixPatterns({"|".join(map(re.escape, names)): 1, "k_proj|v_proj": 2}, "rank_pattern", None)
+    found = [patterns.value(name, PatternBudget(0.0)) for name in (*names, "a.v_proj", "a.kv_proj", "xk_proj")]
     assert found == [1] * 100 + [2, None, None]

@@ -60,7 +60,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     left: list[LoraPair] = []
     for pair in paced(weights.pairs):
         (landed if names.lands(pair) else left).append(pair)
-    others = tuple(tensor for _, tensor in weights.base_embeddings) + weights.others
+    others = weights.base_embeddings + weights.others
     plan = _by_rules(left, names, model.respellings)
     # Spellings come last: a rule that fits proves more than a renaming of all keys.
     if plan.left:
@@ -116,7 +116,7 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
 
 def _copies(landed: Sequence[LoraPair], made: Sequence[NewPair], names: Names) -> Iterator[NewPair]:
     """Yield a pair for each module whose weight is another module's, which the adapter has a pair for."""
-    if not names.has_copies:
+    if not names.model.modules.copies:
         return
     new = [*(_same(pair.module, pair) for pair in paced(landed)), *made]
     present = {names.read(one.module) for one in paced(new)}
@@ -171,7 +171,9 @@ def _spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Name
         inner = _then(inner, partial(_TINKERS_HEAD.sub, "lm_head"))
     if texts:
         yield [_Spelling(inner, ", ".join(texts))]
-    if any(_numbered(pair.module) for pair in landed) or any(names.is_unadapted(pair) for pair in left):
+    if any(_numbered(pair.module) for pair in landed) or any(
+        names.model.modules.why_unadapted(names.read(pair.module)) for pair in left
+    ):
         return  # the adapter has this model's names, and further modules
     modules = [inner(pair.module) for pair in left]
     yield [
@@ -197,7 +199,7 @@ def _prefixes(modules: Sequence[str], names: Names) -> Iterator[tuple[str, str]]
     if old in ({""}, {_MODEL}):
         layers = {match["layers"] for match in found}
         (before,) = old
-        others = (_numbered(name) for name in paced(names.all))
+        others = (_numbered(name) for name in paced(names.model.modules.places))
         known = {match["prefix"] for match in others if match and match["layers"] in layers}
         yield from ((before, new) for new in sorted(known - {before}) if (before, new) != ("", _MODEL))
 

@@ -74,7 +74,7 @@ def exchanged(pairs: Iterable[LoraPair], names: Names) -> frozenset[str]:
             continue
         # A square parameter fits both ways: then another of the layer decides, or the PEFT that has saved it.
         is_square = all(_read(pair, experts, _STACKED) for pair in its)
-        if not is_square or (names.is_of_old_peft and not experts.is_interleaved):
+        if not is_square or (names.config.is_of_old_peft and not experts.is_interleaved):
             found |= {pair.a.name for pair in its}
     return frozenset(found)
 
@@ -205,7 +205,11 @@ def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Ex
     rows = {role: its_rows for role, its_rows in _rows_in_w13(experts).items() if role in present}
     # Side by side: w1 and w3 have an A each, so w13 needs both ranks and zeros between.
     rank = first.rank * max(1, len(rows))
-    alpha = first.alpha if rank == first.rank else names.alpha_for(names.scaling(first), rank)
+    alpha = (
+        first.alpha
+        if rank == first.rank
+        else names.config.alpha_for(names.config.scaling(first.rank, first.alpha), rank)
+    )
     w13, w2 = _sizes("w13", experts), _sizes("w2", experts)
     of_w2: dict[str, Slice] = {"w2": (0, w2[1], 1)}
     return [

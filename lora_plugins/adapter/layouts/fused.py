@@ -70,7 +70,7 @@ def join(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 
 def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str, int], names: Names) -> NewPair | None:
     """Return a pair for the parts; None where inputs, outputs, dtypes or scalings differ."""
-    scalings = [names.scaling(pair) for _, pair in taken]
+    scalings = [names.config.scaling(pair.rank, pair.alpha) for _, pair in taken]
     kinds = {(pair.a.dtype, pair.b.dtype, pair.a.shape[1]) for _, pair in taken}
     if len(kinds) != 1 or any(pair.b.shape[0] != sizes[part] for part, pair in taken):
         return None
@@ -89,5 +89,5 @@ def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str,
         ([pair.a for _, pair in taken], (rank, inputs), Placed((rank, inputs), tuple(of_a))),
         ([pair.b for _, pair in taken], (outputs, rank), Placed((outputs, rank), tuple(of_b))),
         rank,
-        names.alpha_for(scalings[0], rank),
+        names.config.alpha_for(scalings[0], rank),
     )
