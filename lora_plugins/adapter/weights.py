@@ -25,7 +25,7 @@ _NAME = re.compile(
     r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
     r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
 )
-_BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
 _TRAINED_TOKENS = re.compile(r"\.trainable_tokens_delta\b")
 _VELORA = re.compile(r"\.lora_velora_embed\b")
@@ -66,13 +66,11 @@ class Weights:
     """The tensors of an adapter.
 
     Attributes:
-        base_embeddings: copies of the base model's embeddings, which vLLM leaves out.
-        others: whole modules, such as a classifier's head.
+        others: whole modules: a classifier's head, and copies of the base model's embeddings, which vLLM leaves out.
         name_in_keys: the adapter's name, where the keys have a name.
     """
 
     pairs: tuple[LoraPair, ...]
-    base_embeddings: tuple[TensorInfo, ...] = ()
     others: tuple[TensorInfo, ...] = ()
     name_in_keys: str | None = None
 
@@ -90,12 +88,9 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         IncompatibleAdapter: a tensor that vLLM cannot apply.
     """
     sides: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
-    embeddings, others, names = [], [], set()
+    others, names = [], set()
     for tensor in paced(tensors):
-        if tensor.name.endswith(_BASE_EMBEDDINGS):
-            embeddings.append(tensor)
-            continue
-        if _is_classifier_head(tensor.name, config):
+        if tensor.name.endswith(BASE_EMBEDDINGS) or _is_classifier_head(tensor.name, config):
             others.append(tensor)
             continue
         module, side, is_looked_up, name = _split(tensor.name)
@@ -124,7 +119,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
     # `_check_one_adapter` has left one name, or None.
-    return Weights(pairs, tuple(embeddings), tuple(others), names.pop())
+    return Weights(pairs, tuple(others), names.pop())
 
 
 def _check_one_adapter(names: set[str | None]) -> None:

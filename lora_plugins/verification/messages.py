@@ -80,7 +80,6 @@ class Part(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A part of the adapter that was read."""
 
     pairs: tuple[LoraPair, ...] = ()
-    base_embeddings: tuple[TensorInfo, ...] = ()
     others: tuple[TensorInfo, ...] = ()
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
@@ -156,8 +155,6 @@ def answer_of(found: ReadAdapter) -> Iterator[Part | Verified]:
     weights, config = verified.weights or Weights(()), verified.config
     for pairs in _some(weights.pairs, _TENSORS_IN_A_PART):
         yield Part(pairs=pairs)
-    for embeddings in _some(weights.base_embeddings, _TENSORS_IN_A_PART):
-        yield Part(base_embeddings=embeddings)
     for others in _some(weights.others, _TENSORS_IN_A_PART):
         yield Part(others=others)
     for ranks in _some(tuple(config.rank_pattern.items()), _PATTERNS_IN_A_PART):
@@ -179,7 +176,6 @@ def found_of(parts: Sequence[Part], end: Verified) -> ReadAdapter:
     """Return the argument of `answer_of`, without the targets."""
     weights = Weights(
         tuple(pair for part in parts for pair in part.pairs),
-        tuple(embedding for part in parts for embedding in part.base_embeddings),
         tuple(other for part in parts for other in part.others),
         end.name_in_keys,
     )

@@ -188,7 +188,7 @@ def test_pooling_models_are_also_known_without_their_first_prefix():
 
 def test_a_resized_vocabulary_is_refused():
     def copied(*shape: int) -> Weights:
-        return Weights((lora(),), (TensorInfo("t", "F32", shape, 0, 0),))
+        return Weights((lora(),), (TensorInfo("model.embed_tokens.base_layer.weight", "F32", shape, 0, 0),))
 
     model = Model(MODULES, read_name)
     assert check_landing(copied(32, 8), model, ABOUT) == ()

@@ -142,7 +142,7 @@ def test_a_configured_classifier_head_is_accepted():
 def test_copies_of_the_base_models_embeddings_are_set_aside():
     copied = tensor("base_model.model.model.embed_tokens.base_layer.weight", 32, 8)
     weights = paired(*both(), copied)
-    assert weights.base_embeddings == (copied,)
+    assert weights.others == (copied,)
     assert len(weights.pairs) == 1
 
 

@@ -12,8 +12,7 @@ from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell, check_landing
 from lora_plugins.adapter.layouts import experts, fused
-from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Change, NewPair, Part, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, Part, new_pair
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
@@ -60,7 +59,6 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     left: list[LoraPair] = []
     for pair in paced(weights.pairs):
         (landed if names.lands(pair) else left).append(pair)
-    others = weights.base_embeddings + weights.others
     plan = _by_rules(left, names, model.respellings)
     # Spellings come last: a rule that fits proves more than a renaming of all keys.
     if plan.left:
@@ -69,8 +67,10 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     if copies := list(_copies(landed, made, names)):
         made += copies
         changes[_COPIED] = len(copies)
-    kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)) + others
-    files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
+    kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)) + weights.others
+    files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {
+        one.file for one in weights.others
+    }
     # Sorted, so that an adapter is described in the same words each time.
     described = [f"{text} ({count} modules)" for text, count in sorted(changes.items())]
     if files != {""}:

@@ -18,8 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Change, NewPair, Part, Placed, Slice, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, Part, Placed, Slice, new_pair
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo

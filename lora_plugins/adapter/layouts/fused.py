@@ -11,8 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from lora_plugins.adapter.layouts.names import Names
-from lora_plugins.adapter.layouts.tensors import Change, NewPair, Part, Placed, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, Part, Placed, new_pair
 from lora_plugins.adapter.model_modules import ModuleKind
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair
