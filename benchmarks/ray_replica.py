@@ -1,11 +1,13 @@
-"""A replica that takes part in Ray Serve's own model multiplexing too, to compare with."""
+"""A replica that takes part in Ray Serve's own model multiplexing too, and an ingress without it, to compare with."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 from ray import serve
+from starlette.responses import Response
 
+from lora_plugins.ray.ingress import Ingress
 from lora_plugins.ray.replica import Call, Head, ServerGone, VllmReplica
 
 PLACES = 12  # of benchmarks/ray_serve.py
@@ -24,3 +26,10 @@ class MultiplexedReplica(VllmReplica):
             await self._loaded(name)
         async for part in super().forward(call):
             yield part
+
+
+class IngressWithoutNames(Ingress):
+    """Tells Ray no adapter: its default router then goes by load alone."""
+
+    async def _forward(self, call: Call, adapter: str) -> Response:
+        return await super()._forward(call, "")

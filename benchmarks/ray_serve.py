@@ -117,19 +117,26 @@ class Cluster:
     def deploy(self, arm: str, env: dict[str, str]) -> None:
         """Give the running replicas another router; the first time, start them."""
         from ray import serve
+        from ray.serve.config import RequestRouterConfig
 
-        from benchmarks.ray_replica import MultiplexedReplica
-        from lora_plugins.ray.application import ROUTER, Options, application
+        from benchmarks.ray_replica import IngressWithoutNames, MultiplexedReplica
+        from lora_plugins.ray.application import Options, base_names, deployments
 
         options = Options(arguments=self.arguments, env=env, replicas=REPLICAS, resources={"num_cpus": 1})
-        default = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"
-        built = application(
-            options,
-            router=ROUTER if arm == "affinity" else default,
-            replica=MultiplexedReplica,
-            names_adapters=arm != "default",
-            version="1",
+        replicas, ingress = deployments(options)
+        changes: dict[str, Any] = {}
+        if arm != "affinity":
+            changes["request_router_config"] = RequestRouterConfig(
+                request_router_class="ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+                request_routing_stats_period_s=options.stats_period_s,
+            )
+        # Of one version: running replicas are kept. A process of Ray keeps its router, whatever the configuration says
+        # later: another router needs another version of the ingress.
+        replicas = replicas.options(func_or_class=MultiplexedReplica, version="1", _internal=True, **changes)
+        ingress = ingress.options(
+            func_or_class=IngressWithoutNames if arm == "default" else None, version=arm, _internal=True
         )
+        built = ingress.bind(replicas.bind(options.arguments, env), base_names(options.arguments))
         serve.run(built, name=APP, route_prefix="/")
 
     def cold_starts(self) -> int:

@@ -29,7 +29,7 @@ from lora_plugins.errors import IncompatibleAdapter
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of A and of B
 
 _EXAMPLES = 3
-_REMEDY = "serve it with the base model that it was trained on"
+REMEDY = "serve it with the base model that it was trained on"
 # Experts are checked below, all or none; `gate_proj` in `target_modules` does not mean experts that PEFT sees
 # as a single parameter. A classifier's head is saved whole.
 _KINDS = frozenset({ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD})
@@ -136,7 +136,7 @@ def check_experts(
             raise IncompatibleAdapter(
                 f"A {list(a)} and B {list(b)} in module '{name}'{about}",
                 expected=f"A {list(wanted[0])} and B {list(wanted[1])}, of rank {rank} by the configuration",
-                remedy=_REMEDY,
+                remedy=REMEDY,
             )
         check_rank(name, rank, max_rank)
     if found:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_plugins.adapter.complete import check_experts, check_rank
+from lora_plugins.adapter.complete import REMEDY, check_experts, check_rank
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import BASE_EMBEDDINGS, LoraPair, Weights
@@ -26,7 +26,6 @@ Respell = Callable[[str], str]
 
 _EXAMPLES = 3
 _NO_HEAD = "which has no classifier's head that an adapter can replace"
-_REMEDY = "serve it with the base model that it was trained on"
 _FOUND = {
     None: "that the model does not have",
     Unadapted.TOWER: "of the multimodal tower or connector, which need --enable-tower-connector-lora",
@@ -37,7 +36,7 @@ _FOUND = {
 }
 _COMPUTED_OTHERWISE = (Unadapted.UNCALLED, Unadapted.OTHERWISE)
 _REMEDIES = {
-    None: _REMEDY,
+    None: REMEDY,
     Unadapted.TOWER: "restart the server with --enable-tower-connector-lora",
     Unadapted.TARGET: "restart the server with these in --lora-target-modules, or without it",
     Unadapted.KIND: "train it without these modules",
@@ -217,7 +216,7 @@ def _cause(names: Sequence[str]) -> tuple[str, str] | None:
     wrappers = wrappers_in(names)
     if wrappers:
         held = "save it again from the model that the wrapper holds, or take these out of its keys; where it does not"
-        return f"with {in_words(wrappers)}", f"{held} fit then, {_REMEDY}"
+        return f"with {in_words(wrappers)}", f"{held} fit then, {REMEDY}"
     writer = by_keys(f"{name}.lora_A.weight" for name in names)
     return None if writer is None else (f"in {writer.name}", writer.remedy)
 
@@ -243,7 +242,7 @@ def _check_sizes(pair: ReadPair, place: ModulePlace, about: str) -> None:
     raise IncompatibleAdapter(
         (f"{sizes}, {more} words more than the base model's vocabulary" if more else sizes) + about,
         expected=f"{place.in_features} inputs and {place.out_features} outputs",
-        remedy="merge the adapter into the model with these words and serve the result" if more else _REMEDY,
+        remedy="merge the adapter into the model with these words and serve the result" if more else REMEDY,
     )
 
 
@@ -312,7 +311,7 @@ def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
             raise IncompatibleAdapter(
                 found + about,
                 expected=f"{place.out_features} labels" + "".join(f" and {n} features" for n in wanted),
-                remedy=f"{_REMEDY}; heads of other numbers of labels need --max-lora-cls-labels",
+                remedy=f"{REMEDY}; heads of other numbers of labels need --max-lora-cls-labels",
             )
 
 

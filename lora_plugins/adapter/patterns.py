@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import regex
@@ -129,7 +130,9 @@ class SuffixPatterns(Generic[T]):
         """
         parts = module.split(".")
         suffixes = (".".join(parts[start:]) for start in range(len(parts)))
-        found = min((self._plain[suffix] for suffix in suffixes if suffix in self._plain), key=_place, default=None)
+        found = min(
+            (self._plain[suffix] for suffix in suffixes if suffix in self._plain), key=itemgetter(0), default=None
+        )
         for place, pattern, value in self._others:
             # Patterns keep their order: a plain name that matches earlier ends the search.
             if found is not None and place > found[0]:
@@ -137,7 +140,3 @@ class SuffixPatterns(Generic[T]):
             if budget.matches(pattern, module, field=self._field):
                 return value
         return self._default if found is None else found[1]
-
-
-def _place(item: tuple[int, object]) -> int:
-    return item[0]

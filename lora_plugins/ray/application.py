@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from lora_plugins.ray.ingress import Ingress
@@ -46,28 +46,19 @@ class Options(BaseModel):
 
 def build(options: Options) -> Application:
     """Return the application; a Serve configuration file has `import_path: lora_plugins.ray.application:build`."""
-    return application(options)
+    replicas, ingress = deployments(options)
+    bound = replicas.bind(options.arguments, options.env, secrets=options.secrets)
+    return ingress.bind(bound, base_names(options.arguments))
 
 
-def application(
-    options: Options,
-    *,
-    router: str = ROUTER,
-    replica: type[VllmReplica] = VllmReplica,
-    command: Sequence[str] | None = None,
-    names_adapters: bool = True,
-    version: str | None = None,
-) -> Application:
-    """Return the application, with another router, replica or server for comparison and tests.
-
-    With a `version`, running replicas are kept when the application is run again with the same version.
-    """
+def deployments(options: Options) -> tuple[Deployment, Deployment]:
+    """Return the deployments of the replicas and of the ingress."""
     replicas = serve.deployment(
         name="vllm",
         max_ongoing_requests=256,  # further requests wait in the ingress
         request_router_config=RequestRouterConfig(
-            request_router_class=router,
-            request_router_kwargs={"busy_requests": options.busy_requests} if router == ROUTER else {},
+            request_router_class=ROUTER,
+            request_router_kwargs={"busy_requests": options.busy_requests},
             request_routing_stats_period_s=options.stats_period_s,
         ),
         ray_actor_options=options.resources,
@@ -75,20 +66,14 @@ def application(
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=DRAIN_S,
         **_scale(options.replicas),
-    )(replica)
+    )(VllmReplica)
     ingress = serve.deployment(
         name="ingress",
         max_ongoing_requests=10_000,
         graceful_shutdown_timeout_s=DRAIN_S,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
-    if version is not None:
-        replicas = replicas.options(version=version, _internal=True)
-        # A process of Ray keeps its router, whatever the configuration says later: another router needs another
-        # version.
-        ingress = ingress.options(version=f"{version} {router} {names_adapters}", _internal=True)
-    bound = replicas.bind(options.arguments, options.env, command, options.secrets)
-    return ingress.bind(bound, base_names(options.arguments), names_adapters=names_adapters)
+    return replicas, ingress
 
 
 def _scale(replicas: int | tuple[int, int]) -> dict[str, Any]:

@@ -29,12 +29,9 @@ _MODELS = "/v1/models/"
 class Ingress:
     """OpenAI's API, as the replicas' servers have the API."""
 
-    def __init__(
-        self, replicas: DeploymentHandle[Any], base_names: Sequence[str], *, names_adapters: bool = True
-    ) -> None:
+    def __init__(self, replicas: DeploymentHandle[Any], base_names: Sequence[str]) -> None:
         self._replicas = replicas
         self._base_names = frozenset(base_names)
-        self._names_adapters = names_adapters
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
@@ -75,8 +72,7 @@ class Ingress:
 
     async def _begun(self, call: Call) -> Response | ServerGone:
         """Return an answer whose first part is here; from then on no other replica can give the answer."""
-        routed_by = call.adapter if self._names_adapters else ""
-        stream = self._replicas.options(stream=True, multiplexed_model_id=routed_by).forward.remote(call)
+        stream = self._replicas.options(stream=True, multiplexed_model_id=call.adapter).forward.remote(call)
         try:
             head = await anext(stream)
             first = head if isinstance(head, ServerGone) else await anext(stream, b"")

@@ -80,10 +80,6 @@ class AffinityPolicy:
         count = max(1, len(self._replicas))
         return max(self._limits.least_bound, ceil(self._limits.overload * (self._load.total + 1) / count))
 
-    def home(self, adapter: str) -> str:
-        """Return the best replica by hashing alone."""
-        return next(self._hashing.walk(adapter))
-
     def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
         """Return the replicas to try, best first; a single replica where no reason speaks for others."""
         if not adapter:

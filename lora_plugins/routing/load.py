@@ -19,9 +19,6 @@ class ReplicaLoad:
         self._peaks: dict[str, tuple[int, int]] = {}  # of our requests: before the last report, and since
         self.total = 0
 
-    def __len__(self) -> int:
-        return len(self._ours)
-
     def of(self, replica: str) -> int:
         """Return the requests in flight at a replica; 0 for an unknown replica."""
         return self._ours.get(replica, 0) + self._others.get(replica, 0)
@@ -116,14 +113,6 @@ class LoadEstimator:
         if demand is not None:
             self._advance(demand, now_s)
             demand.in_flight = max(0, demand.in_flight - 1)
-
-    def average(self, adapter: str, now_s: float) -> float:
-        """Return the smoothed number of requests in flight, up to the last whole bucket."""
-        demand = self._demands.get(adapter)
-        if demand is None:
-            return 0.0
-        self._advance(demand, now_s)
-        return demand.average
 
     def replicas(self, adapter: str, now_s: float) -> int:
         """Return how many replicas the adapter should be on, at least 1."""

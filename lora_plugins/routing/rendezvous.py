@@ -36,9 +36,6 @@ class Rendezvous:
         self._owners: list[str] = []  # the owner of the point with the same index
         self._replicas: set[str] = set()
 
-    def __len__(self) -> int:
-        return len(self._replicas)
-
     def add(self, replica: str) -> None:
         """Let a replica take its share; a known replica keeps its share."""
         if replica in self._replicas:

@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "adapter: rsLoRA scales like any other",
         "lora_plugins/adapter/config.py",
-        "return alpha / (math.sqrt(rank) if self.use_rslora else rank)",
-        "return alpha / rank",
+        "return math.sqrt(rank) if self.use_rslora else rank",
+        "return rank",
         ("tests/adapter/test_config.py",),
     ),
     Mutant(

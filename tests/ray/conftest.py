@@ -104,7 +104,7 @@ def start(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Start:
     def run(replicas: int = 2, *, journal: Path | None = None, **stand_in: object) -> App:
         from ray import serve
 
-        from lora_plugins.ray.application import Options, application
+        from lora_plugins.ray.application import Options, base_names, deployments
 
         journal = journal or tmp_path_factory.mktemp("app") / "journal.jsonl"
         arguments = ["base", "--journal", str(journal)]
@@ -114,7 +114,9 @@ def start(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Start:
             arguments=arguments, replicas=replicas, resources={"num_cpus": 0.1}, stats_period_s=0.5, busy_requests=4
         )
         # Of one version are those of one test: scaling keeps them.
-        built = application(options, command=STAND_IN, version=" ".join(arguments))
+        of_one_test = {"version": " ".join(arguments), "_internal": True}
+        replicas_of_test, ingress = (one.options(**of_one_test) for one in deployments(options))
+        built = ingress.bind(replicas_of_test.bind(arguments, {}, STAND_IN), base_names(arguments))
         serve.run(built, name="lora-plugins", route_prefix="/")
         return App(cluster.url, journal, options)
 

@@ -102,7 +102,8 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
     left = list(pairs)
     made: list[NewPair] = []
     changes: Counter[str] = Counter()
-    for respell in (_as_it_is, *respellings):
+    as_it_is: Respell = str
+    for respell in (as_it_is, *respellings):
         for rule in _RULES:
             gone: set[str] = set()
             for taken, new, text in paced(rule([_respelled(pair, respell) for pair in left], names)):
@@ -171,7 +172,7 @@ def _spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Name
         inner = _then(inner, partial(_TINKERS_HEAD.sub, "lm_head"))
     if texts:
         yield [_Spelling(inner, ", ".join(texts))]
-    if any(_numbered(pair.module) for pair in landed) or any(
+    if any(_NUMBERED.match(pair.module) for pair in landed) or any(
         names.model.modules.why_unadapted(names.read(pair.module)) for pair in left
     ):
         return  # the adapter has this model's names, and further modules
@@ -186,20 +187,16 @@ def _then(first: Respell, second: Respell) -> Respell:
     return lambda module: second(first(module))
 
 
-def _numbered(module: str) -> re.Match[str] | None:
-    return _NUMBERED.match(module)
-
-
 def _prefixes(modules: Sequence[str], names: Names) -> Iterator[tuple[str, str]]:
     """Yield prefixes of an adapter's names (`AutoModel`, a text model), each with a prefix of the engine's names."""
-    found = [match for module in modules if (match := _numbered(module))]
+    found = [match for module in modules if (match := _NUMBERED.match(module))]
     old = {match["prefix"] for match in found}
     if old != {_MODEL}:
         yield "", _MODEL
     if old in ({""}, {_MODEL}):
         layers = {match["layers"] for match in found}
         (before,) = old
-        others = (_numbered(name) for name in paced(names.model.modules.places))
+        others = (_NUMBERED.match(name) for name in paced(names.model.modules.places))
         known = {match["prefix"] for match in others if match and match["layers"] in layers}
         yield from ((before, new) for new in sorted(known - {before}) if (before, new) != ("", _MODEL))
 
@@ -221,10 +218,6 @@ def _fit(weights: Weights, model: Model) -> bool:
     except (IncompatibleAdapter, InvalidAdapter):
         return False
     return True
-
-
-def _as_it_is(module: str) -> str:
-    return module
 
 
 def _respelled(pair: LoraPair, respell: Respell) -> LoraPair:
