@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -165,12 +164,14 @@ class ModelModules:
         return {"format": FORMAT, **msgspec.to_builtins(self)}
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> ModelModules:
+    def of_plain(cls, plain: Any) -> ModelModules:
         """Read the values of `plain`.
 
         Raises:
             ValueError: another format, or other values.
         """
+        if not isinstance(plain, dict):
+            raise ValueError("not the modules of a model")  # noqa: TRY004 - of what was read, not of an argument
         if plain.get("format") != FORMAT:
             # A store or a worker of another release may hold an older form.
             raise ValueError(f"format {plain.get('format')!r}, not {FORMAT}")
@@ -178,15 +179,3 @@ class ModelModules:
             return msgspec.convert(plain, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"not the modules of a model: {error}") from None
-
-    @classmethod
-    def of_json(cls, text: str) -> ModelModules:
-        """Read the text of `json.dumps(plain())`.
-
-        Raises:
-            ValueError: the text is another.
-        """
-        loaded = json.loads(text)
-        if not isinstance(loaded, dict):
-            raise ValueError("not the modules of a model")  # noqa: TRY004 - of the text, not of an argument
-        return cls.of_plain(loaded)

@@ -26,7 +26,7 @@ class ModelFile:
             OSError: the file cannot be read. ValueError: the file has another format.
         """
         try:
-            return ModelModules.of_json(self.path.read_text(encoding="utf-8"))
+            return ModelModules.of_plain(json.loads(self.path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
 

@@ -12,7 +12,7 @@ from tests.make import MODULES
 
 
 def test_a_description_survives_json():
-    assert ModelModules.of_json(json.dumps(MODULES.plain())) == MODULES
+    assert ModelModules.of_plain(json.loads(json.dumps(MODULES.plain()))) == MODULES
 
 
 def test_stages_of_a_pipeline_say_together_what_takes_no_adapter():
@@ -41,4 +41,4 @@ def test_stages_of_a_pipeline_say_together_what_takes_no_adapter():
 )
 def test_a_file_that_is_no_description_says_why(text, says):
     with pytest.raises(ValueError, match=f"^{says}"):
-        ModelModules.of_json(text)
+        ModelModules.of_plain(json.loads(text))

@@ -50,7 +50,9 @@ def test_a_mapping_reads_names_alike_after_it_was_sent():
 
     for mapper in mappers():
         model = SimpleNamespace(hf_to_vllm_mapper=mapper)
-        sent = ModelModules.of_json(json.dumps(dataclasses.replace(MODULES, renames=_renames(model)).plain()))
+        sent = ModelModules.of_plain(
+            json.loads(json.dumps(dataclasses.replace(MODULES, renames=_renames(model)).plain()))
+        )
         vllms = None if mapper is None else mapper.get_rename_mapper()
         names = [
             *NAMES,
