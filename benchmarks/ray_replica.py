@@ -29,7 +29,7 @@ class MultiplexedReplica(VllmReplica):
 
 
 class IngressWithoutNames(Ingress):
-    """Tells Ray no adapter: its default router then goes by load alone."""
+    """Gives Ray no adapter's name: its default router then chooses by load alone."""
 
     async def _forward(self, call: Call, adapter: str) -> Response:
         return await super()._forward(call, "")
