@@ -49,7 +49,7 @@ IMPORTED = (
     "vllm.model_executor.models.llama",
     "transformers.models.llama",
 )
-# What servers, engines and workers import later, a third of what a start would take; not every release of vLLM has all.
+# What servers, engines, workers and commands import later, a third of a start; not every release of vLLM has all.
 # Not `lora_plugins.plugin`, which reads the environment then, nor SageMaker's package, which sets a level of logs.
 IMPORTED_LATER = (
     "vllm.entrypoints.generate.generative_scoring.api_router",
@@ -67,6 +67,8 @@ IMPORTED_LATER = (
     "lora_plugins.endpoint_plugin",
     "lora_plugins.api.routes",
     "lora_plugins.worker.manager",
+    "lora_plugins.cli.app",
+    "s3fs",
 )
 LOOK_S = 0.02
 LONGEST_S = 600.0

@@ -14,11 +14,12 @@ from pathlib import Path
 from testbed.server import Server
 
 FOLDER = Path(__file__).parent
-ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
+# Whatever runs with it is forked from one process.
+INTERPRETED = {
     "TRITON_INTERPRET": "1",
     "PYTHONPATH": os.pathsep.join(part for part in (str(FOLDER), os.environ.get("PYTHONPATH", "")) if part),
 }
+ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1", **INTERPRETED}
 ARGUMENTS = ("--async-scheduling",)
 LOGGED = ("Using V2 Model Runner", "v2_runner: asynchronous scheduling is True")
 

@@ -21,7 +21,7 @@ from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 from tests.repetitions import IS_LONG, times
 
 HEALTHY = ("sql", "chat", "stable")
-SECONDS, ALONE_S = times(300, short=4), times(60, short=2)
+SECONDS, ALONE_S = times(300, short=2), times(60, short=1)
 LONGEST_S = 120.0
 MOST_GROWTH_BYTES = 200 << 20
 HARMLESS = {"bad/nested-pluses", "bad/many-targets"}  # a pattern that no module's name matches, and names of no module
@@ -101,7 +101,7 @@ def beside(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besid
 
 def test_hostile_adapters_change_nothing_for_others(beside: Beside) -> None:
     """`LONG_TESTS=1`: for five minutes, and what the healthy ones wait is compared too."""
-    asyncio.run(beside.run(2, is_alone=True))
+    asyncio.run(beside.run(1, is_alone=True))
     alone, _ = asyncio.run(beside.run(ALONE_S, is_alone=True))
     before_bytes = beside.memory_bytes
     together, statuses = asyncio.run(beside.run(SECONDS, is_alone=False))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.kernels import tuning
+from testbed import v2_runner
 from testbed.bed import Bed
 from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS
@@ -64,7 +65,7 @@ def test_every_row_of_mixed_batches_is_pefts(path: str, bed: Bed, tmp_path: Path
         environment={
             **outer_environment(),
             **ENVIRONMENT,
-            "TRITON_INTERPRET": "1",
+            **v2_runner.INTERPRETED,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_PLUGINS": "",

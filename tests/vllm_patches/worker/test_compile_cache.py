@@ -6,28 +6,35 @@ vLLM keeps compiled models, with the operators they call. It compiles without gr
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from testbed import v2_runner
 from testbed.compiled_layer import BATCHES
+from testbed.forking_vllm import run_forked
+from testbed.server import outer_environment
 
 pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent.parent.parent
 COMPILED = {"from_cache": False, "pieces": 4, "right": [True] * len(BATCHES)}
 
 
 def started(cache: Path, *order: str) -> tuple[list[object], str]:
     """What a start over this cache with each of these kernels answers, in order, and what all print beside."""
-    done = subprocess.run(
-        [sys.executable, "-m", "testbed.compiled_layer", *(part for kernel in order for part in (str(cache), kernel))],
-        cwd=ROOT, env={**os.environ, "VLLM_PLUGINS": ""}, capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
+    done = run_forked(
+        "testbed.compiled_layer:main",
+        ["compiled_layer", *(part for kernel in order for part in (str(cache), kernel))],
+        environment={
+            **outer_environment(),
+            **v2_runner.INTERPRETED,
+            "OMP_NUM_THREADS": "1",
+            "VLLM_PLUGINS": "",
+            "VLLM_USE_AOT_COMPILE": "1",
+        },
+        home=cache,
+    )
     answers = list(map(json.loads, done.stdout.splitlines()))
     assert len(answers) == len(order), done.stderr[-6000:]
     return answers, done.stderr
