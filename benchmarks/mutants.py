@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS, keep
-from lora_plugins.cli.at_fault import at_fault
-from lora_plugins.cli.by_peft import ByPeft
+from lora_plugins.cli.at_fault import ByPeft, at_fault
 from lora_plugins.cli.compare import PROMPTS, CompletionServer
 from lora_plugins.cli.judging import AS_BASE, OK, OUT, UNSEEN, Trained, judge
 from lora_plugins.errors import LoRAPluginsError

@@ -24,7 +24,7 @@ import httpx
 from benchmarks.record import RESULTS, keep
 from benchmarks.threads import EQUAL, far, shortened
 from lora_plugins.adapter.verify import verify_adapter
-from lora_plugins.cli.by_peft import ByPeft
+from lora_plugins.cli.at_fault import ByPeft
 from lora_plugins.cli.compare import CompletionServer
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.real.bed import MAX_RANK, NAME, OURS, SHIPPED, STOCK, TRAINED, Bed, Figure
-from lora_plugins.cli.by_peft import ByPeft
+from lora_plugins.cli.at_fault import ByPeft
 from lora_plugins.cli.compare import PROMPTS
 from lora_plugins.cli.judging import OK
 from lora_plugins.kernels.processor import this_processor

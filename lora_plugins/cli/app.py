@@ -22,9 +22,8 @@ from lora_plugins.cli.inspect import inspect
 from lora_plugins.cli.ls import ls
 from lora_plugins.cli.output import Output, Result, error_fields
 from lora_plugins.cli.pull import pull
-from lora_plugins.cli.push import push
 from lora_plugins.cli.store import gc, rm, verify
-from lora_plugins.cli.verbs import VERBS
+from lora_plugins.cli.verbs import VERBS, push
 from lora_plugins.cli.why import why
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment

@@ -12,16 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
-from lora_plugins.cli.at_fault import at_fault
-from lora_plugins.cli.by_peft import ByPeft
+from lora_plugins.cli.at_fault import ByPeft, at_fault
 from lora_plugins.cli.exits import Exit, UsageProblem
 from lora_plugins.cli.judging import AS_BASE, OK, OUT, UNSEEN, judge, lines_of, read_trained
 from lora_plugins.cli.output import Output, Result, Shown, line, table
-from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
+from lora_plugins.cli.server import DEFAULT_URL, VLLM_KEY, AdminClient, ServerUrl
+from lora_plugins.client.attempt import object_of
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
-from lora_plugins.settings import environment
 
-_NOT_FOUND, _ERROR = 404, 400
+_NOT_FOUND = 404
 _WITHOUT_MODULES = "which modules are at fault is told with --peft DIRECTORY"
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -92,16 +91,7 @@ class CompletionServer:
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        import httpx  # the import takes a tenth of a second, and other commands do without
-
-        from lora_plugins.client import DIRECT
-
-        AdminClient(url, timeout_s)  # raises where `url` is no address
-        self._url = url.rstrip("/").removesuffix("/v1")
-        key = environment().get("VLLM_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(timeout=timeout_s, headers=headers, mounts=DIRECT)
-        self._failures = (httpx.HTTPError, httpx.InvalidURL, ValueError)
+        self._server = AdminClient(url, timeout_s, keys=(VLLM_KEY,))
 
     def base_model(self) -> str:
         """Return the base model's name: the first in `/v1/models` without a parent."""
@@ -141,17 +131,14 @@ class CompletionServer:
             raise self._strange("/v1/completions", "no logprobs of the token") from None
 
     def _ask(self, method: str, path: str, body: Any = None, model: str = "") -> dict[str, Any]:
-        try:
-            answer = self._client.request(method, self._url + path, json=body)
-            content = answer.json()
-        except self._failures as error:
-            raise self._strange(path, f"no answer, or none in JSON ({type(error).__name__}: {error})") from None
+        answer = self._server.request(method, path, json=body)
         if answer.status_code == _NOT_FOUND and model:
             raise AdapterNotFound("no such model", remedy="see the server's /v1/models", adapter=model)
-        if answer.status_code >= _ERROR or not isinstance(content, dict):
-            raise self._strange(path, f"HTTP {answer.status_code}: {str(content)[:300]}")
+        content = object_of(answer.content)
+        if answer.is_error or not content:
+            raise self._strange(path, f"HTTP {answer.status_code}: {answer.text[:300]}")
         return content
 
     def _strange(self, path: str, found: str) -> SourceUnavailable:
         remedy = "check --url and VLLM_API_KEY, and that the server runs; see its log"
-        return SourceUnavailable(f"{found} from {self._url}{path}", expected="what vLLM answers", remedy=remedy)
+        return SourceUnavailable(f"{found} from {self._server.url}{path}", expected="what vLLM answers", remedy=remedy)

@@ -153,7 +153,7 @@ def _server(client: AdminClient, context: Context) -> Iterator[Step]:
     yield _version(client, context)
     metrics = ""
     try:
-        metrics = client.text("/metrics")
+        metrics = client.text("/metrics/")  # `/metrics` leads there
     except LoRAPluginsError as error:
         yield warning(f"/metrics: {error.found}", "its plugins are judged by its routes alone")
     listed: AdapterList | LoRAPluginsError

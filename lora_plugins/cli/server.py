@@ -2,73 +2,76 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
+import httpx
 import typer
 from pydantic import BaseModel
 
 from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
-from lora_plugins.api.models import AdapterList
+from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli.exits import UsageProblem
-from lora_plugins.errors import KINDS, InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
-from lora_plugins.replica_answers import object_of, rows_of
+from lora_plugins.client import DIRECT
+from lora_plugins.client.attempt import object_of, rows_of
+from lora_plugins.errors import (
+    KINDS,
+    AdapterNotFound,
+    InvalidAdapter,
+    LoRAPluginsError,
+    SourceUnavailable,
+    VersionMismatch,
+)
 from lora_plugins.settings import VARIABLES, environment
 from lora_plugins.store.layout import is_digest
 
 ServerUrl = Annotated[str, typer.Option("--url", envvar="LORA_PLUGINS_URL", help="The server's address.")]
 DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
-_KEYS = (ADMIN_KEY, "VLLM_API_KEY")
+VLLM_KEY = "VLLM_API_KEY"
 
 _PATH = "/v1/loras"
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _PAGE = 5_000  # names; a few megabytes
-_MAX_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 300
 _ERROR = re.compile(
     r"\[(?P<code>L\d{3})\] (?:(?:adapter '(?P<adapter>.*?)')?(?:, )?(?:file '(?P<file>.*?)')?: )?found (?P<found>.*?)"
     r"(?:; expected (?P<expected>.*?))?(?:\. To fix: (?P<remedy>.*))?\.",
     re.DOTALL,
 )
+_NUMBER = re.compile(r"\[Errno -?\d+\] ")  # of an error of the operating system
 _BY_CODE = {kind.code: kind for kind in KINDS}
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def _key_of_environment() -> str | None:
-    env = environment()
-    return next((env[name] for name in _KEYS if env.get(name)), None)
-
-
-@dataclass(frozen=True, slots=True)
 class AdminClient:
     """A server; every method raises the server's error, as an error of ours.
 
-    Raises at construction:
+    Args:
+        url: the server's address.
+        timeout_s: of each call.
+        keys: variables of the environment; the first that is set has the key.
+
+    Raises:
         UsageProblem: `url` is no address of a server.
     """
 
-    url: str
-    timeout_s: float
-    key: str | None = field(default_factory=_key_of_environment, repr=False)
-
-    def __post_init__(self) -> None:
-        if "@" in self.url:
+    def __init__(self, url: str, timeout_s: float, keys: Sequence[str] = (ADMIN_KEY, VLLM_KEY)) -> None:
+        if "@" in url:
             raise UsageProblem(f"--url with a login, which errors would show: set {ADMIN_KEY} in its place")
         try:
-            parts = urlsplit(self.url)
+            parts = urlsplit(url)
         except ValueError:
             parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageProblem(f"--url {self.url}: not http://host:port")
+            raise UsageProblem(f"--url {url}: not http://host:port")
+        self.url = url
+        self._key = next((key for name in keys if (key := environment().get(name))), None)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._http = httpx.Client(timeout=timeout_s, headers=headers, mounts=DIRECT)
 
     def adapters(self) -> AdapterList:
         """Return the adapters that the server serves, and has blocked: in pages, as an answer is limited."""
@@ -109,7 +112,7 @@ class AdminClient:
             ) from None
 
     def text(self, path: str) -> str:
-        """Return the server's answer at another path of its own, such as `/metrics`."""
+        """Return the server's answer at another path of its own, such as `/version`."""
         return self._send("GET", path, None, {}).decode(errors="replace")
 
     def whole_digest(self, name: str, prefix: str) -> str:
@@ -120,42 +123,43 @@ class AdminClient:
         """
         if prefix == "*" or is_digest(prefix):
             return prefix
-        served = next((one.digest for one in self.adapters().loras if one.lora_name == name and one.digest), "")
+        try:
+            served = self.ask(AdapterView, "GET", f"/{quote(name)}").digest or ""
+        except AdapterNotFound:
+            served = ""
         if is_prefix(prefix) and served.startswith(prefix):
             return served
         raise VersionMismatch(f"version {served}" if served else "no version", expected=prefix, adapter=name)
 
-    def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> bytes:
-        # Not `httpx`, whose import takes a tenth of a second.
-        request = urllib.request.Request(  # noqa: S310 - checked at construction
-            self.url.rstrip("/").removesuffix("/v1") + path,
-            data=body,
-            headers={"Accept": "application/json", **headers},
-            method=method,
-        )
-        if self.key:
-            request.add_header("Authorization", f"Bearer {self.key}")
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """Return the answer, whatever its status, but a redirect.
+
+        Raises:
+            SourceUnavailable: no answer comes, or the answer leads elsewhere.
+        """
         try:
-            # As `DIRECT` of the client: no proxy for this machine.
-            direct = [urllib.request.ProxyHandler({})] if urlsplit(self.url).hostname in _THIS_MACHINE else []
-            with urllib.request.build_opener(_WithinServer, *direct).open(request, timeout=self.timeout_s) as answer:
-                return bytes(answer.read(_MAX_BYTES))
-        except urllib.error.HTTPError as error:
-            with error:
-                if 300 <= error.code < 400:
-                    raise SourceUnavailable(
-                        f"a server at {self.url} that leads to {error.headers.get('Location', 'another place')}",
-                        expected="the server itself",
-                        remedy="set --url to the address that it leads to",
-                    ) from None
-                raise self._refusal(error.code, _message(error), path.partition("?")[0]) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
+            answer = self._http.request(method, self.url.rstrip("/").removesuffix("/v1") + path, **more)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            reason = _NUMBER.sub("", str(error)) or type(error).__name__
             raise SourceUnavailable(
-                f"no answer from {self.url} ({getattr(reason, 'strerror', None) or reason or type(reason).__name__})",
+                f"no answer from {self.url} ({reason})",
                 expected="a running vLLM server",
                 remedy="check --url, and that the server runs",
             ) from None
+        # Not followed: a POST would lose its body, or the key would go elsewhere.
+        if 300 <= answer.status_code < 400:
+            raise SourceUnavailable(
+                f"a server at {self.url} that leads to {answer.headers.get('Location', 'another place')}",
+                expected="the server itself",
+                remedy="set --url to the address that it leads to",
+            )
+        return answer
+
+    def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> bytes:
+        answer = self.request(method, path, content=body, headers={"Accept": "application/json", **headers})
+        if answer.is_error:
+            raise self._refusal(answer.status_code, _message(answer.content), path.partition("?")[0])
+        return answer.content
 
     def _refusal(self, status: int, message: str, path: str) -> LoRAPluginsError:
         said = _error_of(message)
@@ -166,9 +170,9 @@ class AdminClient:
             if said is not None and said.remedy != SEND_THE_KEY:
                 return SourceUnavailable(denied, expected=said.expected, remedy=said.remedy)
             return SourceUnavailable(
-                f"{denied}: {'the key is wrong' if self.key else 'no key was sent'}",
+                f"{denied}: {'the key is wrong' if self._key else 'no key was sent'}",
                 expected="a key of the server's administrators",
-                remedy=f"set {_KEYS[0]} to the server's, or {_KEYS[1]} where the server has no admin key",
+                remedy=f"set {ADMIN_KEY} to the server's, or {VLLM_KEY} where the server has no admin key",
             )
         if said is not None:
             return said
@@ -188,16 +192,6 @@ class AdminClient:
         )
 
 
-class _WithinServer(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect of a GET within the server: any other would lose a POST's body, or carry the key elsewhere."""
-
-    def redirect_request(self, *given: Any) -> urllib.request.Request | None:
-        """Leave any other redirect an error."""
-        asked, to = given[0], given[-1]
-        stays = asked.get_method() == "GET" and urlsplit(to)[:2] == urlsplit(asked.full_url)[:2]
-        return super().redirect_request(*given) if stays else None
-
-
 def _of_replicas(answer: bytes) -> bytes:
     """Return the first of the answers of replicas on Ray Serve, if all have one digest; any other answer as it is."""
     rows = rows_of(object_of(answer))
@@ -206,12 +200,9 @@ def _of_replicas(answer: bytes) -> bytes:
     return json.dumps(rows[0]["body"]).encode()
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _message(answer: bytes) -> str:
     """Return the text of an error, or of the errors of replicas on Ray Serve."""
-    try:
-        content = object_of(error.read(_MAX_BYTES))
-    except (OSError, http.client.HTTPException, ValueError):
-        return ""
+    content = object_of(answer)
     if not (rows := rows_of(content)):
         return _text_of(content)
     texts = {_text_of(row["body"]) for row in rows}

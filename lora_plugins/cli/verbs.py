@@ -1,4 +1,4 @@
-"""`load`, `unload`, `refresh`, `pause` and the other verbs: the routes of a running server's admin API."""
+"""`load`, `unload`, `refresh`, `push` and the other verbs: the routes of a running server's admin API."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from urllib.parse import quote, urlencode
 import typer
 from pydantic import BaseModel, ValidationError
 
+from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import MIN_PREFIX
-from lora_plugins.api.models import AdapterSource, AdapterStatus, LoadAdapterRequest, RollbackRequest, VersionStatus
+from lora_plugins.api.models import (
+    AdapterSource,
+    AdapterStatus,
+    LoadAdapterRequest,
+    PushStatus,
+    RollbackRequest,
+    VersionStatus,
+)
 from lora_plugins.cli.exits import UsageProblem
 from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, wanted
 from lora_plugins.cli.output import Output, Result, short, table
 from lora_plugins.cli.progress import counted
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
+from lora_plugins.client.body import archive_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.pauses import PauseMode
 
@@ -27,6 +36,9 @@ _AT_ONCE = 4
 
 _PATTERNS = "Names, or patterns in quotes for names on the server's list ('team/*')."
 _NO_PATTERNS = "Names; patterns stand for themselves here."
+_IfMatch = Annotated[
+    str | None, typer.Option("--if-match", help="Only if the served version's digest is this text, or begins so.")
+]
 _OPTIONS: dict[str, Any] = {
     "uri": Annotated[
         str | None, typer.Option(help="Where the adapter lies, if not where its name says; for one name.")
@@ -45,9 +57,7 @@ _OPTIONS: dict[str, Any] = {
         ),
     ],
     "to": Annotated[str | None, typer.Option("--to", help="The kept version whose digest begins so; for one name.")],
-    "if_match": Annotated[
-        str | None, typer.Option("--if-match", help="Only if the served version's digest is this text, or begins so.")
-    ],
+    "if_match": _IfMatch,
 }
 
 # What pydantic finds wrong with `LoadAdapterRequest` and `RollbackRequest`.
@@ -202,6 +212,36 @@ def _change(
     heads = ("name", *versions, "result")
     tables = [table(heads, rows)] if rows else []
     return Result(together.fields, [*tables, *together.shown], together.code)
+
+
+def push(
+    directory: Annotated[Path, typer.Argument(help="A PEFT directory.")],
+    name: Annotated[str, typer.Argument(help="What requests will ask for.")],
+    *,
+    inflight: Annotated[
+        bool, typer.Option("--inflight", help="Running requests go on with the new version, from one step on.")
+    ] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep the adapter in host memory and in a slot.")] = False,
+    keep: Annotated[
+        int | None, typer.Option("--keep", min=0, max=100, help="Earlier versions that stay, as NAME@DIGEST.")
+    ] = None,
+    if_match: _IfMatch = None,
+    url: ServerUrl = DEFAULT_URL,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for the answer.")] = 600.0,
+) -> Result:
+    """Send an adapter to a server, as the next version of a name."""
+    if not (directory / CONFIG_FILE).is_file():
+        raise UsageProblem(f"{directory}: no directory with {CONFIG_FILE}")
+    client = AdminClient(url, timeout_s)
+    options = {"mode": "inflight"} if inflight else {}
+    options |= {"pin": "true"} if pin else {}
+    options |= {} if keep is None else {"keep": str(keep)}
+    path = f"/{quote(name)}" + (f"?{urlencode(options)}" if options else "")
+    expected = None if if_match is None else client.whole_digest(name, if_match)
+    body, headers = archive_of(directory)
+    status = client.ask(PushStatus, "PUT", path, body, if_match=expected, headers=headers)
+    heads = ("name", "digest", "previous", "swapped", "took", "result")
+    return Result(status.model_dump(mode="json"), [table(heads, [row_of(status)])])
 
 
 def row_of(one: AdapterStatus) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx
 
-from lora_plugins.replica_answers import object_of, rows_of
-
 Heard = httpx.Response | BaseException
 _LOOK_S = 10.0
 _SECRET = re.compile(r"(?<=//)[^/?#]*@|[?#].*")  # login, query and fragment of a URL
@@ -52,6 +50,26 @@ class Answer:
     def is_refusal(self) -> bool:
         """Whether the server itself has refused the call, and not a proxy that lost the server's answer."""
         return 300 <= self.status < 500 or "[L0" in self.text
+
+
+def object_of(answer: str | bytes) -> dict[str, Any]:
+    """Return the JSON object in an answer; empty for any other text, such as a proxy's page."""
+    try:
+        content = json.loads(answer)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of replicas, each with `replica`, `status` and an object `body`; none for any other answer."""
+    rows = content.get("replicas")
+    if not isinstance(rows, list) or not all(isinstance(it, dict) and isinstance(it.get("status"), int) for it in rows):
+        return []
+    return [
+        {"replica": "", **it, "body": it["body"] if isinstance(it.get("body"), dict) else {}, "said": it.get("body")}
+        for it in rows
+    ]
 
 
 def answers_of(heard: Heard) -> list[Answer]:

@@ -86,7 +86,8 @@ def test_a_limit_that_cannot_be_is_refused(server: AdminServer, query: str) -> N
 
 def test_the_command_line_follows_the_pages(server: AdminServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "_PAGE", 2)
-    listed = AdminClient(server.url, 60, KEY).adapters()
+    monkeypatch.setenv("LORA_PLUGINS_ADMIN_KEY", KEY)
+    listed = AdminClient(server.url, 60).adapters()
     assert sorted(one.lora_name for one in listed.loras) == sorted([*NAMES, "a/blocked", "z/blocked"])
     assert (listed.count, listed.next) == (11, None)
 

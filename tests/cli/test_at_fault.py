@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.cli.at_fault import at_fault
-from lora_plugins.cli.by_peft import ByPeft
+from lora_plugins.cli.at_fault import ByPeft, at_fault
 from lora_plugins.cli.judging import Trained
 from testbed.models import ATTENTION, MLP, AdapterSpec, build_adapter, build_base
 from testbed.mutants import FAULTS, LAYERS, Adapter, dropped, read, write

@@ -171,7 +171,7 @@ def test_options_that_cannot_be_right_are_refused(cli: Cli, options: list[str]) 
         (lambda _path, _body: (200, {"data": []}), Exit.UNAVAILABLE, "no base model"),
         (lambda _path, _body: (200, {"data": [5]}), Exit.UNAVAILABLE, "no base model"),
         (lambda _path, _body: (401, {"error": "Unauthorized"}), Exit.UNAVAILABLE, "HTTP 401"),
-        (lambda _path, _body: (200, b"<html>"), Exit.UNAVAILABLE, "none in JSON"),
+        (lambda _path, _body: (200, b"<html>"), Exit.UNAVAILABLE, "HTTP 200: <html>"),
         (lambda _path, _body: (200, []), Exit.UNAVAILABLE, "HTTP 200"),
         (
             lambda path, _body: (200, {"data": [{"id": "base"}]} if path == "/v1/models" else {"choices": [{}]}),

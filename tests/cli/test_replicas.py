@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import http.server
-import io
-import json
 import threading
-import urllib.error
-import urllib.request
-from email.message import Message
 from typing import Any
 
+import httpx
 import pytest
 
 from lora_plugins.api.models import VersionStatus
@@ -26,13 +22,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, *bodies: dict[str, Any]) -> VersionStat
         {"replica": f"r{it}", "status": 400 if "error" in body else 200, "body": body} for it, body in enumerate(bodies)
     ]
 
-    def answer(*_: Any, **__: Any) -> io.BytesIO:
-        body, worst = io.BytesIO(json.dumps({"replicas": rows}).encode()), max(row["status"] for row in rows)
-        if worst > 200:
-            raise urllib.error.HTTPError("", worst, "", Message(), body)
-        return body
-
-    monkeypatch.setattr(urllib.request.OpenerDirector, "open", answer)
+    answer = httpx.Response(max(row["status"] for row in rows), json={"replicas": rows})
+    monkeypatch.setattr(httpx.Client, "request", lambda *_, **__: answer)
     return AdminClient("http://ray", 1).ask(VersionStatus, "PUT", "/sql")
 
 
@@ -54,12 +45,7 @@ def test_an_error_says_what_each_replica_answered(monkeypatch: pytest.MonkeyPatc
     "body", ["[" * 100_000, '{"replicas": [1]}', '{"replicas": [{"status": 200}]}', '{"replicas": 1}']
 )
 def test_any_other_json_is_no_answer(monkeypatch: pytest.MonkeyPatch, status: int, body: str) -> None:
-    def answer(*_: Any, **__: Any) -> io.BytesIO:
-        if status > 200:
-            raise urllib.error.HTTPError("", status, "", Message(), io.BytesIO(body.encode()))
-        return io.BytesIO(body.encode())
-
-    monkeypatch.setattr(urllib.request.OpenerDirector, "open", answer)
+    monkeypatch.setattr(httpx.Client, "request", lambda *_, **__: httpx.Response(status, text=body))
     with pytest.raises(LoRAPluginsError, match=r"no VersionStatus|answers HTTP 500"):
         AdminClient("http://ray", 1).ask(VersionStatus, "PUT", "/sql")
 
