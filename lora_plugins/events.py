@@ -12,7 +12,27 @@ from lora_plugins.errors import LoRAPluginsError
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterResolved:
+class Event:
+    """A fact; every class below is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfName(Event):
+    """A fact about a name and the source that was, or was not, asked for the name."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotFound(OfName):
+    """A source gave no adapter for a name."""
+
+    error: LoRAPluginsError
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterResolved(Event):
     """A name was found and its adapter verified; the engine will read `path`.
 
     `locate_s` was spent asking sources, `obtain_s` finding the adapter in the store or fetching (`fetched`), `check_s`
@@ -33,16 +53,12 @@ class AdapterResolved:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfirmed:
+class AdapterConfirmed(OfName):
     """A name was asked for again, and the earlier answer still holds."""
 
-    name: str
-    source: str
-
 
 @dataclass(frozen=True, slots=True)
-class FetchStarted:
+class FetchStarted(Event):
     """The files of a version, each with its bytes, are about to arrive in a directory of the store."""
 
     name: str
@@ -52,7 +68,7 @@ class FetchStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchGoesOn:
+class FetchGoesOn(Event):
     """A fetch that has started is slow: after `took_s` seconds, `arrived_bytes` of `size_bytes` are on the disk."""
 
     name: str
@@ -62,16 +78,12 @@ class FetchGoesOn:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class FetchEnded:
+class FetchEnded(OfName):
     """A fetch that has started is over, however it went."""
 
-    name: str
-    source: str
-
 
 @dataclass(frozen=True, slots=True)
-class AdapterFetched:
+class AdapterFetched(Event):
     """A version was fetched from its source, verified and published in the store."""
 
     name: str
@@ -81,35 +93,20 @@ class AdapterFetched:
     fetch_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterRejected:
+class AdapterRejected(NotFound):
     """A source has the adapter, but the adapter is not served."""
 
-    name: str
-    source: str
-    error: LoRAPluginsError
 
-
-@dataclass(frozen=True, slots=True)
-class SourceFailed:
+class SourceFailed(NotFound):
     """A source did not answer whether it has the adapter."""
 
-    name: str
-    source: str
-    error: LoRAPluginsError
 
-
-@dataclass(frozen=True, slots=True)
-class AdapterDenied:
+class AdapterDenied(NotFound):
     """A source answered that this server may not read the adapter, which is private or gated."""
 
-    name: str
-    source: str
-    error: LoRAPluginsError
-
 
 @dataclass(frozen=True, slots=True)
-class BreakerOpened:
+class BreakerOpened(Event):
     """A source does not answer, as `error` says; names are refused at once, and a look-up now and then tries again."""
 
     source: str
@@ -117,24 +114,19 @@ class BreakerOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class BreakerClosed:
+class BreakerClosed(Event):
     """A source answers again, after `open_s` seconds in which names were refused."""
 
     source: str
     open_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LookUpRefused:
+class LookUpRefused(NotFound):
     """A source was not asked, because too many unknown names wait for the source."""
 
-    name: str
-    source: str
-    error: LoRAPluginsError
-
 
 @dataclass(frozen=True, slots=True)
-class AdapterUnknown:
+class AdapterUnknown(Event):
     """Every source answered, and none has the adapter.
 
     `reason` says why, if the name itself is at fault and no source was asked; else `absences` are the sources' answers.
@@ -145,16 +137,12 @@ class AdapterUnknown:
     absences: tuple[Absence, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AbsenceRemembered:
+class AbsenceRemembered(OfName):
     """A source was not asked, because the source answered recently "no such adapter"."""
 
-    name: str
-    source: str
-
 
 @dataclass(frozen=True, slots=True)
-class StoreEvicted:
+class StoreEvicted(Event):
     """A published adapter was removed from the store to make room; emitted from a thread."""
 
     digest: str
@@ -162,21 +150,21 @@ class StoreEvicted:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreDamaged:
+class StoreDamaged(Event):
     """A published adapter has other bytes than its digest says, and is served no more. Emitted from any thread."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class RequestServed:
+class RequestServed(Event):
     """The engine has begun to answer a request for an adapter."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class RequestEnded:
+class RequestEnded(Event):
     """A request, or one of several choices, is over, however it ended; it adds these tokens to the adapter's.
 
     The first choice that ends adds the prompt's tokens and the seconds to the first token, None if nobody knows.
@@ -189,7 +177,7 @@ class RequestEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class NotServed:
+class NotServed(Event):
     """An adapter that was found cannot be served.
 
     Attributes:
@@ -203,7 +191,7 @@ class NotServed:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyRefused:
+class KeyRefused(Event):
     """A request of a tenant of the access policy, named by `label`, was refused for its key's limits."""
 
     label: str
@@ -211,7 +199,7 @@ class KeyRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLoaded:
+class AdapterLoaded(Event):
     """Every worker has loaded an adapter from its directory into its host cache."""
 
     name: str
@@ -221,7 +209,7 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSwapped:
+class AdapterSwapped(Event):
     """A name points to another version; running requests go on with the old version.
 
     Versions are digests, or paths that only workers have; the same digest twice if a damaged copy was replaced.
@@ -234,7 +222,7 @@ class AdapterSwapped:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterUnloaded:
+class AdapterUnloaded(Event):
     """No request uses the adapter; slot, host memory and lease are free. `aborted` requests were ended for that."""
 
     name: str
@@ -243,7 +231,7 @@ class AdapterUnloaded:
 
 
 @dataclass(frozen=True, slots=True)
-class DeclaredSetReconciled:
+class DeclaredSetReconciled(Event):
     """Every declared adapter was tried: how many there are, how many are served, and how many failed."""
 
     declared: int
@@ -252,39 +240,12 @@ class DeclaredSetReconciled:
 
 
 @dataclass(frozen=True, slots=True)
-class DeclaredFileInvalid:
+class DeclaredFileInvalid(Event):
     """The present file of declared adapters cannot be followed; the adapters declared before go on."""
 
     error: LoRAPluginsError
 
 
-Event = (
-    AdapterResolved
-    | AdapterConfirmed
-    | FetchStarted
-    | FetchGoesOn
-    | FetchEnded
-    | AdapterFetched
-    | AdapterRejected
-    | SourceFailed
-    | AdapterDenied
-    | BreakerOpened
-    | BreakerClosed
-    | LookUpRefused
-    | AdapterUnknown
-    | AbsenceRemembered
-    | StoreEvicted
-    | StoreDamaged
-    | RequestServed
-    | RequestEnded
-    | NotServed
-    | KeyRefused
-    | AdapterLoaded
-    | AdapterSwapped
-    | AdapterUnloaded
-    | DeclaredSetReconciled
-    | DeclaredFileInvalid
-)
 Hook = Callable[[Event], None]
 _polls: ContextVar[bool] = ContextVar("lora_plugins_polls", default=False)
 
