@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi import Body as InBody
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response
 from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
@@ -22,7 +22,7 @@ from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import as_http, http_error
-from lora_plugins.api.listing import MAX_LIMIT, json_of, page_of, view_of
+from lora_plugins.api.listing import MAX_LIMIT, list_of, view_of
 from lora_plugins.api.models import (
     AdapterList,
     AdapterStatus,
@@ -145,17 +145,13 @@ async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMat
 async def list_all(
     lifecycle: _Lifecycle,
     reconciler: _Reconciler,
-    limit: Annotated[
-        int | None, Query(ge=1, le=MAX_LIMIT, description="a page of so many names, by name; without it, all")
-    ] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="a page of so many names, by name")] = MAX_LIMIT,
     after: Annotated[str | None, Query(description="the page that begins after this name: `next` of the last")] = None,
-) -> StreamingResponse:
+) -> Response:
     """Served and draining adapters, blocked names, and the state of the declared set."""
-    page = await page_of(lifecycle.registry, limit, after)
-    state_of = await lifecycle.planner.states()
-    # The declared set comes on the first page only, so that a reader of all pages gets one state.
-    declared = reconciler if after is None else None
-    return StreamingResponse(json_of(page, lifecycle, state_of, declared), media_type="application/json")
+    listed = await list_of(lifecycle, reconciler, limit, after)
+    # As it is: FastAPI would check the rows once more.
+    return Response(listed.model_dump_json(), media_type="application/json")
 
 
 @router.put("/{lora_name:path}")

@@ -34,7 +34,6 @@ DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
 VLLM_KEY = "VLLM_API_KEY"
 
 _PATH = "/v1/loras"
-_PAGE = 5_000  # names; a few megabytes
 _SHOWN_CHARACTERS = 300
 _ERROR = re.compile(
     r"\[(?P<code>L\d{3})\] (?:(?:adapter '(?P<adapter>.*?)')?(?:, )?(?:file '(?P<file>.*?)')?: )?found (?P<found>.*?)"
@@ -74,10 +73,10 @@ class AdminClient:
         self._http = httpx.Client(timeout=timeout_s, headers=headers, mounts=DIRECT)
 
     def adapters(self) -> AdapterList:
-        """Return the adapters that the server serves, and has blocked: in pages, as an answer is limited."""
-        listed = page = self.ask(AdapterList, "GET", f"?limit={_PAGE}")
+        """Return the adapters that the server serves, and has blocked, of all pages."""
+        listed = page = self.ask(AdapterList, "GET", "")
         while page.next is not None:
-            page = self.ask(AdapterList, "GET", f"?limit={_PAGE}&after={quote(page.next, safe='')}")
+            page = self.ask(AdapterList, "GET", f"?after={quote(page.next, safe='')}")
             listed.loras += page.loras
         listed.count, listed.next = len(listed.loras), None
         return listed

@@ -108,13 +108,13 @@ def test_json_is_the_admin_apis_own(cli, server):
 def test_the_key_is_that_of_the_environment(cli, server):
     cli.env["VLLM_API_KEY"] = "from-environment"
     shown(cli, server)
-    assert server.seen == [("/v1/loras?limit=5000", "Bearer from-environment")]
+    assert server.seen == [("/v1/loras", "Bearer from-environment")]
     cli.env["LORA_PLUGINS_ADMIN_KEY"] = "of-administrators"
     shown(cli, server)
-    assert server.seen[-1] == ("/v1/loras?limit=5000", "Bearer of-administrators")
+    assert server.seen[-1] == ("/v1/loras", "Bearer of-administrators")
     del cli.env["VLLM_API_KEY"], cli.env["LORA_PLUGINS_ADMIN_KEY"]
     shown(cli, server)
-    assert server.seen[-1] == ("/v1/loras?limit=5000", None)
+    assert server.seen[-1] == ("/v1/loras", None)
 
 
 def test_an_openai_base_url_will_do(cli, server):
