@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lora_plugins
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import (
     HOST_POLICIES,

@@ -18,7 +18,7 @@ from benchmarks.soak.bank import WEIGHTS
 from benchmarks.soak.causes import AFTER_S, DISK, DISK_IS_FULL, Cause
 from benchmarks.soak.journal import Journal
 from benchmarks.soak.world import World
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 
 _MOST_S = 4.0
 _MOST_DAMAGED = 12

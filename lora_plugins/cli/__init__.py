@@ -1,25 +1,56 @@
-"""The command line `lora-plugins`."""
+"""The command line `lora-plugins`: how it ends; docs/guides/command-line.md has the table of exit codes."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
-from lora_plugins.cli.exits import Exit
+from lora_plugins.errors import LoRAPluginsError
 
-_NEEDED = ("typer", "rich")  # vLLM brings them; an installation without dependencies may not
+
+class Exit(IntEnum):
+    """Exit codes; 130 and 141 are those of a shell for SIGINT and SIGPIPE. WRONG: an adapter refused, or a problem."""
+
+    OK = 0
+    WRONG = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNAVAILABLE = 4
+    NO_ROOM = 5
+    SETTINGS = 6
+    NOT_COMPARED = 7
+    BUG = 70
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+class UsageProblem(Exception):
+    """A wrong argument."""
+
+
+_BY_CODE = {
+    "L001": Exit.NO_ROOM,
+    "L002": Exit.NOT_FOUND,
+    "L004": Exit.NO_ROOM,
+    "L006": Exit.UNAVAILABLE,
+    "L007": Exit.SETTINGS,
+}
+
+
+def exit_of(error: LoRAPluginsError) -> Exit:
+    """Return the exit code for an error of ours."""
+    return _BY_CODE.get(error.code, Exit.WRONG)
+
+
+def worst(codes: Iterable[Exit]) -> Exit:
+    """Return the largest code; "not compared with a base model" is better than every failure."""
+    return max(codes, key=lambda code: 0.5 if code is Exit.NOT_COMPARED else float(code))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command of `sys.argv` and end the process with the command's exit code (`exits.Exit`)."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.stderr.write(
-            f"lora-plugins: the command line needs {' and '.join(missing)}. To fix: pip install {' '.join(missing)}\n"
-        )
-        sys.exit(Exit.USAGE)
+    """Run one command of `sys.argv` and end the process with the command's exit code (`Exit`)."""
     try:
         from lora_plugins.cli.app import run
 

@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import typer
 
 from lora_plugins.adapter.files import map_os_error
+from lora_plugins.cli import Exit, UsageProblem, exit_of
 from lora_plugins.cli.compare import compare
 from lora_plugins.cli.doctor import doctor
-from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
 from lora_plugins.cli.explain import explain
 from lora_plugins.cli.inspect import inspect
+from lora_plugins.cli.lookup import pull
 from lora_plugins.cli.ls import ls
 from lora_plugins.cli.output import Output, Result, error_fields
-from lora_plugins.cli.pull import pull
 from lora_plugins.cli.store import gc, rm, verify
 from lora_plugins.cli.verbs import VERBS, push
 from lora_plugins.cli.why import why

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli import UsageProblem
 from lora_plugins.cli.judging import Trained, apart
 
 _MOST_GROUPS = 3  # at fault together; each costs a pass over all groups

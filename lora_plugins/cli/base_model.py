@@ -14,7 +14,7 @@ import typer
 from lora_plugins.adapter.fit import BaseModel, original_name_of, slot_rank
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.weight_files import PICKLE_FILES
-from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli import UsageProblem
 from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches.model_modules import model_of

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lora_plugins.cli import Exit, UsageProblem
 from lora_plugins.cli.at_fault import ByPeft, at_fault
-from lora_plugins.cli.exits import Exit, UsageProblem
 from lora_plugins.cli.judging import AS_BASE, OK, OUT, UNSEEN, judge, lines_of, read_trained
 from lora_plugins.cli.output import Output, Result, Shown, line, table
 from lora_plugins.cli.server import DEFAULT_URL, VLLM_KEY, AdminClient, ServerUrl

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from lora_plugins.api.models import AdapterList, DeclaredState
-from lora_plugins.cli import checks, source_checks
+from lora_plugins.cli import Exit, checks, source_checks
 from lora_plugins.cli.checks import Check, Context, of_plugin, ok, problem, unless_wrong, warning
-from lora_plugins.cli.exits import Exit
 from lora_plugins.cli.output import Result, line, number, steps_table
 from lora_plugins.cli.server import AdminClient
 from lora_plugins.errors import LoRAPluginsError

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli import UsageProblem
 from lora_plugins.cli.output import Result, line
 
 PAGE = Path(__file__).with_name("errors.md")  # `plain` of docs/reference/errors.md, written by tools/write_cli_doc.py

@@ -31,6 +31,7 @@ from lora_plugins.adapter.verify import VerifiedAdapter, choose_weights, verify_
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import LoraPair, pair_weights
 from lora_plugins.adapter.writers import by_keys
+from lora_plugins.cli import Exit, exit_of
 from lora_plugins.cli.base_model import (
     BasePath,
     MaxRank,
@@ -40,10 +41,9 @@ from lora_plugins.cli.base_model import (
     why_not_compared,
     would_be_served,
 )
-from lora_plugins.cli.exits import Exit, exit_of
+from lora_plugins.cli.lookup import bring
 from lora_plugins.cli.names import NamesFile, is_pattern, is_several, together, wanted
 from lora_plugins.cli.output import Output, Result, error_fields, line, number, short, size
-from lora_plugins.cli.pull import bring
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import choose_files

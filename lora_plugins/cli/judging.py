@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli import UsageProblem
 
 # Of a floor, largest and mean: float32's own rounding, in logarithms of probabilities. Of tokens that a model holds for
 # next to impossible, adapters round ten times as far as their base model.

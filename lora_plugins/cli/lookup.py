@@ -1,90 +1,46 @@
-"""The sources of this environment, asked without a server as a server would; several names and URIs at once."""
+"""`pull`, and the sources of this environment, asked without a server as a server would, for several names at once."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.cli.names import AskedName, malformed
-from lora_plugins.cli.output import Output
-from lora_plugins.cli.progress import FetchBars
-from lora_plugins.errors import InvalidSettings, LoRAPluginsError
+from lora_plugins.cli.names import (
+    AskedName,
+    NamesFile,
+    expand,
+    is_several,
+    malformed,
+    names_of_environment,
+    require_sources,
+    sources_of_environment,
+    together,
+    wanted,
+)
+from lora_plugins.cli.output import FetchBars, Output, Result, line, size
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.events import AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
-from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
-from lora_plugins.resolvers.sources.source import Listing, ListsNames, RemoteAdapter, Source, place_in_order
+from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.resolvers.sources.uri import SourceUri
 from lora_plugins.resolvers.versions import select_files
-from lora_plugins.settings import BaseMatch, Settings, named_in_environment
+from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.layout import Layout, is_digest, key_of
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import open_store
 
 _AT_ONCE = 8  # the resolver fetches four at once
-
-
-def sources_of_environment(settings: Settings) -> list[Source]:
-    """Return the sources that `VLLM_PLUGINS` names, in their order.
-
-    Raises:
-        InvalidSettings: a source cannot be made.
-    """
-    found: list[Source] = []
-    for plugin, configured in SOURCE_PLUGINS.items():
-        if named_in_environment(plugin):
-            found += configured(settings)
-    return sorted(found, key=lambda item: place_in_order(item, settings.sources))
-
-
-def require_sources(sources: Sequence[Source]) -> None:
-    """Refuse to go on where a server with this environment would ask no source.
-
-    Raises:
-        InvalidSettings: no plugin with a source is named, or no named plugin has its own setting.
-    """
-    if not sources:
-        raise InvalidSettings(
-            "no source of adapters in this environment",
-            expected="VLLM_PLUGINS with one of " + ", ".join(SOURCE_PLUGINS) + ", and that one's own setting",
-            remedy="set both; 'lora-plugins doctor' says what is missing",
-        )
-
-
-async def list_names(sources: Sequence[Source], base_model_name: str) -> list[Listing | LoRAPluginsError]:
-    """Return each source's list, or the source's error."""
-
-    async def one(source: Source) -> Listing | LoRAPluginsError:
-        if not isinstance(source, ListsNames):
-            return Listing((), ("this source does not list what it has",))
-        try:
-            return await source.names(base_model_name)
-        except LoRAPluginsError as error:
-            return error
-
-    return await asyncio.gather(*map(one, sources))
-
-
-def names_of_environment(settings: Settings, base_model_name: str, *, only_local: bool = False) -> list[str]:
-    """Return all names in the sources' lists, each once; `only_local`: of sources on this machine.
-
-    Raises:
-        LoRAPluginsError: a source does not answer.
-    """
-    names: dict[str, None] = {}
-    sources = [source for source in sources_of_environment(settings) if not (only_local and source.remote)]
-    for listing in asyncio.run(list_names(sources, base_model_name)):
-        if isinstance(listing, LoRAPluginsError):
-            raise listing
-        names.update(dict.fromkeys(listing.names))
-    return list(names)
 
 
 @dataclass(slots=True)
@@ -261,3 +217,85 @@ def _name_of(uri: SourceUri) -> str:
     """Return a name for messages: the last part of the URI, where the part is a name."""
     last = uri.segments[-1] if uri.segments else ""
     return last if malformed(last) is None else "unnamed"
+
+
+def pull(
+    output: Output,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names or URIs, or patterns in quotes for names that the sources list ('team/*')."),
+    ] = None,
+    *,
+    file: NamesFile = None,
+    base_model: Annotated[
+        str, typer.Option("--base-model", help="What {base_model_name} stands for in S3_PATH_TEMPLATE.")
+    ] = "",
+) -> Result:
+    """Bring adapters into the store, verified."""
+    settings = Settings.from_env()
+    asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_model), "the sources")
+    pulled = [one if isinstance(one, LoRAPluginsError) else _look_up_of(one) for one in asked]
+    look_up(output, settings, [one for one in pulled if isinstance(one, LookUp)], base_model)
+    return together([_result(one) for one in pulled], is_list=is_several(names, file))
+
+
+def bring(output: Output, settings: Settings, uri: str) -> Stored:
+    """Fetch and verify the adapter at a URI, allowed by the settings or not.
+
+    Raises:
+        AdapterNotFound: there is no adapter. LoRAPluginsError: the adapter cannot be had, or cannot be served.
+    """
+    asked = LookUp.of(AskedName(uri))
+    look_up(output, settings, [asked], "")
+    return _brought(asked)
+
+
+def _look_up_of(one: AskedName) -> LookUp | LoRAPluginsError:
+    try:
+        return LookUp.of(one)
+    except LoRAPluginsError as error:
+        if one.name.startswith(("/", "./", "../", "~/")) and one.uri is None:
+            path = Path(os.path.expanduser(one.name)).absolute()  # `Path.expanduser` raises where there is no home
+            error.remedy = f"for a directory of this machine use {path.as_uri()}"
+        return error
+
+
+def _result(pulled: LookUp | LoRAPluginsError) -> Result | LoRAPluginsError:
+    if isinstance(pulled, LoRAPluginsError):
+        return pulled
+    try:
+        stored = _brought(pulled)
+    except LoRAPluginsError as error:
+        return error
+    found, manifest, elapsed_s = stored.adapter, stored.manifest, pulled.elapsed_s
+    bytes_s = manifest.size_bytes / elapsed_s if stored.facts.fetched else None
+    fields = {
+        "name": found.name,
+        "source": found.source,
+        "uri": manifest.uri,
+        "version": found.version,
+        "digest": manifest.digest,
+        "path": str(found.path),
+        "size_bytes": manifest.size_bytes,
+        "fetched": stored.facts.fetched,
+        "elapsed_s": elapsed_s,
+        "bytes_s": bytes_s,
+    }
+    how = "was there" if bytes_s is None else f"fetched in {elapsed_s:.2f} s ({size(bytes_s)}/s)"
+    said = f"{found.name}: {size(manifest.size_bytes)} from {manifest.uri}, {how}"
+    return Result(fields, [line(said), line(str(found.path))])
+
+
+def _brought(pulled: LookUp) -> Stored:
+    if pulled.found.error is not None:
+        raise pulled.found.error
+    if pulled.stored is None:
+        absences = pulled.found.absences
+        hints = [absence.hint for absence in absences if absence.hint]
+        raise AdapterNotFound(
+            "no such adapter: " + "; ".join(f"{absence.source}: {absence}" for absence in absences),
+            expected="an adapter in one of these places",
+            remedy=" ".join(hints) or "correct its spelling, or give its URI, such as hf://org/repo",
+            adapter=pulled.text,
+        )
+    return pulled.stored

@@ -14,8 +14,8 @@ from rich.console import Group
 from rich.live import Live
 
 from lora_plugins.api.models import AdapterList, AdapterView
-from lora_plugins.cli.exits import Exit, UsageProblem, exit_of
-from lora_plugins.cli.lookup import list_names, require_sources, sources_of_environment
+from lora_plugins.cli import Exit, UsageProblem, exit_of
+from lora_plugins.cli.names import list_names, require_sources, sources_of_environment
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, table, table_above
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.cli.store import StoreView

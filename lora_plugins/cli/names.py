@@ -1,7 +1,8 @@
-"""The names given to a command: as arguments, as patterns, or a line each in a file."""
+"""The names given to a command: as arguments, a line each in a file, or as patterns of names that sources list."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +14,12 @@ import typer
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.api.access.policy import NamePattern
-from lora_plugins.cli.exits import UsageProblem, worst
+from lora_plugins.cli import UsageProblem, worst
 from lora_plugins.cli.output import Result, error_fields, line
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
+from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
+from lora_plugins.resolvers.sources.source import Listing, ListsNames, Source, place_in_order
+from lora_plugins.settings import Settings, named_in_environment
 
 NamesFile = Annotated[
     Path | None,
@@ -91,6 +95,62 @@ def expand(
                 adapter=one.name,
             )
     return list(found.values())
+
+
+def sources_of_environment(settings: Settings) -> list[Source]:
+    """Return the sources that `VLLM_PLUGINS` names, in their order.
+
+    Raises:
+        InvalidSettings: a source cannot be made.
+    """
+    found: list[Source] = []
+    for plugin, configured in SOURCE_PLUGINS.items():
+        if named_in_environment(plugin):
+            found += configured(settings)
+    return sorted(found, key=lambda item: place_in_order(item, settings.sources))
+
+
+def require_sources(sources: Sequence[Source]) -> None:
+    """Refuse to go on where a server with this environment would ask no source.
+
+    Raises:
+        InvalidSettings: no plugin with a source is named, or no named plugin has its own setting.
+    """
+    if not sources:
+        raise InvalidSettings(
+            "no source of adapters in this environment",
+            expected="VLLM_PLUGINS with one of " + ", ".join(SOURCE_PLUGINS) + ", and that one's own setting",
+            remedy="set both; 'lora-plugins doctor' says what is missing",
+        )
+
+
+async def list_names(sources: Sequence[Source], base_model_name: str) -> list[Listing | LoRAPluginsError]:
+    """Return each source's list, or the source's error."""
+
+    async def one(source: Source) -> Listing | LoRAPluginsError:
+        if not isinstance(source, ListsNames):
+            return Listing((), ("this source does not list what it has",))
+        try:
+            return await source.names(base_model_name)
+        except LoRAPluginsError as error:
+            return error
+
+    return await asyncio.gather(*map(one, sources))
+
+
+def names_of_environment(settings: Settings, base_model_name: str, *, only_local: bool = False) -> list[str]:
+    """Return all names in the sources' lists, each once; `only_local`: of sources on this machine.
+
+    Raises:
+        LoRAPluginsError: a source does not answer.
+    """
+    names: dict[str, None] = {}
+    sources = [source for source in sources_of_environment(settings) if not (only_local and source.remote)]
+    for listing in asyncio.run(list_names(sources, base_model_name)):
+        if isinstance(listing, LoRAPluginsError):
+            raise listing
+        names.update(dict.fromkeys(listing.names))
+    return list(names)
 
 
 def together(answers: Sequence[Result | LoRAPluginsError], *, is_list: bool, blank_between: bool = False) -> Result:

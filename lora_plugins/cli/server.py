@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList, AdapterView
-from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli import UsageProblem
 from lora_plugins.client import DIRECT
 from lora_plugins.client.attempt import object_of, rows_of
 from lora_plugins.errors import (

@@ -13,10 +13,21 @@ import typer
 from lora_plugins.absence import without_login
 from lora_plugins.adapter.names import MIN_PREFIX, is_prefix
 from lora_plugins.api.access.policy import NamePattern
-from lora_plugins.cli.exits import Exit, UsageProblem
+from lora_plugins.cli import Exit, UsageProblem
 from lora_plugins.cli.names import NamesFile, is_pattern, wanted
-from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, table, table_above
-from lora_plugins.cli.progress import counted
+from lora_plugins.cli.output import (
+    Output,
+    Result,
+    ago,
+    counted,
+    error_fields,
+    line,
+    number,
+    short,
+    size,
+    table,
+    table_above,
+)
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.resolvers.sources.templates import Template
 from lora_plugins.server.served_file import lately_served

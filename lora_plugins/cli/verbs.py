@@ -23,10 +23,9 @@ from lora_plugins.api.models import (
     RollbackRequest,
     VersionStatus,
 )
-from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli import UsageProblem
 from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, wanted
-from lora_plugins.cli.output import Output, Result, short, table
-from lora_plugins.cli.progress import counted
+from lora_plugins.cli.output import Output, Result, counted, short, table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.client.body import archive_of
 from lora_plugins.errors import LoRAPluginsError

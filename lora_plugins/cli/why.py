@@ -13,6 +13,7 @@ from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import MISSPELT, misspelt, near, why_absent
 from lora_plugins.api.models import AdapterList, AdapterView, ServedState
+from lora_plugins.cli import Exit, exit_of
 from lora_plugins.cli.base_model import (
     BasePath,
     MaxRank,
@@ -22,9 +23,16 @@ from lora_plugins.cli.base_model import (
     why_not_compared,
     would_be_served,
 )
-from lora_plugins.cli.exits import Exit, exit_of
-from lora_plugins.cli.lookup import LookUp, look_up, names_of_environment
-from lora_plugins.cli.names import NamesFile, expand, is_several, malformed, together, wanted
+from lora_plugins.cli.lookup import LookUp, look_up
+from lora_plugins.cli.names import (
+    NamesFile,
+    expand,
+    is_several,
+    malformed,
+    names_of_environment,
+    together,
+    wanted,
+)
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, steps_table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable

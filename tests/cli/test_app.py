@@ -16,8 +16,8 @@ import pytest
 import lora_plugins.errors
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.cli import Exit, exit_of
 from lora_plugins.cli.app import EXAMPLES
-from lora_plugins.cli.exits import Exit, exit_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings
 from tests.cli.common import on_terminal, outside
@@ -318,20 +318,6 @@ def test_neither_vllm_nor_torch_is_imported_where_nothing_needs_them(cli):
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_without_typer_it_says_what_to_install():
-    script = (
-        "import importlib.util, sys\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more: None if name == 'typer' else find(name, *more)\n"
-        "sys.modules['typer'] = None\n"
-        "from lora_plugins.cli import main\n"
-        "main(['ls'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == Exit.USAGE
-    assert done.stderr == ("lora-plugins: the command line needs typer. To fix: pip install typer\n")
 
 
 def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.cli import Exit
 from lora_plugins.cli.checks import Context
 from lora_plugins.cli.doctor import CHECKS
-from lora_plugins.cli.exits import Exit
 from lora_plugins.findings import State, Step, discovered_plugins
 from lora_plugins.ledger import check as ledger_check
 from lora_plugins.ledger import symbols

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from lora_plugins.cli.judging import AS_BASE, OK, OTHER_BASE, OUT, UNSEEN, Trained, judge
 from tests.cli.common import Cli
 

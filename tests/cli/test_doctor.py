@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from lora_plugins.cli import Exit
 from lora_plugins.cli.doctor import verdict
-from lora_plugins.cli.exits import Exit
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.findings import State, Step
 from tests.cli.admin_server import KEY, AdminServer, admin_server

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lora_plugins.cli import Exit
 from lora_plugins.cli.doctor import examine
-from lora_plugins.cli.exits import Exit
 from lora_plugins.findings import State, at_start
 from lora_plugins.resolvers.sources import configured
 from lora_plugins.settings import Settings

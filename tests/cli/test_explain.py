@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from lora_plugins.cli.explain import PAGE, plain
 from lora_plugins.errors import KINDS
 from tests.make import adapter_files, put

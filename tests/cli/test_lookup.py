@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from testbed import faults
 from testbed.hub import Hub, local_hub
 from testbed.proxy import fault_proxy

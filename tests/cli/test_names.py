@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from tests.cli.common import golden
 from tests.make import adapter_files, put
 

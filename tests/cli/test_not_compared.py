@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.cli.exits import Exit, worst
+from lora_plugins.cli import Exit, worst
 from lora_plugins.store.model_file import ModelFile
 from tests.cli.common import Cli
 from tests.cli.test_golden import MODULES

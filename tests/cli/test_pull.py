@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from testbed.proxy import fault_proxy
 from testbed.s3 import S3, s3_server
 from tests.cli.common import outside

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from lora_plugins.cli.exits import UsageProblem
+from lora_plugins.cli import UsageProblem
 from lora_plugins.cli.server import AdminClient
 from tests.client.test_push import LOGINS
 

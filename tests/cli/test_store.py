@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.store.store import Store

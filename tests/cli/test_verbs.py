@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from lora_plugins.errors import IncompatibleAdapter, SourceUnavailable
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 from tests.cli.common import Cli, Done, golden, on_terminal

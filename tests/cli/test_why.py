@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_plugins.cli.exits import Exit
+from lora_plugins.cli import Exit
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.server.reconciler import Target
 from lora_plugins.server.registry import DesiredAdapter

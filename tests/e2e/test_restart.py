@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.cli import Exit
 from lora_plugins.cli.app import run
-from lora_plugins.cli.exits import Exit
 from testbed.bed import Bed
 from testbed.client import connect
 from testbed.server import Server

@@ -342,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "cli: a source that is down is no such adapter",
-        "lora_plugins/cli/exits.py",
+        "lora_plugins/cli/__init__.py",
         '"L006": Exit.UNAVAILABLE',
         '"L006": Exit.NOT_FOUND',
         ("tests/cli/test_lookup.py",),

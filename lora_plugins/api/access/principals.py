@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import replace
 from http import HTTPStatus
@@ -12,7 +13,6 @@ from urllib.parse import parse_qs
 
 from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
 from lora_plugins.api.access.policy import Principal
-from lora_plugins.api.access.tenants_routes import is_counted, is_tenants
 from lora_plugins.errors import LoRAPluginsError, NotAllowed
 from lora_plugins.server.limits import Rate, Share
 from lora_plugins.server.response import route_path
@@ -147,3 +147,57 @@ async def _refuse(scope: Scope, send: Send, refusal: LoRAPluginsError, *, asks_f
         headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+# The routes that an access policy leaves to everybody, of vLLM 0.30 to 0.33. One that a later release adds, or another
+# endpoint plugin, is an administrator's until it stands here: it may change the engine, or other tenants' work.
+
+# Use one model, which the policy checks, or none at all: with the engine, which a key's limits count, or without.
+_RUNS_THE_ENGINE = """
+/v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/messages /cohere/v2/chat
+/v1/audio/transcriptions /v1/audio/translations
+/v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank
+/generative_scoring /v1/systemone /v1/decisions /inference/v1/generate /invocations
+"""
+_USES_A_MODEL = f"""{_RUNS_THE_ENGINE}
+/v1/completions/render /v1/completions/derender /v1/chat/completions/render /v1/chat/completions/derender
+/v1/responses/render /v1/responses/ID/cancel /v1/messages/count_tokens /v1/messages/render /cohere/v2/chat/render
+/tokenize /detokenize
+"""
+# `/metrics` also answers below it, for Prometheus; the pages of the documentation come with files of their own.
+_READS = """
+/v1/models /v1/models/REST /v1/responses/ID /tokenizer_info /health /load /version /metrics /metrics/REST
+/docs /docs/oauth2-redirect /redoc /openapi.json /static/REST
+"""
+
+
+def _matching(routes: str) -> re.Pattern[str]:
+    return re.compile(
+        "|".join(re.escape(route) for route in routes.split()).replace("ID", "[^/]+").replace("REST", ".*")
+    )
+
+
+_BY_METHOD = {
+    "POST": _matching(_USES_A_MODEL + "/ping"),
+    "GET": _matching(_READS + "/ping"),
+    "HEAD": _matching(_READS + "/ping"),
+    "WEBSOCKET": _matching("/v1/realtime"),
+}
+
+
+_COUNTED = {"POST": _matching(_RUNS_THE_ENGINE), "WEBSOCKET": _BY_METHOD["WEBSOCKET"]}
+
+
+def is_tenants(method: str, path: str) -> bool:
+    """Whether every key reaches a route; `path` is below the root path, and `method` is `WEBSOCKET` for those."""
+    return _is_among(_BY_METHOD, method, path)
+
+
+def is_counted(method: str, path: str) -> bool:
+    """Whether a key's limits count a request of a route; arguments as of `is_tenants`."""
+    return _is_among(_COUNTED, method, path)
+
+
+def _is_among(by_method: Mapping[str, re.Pattern[str]], method: str, path: str) -> bool:
+    routes = by_method.get(method)
+    return routes is not None and routes.fullmatch(path) is not None
