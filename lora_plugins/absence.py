@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 
 from lora_plugins.errors import AdapterNotFound
 
 _LOGIN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<login>[^/?#\s'\"]*)@")
 # Queries of presigned URLs carry signatures.
 _QUERY = re.compile(r"(https?://[^\s?#'\"]*[?#])[^\s'\"]+")
-
-
-class AbsenceKind(StrEnum):
-    """The reason of the answer "no such adapter"."""
-
-    NOTHING = "nothing"
-    NO_ADAPTER = "no-adapter"
-    HIDDEN = "hidden"
-    NOT_ASKED = "not-asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +19,9 @@ class Absence:
     Attributes:
         source: the label of the source.
         place: the path, URL or repository where the source looked, without credentials; empty where it looked nowhere.
-        kind: nothing lies there; something else than an adapter; nothing that the source shows us; or the source was
-        not asked, as its settings leave the name out.
         detail: what lies there, or why the source was not asked; without the place.
         hint: what the source's operator may do about the absence, where known.
+        was_asked: whether the source was asked; False where its settings leave the name out.
         is_remembered: whether the source said so a moment ago, and was not asked again.
         cause: what clients get where no source has the adapter: another program's files lie there. None where they get
         what vLLM says.
@@ -40,16 +29,11 @@ class Absence:
 
     source: str
     place: str
-    kind: AbsenceKind
     detail: str
     hint: str = ""
+    was_asked: bool = True
     is_remembered: bool = False
     cause: AdapterNotFound | None = None
-
-    @property
-    def was_asked(self) -> bool:
-        """Whether the source, and not only its settings, was asked."""
-        return self.kind is not AbsenceKind.NOT_ASKED
 
     def __str__(self) -> str:
         said = f"{self.place}: {self.detail}" if self.place else self.detail

@@ -151,7 +151,6 @@ def seconds(least: float) -> Kind[float]:
 
 FLAG = Kind("1 or 0", _flag)
 RESTORE = Kind("1, 0 or living", _restore)
-COUNT = Kind("a number, 0 to 999999", _count)
 LABELLED = Kind("a number, 0 to 999999, or all, or a file of names that exists", _labelled)
 BYTES = Kind(SIZE_EXPECTED, _bytes, none="no limit", blank_is_unset=False)
 NAMES = Kind("names, separated by commas", _names)

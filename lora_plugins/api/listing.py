@@ -134,12 +134,10 @@ def _view(
 async def _declared(reconciler: Reconciler) -> DeclaredSetView | None:
     if (declared := reconciler.declared) is None:
         return None
-    views = [_declared_view(name, target) async for name, target in in_steps(list(declared.items()))]
-    error = reconciler.file_error
-    return DeclaredSetView(loras=views, file_error=None if error is None else str(error))
-
-
-def _declared_view(name: str, target: Target) -> DeclaredView:
-    state = DeclaredState.WAITING if target.error is None else DeclaredState.FAILED
-    error = None if target.error is None else str(target.error)
-    return DeclaredView(lora_name=name, state=DeclaredState.SERVED if target.is_done else state, error=error)
+    views = []
+    async for name, target in in_steps(list(declared.items())):
+        state = DeclaredState.WAITING if target.error is None else DeclaredState.FAILED
+        error = None if target.error is None else str(target.error)
+        views.append(DeclaredView(lora_name=name, state=DeclaredState.SERVED if target.is_done else state, error=error))
+    wrong = reconciler.file_error
+    return DeclaredSetView(loras=views, file_error=None if wrong is None else str(wrong))

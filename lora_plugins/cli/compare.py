@@ -16,7 +16,7 @@ from lora_plugins.cli import Exit, UsageProblem
 from lora_plugins.cli.at_fault import ByPeft, at_fault
 from lora_plugins.cli.judging import AS_BASE, OK, OUT, UNSEEN, judge, lines_of, read_trained
 from lora_plugins.cli.output import Output, Result, Shown, line, table
-from lora_plugins.cli.server import DEFAULT_URL, VLLM_KEY, AdminClient, ServerUrl
+from lora_plugins.cli.server import DEFAULT_URL, VLLM_KEY, AdminClient, ServerUrl, Timeout
 from lora_plugins.client.attempt import object_of
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 
@@ -43,7 +43,7 @@ def compare(
         bool, typer.Option("--by-token", help="A request for each token, as lm_head needs it.")
     ] = False,
     url: ServerUrl = DEFAULT_URL,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each answer.")] = 120.0,
+    timeout_s: Timeout = 120.0,
 ) -> Result:
     """Compare a server's answers with what was trained."""
     if (trainer is None) == (peft is None) or (peft is None and (base or prompts)):

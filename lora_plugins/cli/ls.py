@@ -17,7 +17,7 @@ from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import Exit, UsageProblem, exit_of
 from lora_plugins.cli.names import list_names, require_sources, sources_of_environment
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, table, table_above
-from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
+from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.settings import Settings
@@ -41,7 +41,7 @@ def ls(
         float, typer.Option("--interval", min=0.1, help="With --watch: seconds between two looks.")
     ] = 2.0,
     url: ServerUrl = DEFAULT_URL,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="With --server: seconds for an answer.")] = 5.0,
+    timeout_s: Timeout = 5.0,
 ) -> Result | None:
     """List what the store, the sources or a server has."""
     if remote and (server or watch):

@@ -30,6 +30,7 @@ from lora_plugins.settings import VARIABLES, environment
 from lora_plugins.store.layout import is_digest
 
 ServerUrl = Annotated[str, typer.Option("--url", envvar="LORA_PLUGINS_URL", help="The server's address.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each answer of the server.")]
 DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
 VLLM_KEY = "VLLM_API_KEY"
 

@@ -26,7 +26,7 @@ from lora_plugins.api.models import (
 from lora_plugins.cli import UsageProblem
 from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, wanted
 from lora_plugins.cli.output import Output, Result, counted, short, table
-from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
+from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.client.body import archive_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.pauses import PauseMode
@@ -101,7 +101,7 @@ class Verb:
             "file": (NamesFile, None),
             **{name: (_OPTIONS[name], False if name == "block" else None) for name in self.options},
             "url": (ServerUrl, DEFAULT_URL),
-            "timeout_s": (Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each answer.")], 600.0),
+            "timeout_s": (Timeout, 600.0),
         }
         parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
@@ -226,7 +226,7 @@ def push(
     ] = None,
     if_match: _IfMatch = None,
     url: ServerUrl = DEFAULT_URL,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for the answer.")] = 600.0,
+    timeout_s: Timeout = 600.0,
 ) -> Result:
     """Send an adapter to a server, as the next version of a name."""
     if not (directory / CONFIG_FILE).is_file():

@@ -34,7 +34,7 @@ from lora_plugins.cli.names import (
     wanted,
 )
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, steps_table
-from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl
+from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import Step, resolvers_not_asked
 from lora_plugins.resolvers.search import SourceAnswer
@@ -87,7 +87,7 @@ def why(
     *,
     file: NamesFile = None,
     url: ServerUrl = DEFAULT_URL,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for an answer of the server.")] = 5.0,
+    timeout_s: Timeout = 5.0,
     no_server: Annotated[
         bool, typer.Option("--no-server", help="Ask the sources alone, as a server does at a first request.")
     ] = False,
@@ -207,7 +207,8 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
     if of_server.is_the_end:
         return
     yield from (_step_of(label, asked.found.answers.get(label)) for label in labels)
-    yield from _steps_of_near(asked, of_server)
+    if of_server.near and not (asked.stored or asked.would_fetch):
+        yield Step("spelling", "warning", f"perhaps {of_server.near} was meant")
     if asked.found.error is not None and asked.found.error not in asked.found.answers.values():
         place = _PLACES.get(exit_of(asked.found.error), "adapter")
         yield Step(place, "failed", str(asked.found.error))
@@ -234,11 +235,6 @@ def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: Base
 
 def _is_unknown(asked: LookUp) -> bool:
     return asked.found.error is None and asked.stored is None and asked.would_fetch is None
-
-
-def _steps_of_near(asked: LookUp, of_server: OfServer) -> Iterator[Step]:
-    if of_server.near and not (asked.stored or asked.would_fetch):
-        yield Step("spelling", "warning", f"perhaps {of_server.near} was meant")
 
 
 def _step_of(source: str, answer: SourceAnswer | None) -> Step:

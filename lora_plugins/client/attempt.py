@@ -28,7 +28,7 @@ _UNSENT = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class OneAnswer:
     """The answer of one server or replica.
 
     Attributes:
@@ -72,22 +72,22 @@ def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def answers_of(heard: Heard) -> list[Answer]:
+def answers_of(heard: Heard) -> list[OneAnswer]:
     """Return one answer for each server or replica."""
     if isinstance(heard, BaseException):
-        return [Answer(0, {}, f"{type(heard).__name__}: {heard}")]
+        return [OneAnswer(0, {}, f"{type(heard).__name__}: {heard}")]
     body = object_of(heard.content)
     if not (rows := rows_of(body)):
         # Not followed: it would change the method, or carry the key and the adapter elsewhere.
         leads = f"leads to {_SECRET.sub('…', heard.headers['Location'])} " if heard.has_redirect_location else ""
-        return [Answer(heard.status_code, body, f"{heard.status_code} {leads}{heard.text}")]
+        return [OneAnswer(heard.status_code, body, f"{heard.status_code} {leads}{heard.text}")]
     return [
-        Answer(it["status"], it["body"], f"replica {it['replica']}: {it['status']} {json.dumps(it['said'])}")
+        OneAnswer(it["status"], it["body"], f"replica {it['replica']}: {it['status']} {json.dumps(it['said'])}")
         for it in rows
     ]
 
 
-def error_of(answers: list[Answer], needs: str) -> str | None:
+def error_of(answers: list[OneAnswer], needs: str) -> str | None:
     """Return what all replicas answered, if one has not done the call."""
     if answers and all(it.is_done(needs) for it in answers):
         return None
@@ -115,7 +115,7 @@ class Attempt:
     """
 
     def __init__(self, client: httpx.AsyncClient, url: str, query: Mapping[str, str]) -> None:
-        self.answers: list[Answer] = []
+        self.answers: list[OneAnswer] = []
         self._client = client
         self._url = url
         self._query = query

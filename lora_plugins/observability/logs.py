@@ -44,12 +44,10 @@ class LogEvents:
         self._resolved: LRUCache[str, tuple[str, str]] = LRUCache(_REMEMBERED)  # by name: path, line's beginning
         self._loaded: LRUCache[tuple[str, str], None] = LRUCache(_REMEMBERED)
         self._unknown = UnknownNames()
-        self._said_busy: dict[str, float] = {}  # by source
+        self._said_busy: TTLCache[str, bool] = TTLCache(_REMEMBERED, _BUSY_EVERY_S, time.monotonic)  # by source
 
     def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912, PLR0915 - a case for each event
         match event:
-            case events.AdapterFetched():
-                self._log_fetched(event)
             case events.FetchGoesOn():
                 text = "Adapter '%s' is still being fetched from %s after %.0f s: %.1f of %.1f MB are here"
                 done_mb, all_mb = event.arrived_bytes / 1e6, event.size_bytes / 1e6
@@ -101,18 +99,6 @@ class LogEvents:
             case _:
                 pass  # counted, not logged
 
-    @staticmethod
-    def _log_fetched(event: events.AdapterFetched) -> None:
-        size_mb = event.size_bytes / 1e6
-        logger.debug(
-            "Adapter '%s' fetched from %s: %.1f MB in %.2f s (%.0f MB/s)",
-            event.name,
-            event.uri,
-            size_mb,
-            event.fetch_s,
-            size_mb / max(event.fetch_s, 1e-6),
-        )
-
     def _log_resolved(self, event: events.AdapterResolved) -> None:
         line = (
             f"Adapter '{event.name}' from {event.source}{f' ({event.uri})' if event.uri else ''}: rank {event.rank}, "
@@ -150,10 +136,9 @@ class LogEvents:
 
     def _log_busy(self, event: events.LookUpRefused) -> None:
         """Log a refusal once a minute for each source: a flood of names has as many refusals."""
-        now = time.monotonic()
-        is_repeat = now - self._said_busy.get(event.source, -_BUSY_EVERY_S) < _BUSY_EVERY_S
+        is_repeat = event.source in self._said_busy
         if not is_repeat:
-            self._said_busy[event.source] = now
+            self._said_busy[event.source] = True
         logger.log(
             logging.DEBUG if is_repeat else logging.WARNING,
             "More unknown names are asked for than %s is asked about; the first of this minute: %s",

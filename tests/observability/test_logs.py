@@ -56,9 +56,6 @@ def levels(logged) -> list[int]:
     return [record.levelno for record in logged.records if record.name == "vllm.lora_plugins"]
 
 
-FETCHED = AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5)
-
-
 @pytest.mark.parametrize(
     ("event", "level", "facts"),
     [
@@ -76,7 +73,6 @@ FETCHED = AdapterFetched("sql", "s3", "s3://bucket/sql", 50_000_000, 0.5)
                 "/adapters/sql",
             ),
         ),
-        (FETCHED, logging.DEBUG, ("'sql'", "s3://bucket/sql", "50.0 MB", "0.50 s", "100 MB/s")),
         (
             FetchGoesOn("sql", "s3", 35.2, 12_340_000, 400_000_000),
             logging.INFO,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.absence import Absence
 from lora_plugins.events import AdapterUnknown
 from lora_plugins.observability.logs import UnknownNames
 
@@ -28,9 +28,9 @@ def names(clock):
 
 def test_line_has_every_place_and_its_answer(names):
     absences = (
-        Absence("filesystem", "/adapters/sqll", AbsenceKind.NOTHING, "no such directory"),
-        Absence("s3", "s3://bucket/sqll/", AbsenceKind.NOTHING, "no weights", is_remembered=True),
-        Absence("hub", "", AbsenceKind.NOT_ASKED, "the list does not name it"),
+        Absence("filesystem", "/adapters/sqll", "no such directory"),
+        Absence("s3", "s3://bucket/sqll/", "no weights", is_remembered=True),
+        Absence("hub", "", "the list does not name it", was_asked=False),
     )
     assert names.line(AdapterUnknown("sqll", absences=absences)) == (
         "No adapter 'sqll': filesystem: /adapters/sqll: no such directory; "

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.absence import Absence
 from lora_plugins.resolvers.admission import LookUpLimits, LookUps, LookUpsBusy
 from tests.virtual_time import runs
 
@@ -30,7 +30,7 @@ class Source:
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(LOOK_UP_S)
         self.at_once -= 1
-        return name if name.startswith("real") else Absence("s3", name, AbsenceKind.NOTHING, "no such object")
+        return name if name.startswith("real") else Absence("s3", name, "no such object")
 
     async def ask(self, name: str, *, is_known: bool = False) -> str | Absence:
         return await self.look_ups.run(lambda: self._look_up(name), is_known=is_known)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName, adapter_id
 from lora_plugins.adapter.verify import verify_adapter
@@ -91,7 +91,7 @@ class FakeSource:
         if isinstance(answer, Exception):
             raise answer
         if answer is None:
-            return Absence(self.label, f"{self.label}://{name}", AbsenceKind.NOTHING, "nothing")
+            return Absence(self.label, f"{self.label}://{name}", "nothing")
         files = tuple(SourceFile(file, len(data), str(hash(data))) for file, data in answer.items())
         return RemoteAdapter(name, self.label, f"{self.label}://{name}", version_of(files), files)
 
@@ -192,7 +192,7 @@ def test_an_unknown_name_is_none_after_every_source(make):
     resolver = make(*sources)
     assert resolver.ask() is None
     assert [source.asked for source in sources] == [["sql"], ["sql"]]
-    absences = [Absence(one, f"{one}://sql", AbsenceKind.NOTHING, "nothing") for one in ("one", "two")]
+    absences = [Absence(one, f"{one}://sql", "nothing") for one in ("one", "two")]
     assert resolver.emitted == [AdapterUnknown("sql", absences=tuple(absences))]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.events import Events
@@ -20,7 +20,7 @@ from tests.make import BASE, adapter_files
 from tests.resolvers.test_resolver import BROKEN, FakeSource, RecordingResolver
 
 SQL = Query(AdapterName("sql"))
-NOTHING = Absence("hub", "hub://sql", AbsenceKind.NOTHING, "nothing")
+NOTHING = Absence("hub", "hub://sql", "nothing")
 AWAY = SourceUnavailable("away")
 
 

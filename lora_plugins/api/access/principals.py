@@ -94,7 +94,7 @@ class KnowPrincipal:
                 await _refuse(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
                 return
             principal = replace(principal, is_admin=True, is_pusher=True)
-        if self._admit is not None and principal.rate is not None and is_counted(*_route(scope)):
+        if self._admit is not None and principal.rate is not None and _is_among(_COUNTED, *_route(scope)):
             try:
                 await self._admit(principal.rate)
             except LoRAPluginsError as refusal:
@@ -185,17 +185,13 @@ _BY_METHOD = {
 }
 
 
+# What a key's limits count.
 _COUNTED = {"POST": _matching(_RUNS_THE_ENGINE), "WEBSOCKET": _BY_METHOD["WEBSOCKET"]}
 
 
 def is_tenants(method: str, path: str) -> bool:
     """Whether every key reaches a route; `path` is below the root path, and `method` is `WEBSOCKET` for those."""
     return _is_among(_BY_METHOD, method, path)
-
-
-def is_counted(method: str, path: str) -> bool:
-    """Whether a key's limits count a request of a route; arguments as of `is_tenants`."""
-    return _is_among(_COUNTED, method, path)
 
 
 def _is_among(by_method: Mapping[str, re.Pattern[str]], method: str, path: str) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import ABSENT, map_os_error
 from lora_plugins.adapter.names import AdapterName
@@ -127,27 +127,27 @@ class FilesystemSource:
                         names += [str(name)] if self._tree.may_serve(name) else []
         return Listing(tuple(sorted(names)), tuple(gaps))
 
-    def _absent(self, directory: Path, detail: str, kind: AbsenceKind = AbsenceKind.NO_ADAPTER) -> Absence:
-        return Absence(self.label, str(directory.absolute()), kind, detail)
+    def _absent(self, directory: Path, detail: str, *, was_asked: bool = True) -> Absence:
+        return Absence(self.label, str(directory.absolute()), detail, was_asked=was_asked)
 
     def _locate(self, name: AdapterName) -> RemoteAdapter | Absence:
         directory = self.root / str(name)
         if name.revision is not None and "/" in name.revision:
             detail = "a revision with a slash, which is no directory's name"
-            return self._absent(directory, detail, AbsenceKind.NOT_ASKED)
+            return self._absent(directory, detail, was_asked=False)
         try:
             present = self._tree.present(name)
             files = tuple(self._describe(name, file) for file in present or ())
             cause = self._tree.foreign(name) if present == [] else None
         except LeadsElsewhere as error:
-            return self._absent(directory, error.found, AbsenceKind.HIDDEN)
+            return self._absent(directory, error.found)
         except LoRAPluginsError:
             raise
         except OSError as error:
             # First rule out that the whole root is gone, as after a lost mount.
             if error.errno in ABSENT:
                 self._check_root()
-                return self._absent(directory, "no such directory", AbsenceKind.NOTHING)
+                return self._absent(directory, "no such directory")
             raise map_os_error(error) from error
         if present is None:
             return self._absent(directory, "a file, not a directory")

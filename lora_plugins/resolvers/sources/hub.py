@@ -22,7 +22,7 @@ from cachetools import TTLCache
 from huggingface_hub import CacheNotFound, HfApi, constants, get_token, scan_cache_dir
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-from lora_plugins.absence import Absence, AbsenceKind, without_login
+from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, is_shard, shards_of
@@ -116,7 +116,7 @@ class HubSource:
         """
         target = self._repos.match(name)
         if isinstance(target, str):
-            return Absence(self.label, "", AbsenceKind.NOT_ASKED, target)
+            return Absence(self.label, "", target, was_asked=False)
         with describing(place=self._place(target.uri, target.revision)):
             found = await self._find(target)
             if isinstance(found, Absence):
@@ -199,10 +199,10 @@ class HubSource:
                 # After the first request: a name that the Hub does not have needs no second request.
                 is_foreign = not await self._is_published(target, info.sha or "", state)
         except AdapterNotFound as error:
-            return Absence(self.label, place, AbsenceKind.NOTHING, error.found)
+            return Absence(self.label, place, error.found)
         except RemoteFailure as error:
             if error.kind is FailureKind.HIDDEN and not target.explicit:
-                return Absence(self.label, place, AbsenceKind.HIDDEN, error.found, error.remedy)
+                return Absence(self.label, place, error.found, error.remedy)
             # Only offline: with a network, the Hub's answer counts, and not an old cache.
             cached = await asyncio.to_thread(self._cached, target) if error.kind is FailureKind.OFFLINE else None
             if cached is None:
@@ -213,14 +213,14 @@ class HubSource:
         # The Hub redirects old names of repositories silently.
         if info.id != target.uri.repo and not target.explicit:
             detail = f"a repository that is now called {info.id}"
-            return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "name the repository itself in the list")
+            return Absence(self.label, place, detail, "name the repository itself in the list")
         if is_foreign:
             detail = f"a commit that no branch or tag reaches, {info.sha[:12]}"
-            return Absence(self.label, place, AbsenceKind.HIDDEN, detail, "pin this very revision in the list")
+            return Absence(self.label, place, detail, "pin this very revision in the list")
         files = _files(info.siblings, target.uri.subfolder, where)
         if not files:
             detail = "a repository without adapter files in this folder" if target.uri.subfolder else _NO_FILES
-            return Absence(self.label, place, AbsenceKind.NO_ADAPTER, detail)
+            return Absence(self.label, place, detail)
         return info.sha, files
 
     async def _is_published(self, target: HubTarget, commit: str, state: Deadline) -> bool:

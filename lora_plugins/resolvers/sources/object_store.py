@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from fsspec.asyn import get_loop
 
-from lora_plugins.absence import Absence, AbsenceKind, without_login
+from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import LoRAPluginsError, describing
@@ -132,7 +132,7 @@ class ObjectSource:
         with describing(place=self._place(uri)):
             files = await on_loop(get_loop(), self._ask(lambda: self._files.find(uri)))
         if not files:
-            return Absence(self.label, self._place(uri), AbsenceKind.NOTHING, "no adapter_config.json and no weights")
+            return Absence(self.label, self._place(uri), "no adapter_config.json and no weights")
         local = self._local
         link = LocalLink(local.folder, local.fill(name, base_model_name)) if local is not None else None
         with describing(place=self._place(uri)):

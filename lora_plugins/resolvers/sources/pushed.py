@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.absence import Absence, AbsenceKind
+from lora_plugins.absence import Absence
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, choose_files
 from lora_plugins.store.partial_download import PartialDownload
@@ -42,7 +42,7 @@ class PushSource:
 
     async def locate(self, name: AdapterName, base_model_name: str) -> Absence:  # noqa: ARG002
         """Always absent: a push is served when its body arrives."""
-        return Absence(LABEL, "", AbsenceKind.NOT_ASKED, f"'{name}' can only be pushed")
+        return Absence(LABEL, "", f"'{name}' can only be pushed", was_asked=False)
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Link or copy the files of a `PushedAdapter` into the directory of the download."""
