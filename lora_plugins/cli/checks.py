@@ -41,8 +41,8 @@ from lora_plugins.settings import (
     names_of_plugins,
     unknown_variable,
 )
-from lora_plugins.store.eviction import entries
 from lora_plugins.store.file_system import check_owners, try_file_system
+from lora_plugins.store.inventory import entries
 from lora_plugins.store.layout import Layout
 from lora_plugins.vllm_patches import versions
 

@@ -32,7 +32,8 @@ from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsErr
 from lora_plugins.resolvers.sources.templates import Template
 from lora_plugins.server.served_file import lately_served
 from lora_plugins.settings import Settings
-from lora_plugins.store.eviction import Entry, discard_quarantined, entries, evict, quarantined
+from lora_plugins.store.eviction import damaged_in
+from lora_plugins.store.inventory import Entry, entries, evict
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.processes import Processes
@@ -170,7 +171,7 @@ def verify(
     *,
     file: NamesFile = None,
 ) -> Result:
-    """Hash what is in the store again; quarantine damage."""
+    """Hash what is in the store again; mark what is damaged."""
     view = StoreView(Settings.from_env())
     chosen, errors = view.select_all(names, file) if names or file is not None else (view.entries(), [])
     adapters: list[dict[str, Any]] = []
@@ -179,11 +180,8 @@ def verify(
         if not output.shows_progress or len(chosen) < 2:
             output.progress(f"hashing {short(entry.digest)}")
         whole = view.store.verify(entry.digest)
-        # A leased adapter stays in its place until the next fetch.
-        is_gone = not view.layout.adapter(entry.digest).exists()
-        adapters.append({"digest": entry.digest, "whole": whole, "quarantined": is_gone})
-        bad = "damaged, quarantined" if is_gone else "damaged, and in use: replaced once it is fetched again"
-        rows.append((short(entry.digest), "whole" if whole else bad))
+        adapters.append({"digest": entry.digest, "whole": whole})
+        rows.append((short(entry.digest), "whole" if whole else "damaged: replaced once it is fetched again"))
     damaged = sum(not adapter["whole"] for adapter in adapters)
     fields = {
         "store": str(view.layout.root),
@@ -206,7 +204,7 @@ def gc(
     ] = False,
     dry_run: DryRun = False,
 ) -> Result:
-    """Remove what was used longest ago, until the rest fits.
+    """Remove what is damaged, and what was used longest ago, until the rest fits.
 
     Adapters that a running server has leased stay. So do those that a server has served in the last seven days, for its
     next start, unless the store exceeds LORA_PLUGINS_STORE_MAX_BYTES.
@@ -229,12 +227,11 @@ def gc(
         left_bytes -= entry.size_bytes if is_gone else 0
         return is_gone
 
-    damaged = quarantined(view.layout) if view.layout.folder("quarantine").is_dir() else []
-    done = evict(sorted(known, key=lambda entry: entry.digest in served), budget, remove)
+    damaged = damaged_in(view.layout)
+    order = sorted(known, key=lambda entry: (entry.digest not in damaged, entry.digest in served))
+    done = evict(order, budget, remove)
     kept = [entry for entry in done.leased if entry.digest in served and not rows[entry.digest]["leases"]]
     groups = {"removed": done.removed, "leased": [one for one in done.leased if one not in kept], "served": kept}
-    for entry in () if dry_run else damaged:
-        discard_quarantined(view.store.layout, entry.digest)
     fits = done.left_bytes <= budget
     fields = {
         "store": str(view.layout.root),
@@ -244,12 +241,10 @@ def gc(
         "after_bytes": done.left_bytes,
         "fits": fits,
         **{name: [rows[entry.digest] for entry in some] for name, some in groups.items()},
-        "quarantine": [{"name": entry.digest, "size_bytes": entry.size_bytes} for entry in damaged],
     }
     removed = "would be removed" if dry_run else "removed"
     ends = {"removed": removed, "leased": "stays: leased", "served": "stays: served lately"}
     verdicts = [(entry, ago(entry.used_at), ends[name]) for name, some in groups.items() for entry in some]
-    verdicts += [(entry, "", f"damaged, {removed}") for entry in damaged]
     cells = [(short(entry.digest), size(entry.size_bytes), used, said) for entry, used, said in verdicts]
     shown = table_above(("digest", "size", "used", ""), cells)
     end = line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}")

@@ -1,4 +1,4 @@
-"""Room in the store: remove the least recently used adapters without a lease until the new adapter fits."""
+"""Room in the store and on a full disk: remove the least recently used adapters without a lease until a fetch fits."""
 
 from __future__ import annotations
 
@@ -7,42 +7,23 @@ import enum
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
+from lora_plugins.store.errors import FULL
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import Layout, files_bytes
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest
+from lora_plugins.store.processes import this_process
 
 _SHARE = 0.8
 _KEPT_FREE_SHARE, _KEPT_FREE_BYTES = 0.05, 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A published adapter, or an entry of the quarantine.
-
-    Attributes:
-        used_at: the last use, in seconds since the epoch; 0 where unknown.
-        manifest: None where the manifest cannot be read.
-    """
-
-    digest: str
-    size_bytes: int
-    used_at: float
-    manifest: Manifest | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """Entries removed, older entries that stay because of a lease, and the bytes of all entries left."""
-
-    removed: tuple[Entry, ...]
-    leased: tuple[Entry, ...]
-    left_bytes: int
+_OWN_FILES = 6  # inodes of an adapter: directory, manifest, index, time of use, lease, directory of leases
+_OWN_PAGES = 3  # manifest, index, and a configuration in its canonical form
+_PAGE_BYTES = 4096
 
 
 class Room(enum.Enum):
@@ -59,58 +40,19 @@ class Room(enum.Enum):
         return self in (Room.FOUND, Room.MADE)
 
 
-def entries(layout: Layout) -> list[Entry]:
-    """All published adapters, the least recently used first."""
-    found = []
-    for digest in layout.digests():
-        manifest = None
-        try:
-            manifest = Manifest.read(layout.adapter(digest))
-            size_bytes = manifest.size_bytes
-        except (InvalidAdapter, SourceUnavailable):
-            try:
-                size_bytes = files_bytes(layout.adapter(digest))
-            except OSError:
-                continue  # another process has just removed it, or it is no directory
-        try:
-            used_at = (layout.folder("uses") / digest).stat().st_mtime
-        except FileNotFoundError:
-            used_at = 0.0
-        found.append(Entry(digest, size_bytes, used_at, manifest))
-    return sorted(found, key=_by_use)
-
-
 def share_of_disk(layout: Layout, inventory: Inventory) -> tuple[int, int]:
     """The budget where the settings name none, and the bytes to keep free on the disk.
 
     The budget is 80 % of the store's bytes plus the free bytes, so that a restart finds the same budget.
     """
     disk = os.statvfs(layout.root)
-    stored_bytes = inventory.look() + sum(entry.size_bytes for entry in quarantined(layout))
-    whole_bytes = stored_bytes + disk.f_bavail * disk.f_frsize
+    whole_bytes = inventory.look() + disk.f_bavail * disk.f_frsize
     return int(_SHARE * whole_bytes), min(_KEPT_FREE_BYTES, int(_KEPT_FREE_SHARE * disk.f_blocks * disk.f_frsize))
-
-
-def evict(known: Iterable[Entry], max_bytes: int, remove: Callable[[Entry], bool]) -> Eviction:
-    """Remove entries in their order until the rest fits; `remove` returns False for a leased entry."""
-    known = list(known)
-    left_bytes = sum(entry.size_bytes for entry in known)
-    removed: list[Entry] = []
-    leased: list[Entry] = []
-    for entry in known:
-        if left_bytes <= max_bytes:
-            break
-        if remove(entry):
-            removed.append(entry)
-            left_bytes -= entry.size_bytes
-        else:
-            leased.append(entry)
-    return Eviction(tuple(removed), tuple(leased), left_bytes)
 
 
 @dataclass
 class Evictor:
-    """Removes adapters that nobody leases from one store, the least recently used first.
+    """Removes adapters that nobody leases from one store: damaged first, then the least recently used.
 
     Attributes:
         on_evict: called with the digest and bytes of each adapter that goes to make room, in a thread.
@@ -126,7 +68,7 @@ class Evictor:
     ) -> Room:
         """Remove adapters until `needed_bytes` more fit under `max_bytes`.
 
-        Entries of the quarantine go first. Where the disk would have less than `kept_free_bytes` left, more entries go.
+        Where the disk would have less than `kept_free_bytes` left, more adapters go.
         The temporary directory `own` is the caller's, and does not count as a download of another.
 
         Raises:
@@ -143,13 +85,10 @@ class Evictor:
         # Count downloads first: an adapter published between the two counts is then counted twice, not never.
         pending = pending_bytes(self.layout, besides=own)
         stored_bytes = self.inventory.look()
-        damaged = quarantined(self.layout)
-        damaged_bytes = sum(entry.size_bytes for entry in damaged)
         budget_bytes = max_bytes
         if kept_free_bytes:
             disk = os.statvfs(self.layout.root)
-            used_bytes = stored_bytes + damaged_bytes
-            budget_bytes = min(max_bytes, used_bytes + disk.f_bavail * disk.f_frsize - kept_free_bytes)
+            budget_bytes = min(max_bytes, stored_bytes + disk.f_bavail * disk.f_frsize - kept_free_bytes)
         if needed_bytes > budget_bytes:
             raise OutOfMemory(
                 f"a disk below the store on which {max(0, budget_bytes)} bytes can be used",
@@ -160,12 +99,7 @@ class Evictor:
         chosen = self.to_go(stored_bytes - room_bytes)
         if chosen is None:  # keep all adapters where removing them would not free enough
             return Room.LEASED
-        for entry in damaged:
-            if damaged_bytes <= room_bytes - stored_bytes:
-                break
-            discard_quarantined(self.layout, entry.digest)
-            damaged_bytes -= entry.size_bytes
-        over_bytes = stored_bytes + damaged_bytes - room_bytes
+        over_bytes = stored_bytes - room_bytes
         in_order = itertools.chain(chosen, self.inventory.oldest(self.leases.is_ours))
         while over_bytes > 0:
             digest = next(in_order, None)
@@ -185,7 +119,7 @@ class Evictor:
         return size_bytes
 
     def to_go(self, wanted_bytes: int, *, least: int = 0, kept: str = "") -> list[str] | None:
-        """The least recently used without a lease, but not `kept`: at least `wanted_bytes` and `least` adapters.
+        """The damaged and the least recently used without a lease, but not `kept`: `wanted_bytes` and `least` adapters.
 
         Adapters that only silent hosts lease go last. None where all adapters together free too little.
         """
@@ -193,8 +127,10 @@ class Evictor:
         silent: list[str] = []
         if wanted_bytes <= 0 and least <= 0:
             return chosen
-        holders, oldest = self.leases.holders, self.inventory.oldest(self.leases.is_ours)
-        free = (digest for digest in oldest if digest != kept and not holders(digest))
+        damaged = sorted(filter(self.inventory.size_bytes, damaged_in(self.layout)))
+        oldest = (digest for digest in self.inventory.oldest(self.leases.is_ours) if digest not in damaged)
+        in_order = itertools.chain(damaged, oldest)
+        free = (digest for digest in in_order if digest != kept and not self.leases.holders(digest))
         for digest, is_last in itertools.chain(((it, False) for it in free), ((it, True) for it in silent)):
             if not is_last and self.leases.is_of_the_silent(digest):
                 silent.append(digest)
@@ -216,7 +152,7 @@ class Evictor:
                 path.unlink(missing_ok=True)
             # Rename under the guard, delete outside: a delete of gigabytes must not block other leases. A killed
             # process leaves a directory that the next start sweeps.
-            removed = self.layout.new_quarantine(digest, ".removed")
+            removed = self.layout.new_temporary(this_process())
             try:
                 os.rename(self.layout.adapter(digest), removed)
             except FileNotFoundError:
@@ -246,6 +182,14 @@ def _index_of(layout: Layout, digest: str) -> Path | None:
     return None
 
 
+def damaged_in(layout: Layout) -> set[str]:
+    """The digests of damaged adapters that no fetch has replaced yet, whichever process found the damage."""
+    try:
+        return set(os.listdir(layout.folder("damaged")))
+    except OSError:
+        return set()
+
+
 def pending_bytes(layout: Layout, *, besides: Path | None = None, is_rest: bool = False) -> int:
     """Bytes that running downloads take in the end, but not that of the directory `besides`.
 
@@ -261,20 +205,89 @@ def pending_bytes(layout: Layout, *, besides: Path | None = None, is_rest: bool 
     return pending
 
 
-def quarantined(layout: Layout) -> list[Entry]:
-    """Damaged entries, and adapters that are being removed; no engine ever gets a path into the quarantine."""
-    found = []
-    for entry in os.scandir(layout.folder("quarantine")):
-        with contextlib.suppress(FileNotFoundError):  # removed at this moment, by this process or another
-            size_bytes = files_bytes(entry.path) if entry.is_dir() else 0
-            found.append(Entry(entry.name, size_bytes, entry.stat().st_mtime))
-    return sorted(found, key=_by_use)
+def give_way(evictor: Evictor, needed_bytes: int, needed_files: int, *, kept: str = "") -> Room:
+    """Remove adapters from a full disk, but not `kept`, until so many bytes and files have room.
+
+    What running downloads still need has room beside them, where adapters can give that much.
+
+    Adapters go only where that gives the room, and only while each removal raises
+    what is free. Only a write can tell the limit of a quota: then adapters go one by one, and none where not even a
+    page can be written and no download runs, because nothing shows that a removal would help.
+    """
+    layout = evictor.layout
+    stored_bytes = evictor.inventory.look()
+    others_bytes = pending_bytes(layout, is_rest=True)
+    disk = os.statvfs(layout.root)
+    # Each file takes whole pages; `f_files` is 0 where the file system makes inodes on demand.
+    wanted_bytes = needed_bytes + (needed_files + _OWN_PAGES) * _PAGE_BYTES - disk.f_bavail * disk.f_frsize
+    wanted_files = needed_files + _OWN_FILES - disk.f_favail if disk.f_files else 0
+
+    def evict(digest: str) -> int:
+        with contextlib.suppress(OSError):  # the guard's file may need an inode itself
+            return evictor.evict(digest)
+        return 0
+
+    def choose(wanted_bytes: int, least: int = 1) -> list[str] | None:
+        for beside_bytes in (others_bytes, 0):
+            chosen = evictor.to_go(wanted_bytes + beside_bytes, least=least, kept=kept)
+            if chosen is not None:
+                return chosen
+        return None
+
+    if wanted_bytes + others_bytes <= 0 and wanted_files <= 0:
+        return _evict_until_held(layout, choose(needed_bytes) or [], needed_bytes, others_bytes, evict)
+    # Each adapter frees `_OWN_FILES` inodes and at least two files of the source; the division rounds up.
+    least = max(1, -(-wanted_files // (_OWN_FILES + 2)))
+    chosen = choose(wanted_bytes, least)
+    if chosen is None:
+        is_enough = stored_bytes >= wanted_bytes and len(layout.digests()) >= least
+        return Room.LEASED if is_enough else Room.NONE
+    fields = [field for field, lack in (("f_bfree", wanted_bytes), ("f_ffree", wanted_files)) if lack > 0]
+    # Running downloads may take what is freed, because their needs count above.
+    return _evict_while_free_rises(layout, chosen, needed_bytes, [] if others_bytes else fields, evict)
 
 
-def discard_quarantined(layout: Layout, name: str) -> None:
-    """Remove one entry of the quarantine; a missing entry is no error."""
-    shutil.rmtree(layout.folder("quarantine") / name, ignore_errors=True)
+def _evict_while_free_rises(
+    layout: Layout, chosen: list[str], needed_bytes: int, fields: list[str], evict: Callable[[str], int]
+) -> Room:
+    """Remove the chosen adapters while each removal raises these fields of `os.statvfs`."""
+    room = Room.NONE
+    for digest in chosen:
+        before = os.statvfs(layout.root)
+        if not evict(digest):
+            continue
+        room, after = Room.MADE, os.statvfs(layout.root)
+        if any(getattr(after, field) <= getattr(before, field) for field in fields):
+            # Others take at once what is freed, or the file system frees later, but does so for a write.
+            return Room.MADE if _can_hold(layout, needed_bytes) else Room.NONE
+    return room
 
 
-def _by_use(entry: Entry) -> tuple[float, str]:
-    return entry.used_at, entry.digest
+def _evict_until_held(
+    layout: Layout, chosen: list[str], needed_bytes: int, others_bytes: int, evict: Callable[[str], int]
+) -> Room:
+    """Remove the chosen adapters one by one until a quota has room; `others_bytes` is what downloads still need."""
+    room = Room.FOUND
+    for digest in chosen:
+        if _can_hold(layout, needed_bytes + others_bytes):
+            return room
+        # The quota may be full of what is not ours.
+        if not others_bytes and not _can_hold(layout, 1):
+            return Room.NONE
+        if evict(digest):
+            room = Room.MADE
+    return room if _can_hold(layout, needed_bytes) else Room.NONE
+
+
+def _can_hold(layout: Layout, size_bytes: int) -> bool:
+    """Whether a file of this size finds room."""
+    path = layout.new_temporary("room")
+    try:
+        with path.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size_bytes))
+    except OSError as error:
+        return error.errno not in FULL
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return True

@@ -1,4 +1,4 @@
-"""Sizes and last uses of published adapters, kept in memory, so that eviction does not read 50,000 entries each time.
+"""Published adapters with sizes and last uses: all, read for people, or in memory, for eviction beside 50,000 entries.
 
 Other processes publish and remove too, so every look lists the store's root and reads only the new entries. The size of
 a digest never changes: the file `.sizes` keeps sizes for the next process to start with. Last uses only grow, so
@@ -15,7 +15,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -27,6 +28,30 @@ from lora_plugins.store.manifest import Manifest
 _UNWRITTEN = 500  # sizes that the next process may have to read again: about 50 ms
 _ORDER_KEPT_S = 600.0
 _MOST_BYTES = 1 << 16  # read of a manifest; a manifest that is cut here is no JSON, and `Manifest.read` reads all
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A published adapter.
+
+    Attributes:
+        used_at: the last use, in seconds since the epoch; 0 where unknown.
+        manifest: None where the manifest cannot be read.
+    """
+
+    digest: str
+    size_bytes: int
+    used_at: float
+    manifest: Manifest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Entries removed, older entries that stay because of a lease, and the bytes of all entries left."""
+
+    removed: tuple[Entry, ...]
+    leased: tuple[Entry, ...]
+    left_bytes: int
 
 
 class _ManifestFile(msgspec.Struct):
@@ -191,3 +216,41 @@ class Inventory:
             temporary = self._layout.new_temporary("sizes")
             write_small(self._layout.root / SIZES_FILE, [json.dumps(known)], temporary, is_durable=False)
         self._unwritten = 0
+
+
+def entries(layout: Layout) -> list[Entry]:
+    """All published adapters, the least recently used first."""
+    found = []
+    for digest in layout.digests():
+        manifest = None
+        try:
+            manifest = Manifest.read(layout.adapter(digest))
+            size_bytes = manifest.size_bytes
+        except (InvalidAdapter, SourceUnavailable):
+            try:
+                size_bytes = files_bytes(layout.adapter(digest))
+            except OSError:
+                continue  # another process has just removed it, or it is no directory
+        try:
+            used_at = (layout.folder("uses") / digest).stat().st_mtime
+        except FileNotFoundError:
+            used_at = 0.0
+        found.append(Entry(digest, size_bytes, used_at, manifest))
+    return sorted(found, key=lambda entry: (entry.used_at, entry.digest))
+
+
+def evict(known: Iterable[Entry], max_bytes: int, remove: Callable[[Entry], bool]) -> Eviction:
+    """Remove entries in their order until the rest fits; `remove` returns False for a leased entry."""
+    known = list(known)
+    left_bytes = sum(entry.size_bytes for entry in known)
+    removed: list[Entry] = []
+    leased: list[Entry] = []
+    for entry in known:
+        if left_bytes <= max_bytes:
+            break
+        if remove(entry):
+            removed.append(entry)
+            left_bytes -= entry.size_bytes
+        else:
+            leased.append(entry)
+    return Eviction(tuple(removed), tuple(leased), left_bytes)

@@ -9,9 +9,7 @@
 <root>/.leases/<digest>/        one empty file for each process whose engine may read the adapter
 <root>/.processes/<process>     heartbeat of each process that uses the store
 <root>/.uses/<digest>           its modification time is the adapter's last use
-<root>/.damaged/<digest>        set by `verify`: to be fetched again
-<root>/.quarantine/<digest>.<n>          what was damaged
-<root>/.quarantine/<digest>.<n>.removed  being deleted
+<root>/.damaged/<digest>        set by `verify`: to be fetched again, and the first to go
 <root>/.served/<key>.<key>.json  what a replica of one base model served last; touched while the replica lives
 <root>/.blocked/<key>.json      a name that every server refuses until it is loaded again
 <root>/.pressure                touched where a fetch found no room for leases of other processes
@@ -48,7 +46,7 @@ _SETTLED_NS = 2_000_000_000  # clock ticks of file systems reach 2 s (FAT): two 
 _THREADS = 8
 _FOLDERS = (
     *("index", "tmp", "locks", "leases", "processes"),
-    *("uses", "damaged", "quarantine", "served", "blocked"),
+    *("uses", "damaged", "served", "blocked"),
 )
 _MADE_AGAIN = tuple(name for name in _FOLDERS if name != "blocked")  # an empty `.blocked` would end all blocks
 _unremoved: set[Path] = set()  # what `discard` could not remove, say from a read-only store or without a descriptor
@@ -146,10 +144,6 @@ class Layout:
     def index(self, uri: str, version: str, form: str) -> Path:
         """The file with the digest of a version of a source, as the source has the files or in an engine's form."""
         return self.folder("index") / key_of(uri, version, *filter(None, [form]))
-
-    def new_quarantine(self, digest: str, suffix: str = "") -> Path:
-        """A new path in the quarantine for an adapter; `suffix` ends the path's name."""
-        return self.folder("quarantine") / f"{digest}.{os.urandom(4).hex()}{suffix}"
 
 
 class Published:

@@ -20,9 +20,8 @@ from lora_plugins.errors import InvalidAdapter, InvalidSettings, SourceUnavailab
 from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import FULL, FullDisk, is_damage, store_errors
-from lora_plugins.store.eviction import Evictor, Room, all_used, share_of_disk
+from lora_plugins.store.eviction import Evictor, Room, all_used, damaged_in, give_way, share_of_disk
 from lora_plugins.store.file_system import try_file_system
-from lora_plugins.store.full_disk import give_way
 from lora_plugins.store.hashing import HashedEntries, identity_of, sha256_of
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import (
@@ -185,7 +184,7 @@ class Store:
                 await asyncio.to_thread(discard, directory)
 
     def give_way(self, needed_bytes: int, needed_files: int, kept: str = "", directory: Path | None = None) -> Room:
-        """Call `give_way` of `full_disk.py`; `Room.NONE` where the store cannot be read.
+        """Call `give_way` of `eviction.py`; `Room.NONE` where the store cannot be read.
 
         Where there is room, make `directory`, whose name announces the bytes, under the same lock: the next fetch that
         looks for room counts both.
@@ -292,16 +291,19 @@ class Store:
         # After a power cut the index names no adapter, or an absent adapter: the next request fetches the version.
         write_small(index, [digest], temporary, is_durable=False)
         self._note_use(digest)
+        damaged = self.layout.new_temporary(self.processes.me())
         with self.leases.guard(digest):  # lease before another fetch removes the adapter to make room
-            self._put_in_place(download.directory, digest)
+            self._put_in_place(download.directory, digest, damaged)
             self.leases.acquire_guarded(digest, holder)
+        discard(damaged)
         return StoredAdapter(digest, self.layout.adapter(digest), arrived)
 
-    def _put_in_place(self, arrived: Path, digest: str) -> None:
-        target, damaged = self.layout.adapter(digest), self._mark(digest)
+    def _put_in_place(self, arrived: Path, digest: str, damaged: Path) -> None:
+        """Publish what has arrived; a damaged adapter in its place goes to the path `damaged`."""
+        target, mark = self.layout.adapter(digest), self._mark(digest)
         identity = identity_of(arrived)
-        if target.exists() and (damaged.exists() or not self._is_whole(digest)):
-            os.rename(target, self.layout.new_quarantine(digest))
+        if target.exists() and not self._is_whole(digest):
+            os.rename(target, damaged)
         try:
             os.rename(arrived, target)
         except OSError as error:
@@ -311,9 +313,9 @@ class Store:
         self._hashed.note(digest, identity)
         # A reader of `arrived` after a power cut finds all files. The cut may undo the new name, except where the
         # damaged adapter would then be there without its mark.
-        if damaged.exists():
+        if mark.exists():
             sync_directory(self.layout.root)
-            damaged.unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)
 
     def has(self, directory: Path) -> bool:
         """Whether a published adapter is there and not known to be damaged; takes a few microseconds."""
@@ -413,8 +415,8 @@ class Store:
     def verify(self, digest: str) -> bool:
         """Hash every file of a published adapter again.
 
-        `verify` marks a damaged adapter, to be fetched again, and moves the adapter to quarantine unless an engine
-        still uses it. For an absent adapter the answer is False, without a mark.
+        `verify` marks a damaged adapter, to be fetched again; the adapter stays until the fetch replaces it, or until
+        room is needed. For an absent adapter the answer is False, without a mark.
 
         Raises:
             SourceUnavailable: a file cannot be read at the moment.
@@ -438,16 +440,7 @@ class Store:
             self.on_damage(digest)
         with self.leases.guard(digest):
             self._mark(digest).touch()
-            if not self.leases.holders(digest) and directory.exists():
-                os.rename(directory, self.layout.new_quarantine(digest))
         return False
-
-    def marked(self) -> set[str]:
-        """The digests of damaged adapters that no fetch has replaced yet, whichever process found the damage."""
-        try:
-            return set(os.listdir(self.layout.folder("damaged")))
-        except OSError:
-            return set()
 
     def is_marked(self, digest: str) -> bool:
         """Whether some process has marked the adapter as damaged."""
@@ -459,7 +452,7 @@ class Store:
 
         For a thread: the call reads the file system.
         """
-        marked = self.marked().intersection(served)
+        marked = damaged_in(self.layout).intersection(served)
         return marked, {digest for digest in some if digest not in marked and self.is_replaced(digest)}
 
     def is_replaced(self, digest: str) -> bool:
@@ -530,14 +523,11 @@ class Store:
     def _sweep(self) -> None:
         """Remove files and directories that dead processes have left."""
         self._sweep_temporaries()
-        for entry in list(os.scandir(self.layout.folder("locks"))):
-            if not entry.name.endswith(".guard"):
-                remove_unheld(Path(entry.path))
-        for entry in list(os.scandir(self.layout.folder("quarantine"))):
-            if entry.name.endswith(".removed"):
-                shutil.rmtree(entry.path, ignore_errors=True)
-        for parts in (self.layout.root / ".parts").glob("*"):  # earlier versions left these, and list the folder
-            shutil.rmtree(parts, ignore_errors=True)
+        for lock in self.layout.folder("locks").glob("*.fetch"):
+            remove_unheld(lock)
+        for folder in ("parts", "quarantine"):  # of earlier versions, which list the folders
+            for entry in self.layout.folder(folder).glob("*"):
+                shutil.rmtree(entry, ignore_errors=True)
         self.processes.sweep()
         # Each use asks whether a lease's process lives, so leases of the dead keep nothing and may be swept later.
         if len(os.listdir(self.layout.folder("leases"))) <= _SWEPT_AT_ONCE:

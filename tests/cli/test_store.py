@@ -36,7 +36,8 @@ def test_a_read_only_store_is_listed_and_not_written(cli):
         assert "Permission denied" in done.err
 
 
-def test_what_is_damaged_is_quarantined_and_collected(cli):
+def test_what_is_damaged_is_marked_and_collected_first(cli):
+    other = cli("pull", "team/poet", "--json").json["digest"]
     digest = cli("pull", "sql", "--json").json["digest"]
     weights = cli.store / digest / WEIGHTS_FILE
     weights.chmod(0o644)
@@ -44,10 +45,11 @@ def test_what_is_damaged_is_quarantined_and_collected(cli):
     data[-1] ^= 1
     weights.write_bytes(data)
     done = cli("verify", digest[:8], "--json")
-    assert (done.code, done.json["adapters"]) == (Exit.WRONG, [{"digest": digest, "whole": False, "quarantined": True}])
-    assert cli("ls", "--json").json["adapters"] == []
-    assert [item["size_bytes"] > 0 for item in cli("gc", "--max-bytes", "1GB", "--json").json["quarantine"]] == [True]
-    assert list((cli.store / ".quarantine").iterdir()) == []
+    assert (done.code, done.json["adapters"]) == (Exit.WRONG, [{"digest": digest, "whole": False}])
+    listed = {row["digest"]: row["damaged"] for row in cli("ls", "--json").json["adapters"]}
+    assert listed == {other: False, digest: True}
+    gone = cli("gc", "--max-bytes", "3kB", "--json").json["removed"]
+    assert [(row["digest"], row["damaged"]) for row in gone] == [(digest, True)]
 
 
 def test_what_is_damaged_and_in_use_stays(cli):
@@ -56,11 +58,12 @@ def test_what_is_damaged_and_in_use_stays(cli):
     assert server.acquire(digest)
     (cli.store / digest / WEIGHTS_FILE).unlink()
     done = cli("verify")
-    assert (done.code, "damaged, and in use" in done.out) == (Exit.WRONG, True)
+    assert (done.code, "damaged: replaced once it is fetched again" in done.out) == (Exit.WRONG, True)
     assert [row["damaged"] for row in cli("ls", "--json").json["adapters"]] == [True]
     assert "(damaged)" in cli("ls").out
+    assert cli("gc", "--max-bytes", "0", "--json").json["removed"] == []
     server.leases.release(digest)
-    assert "damaged, quarantined" in cli("verify").out
+    assert [row["digest"] for row in cli("gc", "--max-bytes", "0", "--json").json["removed"]] == [digest]
 
 
 def test_gc_leaves_what_a_server_has_leased(cli):

@@ -13,6 +13,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import IncompatibleAdapter, SourceUnavailable
 from lora_plugins.events import AdapterFetched, StoreDamaged
 from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.store.eviction import damaged_in
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content
@@ -166,7 +167,7 @@ def test_a_read_only_store_does_not_serve_damage(make, monkeypatch):
 
 
 def test_a_copy_that_cannot_be_read_now_is_not_damaged(make, monkeypatch):
-    """A server out of descriptors while the entry is hashed; the source is away, so a quarantine would lose it."""
+    """A server out of descriptors while the entry is hashed; the source is away, so a mark would lose it."""
     source = FakeSource("s3", {"sql": GOOD})
     first = make(source).ask()
     resolver = make(source)
@@ -176,7 +177,7 @@ def test_a_copy_that_cannot_be_read_now_is_not_damaged(make, monkeypatch):
         resolver.store.is_sound(first.digest, max_age_s=0.0)
     monkeypatch.setattr(source, "fetch", None)
     assert content(resolver.ask().path) == GOOD
-    assert not resolver.store.marked()
+    assert not damaged_in(resolver.store.layout)
 
 
 def test_a_worker_reads_no_damaged_copy(make):

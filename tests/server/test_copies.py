@@ -24,6 +24,7 @@ from lora_plugins.server.limits import Share
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.store.eviction import damaged_in
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content, turned
@@ -129,7 +130,7 @@ async def test_what_another_server_has_replaced_is_loaded_again(make_bed) -> Non
     assert not bed.verify(adapter)
     other = RecordingResolver(bed.root, FakeSource("s3", {"sql": GOOD}))
     await other.resolve("sql", "/base")
-    assert bed.resolver.store.marked() == set()
+    assert damaged_in(bed.resolver.store.layout) == set()
     await bed.copies.look()
     assert loads(bed) == 2
     await bed.copies.look()
@@ -261,7 +262,7 @@ async def test_a_copy_that_is_gone_is_no_damage(make_bed) -> None:
     await bed.copies.look()
     assert await bed.copies.after_failure(adapter.request, AdapterNotFound("x")) is None
     assert not bed.verify(adapter)
-    assert (loads(bed), bed.damages, bed.resolver.store.marked()) == (1, 0, set())
+    assert (loads(bed), bed.damages, damaged_in(bed.resolver.store.layout)) == (1, 0, set())
 
 
 @runs

@@ -77,10 +77,8 @@ def older(root: Path) -> None:
     (store.layout.new_temporary(dead)).write_text("x")
     (store.layout.folder("locks") / "x.fetch").write_text(dead)
     (store.layout.folder("leases") / stored.digest / dead).touch()
-    removed = store.layout.new_quarantine(stored.digest, ".removed")
-    (root / ".parts" / "x").mkdir(parents=True)
-    for folder in (removed, root / ".parts" / "x"):
-        folder.mkdir(exist_ok=True)
+    for folder in (root / ".quarantine" / f"{stored.digest}.x.removed", root / ".parts" / "x"):
+        folder.mkdir(parents=True)
         (folder / "file").write_text("x")
     for name in ("blocked", "damaged", "served"):
         store.layout.folder(name).rmdir()
@@ -239,12 +237,8 @@ def left(root: Path) -> dict[str, list[str]]:
     found = seen(root)
     pids = {f".{os.getpid()}."}
 
-    def plain(path: Path) -> str:
-        parts = path.relative_to(root).parts
-        return "/".join(part.partition(".")[0] for part in parts[1:]) if parts[0] == ".quarantine" else "/".join(parts)
-
     paths = {
-        plain(path)
+        path.relative_to(root).as_posix()
         for path in root.rglob("*")
         if path.relative_to(root).parts[0] not in FOLDERS_OF_PROCESSES
         and not any(pid in path.name for pid in pids)

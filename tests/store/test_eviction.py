@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.errors import NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store import eviction
-from lora_plugins.store.eviction import quarantined
+from lora_plugins.store.eviction import damaged_in
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import MANIFEST_FILE
 from lora_plugins.store.manifest import Manifest
@@ -86,39 +84,26 @@ def test_a_shared_lease_outlives_the_first(full) -> None:
     assert store.remove(digest)
 
 
-@pytest.mark.parametrize("is_listed", [False, True], ids=["before its files are listed", "before they are measured"])
-def test_a_removal_beside_a_fetch_is_no_outage(full, monkeypatch, is_listed) -> None:
-    """What another thread or process removes lies in the quarantine for a moment."""
-    store, digests = full
-    store.leases.release(digests[0], 1)
-    removed, scandir = store.layout.new_quarantine(digests[0], ".removed"), os.scandir
-    shutil.copytree(store.layout.adapter(digests[1]), removed)
-
-    def listed(path: Any) -> Any:
-        if isinstance(path, int) or Path(path) != removed:
-            return scandir(path)
-        found = list(scandir(path)) if is_listed else []
-        shutil.rmtree(removed)
-        return found or scandir(path)
-
-    monkeypatch.setattr(os, "scandir", listed)
-    fourth = fill(store, 4)
-    assert fourth in store.layout.digests()
-
-
-def test_quarantine_is_in_the_budget_and_goes_first(full) -> None:
+def test_damage_is_in_the_budget_and_goes_first(full) -> None:
     store, digests = full
     for seed, digest in enumerate(digests, 1):
         store.leases.release(digest, seed)
-    (store.layout.adapter(digests[0]) / "adapter_model.safetensors").write_bytes(b"")
-    assert not store.verify(digests[0])
-    (kept,) = quarantined(store.layout)
+    (store.layout.adapter(digests[2]) / "adapter_model.safetensors").write_bytes(b"")
+    assert not store.verify(digests[2])
     fourth = fill(store, 4)
-    assert quarantined(store.layout) in ([], [kept])
+    assert set(store.layout.digests()) == {digests[0], digests[1], fourth}, "before adapters used longer ago"
+    assert damaged_in(store.layout) == set()
     fill(store, 5)
-    assert quarantined(store.layout) == [], "before adapters that are whole"
-    assert len(store.layout.digests()) == 3
-    assert fourth in store.layout.digests()
+    assert digests[0] not in store.layout.digests()
+
+
+def test_damage_that_an_engine_reads_stays(full) -> None:
+    store, digests = full
+    (store.layout.adapter(digests[2]) / "adapter_model.safetensors").write_bytes(b"")
+    assert not store.verify(digests[2])
+    with pytest.raises(NoFreeSlot):
+        fill(store, 4)
+    assert store.layout.digests() == sorted(digests)
 
 
 def as_first_release_wrote(store: Store, digest: str) -> None:
@@ -139,7 +124,7 @@ def test_entries_of_the_first_release_stay_in_the_budget(full) -> None:
     for seed, digest in enumerate(digests, 1):
         assert fill(store, seed) == digest
         assert Manifest.read(store.layout.adapter(digest)).canonical.name == CONFIG_FILE
-        assert len(store.layout.digests()) + len(quarantined(store.layout)) <= 3
+        assert len(store.layout.digests()) <= 3
 
 
 def test_an_entry_of_the_first_release_outlives_a_failed_fetch(full) -> None:

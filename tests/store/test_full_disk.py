@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
-from lora_plugins.store import full_disk
+from lora_plugins.store import eviction
 from lora_plugins.store.eviction import Room
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
@@ -137,7 +137,7 @@ def hide_lack(monkeypatch: pytest.MonkeyPatch) -> None:
             f_files=disk.f_files, f_favail=disk.f_favail, f_ffree=disk.f_ffree,
         )  # fmt: skip
 
-    monkeypatch.setattr(full_disk.os, "statvfs", look_beyond)
+    monkeypatch.setattr(eviction.os, "statvfs", look_beyond)
 
 
 @pytest.mark.parametrize(("count", "is_quota"), [(2, False), (3, False), (2, True)])
@@ -231,7 +231,7 @@ def test_a_quota_gives_what_a_fetch_needs(few_bytes: Path, monkeypatch, is_lease
     assert asked == []
 
 
-@pytest.mark.parametrize("folder", ["index", "tmp", "locks", "leases", "processes", "uses", "damaged", "quarantine"])
+@pytest.mark.parametrize("folder", ["index", "tmp", "locks", "leases", "processes", "uses", "damaged"])
 def test_folders_that_a_cleaner_removes_are_made_again(store: Store, folder: str) -> None:
     stored = obtain(store, adapter(0))
     shutil.rmtree(store.layout.folder(folder))

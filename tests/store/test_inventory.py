@@ -12,8 +12,7 @@ import pytest
 
 from lora_plugins.store import inventory as inventory_module
 from lora_plugins.store import store as store_module
-from lora_plugins.store.eviction import entries
-from lora_plugins.store.inventory import Inventory
+from lora_plugins.store.inventory import Inventory, entries
 from lora_plugins.store.layout import SIZES_FILE
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store

@@ -13,7 +13,8 @@ import pytest
 
 from lora_plugins.adapter.names import is_prefix
 from lora_plugins.errors import NoFreeSlot
-from lora_plugins.store.eviction import Evictor, entries, pending_bytes
+from lora_plugins.store.eviction import Evictor, pending_bytes
+from lora_plugins.store.inventory import entries
 from lora_plugins.store.layout import Layout, Published, is_digest, key_of, write_small
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
@@ -72,7 +73,7 @@ def test_what_is_not_ours_is_ignored_and_left(store: Store) -> None:
     (root / ".hidden").mkdir()
     (root / ("A" * 64)).mkdir()
     (root / ("e" * 64)).write_text("a file by a digest's name")
-    for folder in ("locks", "processes", "uses", "index", "leases", "damaged", "quarantine"):
+    for folder in ("locks", "processes", "uses", "index", "leases", "damaged"):
         (store.layout.folder(folder) / "somebody's").mkdir()
         (store.layout.folder(folder) / "somebody's" / "file").write_text("x")
     again = Store(root)

@@ -124,13 +124,12 @@ def test_opening_sweeps_what_dead_processes_left(store: Store) -> None:
         (tmp / f"{owner}.ccdd.0").write_text("half an index")
         (locks / f"{owner}.fetch").touch()
         (store.layout.folder("processes") / owner).touch()
-    (store.layout.folder("quarantine") / f"{DIGEST}.aabb.removed").mkdir()
-    (store.layout.folder("quarantine") / f"{DIGEST}.aabb").mkdir()  # damaged: somebody may want to look at it
+    (store.layout.folder("quarantine") / f"{DIGEST}.aabb").mkdir(parents=True)  # of an earlier release
     with FileLock(locks / f"{alive}.fetch"):
         Store(store.layout.root)
     assert set(os.listdir(tmp)) == {f"{alive}.aabb.1000", f"{alive}.ccdd.0"}
     assert f"{alive}.fetch" in os.listdir(locks)
     assert f"{dead}.fetch" not in os.listdir(locks)
     assert os.listdir(store.layout.folder("processes")) == [alive]
-    assert os.listdir(store.layout.folder("quarantine")) == [f"{DIGEST}.aabb"]
+    assert os.listdir(store.layout.folder("quarantine")) == []
     assert pending_bytes(store.layout) == 1000

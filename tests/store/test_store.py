@@ -160,7 +160,7 @@ asyncio.run(Store(root).obtain(wanted, wanted.fetch, check))
     assert log.read_text() == "fetch\n"
 
 
-def test_damage_is_found_quarantined_and_fetched_again(store: Store) -> None:
+def test_damage_is_found_marked_and_fetched_again(store: Store) -> None:
     wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
     store.leases.release(stored.digest)
@@ -170,11 +170,12 @@ def test_damage_is_found_quarantined_and_fetched_again(store: Store) -> None:
     weights.chmod(0o644)
     weights.write_bytes(data)
     assert not store.verify(stored.digest)
-    assert not stored.directory.exists()
-    assert len(list(store.layout.folder("quarantine").iterdir())) == 1
+    assert not store.has(stored.directory)
+    assert store.acquire(stored.digest) is None
     again = obtain(store, wanted)
     assert again.fetched
     assert store.verify(again.digest)
+    assert leftovers(store) == []
 
 
 def test_damaged_adapter_in_use_stays_until_its_replacement_is_there(store: Store) -> None:
