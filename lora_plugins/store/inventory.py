@@ -18,16 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import msgspec
-
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.store.layout import MANIFEST_FILE, SIZES_FILE, Layout, files_bytes, is_digest, write_small
+from lora_plugins.store.layout import SIZES_FILE, Layout, files_bytes, is_digest, write_small
 from lora_plugins.store.manifest import Manifest
 
 _UNWRITTEN = 500  # sizes that the next process may have to read again: about 50 ms
 _ORDER_KEPT_S = 600.0
-_MOST_BYTES = 1 << 16  # read of a manifest; a manifest that is cut here is no JSON, and `Manifest.read` reads all
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +49,6 @@ class Eviction:
     removed: tuple[Entry, ...]
     leased: tuple[Entry, ...]
     left_bytes: int
-
-
-class _ManifestFile(msgspec.Struct):
-    name: str
-    size_bytes: int
-
-
-class _FileSizes(msgspec.Struct):
-    """The part of a manifest with the sizes; decoding takes two fifths of the time of a whole manifest."""
-
-    files: list[_ManifestFile]
-
-
-_DECODER = msgspec.json.Decoder(_FileSizes)
-
-
-def _read_size(path: str) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        content = os.read(descriptor, _MOST_BYTES)
-    finally:
-        os.close(descriptor)
-    return sum(file.size_bytes for file in _DECODER.decode(content).files)
 
 
 class Inventory:
@@ -187,8 +161,6 @@ class Inventory:
             return 0.0
 
     def _size_of(self, digest: str) -> int | None:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return _read_size(f"{self._layout.root}/{digest}/{MANIFEST_FILE}")
         directory = self._layout.adapter(digest)
         try:
             return Manifest.read(directory).size_bytes

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings, SourceUnavailable
+from lora_plugins.events import Events, StoreDamaged
 from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import FULL, FullDisk, is_damage, store_errors
@@ -82,7 +83,9 @@ class Store:
         max_bytes: int | None = None,
         has_share: bool = False,
         fetch_timeout_s: float = 300,
+        events: Events | None = None,
     ) -> None:
+        self.events = events or Events()
         self.layout = Layout(root)
         self.layout.create()
         self.published = Published(self.layout)
@@ -90,13 +93,12 @@ class Store:
         self.leases = Leases(self.layout, self.processes)
         self.blocks = Blocks(self.layout)
         self.inventory = Inventory(self.layout)
-        self.evictor = Evictor(self.layout, self.leases, self.inventory)
+        self.evictor = Evictor(self.layout, self.leases, self.inventory, self.events)
         self.max_bytes, self._kept_free_bytes = max_bytes, 0
         if has_share and max_bytes is None:
             self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self.inventory)
         # Ends leases of this process that nobody uses at the moment, because a fetch needs their room.
         self.relieve: Callable[[], Awaitable[None]] | None = None
-        self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
         self._fetch_timeout_s = fetch_timeout_s
         try:
@@ -436,8 +438,7 @@ class Store:
         self._hashed.forget(digest)
         if not directory.exists():  # a removal, by any process, is no damage
             return False
-        if self.on_damage is not None:
-            self.on_damage(digest)
+        self.events.emit(StoreDamaged(digest))
         with self.leases.guard(digest):
             self._mark(digest).touch()
         return False
@@ -553,7 +554,7 @@ class Store:
             self.leases.sweep()
 
 
-def open_store(settings: Settings) -> Store:
+def open_store(settings: Settings, events: Events | None = None) -> Store:
     """The store below `LORA_PLUGINS_STORE_DIR`.
 
     Raises:
@@ -566,6 +567,7 @@ def open_store(settings: Settings) -> Store:
             max_bytes=settings.store_max_bytes,
             has_share=True,
             fetch_timeout_s=settings.fetch_timeout_s,
+            events=events,
         )
     except OSError as error:
         raise InvalidSettings(

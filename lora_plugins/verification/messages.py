@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -153,18 +153,17 @@ def answer_of(found: ReadAdapter) -> Iterator[Part | Verified]:
     """Yield the messages of an answer."""
     verified, canonical = found.adapter, found.canonical
     weights, config = verified.weights or Weights(()), verified.config
-    for pairs in _some(weights.pairs, _TENSORS_IN_A_PART):
-        yield Part(pairs=pairs)
-    for others in _some(weights.others, _TENSORS_IN_A_PART):
-        yield Part(others=others)
-    for ranks in _some(tuple(config.rank_pattern.items()), _PATTERNS_IN_A_PART):
-        yield Part(ranks=ranks)
-    for alphas in _some(tuple(config.alpha_pattern.items()), _PATTERNS_IN_A_PART):
-        yield Part(alphas=alphas)
-    for begin in range(0, len(canonical), _BYTES_IN_A_PART):
-        yield Part(canonical=canonical[begin : begin + _BYTES_IN_A_PART])
-    for added in _some(verified.chat.added_tokens, _TENSORS_IN_A_PART):
-        yield Part(added=added)
+    items: Any
+    for name, items, count in (
+        ("pairs", weights.pairs, _TENSORS_IN_A_PART),
+        ("others", weights.others, _TENSORS_IN_A_PART),
+        ("ranks", tuple(config.rank_pattern.items()), _PATTERNS_IN_A_PART),
+        ("alphas", tuple(config.alpha_pattern.items()), _PATTERNS_IN_A_PART),
+        ("canonical", canonical, _BYTES_IN_A_PART),
+        ("added", verified.chat.added_tokens, _TENSORS_IN_A_PART),
+    ):
+        for begin in range(0, len(items), count):
+            yield Part(**{name: items[begin : begin + count]})
     yield Part(chat=replace(verified.chat, added_tokens=()))
     # Targets may be long, and a server never needs them: the canonical configuration has the targets.
     small = replace(config, targets=None, rank_pattern={}, alpha_pattern={})

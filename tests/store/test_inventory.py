@@ -14,7 +14,6 @@ from lora_plugins.store import inventory as inventory_module
 from lora_plugins.store import store as store_module
 from lora_plugins.store.inventory import Inventory, entries
 from lora_plugins.store.layout import SIZES_FILE
-from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, obtain
 
@@ -95,12 +94,6 @@ def test_the_next_process_reads_no_manifest_again(store: Store, monkeypatch: pyt
     monkeypatch.setattr(Inventory, "_size_of", lambda *_: pytest.fail("read again"))
     assert Inventory(store.layout).look() == 4 * SIZE
     assert Store(store.layout.root, has_share=True).max_bytes
-
-
-def test_the_first_process_reads_sizes_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 50,000 manifests: all that they say takes more than twice as long to read."""
-    monkeypatch.setattr(Manifest, "read", staticmethod(lambda _: pytest.fail("read as a whole")))
-    assert Inventory(store.layout).look() == 4 * SIZE
 
 
 def test_a_look_compares_each_name_once(store: Store) -> None:

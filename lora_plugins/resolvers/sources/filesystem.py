@@ -31,7 +31,6 @@ from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, May
 from lora_plugins.store.partial_download import PartialDownload
 
 _THREADS = 8
-_LISTED = 10_000
 _PIECE_BYTES = 8 << 20  # each piece counts as progress of a slow mount
 # Errors of the kernel where it cannot copy between two files by itself.
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM})

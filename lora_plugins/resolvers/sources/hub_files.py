@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.utils.tqdm import tqdm
 
 from lora_plugins.resolvers.sources.errors import BrokenAnswer
 from lora_plugins.resolvers.sources.filesystem import copied
@@ -161,26 +162,14 @@ def _watcher(stop: threading.Event, progressed: Callable[[], object]) -> Any:
     """A silent progress bar, which reports each piece, and ends the download once `stop` is set."""
 
     # `huggingface_hub` has no way to cancel a download, but calls `update` for every piece, of 10 MB mostly.
-    class Watcher:
-        def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
-            self.total = total
-            self.n = initial
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.close()
+    class Watcher(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
             self.n += int(n or 0)
             if stop.is_set():
                 raise Stopped
             progressed()
-
-        def close(self) -> None: ...
-        def refresh(self, *_: object, **__: object) -> None: ...
-        def set_postfix_str(self, *_: object, **__: object) -> None: ...
-        def set_description(self, *_: object, **__: object) -> None: ...
 
     return Watcher
