@@ -314,7 +314,7 @@ def fill(root: Path, count: int) -> int:
 
 def opened(root: Path) -> tuple[float, float, Store]:
     started, cpu = time.perf_counter(), time.process_time()
-    store = Store(root, has_share=True)
+    store = Store(root)
     return time.perf_counter() - started, time.process_time() - cpu, store
 
 

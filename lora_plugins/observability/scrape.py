@@ -32,11 +32,11 @@ Asgi = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The store's content; `max_bytes` is None without a budget."""
+    """The store's content, and its budget."""
 
     adapters: int
     size_bytes: int
-    max_bytes: int | None
+    max_bytes: int
 
     @classmethod
     def of(cls, store: Store) -> Self:
@@ -144,8 +144,7 @@ class MetricsCollector:
         if store is not None:
             yield GaugeMetricFamily("lora_plugins_store_adapters", "Adapters in the store", store.adapters)
             yield GaugeMetricFamily("lora_plugins_store_bytes", "Their bytes", store.size_bytes)
-            if store.max_bytes is not None:
-                yield GaugeMetricFamily("lora_plugins_store_max_bytes", "The budget of the store", store.max_bytes)
+            yield GaugeMetricFamily("lora_plugins_store_max_bytes", "The budget of the store", store.max_bytes)
 
 
 class RefreshBeforeScrape:

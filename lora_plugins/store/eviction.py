@@ -61,7 +61,7 @@ class Evictor:
     events: Events
 
     def make_room(
-        self, needed_bytes: int, max_bytes: int | None, *, kept_free_bytes: int = 0, own: Path | None = None
+        self, needed_bytes: int, max_bytes: int, *, kept_free_bytes: int = 0, own: Path | None = None
     ) -> Room:
         """Remove adapters until `needed_bytes` more fit under `max_bytes`.
 
@@ -71,8 +71,6 @@ class Evictor:
         Raises:
             OutOfMemory: the adapter does not fit even into an empty store.
         """
-        if max_bytes is None:
-            return Room.FOUND
         if needed_bytes > max_bytes:
             raise OutOfMemory(
                 f"an adapter of {needed_bytes} bytes",
@@ -159,7 +157,7 @@ class Evictor:
         return True
 
 
-def all_used(max_bytes: int | None, needed_bytes: int) -> NoFreeSlot:
+def all_used(max_bytes: int, needed_bytes: int) -> NoFreeSlot:
     """The error for `Room.LEASED` of `Evictor.make_room`."""
     return NoFreeSlot(
         f"a store of {max_bytes} bytes of which engines still use all that would have to go",

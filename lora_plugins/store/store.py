@@ -69,7 +69,7 @@ class StoredAdapter(Generic[_T]):
 class Store:
     """Adapters below one root, which processes and hosts may share.
 
-    The budget is `max_bytes`, or with `has_share` a share of the file system; with neither, there is no budget.
+    The budget is `max_bytes`, or else a share of the file system.
 
     Raises at construction:
         InvalidSettings: the file system has no working locks, or the store is another user's.
@@ -81,7 +81,6 @@ class Store:
         root: Path,
         *,
         max_bytes: int | None = None,
-        has_share: bool = False,
         fetch_timeout_s: float = 300,
         events: Events | None = None,
     ) -> None:
@@ -94,8 +93,8 @@ class Store:
         self.blocks = Blocks(self.layout)
         self.inventory = Inventory(self.layout)
         self.evictor = Evictor(self.layout, self.leases, self.inventory, self.events)
-        self.max_bytes, self._kept_free_bytes = max_bytes, 0
-        if has_share and max_bytes is None:
+        self.max_bytes, self._kept_free_bytes = max_bytes or 0, 0
+        if max_bytes is None:
             self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self.inventory)
         # Ends leases of this process that nobody uses at the moment, because a fetch needs their room.
         self.relieve: Callable[[], Awaitable[None]] | None = None
@@ -548,9 +547,8 @@ class Store:
     def _sweep_later(self) -> None:
         """Do the slow part of opening a large store, so that neither the start nor the first fetch waits."""
         with contextlib.suppress(OSError):  # the store is away; the next process to open the store sweeps
-            if self.max_bytes is not None:
-                self.inventory.look()
-                self.inventory.order()
+            self.inventory.look()
+            self.inventory.order()
             self.leases.sweep()
 
 
@@ -565,7 +563,6 @@ def open_store(settings: Settings, events: Events | None = None) -> Store:
         return Store(
             settings.store_dir,
             max_bytes=settings.store_max_bytes,
-            has_share=True,
             fetch_timeout_s=settings.fetch_timeout_s,
             events=events,
         )

@@ -139,8 +139,8 @@ def test_usage_is_current_and_reads_each_manifest_once(tmp_path: Path, monkeypat
 
 
 def test_adapter_without_a_readable_manifest_is_skipped(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store", max_bytes=1 << 20)
     stored = obtain(store, DownloadSpec(adapter_files()))
     (store.layout.adapter("f" * 64)).mkdir()
-    assert StoreUsage.of(store) == StoreUsage(1, sum(map(len, adapter_files().values())), None)
+    assert StoreUsage.of(store) == StoreUsage(1, sum(map(len, adapter_files().values())), 1 << 20)
     assert stored.directory.is_dir()

@@ -43,7 +43,7 @@ def test_a_store_that_becomes_read_only_is_unavailable(store: Store, permissions
     "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
 )
 def test_a_full_disk_is_out_of_memory_and_passes(few_bytes: Path) -> None:
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     kept = obtain(store, DownloadSpec(adapter_files(), version="kept"))
     large = DownloadSpec(adapter_files(rank=16, hidden=16_384), version="large")
     with pytest.raises(OutOfMemory, match="No space left on device"):
@@ -62,7 +62,7 @@ def test_a_full_disk_is_out_of_memory_and_passes(few_bytes: Path) -> None:
 @pytest.mark.parametrize("free", [0, 1, 2, 3, 5, 8, 13])
 def test_a_disk_that_fills_leaves_no_half_adapter(few_bytes: Path, free: int) -> None:
     # At first with no page left, then with a few: something of the store's own work fails, whatever it is.
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     wanted = DownloadSpec(adapter_files())
     filler = few_bytes / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ def test_a_filesystem_source_may_fill_the_disk(few_bytes: Path, tmp_path: Path) 
 
     put(tmp_path / "adapters" / "sql", adapter_files(rank=16, hidden=16_384))
     source = FilesystemSource(tmp_path / "adapters")
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_DIR"):
         obtain_from(store, source, located(source, "sql"))
     assert leftovers(store) == []

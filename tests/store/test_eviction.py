@@ -161,18 +161,17 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_without_a_budget_a_share_of_the_disk_is_one(tmp_path, disk) -> None:
-    assert Store(tmp_path / "none").max_bytes is None
-    assert Store(tmp_path / "set", max_bytes=7, has_share=True).max_bytes == 7
-    store = Store(tmp_path / "store", has_share=True)
+    assert Store(tmp_path / "set", max_bytes=7).max_bytes == 7
+    store = Store(tmp_path / "store")
     assert store.max_bytes == 40 * GIB
     obtain(store, DownloadSpec(adapter_files()))
     disk.f_bavail -= SIZE
-    assert Store(tmp_path / "store", has_share=True).max_bytes == 40 * GIB, "the same after a restart"
+    assert Store(tmp_path / "store").max_bytes == 40 * GIB, "the same after a restart"
 
 
 def test_room_is_kept_free_on_the_disk(tmp_path, disk) -> None:
     """Others fill it, too."""
-    store = Store(tmp_path / "store", has_share=True)
+    store = Store(tmp_path / "store")
     first = fill(store, 1)
     store.leases.release(first, 1)
     disk.f_bavail = GIB + SIZE // 2
@@ -190,7 +189,7 @@ def test_room_is_kept_free_on_the_disk(tmp_path, disk) -> None:
 def test_a_small_disk_keeps_a_twentieth_free(tmp_path, disk) -> None:
     disk.f_blocks, disk.f_bavail = 100 * SIZE, 5 * SIZE + SIZE // 2
     with pytest.raises(OutOfMemory, match="stay free"):
-        fill(Store(tmp_path / "store", has_share=True), 1)
+        fill(Store(tmp_path / "store"), 1)
 
 
 def test_manifests_are_read_once_to_make_room(full, monkeypatch) -> None:

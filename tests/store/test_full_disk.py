@@ -53,7 +53,7 @@ def fill(store: Store, *, is_leased: bool) -> list[str]:
 
 @pytest.mark.parametrize("disk", ["few_bytes", "few_inodes"])
 def test_a_full_disk_gives_what_nobody_leases(disk: str, request: pytest.FixtureRequest) -> None:
-    store = Store(request.getfixturevalue(disk) / "store")
+    store = Store(request.getfixturevalue(disk) / "store", max_bytes=1 << 50)
     evicted: list[str] = []
     store.events.add(lambda event: evicted.append(event.digest))
     digests = fill(store, is_leased=False)
@@ -67,7 +67,7 @@ def test_a_full_disk_gives_what_nobody_leases(disk: str, request: pytest.Fixture
 
 @pytest.mark.parametrize(("disk", "found"), [("few_bytes", "full disk"), ("few_inodes", "disk without free inodes")])
 def test_a_full_disk_of_leases_says_what_is_missing(disk: str, found: str, request: pytest.FixtureRequest) -> None:
-    store = Store(request.getfixturevalue(disk) / "store")
+    store = Store(request.getfixturevalue(disk) / "store", max_bytes=1 << 50)
     digests = fill(store, is_leased=True)
     wanted = adapter(1000)
     with pytest.raises(OutOfMemory, match=found):
@@ -80,7 +80,7 @@ def test_a_full_disk_of_leases_says_what_is_missing(disk: str, found: str, reque
 
 
 def test_nothing_goes_where_the_rest_would_not_be_enough(few_bytes: Path) -> None:
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     stored = obtain(store, adapter(0))
     store.release("", stored.directory)
     with pytest.raises(OutOfMemory, match="full disk"):
@@ -142,7 +142,7 @@ def hide_lack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("count", "is_quota"), [(2, False), (3, False), (2, True)])
 def test_fetches_at_once_each_have_their_room(few_bytes: Path, monkeypatch, count: int, is_quota: bool) -> None:
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     fill(store, is_leased=False)
     if is_quota:
         hide_lack(monkeypatch)
@@ -171,7 +171,7 @@ def test_a_fetch_takes_room_that_another_leaves(store: Store) -> None:
 
 @pytest.mark.parametrize(("has_arrived", "expected"), [(False, 2), (True, 1)])
 def test_room_is_made_beside_what_downloads_still_need(few_bytes: Path, has_arrived: bool, expected: int) -> None:
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     digests = fill(store, is_leased=False)
     size_bytes = sum(size for _, size, _ in adapter(0).promised)
     other, own = (store.layout.new_temporary(store.processes.me(), size_bytes) for _ in range(2))
@@ -186,7 +186,7 @@ def test_room_is_made_beside_what_downloads_still_need(few_bytes: Path, has_arri
 
 
 def test_nothing_more_goes_where_others_take_what_is_freed(few_bytes: Path) -> None:
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     digests = fill(store, is_leased=False)
     evicted, asked = watched(store)
 
@@ -199,7 +199,7 @@ def test_nothing_more_goes_where_others_take_what_is_freed(few_bytes: Path) -> N
 
 
 def test_leases_stay_where_their_copies_would_not_be_enough(few_bytes: Path) -> None:
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     fill(store, is_leased=True)
     (evicted, asked), before = watched(store), store.pressed_at()
     with pytest.raises(OutOfMemory, match="full disk"):
@@ -209,7 +209,7 @@ def test_leases_stay_where_their_copies_would_not_be_enough(few_bytes: Path) -> 
 
 @pytest.mark.parametrize("is_leased", [False, True])
 def test_a_quota_gives_what_a_fetch_needs(few_bytes: Path, monkeypatch, is_leased: bool) -> None:
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     digests = fill(store, is_leased=is_leased)
     hide_lack(monkeypatch)
     evicted, asked = watched(store)
@@ -281,7 +281,7 @@ def test_what_a_fetch_could_not_remove_is_removed_later(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_leases_that_nothing_uses(few_bytes: Path) -> None:
     """Each served name has one, so that without their end nothing would ever go."""
-    store = Store(few_bytes / "store")
+    store = Store(few_bytes / "store", max_bytes=1 << 50)
     digests = fill(store, is_leased=True)
     with pytest.raises(OutOfMemory):
         obtain(store, adapter(1000))

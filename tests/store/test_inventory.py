@@ -93,7 +93,7 @@ def test_the_next_process_reads_no_manifest_again(store: Store, monkeypatch: pyt
     assert known == dict.fromkeys(by_use(store), SIZE)
     monkeypatch.setattr(Inventory, "_size_of", lambda *_: pytest.fail("read again"))
     assert Inventory(store.layout).look() == 4 * SIZE
-    assert Store(store.layout.root, has_share=True).max_bytes
+    assert Store(store.layout.root).max_bytes
 
 
 def test_a_look_compares_each_name_once(store: Store) -> None:

@@ -23,7 +23,7 @@ from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
-from lora_plugins.resolvers.sources.source import OWN_FILES, choose_files, needs_shards
+from lora_plugins.resolvers.sources.source import choose_files
 
 _ATTEMPTS = 5
 _LINKS = 40  # as the kernel
@@ -73,17 +73,10 @@ class AdapterTree:
         with closing(self._open(name, _PATH_ONLY)) as at:
             if not stat.S_ISDIR(os.fstat(at).st_mode):
                 return None
-            present = [file for file in OWN_FILES if _is_in(at, file)]
-            # Optional, so without links that lead nowhere and without files that this user may not read.
-            optional = [file for file in CHAT_FILES if os.access(file, os.R_OK, dir_fd=at)]
-            names = present
-            # Listing needs the right to read, which the looks above do not: denied is not the same as absent.
-            if needs_shards(present) or not present:
-                names = _names_in(at)
-            elif present == [CONFIG_FILE]:
-                with contextlib.suppress(PermissionError):
-                    names = _names_in(at)
-            return choose_files({*names}.difference(CHAT_FILES).union(optional))
+            names = {*_names_in(at)}
+            # Files for chats are optional: without links that lead nowhere, and files that this user may not read.
+            unread = {file for file in names.intersection(CHAT_FILES) if not os.access(file, os.R_OK, dir_fd=at)}
+            return choose_files(names - unread)
 
     def foreign(self, name: AdapterName) -> AdapterNotFound | None:
         """The error for a directory without an adapter's files, in which are another program's; None without these.
@@ -98,7 +91,8 @@ class AdapterTree:
                 contextlib.suppress(OSError),
                 closing(os.open(folder, _PATH_ONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=at)) as below,
             ):
-                names += [DEFAULT] if _is_in(below, file) else []
+                os.stat(file, dir_fd=below, follow_symlinks=False)
+                names.append(DEFAULT)
         at_place = {"adapter": str(name), "file": CONFIG_FILE, "place": str(self.root / str(name))}
         error = AdapterNotFound("no such file", expected="the file", **at_place)
         name_format(error, names)
@@ -161,15 +155,6 @@ class AdapterTree:
     def _below_link_root(self, real: str) -> str | None:
         tops = (os.path.realpath(top) for top in self._link_roots)
         return next((real[len(top) :].lstrip("/") for top in tops if is_below(real, top)), None)
-
-
-def _is_in(directory: int, name: str) -> bool:
-    """Whether an open directory has an entry of this name, dangling links included."""
-    try:
-        os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
 
 
 def _names_in(directory: int) -> list[str]:
