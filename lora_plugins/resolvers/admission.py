@@ -269,32 +269,15 @@ class Fetches:
             yield
 
 
-class FetchPlaces:
-    """The places of one resolver; each wait ends after `wait_s` seconds, with `FetchesBusy`.
+def few_at_once(found: str, wait_s: float) -> Places:
+    """Eight places, half of them at most for one principal, so that another finds a place at once."""
+    return Places.of(PlaceLimits(_FETCHES, _FETCHES_WAITING, wait_s), FetchesBusy, found, Most(_OF_ONE))
 
-    Attributes:
-        reading: for adapters of the store that a process reads, apart from fetches.
-        converting: for adapters that are rewritten into the engine's form.
-    """
 
-    def __init__(self, wait_s: float, events: Events) -> None:
-        self._limits, self._events = PlaceLimits(_FETCHES, _FETCHES_WAITING, wait_s), events
-        self._by_source: dict[int, Fetches] = {}  # sources of other packages need not be keys of a dict
-        self.reading = self._places("adapters that are being read")
-        self.converting = self._places("adapters that are being converted")
-
-    def at(self, source: Source) -> Fetches:
-        """The fetches from one source, so that a source that hangs blocks no other source."""
-        found = self._by_source.get(id(source))
-        if found is None:
-            places = self._places(f"fetches from {source.label} that have not ended")
-            breaker = Breaker(_OF_FETCHES, f"{source.label} (fetches)", self._events)
-            found = self._by_source[id(source)] = Fetches(places, breaker)
-        return found
-
-    def _places(self, found: str) -> Places:
-        # Half of the places at most for one principal, so that another finds a place at once.
-        return Places.of(self._limits, FetchesBusy, found, Most(_OF_ONE))
+def fetches_of(source: Source, wait_s: float, events: Events) -> Fetches:
+    """The fetches from one source, so that a source that hangs blocks no other source."""
+    places = few_at_once(f"fetches from {source.label} that have not ended", wait_s)
+    return Fetches(places, Breaker(_OF_FETCHES, f"{source.label} (fetches)", events))
 
 
 def is_outage(error: BaseException) -> bool:

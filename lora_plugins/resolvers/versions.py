@@ -29,7 +29,7 @@ from lora_plugins.errors import (
     kind_of,
 )
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
-from lora_plugins.resolvers.admission import FetchPlaces
+from lora_plugins.resolvers.admission import Fetches, fetches_of, few_at_once
 from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.fetch_progress import reported
@@ -77,7 +77,9 @@ class VersionStore:
 
     def __init__(self, settings: Settings, events: Events, store: Store, known: KnownVersions, chats: Chats) -> None:
         self._settings, self._events, self._store, self._known, self._chats = settings, events, store, known, chats
-        self._places = FetchPlaces(settings.fetch_timeout_s, events)
+        self._fetches: dict[int, Fetches] = {}  # sources of other packages need not be keys of a dict
+        self._reading = few_at_once("adapters that are being read", settings.fetch_timeout_s)
+        self._converting = few_at_once("adapters that are being converted", settings.fetch_timeout_s)
         children().warm()  # so that the first fetch waits for no start
 
     async def serve(
@@ -193,7 +195,7 @@ class VersionStore:
                 wanted = await asyncio.to_thread(
                     ConvertedAdapter.of, stored, uri, version, verified.conversion, base.model.form
                 )
-            async with self._places.converting.held(asker.principal):
+            async with self._converting.held(asker.principal):
                 made = await self._store.obtain(
                     wanted, wanted.write, lambda made: self._read(made).result(), asker.holder, wanted.converted
                 )
@@ -237,7 +239,7 @@ class VersionStore:
         """
         arrived = stored.arrived
         if arrived is None:
-            async with self._places.reading.held(asker.principal):
+            async with self._reading.held(asker.principal):
                 arrived = await asyncio.wrap_future(self._read(stored.directory))
         if asker.base is None:
             return arrived.adapter
@@ -255,7 +257,8 @@ class VersionStore:
         names = {file.name for file in selected.files}
         if (found := await asyncio.to_thread(self._store.find_leased, *version, names, asker.holder)) is not None:
             return found
-        fetches = self._places.at(source)
+        if (fetches := self._fetches.get(id(source))) is None:
+            fetches = self._fetches[id(source)] = fetches_of(source, self._settings.fetch_timeout_s, self._events)
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)

@@ -88,8 +88,7 @@ class Arrivals:
 
     def most_bytes(self, sender: Share) -> int | None:
         """The share of a sender in the store's budget; None without a limit."""
-        budget_bytes = self._store.max_bytes
-        return None if budget_bytes is None or sender.part == 1 else int(sender.part * budget_bytes)
+        return None if sender.part == 1 else int(sender.part * self._store.max_bytes)
 
     async def pieces(self, body: Body, room: BodyRoom) -> AsyncIterator[bytes]:
         """The pieces of a body, which grow its room; only waits for the sender count as time.

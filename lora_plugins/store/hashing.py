@@ -11,9 +11,8 @@ import stat
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cachetools import LRUCache
 
@@ -110,20 +109,17 @@ def sha256_of(path: Path) -> tuple[int, str]:
     return GrowingFile(path).finish()
 
 
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """The identity of one file; a write or a replacement changes the identity."""
+class FileIdentity(NamedTuple):
+    """The identity of one file; a write or a replacement changes the identity.
+
+    A hard link or a change of mode changes only `ctime_ns`.
+    """
 
     name: str
     inode: int
     size_bytes: int
     mtime_ns: int
     ctime_ns: int
-
-    @property
-    def content(self) -> tuple[str, int, int, int]:
-        """The identity without `ctime_ns`, which a hard link or a change of mode changes without new content."""
-        return self.name, self.inode, self.size_bytes, self.mtime_ns
 
 
 Identity = tuple[FileIdentity, ...]
@@ -142,7 +138,7 @@ def identity_of(directory: Path) -> Identity | None:
                     )
     except OSError:
         return None
-    return tuple(sorted(found, key=lambda file: file.name))
+    return tuple(sorted(found))
 
 
 class HashedEntries:
@@ -176,4 +172,4 @@ class HashedEntries:
             known = self._known.get(digest)
         if known is None or identity is None:
             return False
-        return [file.content for file in known[0]] != [file.content for file in identity]
+        return [file[:-1] for file in known[0]] != [file[:-1] for file in identity]  # without `ctime_ns`

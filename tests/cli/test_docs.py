@@ -27,8 +27,8 @@ COMMANDS = {
 }
 VERDICTS = {"served", "found", "unknown", "refused", "unavailable", "yes", "no", "failed"}
 VERDICTS |= {"ok", "on", "off", "warning", "problem", "paused", "waiting"}
-# With a base model, a conversion, or a quarantine, which these runs are without.
-ELSEWHERE = {"inspect": {"shapes", "form", "original_digest", "changes"}, "gc": {"name"}}
+# With a base model or a conversion, which these runs are without.
+ELSEWHERE = {"inspect": {"shapes", "form", "original_digest", "changes"}}
 
 
 def fields(value: Any) -> Iterator[str]:

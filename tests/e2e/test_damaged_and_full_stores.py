@@ -94,7 +94,7 @@ def test_what_verify_finds_damaged_reaches_the_server(admin: Admin) -> None:
     before = admin.view("sql")
     stored = admin.root.parent / "store" / before["digest"] / WEIGHTS
     flip(stored, as_disks_do=True)
-    assert "damaged, and in use" in verify(admin).stdout
+    assert "damaged: replaced once" in verify(admin).stdout
     healed(admin, before["path"])
     admin.answers_like("sql", "sql")
     assert verify(admin).returncode == 0
