@@ -40,6 +40,7 @@ from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import pending_bytes
+from lora_plugins.store.locks import fetch_lock
 from lora_plugins.store.store import Store, open_store
 from tests.make import adapter_files, content, put
 from tests.repetitions import times
@@ -419,19 +420,21 @@ def test_a_world_that_changes(tmp_path: Path, name: str, world: str) -> None:
 
 
 @runs
-async def test_a_lock_that_cannot_be_removed_keeps_nobody(disk: Path) -> None:
-    server = Server(disk / "store")
-    server.source.while_fetching = lambda: subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    with pytest.raises(SourceUnavailable, match="Read-only"):
+async def test_a_lock_that_cannot_be_removed_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, unlink = Server(tmp_path), Path.unlink
+
+    def refuse(path: Path, **options: bool) -> None:
+        if path.suffix == ".fetch":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, **options)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "unlink", refuse)
         await server.load("sql")
-    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-    server.source.while_fetching = lambda: None
-    server.store.processes.on_beat()
-    assert [it.name for it in server.store.layout.folder("locks").iterdir() if it.suffix != ".guard"] == []
-    assert server.store.layout.temporaries() == []
-    other = Server(disk / "store")
-    async with asyncio.timeout(10):
-        await other.load("sql")
+    (lock,) = server.store.layout.folder("locks").glob("*.fetch")
+    async with asyncio.timeout(10), fetch_lock(lock, timeout_s=600):
+        assert lock.exists()
+    assert not lock.exists()
 
 
 @runs
