@@ -152,7 +152,7 @@ class Process:
         return resolver
 
     def _open(self, settings: Settings) -> AdapterResolver:
-        resolver = AdapterResolver(settings, self.events, open_store(settings, self.events))
+        resolver = AdapterResolver(settings, self.events, open_store(settings))
         resolver.principal = label_of_request
         for source in self._known_sources:
             resolver.add(source)

@@ -140,7 +140,7 @@ def look_up(
     events.add(lambda event: output.progress(unsaid.pop()) if unsaid and isinstance(event, FetchStarted) else None)
     search, resolver = SourceSearch(settings, events, sources), None
     if not dry_run:
-        resolver = AdapterResolver(settings, events, open_store(settings, events), sources)
+        resolver = AdapterResolver(settings, events, open_store(settings), sources)
         resolver.base = base
     first: dict[tuple[str, Path], AdapterResolved] = {}
 

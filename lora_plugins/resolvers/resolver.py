@@ -13,7 +13,7 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
-from lora_plugins.events import AdapterConfirmed, AdapterResolved, AdapterUnknown, Events
+from lora_plugins.events import AdapterConfirmed, AdapterResolved, AdapterUnknown, Events, StoreDamaged, StoreEvicted
 from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
@@ -50,6 +50,8 @@ class AdapterResolver:
 
     def __init__(self, settings: Settings, events: Events, store: Store, sources: Sequence[Source] = ()) -> None:
         self.settings, self.events, self.store = settings, events, store
+        store.evictor.on_evict = lambda digest, size_bytes: events.emit(StoreEvicted(digest, size_bytes))
+        store.on_damage = lambda digest: events.emit(StoreDamaged(digest))
         self._search = SourceSearch(settings, events, sources)
         self.sources = self._search.sources
         self.base: BaseModel | None = None

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
-from lora_plugins.events import Events, StoreEvicted
 from lora_plugins.store.errors import FULL
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import Layout, files_bytes
@@ -53,12 +52,16 @@ def share_of_disk(layout: Layout, inventory: Inventory) -> tuple[int, int]:
 
 @dataclass
 class Evictor:
-    """Removes adapters that nobody leases from one store: damaged first, then the least recently used."""
+    """Removes adapters that nobody leases from one store: damaged first, then the least recently used.
+
+    Attributes:
+        on_evict: called with the digest and bytes of each adapter that goes to make room, in a thread.
+    """
 
     layout: Layout
     leases: Leases
     inventory: Inventory
-    events: Events
+    on_evict: Callable[[str, int], None] | None = None
 
     def make_room(
         self, needed_bytes: int, max_bytes: int, *, kept_free_bytes: int = 0, own: Path | None = None
@@ -109,7 +112,8 @@ class Evictor:
         if self.leases.holders(digest) or not self.remove(digest):
             return 0
         self.inventory.forget(digest)
-        self.events.emit(StoreEvicted(digest, size_bytes))
+        if self.on_evict is not None:
+            self.on_evict(digest, size_bytes)
         return size_bytes
 
     def to_go(self, wanted_bytes: int, *, least: int = 0, kept: str = "") -> list[str] | None:

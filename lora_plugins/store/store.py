@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings, SourceUnavailable
-from lora_plugins.events import Events, StoreDamaged
 from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import FULL, FullDisk, is_damage, store_errors
@@ -82,9 +81,7 @@ class Store:
         *,
         max_bytes: int | None = None,
         fetch_timeout_s: float = 300,
-        events: Events | None = None,
     ) -> None:
-        self.events = events or Events()
         self.layout = Layout(root)
         self.layout.create()
         self.published = Published(self.layout)
@@ -92,12 +89,13 @@ class Store:
         self.leases = Leases(self.layout, self.processes)
         self.blocks = Blocks(self.layout)
         self.inventory = Inventory(self.layout)
-        self.evictor = Evictor(self.layout, self.leases, self.inventory, self.events)
+        self.evictor = Evictor(self.layout, self.leases, self.inventory)
         self.max_bytes, self._kept_free_bytes = max_bytes or 0, 0
         if max_bytes is None:
             self.max_bytes, self._kept_free_bytes = share_of_disk(self.layout, self.inventory)
         # Ends leases of this process that nobody uses at the moment, because a fetch needs their room.
         self.relieve: Callable[[], Awaitable[None]] | None = None
+        self.on_damage: Callable[[str], None] | None = None  # called with the digest of a damaged entry, in a thread
         self._hashed = HashedEntries()
         self._fetch_timeout_s = fetch_timeout_s
         try:
@@ -437,7 +435,8 @@ class Store:
         self._hashed.forget(digest)
         if not directory.exists():  # a removal, by any process, is no damage
             return False
-        self.events.emit(StoreDamaged(digest))
+        if self.on_damage is not None:
+            self.on_damage(digest)
         with self.leases.guard(digest):
             self._mark(digest).touch()
         return False
@@ -552,7 +551,7 @@ class Store:
             self.leases.sweep()
 
 
-def open_store(settings: Settings, events: Events | None = None) -> Store:
+def open_store(settings: Settings) -> Store:
     """The store below `LORA_PLUGINS_STORE_DIR`.
 
     Raises:
@@ -564,7 +563,6 @@ def open_store(settings: Settings, events: Events | None = None) -> Store:
             settings.store_dir,
             max_bytes=settings.store_max_bytes,
             fetch_timeout_s=settings.fetch_timeout_s,
-            events=events,
         )
     except OSError as error:
         raise InvalidSettings(

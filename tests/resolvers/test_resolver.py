@@ -112,8 +112,8 @@ class FakeSource:
 class RecordingResolver(AdapterResolver):
     def __init__(self, root: Path, *sources: FakeSource, max_bytes: int | None = None, **settings: object) -> None:
         self.emitted: list[object] = []  # all but what bars of progress are drawn by
-        events = Events(self.record, LogEvents())
-        super().__init__(Settings(**settings), events, Store(root, max_bytes=max_bytes, events=events), sources)
+        store = Store(root, max_bytes=max_bytes)
+        super().__init__(Settings(**settings), Events(self.record, LogEvents()), store, sources)
         self.base = BASE
 
     def record(self, event: object) -> None:

@@ -76,5 +76,5 @@ def leftovers(store: Store) -> list[str]:
 
 def make_room_for_one(store: Store) -> None:
     """As a fetch does where the budget is used up."""
-    evictor = Evictor(store.layout, store.leases, Inventory(store.layout), store.events)
+    evictor = Evictor(store.layout, store.leases, Inventory(store.layout))
     evictor.make_room(1, evictor.inventory.look())

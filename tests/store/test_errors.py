@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
-from lora_plugins.events import Event
 from lora_plugins.store.errors import is_damage
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, leftovers, obtain
@@ -151,12 +150,12 @@ ASKED = {
 def test_a_read_error_damages_nothing(store: Store, asked: str) -> None:
     stored = obtain(store, DownloadSpec(adapter_files()))
     store.release("", stored.directory)
-    events: list[Event] = []
-    store.events.add(events.append)
+    damaged: list[str] = []
+    store.on_damage = damaged.append
     assert store.verify(stored.digest)
     with no_descriptors(), pytest.raises(SourceUnavailable, match="Too many open files"):
         ASKED[asked](store, stored.digest)
-    assert (events, store.is_marked(stored.digest), list(store.leases.holders(stored.digest))) == ([], False, [])
+    assert (damaged, store.is_marked(stored.digest), list(store.leases.holders(stored.digest))) == ([], False, [])
     assert store.verify(stored.digest)
 
 

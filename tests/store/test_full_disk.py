@@ -55,7 +55,7 @@ def fill(store: Store, *, is_leased: bool) -> list[str]:
 def test_a_full_disk_gives_what_nobody_leases(disk: str, request: pytest.FixtureRequest) -> None:
     store = Store(request.getfixturevalue(disk) / "store", max_bytes=1 << 50)
     evicted: list[str] = []
-    store.events.add(lambda event: evicted.append(event.digest))
+    store.evictor.on_evict = lambda digest, _: evicted.append(digest)
     digests = fill(store, is_leased=False)
     assert len(digests) >= 3
     assert evicted == digests[: len(evicted)], "the one used longest ago first, and no more than are in the way"
@@ -99,7 +99,7 @@ def watched(store: Store) -> tuple[list[str], list[bool]]:
     """What goes from now on, and whether leases of names are asked to end."""
     evicted: list[str] = []
     asked: list[bool] = []
-    store.events.add(lambda event: evicted.append(event.digest))
+    store.evictor.on_evict = lambda digest, _: evicted.append(digest)
 
     async def relieve() -> None:
         asked.append(True)
@@ -190,7 +190,11 @@ def test_nothing_more_goes_where_others_take_what_is_freed(few_bytes: Path) -> N
     digests = fill(store, is_leased=False)
     evicted, asked = watched(store)
 
-    store.events.add(lambda _: fill_rest(few_bytes))
+    def evict(digest: str, _: int) -> None:
+        evicted.append(digest)
+        fill_rest(few_bytes)
+
+    store.evictor.on_evict = evict
     with pytest.raises(OutOfMemory, match="full disk"):
         obtain(store, adapter(1000, hidden=2 * HIDDEN))
     assert len(evicted) == 1
