@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -178,9 +178,7 @@ class Copies:
         # A new mark: a fetch of another process needs room.
         if before not in (None, self._pressed_at):
             await self.relieve()
-        versions = [adapter for adapter in self._registry.all() if adapter.is_by_digest]
-        if len(versions) > _MOST_BY_DIGEST:
-            await self._unload_idle(versions)
+        await self._unload_idle(_MOST_BY_DIGEST)
         due = [it for it in self._registry.all() if it.is_damaged and it.name not in self._tried]
         await asyncio.gather(*(self._replace(adapter) for adapter in due))
 
@@ -197,9 +195,7 @@ class Copies:
         await self._end_leases(it for one in adapters for it in self._idle(one, is_changing=one.name in changing))
         for name in changing - self._ending:
             background(self._end_earlier(name))
-        versions = [adapter for adapter in adapters if adapter.is_by_digest]
-        if versions:
-            await self._unload_idle(versions)
+        await self._unload_idle()
 
     def _idle(self, adapter: ServedAdapter, *, is_changing: bool = False) -> list[tuple[str, str, float | None]]:
         """The digests of versions whose leases may end, with the name and the version's last use."""
@@ -230,8 +226,11 @@ class Copies:
         finally:
             self._ending.discard(name)
 
-    async def _unload_idle(self, versions: Sequence[ServedAdapter]) -> None:
-        """Unload those without requests; a name that changes at this moment stays."""
+    async def _unload_idle(self, allowed: int = 0) -> None:
+        """Unload names by digest without requests, where more are served than allowed; a name that changes stays."""
+        versions = [adapter for adapter in self._registry.all() if adapter.is_by_digest]
+        if len(versions) <= allowed:
+            return
         states, unloading = await self._server.planner.states(), []
         for adapter in versions:
             state = states(adapter.engine_id)
