@@ -9,6 +9,8 @@ from typing import Any
 
 from lora_plugins.adapter.names import AdapterName, is_prefix
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
+from lora_plugins.events import polling
+from lora_plugins.log import logger
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
@@ -364,25 +366,27 @@ class Lifecycle:
             return await self._refresh(adapter, moves=moves)
 
     async def poll(self, name: str) -> None:
-        """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted.
+        """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted, or logged.
 
         A version without a lease is not fetched before the next request. A name blocked by another server is unloaded.
         """
         if name in self.registry.blocked:
             background(self._free(name, blocked(name), if_blocked=True))
             return
-        async with self.server.vllm.lock(name):
-            adapter = self.registry.get(name)
-            if adapter is None or adapter.version is None or adapter.held_digest is not None:
-                return
-            # `relieve` has ended the lease, so no request uses the adapter; the next request fetches the newest
-            # version.
-            if not self.server.resolver.store.is_leased(name, adapter.version.path):
-                return
-            try:
-                await self._refresh(adapter)
-            except LoRAPluginsError:
-                return
+        try:
+            async with self.server.vllm.lock(name):
+                adapter = self.registry.get(name)
+                if adapter is None or adapter.version is None or adapter.held_digest is not None:
+                    return
+                # `relieve` has ended the lease, so no request uses the adapter; the next request fetches the newest
+                # version.
+                if self.server.resolver.store.is_leased(name, adapter.version.path):
+                    with polling():
+                        await self._refresh(adapter)
+        except LoRAPluginsError:
+            return
+        except Exception:  # noqa: BLE001 - look for the other names all the same
+            logger.exception("Looking for a new version of adapter '%s' failed", name)
 
     async def roll_back(
         self,

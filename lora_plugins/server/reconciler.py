@@ -216,11 +216,8 @@ class Reconciler:
         A name that its source no longer has is unloaded: a start without the store would not have found the name.
         """
         name, registry = adapter.name, self._lifecycle.registry
-        try:
-            if registry.get(name) is adapter:
-                await self._lifecycle.poll(name)
-        except Exception:  # noqa: BLE001 - ask for the other names all the same
-            logger.exception("Looking for a newer version of adapter '%s' failed", name)
+        if registry.get(name) is adapter:
+            await self._lifecycle.poll(name)
         error = None if adapter.last_error is None else adapter.last_error[0]
         # Whoever has swapped or unloaded the adapter meanwhile has asked its source, too.
         is_there = registry.get(name) is adapter

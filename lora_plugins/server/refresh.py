@@ -6,8 +6,6 @@ import asyncio
 import random
 from typing import NoReturn
 
-from lora_plugins.events import polling
-from lora_plugins.log import logger
 from lora_plugins.server.background import FewAtOnce, in_steps
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import source_of
@@ -20,17 +18,10 @@ async def poll(lifecycle: Lifecycle, interval_s: float) -> NoReturn:
     """Ask the sources for new versions every `interval_s`, plus or minus 20 %, so that replicas do not ask together."""
     registry = lifecycle.registry
 
-    async def one(name: str) -> None:
-        try:
-            with polling():
-                await lifecycle.poll(name)
-        except Exception:  # noqa: BLE001 - the poller goes on
-            logger.exception("Looking for a new version of adapter '%s' failed", name)
-
     def source(name: str) -> str:
         return source_of(registry.get(name))
 
-    polls = FewAtOnce(one, source, limit=_POLLED_AT_ONCE, is_wanted=lambda name, _: bool(source(name)))
+    polls = FewAtOnce(lifecycle.poll, source, limit=_POLLED_AT_ONCE, is_wanted=lambda name, _: bool(source(name)))
     try:
         while True:
             await asyncio.sleep(interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))  # noqa: S311 - no secret
