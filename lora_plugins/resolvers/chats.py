@@ -22,7 +22,7 @@ _MOST_BYTES = 64 << 20  # of all chats kept, as messages: most have 10 KB, and n
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptChat:
     """What a version brings, and what the server serves of it, once asked."""
 
     chat: Chat
@@ -42,12 +42,13 @@ class Chats:
     def __init__(self, settings: Settings, layout: Layout) -> None:
         self._settings, self._layout = settings, layout
         self.served: Callable[[Chat], Chat] | None = None
-        self._kept: LRUCache[str, _Kept] = LRUCache(_MOST_BYTES, lambda kept: len(encode(kept.chat)))  # of one thread
+        # Of one thread.
+        self._kept: LRUCache[str, _KeptChat] = LRUCache(_MOST_BYTES, lambda kept: len(encode(kept.chat)))
         self._once: SingleFlight[str, Chat] = SingleFlight()
 
-    def keep(self, digest: str, chat: Chat) -> _Kept:
+    def keep(self, digest: str, chat: Chat) -> _KeptChat:
         """Keep what a version brings, as a reading process has read it."""
-        kept = self._kept[digest] = _Kept(chat)
+        kept = self._kept[digest] = _KeptChat(chat)
         return kept
 
     async def read(self, path: str) -> Chat:

@@ -48,7 +48,7 @@ class ServedPush:
 
 
 @dataclass(eq=False)
-class _OfName:
+class _PushesOfName:
     """The pushes of one name, which are numbered as they come.
 
     Attributes:
@@ -77,7 +77,7 @@ class Pushes:
         self._arrivals = Arrivals(
             resolver.store, settings.fetch_timeout_s, settings.max_adapter_bytes, settings.fetch_max_s
         )
-        self._names = WeakValueDictionary[str, _OfName]()  # for as long as a push of the name goes on
+        self._names = WeakValueDictionary[str, _PushesOfName]()  # for as long as a push of the name goes on
         self._times: dict[str, deque[float]] = {}  # of each principal's pushes within the last minute
 
     def count(self, label: str, per_minute: int) -> None:
@@ -152,7 +152,7 @@ class Pushes:
         """
         began = time.perf_counter()
         self._lifecycle.check_pushed(name, expects)
-        of_name = self._names.setdefault(name, _OfName())
+        of_name = self._names.setdefault(name, _PushesOfName())
         number = of_name.last = of_name.last + 1
         async with self._arrivals.place(body):
             placed = time.perf_counter()
@@ -178,7 +178,7 @@ class Pushes:
         return ServedPush(change, waited_s, received - placed, served - began_change)
 
     @asynccontextmanager
-    async def _changing(self, name: str, of_name: _OfName, number: int) -> AsyncIterator[None]:
+    async def _changing(self, name: str, of_name: _PushesOfName, number: int) -> AsyncIterator[None]:
         """Inside, this push alone changes the name; raises PushSuperseded once a later push has arrived."""
         of_name.waiting.add(number)
         try:

@@ -24,12 +24,12 @@ REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptSnapshot:
     """The caller's path, its copy, and the copy before, which running requests may need."""
 
     given: str
     version: ResolvedAdapter
-    before: _Kept | None = None
+    before: _KeptSnapshot | None = None
 
 
 class Snapshots:
@@ -43,7 +43,7 @@ class Snapshots:
         self._resolver = resolver
         self._is_vllms = is_vllms
         self._base_path = base_path
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._kept: OrderedDict[int, _KeptSnapshot] = OrderedDict()
         self._trying: dict[int, object] = {}
         self._locks = NameLocks()
 
@@ -93,7 +93,7 @@ class Snapshots:
         Where the load raises, or `forget` comes during the load, the new version is dropped.
         """
         engine_id, this = request.lora_int_id, object()
-        kept = None if version is None else _Kept(request.lora_path, version)
+        kept = None if version is None else _KeptSnapshot(request.lora_path, version)
         # `forget`, or a later call for the id, takes this mark away: then the copy of this call is of no use any more.
         self._trying[engine_id] = this
         try:
@@ -140,7 +140,7 @@ class Snapshots:
             self._drop(replace(kept, before=None))
 
     # Keep one former copy: running requests of the id may still read it.
-    def _remember(self, engine_id: int, kept: _Kept | None) -> None:
+    def _remember(self, engine_id: int, kept: _KeptSnapshot | None) -> None:
         old = self._kept.pop(engine_id, None)
         if kept is None:
             self._drop(old)
@@ -152,7 +152,7 @@ class Snapshots:
         if len(self._kept) > REMEMBERED:
             self.forget(next(iter(self._kept)))
 
-    def _drop(self, kept: _Kept | None) -> None:
+    def _drop(self, kept: _KeptSnapshot | None) -> None:
         while kept is not None:
             self._resolver.store.release(kept.version.holder, kept.version.path)
             kept = kept.before

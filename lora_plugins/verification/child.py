@@ -33,7 +33,7 @@ from lora_plugins.verification.messages import (
     LENGTH_BYTES,
     Answer,
     Landed,
-    Part,
+    PartOfAdapter,
     Read,
     ReadAdapter,
     Ready,
@@ -80,7 +80,7 @@ def main() -> None:
             return  # memory may never be freed, and the next adapter may need all of the time
 
 
-def _answer(request: Read) -> Iterator[Part | Verified | Refused]:
+def _answer(request: Read) -> Iterator[PartOfAdapter | Verified | Refused]:
     _set_limits(request)
     directory = Path(os.fsdecode(request.directory))
     try:

@@ -1,7 +1,8 @@
 """Messages between a server and a reading process: MessagePack of known types, in short frames.
 
-Never pickle: hostile bytes may have taken over the process that reads them. An answer is any number of `Part`s, each
-with a few tensors, so that a server never decodes for more than a millisecond or two, and then `Verified` or `Refused`.
+Never pickle: hostile bytes may have taken over the process that reads them. An answer is any number of
+`PartOfAdapter`s, each with a few tensors, so that a server never decodes for more than a millisecond or two, and then
+`Verified` or `Refused`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The process has started."""
 
 
-class Part(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class PartOfAdapter(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A part of the adapter that was read."""
 
     pairs: tuple[LoraPair, ...] = ()
@@ -130,7 +131,7 @@ class ReadAdapter:
 
 
 Request = Read | Write | Tensors
-Answer = Ready | Part | Verified | Landed | Written | WriteFailed | Refused
+Answer = Ready | PartOfAdapter | Verified | Landed | Written | WriteFailed | Refused
 encode = msgspec.msgpack.Encoder().encode
 decode_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -149,7 +150,7 @@ def requests_of(tensors: Sequence[NewTensor], directory: bytes, target: bytes) -
     yield from parts
 
 
-def answer_of(found: ReadAdapter) -> Iterator[Part | Verified]:
+def answer_of(found: ReadAdapter) -> Iterator[PartOfAdapter | Verified]:
     """Yield the messages of an answer."""
     verified, canonical = found.adapter, found.canonical
     weights, config = verified.weights or Weights(()), verified.config
@@ -163,15 +164,15 @@ def answer_of(found: ReadAdapter) -> Iterator[Part | Verified]:
         ("added", verified.chat.added_tokens, _TENSORS_IN_A_PART),
     ):
         for begin in range(0, len(items), count):
-            yield Part(**{name: items[begin : begin + count]})
-    yield Part(chat=replace(verified.chat, added_tokens=()))
+            yield PartOfAdapter(**{name: items[begin : begin + count]})
+    yield PartOfAdapter(chat=replace(verified.chat, added_tokens=()))
     # Targets may be long, and a server never needs them: the canonical configuration has the targets.
     small = replace(config, targets=None, rank_pattern={}, alpha_pattern={})
     has_weights = verified.weights is not None
     yield Verified(small, verified.size_bytes, verified.notes, has_weights, weights.name_in_keys)
 
 
-def found_of(parts: Sequence[Part], end: Verified) -> ReadAdapter:
+def found_of(parts: Sequence[PartOfAdapter], end: Verified) -> ReadAdapter:
     """Return the argument of `answer_of`, without the targets."""
     weights = Weights(
         tuple(pair for part in parts for pair in part.pairs),

@@ -26,7 +26,7 @@ from lora_plugins.verification.messages import (
     MAX_FRAME_BYTES,
     Answer,
     Landed,
-    Part,
+    PartOfAdapter,
     Read,
     ReadAdapter,
     Ready,
@@ -127,9 +127,9 @@ class ReadingProcess:
             SourceUnavailable: no answer in time; the bytes are not to blame.
             Lost: ask another process.
         """
-        parts: list[Part] = []
+        parts: list[PartOfAdapter] = []
         for answer in self._conversation([request], request.directory):
-            if isinstance(answer, Part):
+            if isinstance(answer, PartOfAdapter):
                 parts.append(answer)
                 # Between two messages other threads of the server get the interpreter's lock.
                 time.sleep(_PAUSE_S)
