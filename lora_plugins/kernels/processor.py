@@ -1,8 +1,8 @@
 """This machine's processor: its instructions, and from how many rows on PyTorch's bfloat16 is faster; pure.
 
 PyTorch hands bfloat16 to oneDNN, which multiplies with the processor's own instructions where there are any. The
-compiled product sums in float32 registers, or with AVX-512 BF16. With AVX-512 BF16 PyTorch's were
-1.15 to 27 times slower than ours, with neither AMX nor bfloat16 instructions 4 to 120 times.
+compiled product sums in float32 registers, or with AVX-512 BF16. With AVX-512 BF16 PyTorch's were 1.15 to 27 times
+slower than ours, with neither AMX nor bfloat16 instructions 4 to 120 times.
 
 Sources: `benchmarks/kernels_rows.py` for processors with AVX2 (results/kernels_rows.json) and with AVX-512 BF16
 (results/kernels_rows_avx512_bf16.json). With AMX: measured by the engine's owner on one machine in November 2026,
