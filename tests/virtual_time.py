@@ -114,16 +114,19 @@ def run_until_late(
 
     async def hurried() -> Result:
         late = loop or asyncio.get_running_loop()
-        real = late.time
+        real, passed_s = late.time, 0.0
         task = asyncio.create_task(main)
         while not once() and not task.done():
             await asyncio.sleep(0.001)
 
         def later() -> float:
-            return real() + late_s
+            return real() + passed_s
 
         with mock.patch.object(late, "time", later):
-            late.call_soon_threadsafe(lambda: None)  # it looks at its clock
+            while not task.done():  # again where bytes that came late have restarted a deadline
+                passed_s += late_s
+                late.call_soon_threadsafe(lambda: None)  # the loop looks at its clock
+                await asyncio.wait([task], timeout=1.0)
             return await task
 
     return asyncio.run(hurried())

@@ -204,7 +204,7 @@ def gc(
     ] = False,
     dry_run: DryRun = False,
 ) -> Result:
-    """Remove adapters, damaged ones and those used longest ago first, until the rest fits.
+    """Remove adapters until the rest fits.
 
     Adapters that a running server has leased stay. So do those that a server has served in the last seven days, for its
     next start, unless the store exceeds LORA_PLUGINS_STORE_MAX_BYTES.

@@ -368,9 +368,8 @@ class Jobs:
         self._finish(entry, Failed(job, explained(error, entry.spec.name)))
 
     def _finish(self, entry: WorkerAdapter, report: Report) -> None:
-        self._done.append(
-            (entry, report)
-        )  # first: the engine loop may hear of the job from another worker's store entry at once
+        # First: the engine loop may hear of the job from another worker's store entry at once.
+        self._done.append((entry, report))
         self._agreement.publish(report)
         self._something_done.set()
 

@@ -100,6 +100,7 @@ def test_constraints_keep_a_vllm_as_it_is_for_s3(tmp_path, wheel, tool):
         environment.offer("botocore", number)
         environment.offer("aiobotocore", number, ("botocore<2,>=1.4" if number == "1.0" else "botocore==2.0",))
         environment.offer("s3fs", number, (f"fsspec=={number}", f"aiobotocore=={number}"))
+    environment.offer("awscrt", "0.1")
     before = environment.installed()
     constraints = tmp_path / "installed.txt"
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in before.items()))

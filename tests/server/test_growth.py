@@ -19,7 +19,7 @@ from cachetools import Cache
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.observability.logs import LogEvents
 from tests.repetitions import times
-from tests.server.test_faults import NEXT, SQL, Server
+from tests.server.test_faults import NEXT, SIZE_BYTES, SQL, Server
 from tests.virtual_time import run_in_virtual_time
 
 NAMES = times(2_000, short=60)
@@ -128,7 +128,7 @@ def test_names_that_come_and_go_leave_nothing(tmp_path: Path, come: Callable[[Se
         }
 
     async def trial() -> dict[str, int]:
-        server = Server(tmp_path / "store")
+        server = Server(tmp_path / "store", max_bytes=10 * SIZE_BYTES)  # damaged copies stay until room is needed
         server.logs = LogEvents()
         server.lifecycle.server.events.add(server.logs)
         server.source.answers["old"] = SQL

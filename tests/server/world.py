@@ -60,7 +60,7 @@ class Request:
 class FakeStore:
     """Has every version, undamaged."""
 
-    max_bytes = None
+    max_bytes = 1 << 40
 
     def __init__(self, needed: set[tuple[str, str]]) -> None:
         self.needed = needed
