@@ -30,8 +30,8 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 PARALLEL := -n $(WORKERS) --maxprocesses=8 --dist loadfile --no-loadscope-reorder
 
-test: set-up ## all tests, the real engine included
-	@$(RUN) -m pytest $(PARALLEL)
+test: set-up ## all tests, the real engine included; what fails runs once more, alone
+	@$(RUN) -m pytest -p tests.once_more $(PARALLEL)
 
 test-unit: set-up ## the tests that need no engine
 	@$(RUN) -m pytest $(PARALLEL) -m "not e2e"
