@@ -163,6 +163,8 @@ def _watcher(stop: threading.Event, progressed: Callable[[], object]) -> Any:
 
     # `huggingface_hub` has no way to cancel a download, but calls `update` for every piece, of 10 MB mostly.
     class Watcher(tqdm):
+        monitor_interval = 0  # else each class starts a thread that redraws bars, and never ends
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 

@@ -296,6 +296,14 @@ def test_only_the_located_files_are_downloaded(bed, server):
     assert server.count() == 0
 
 
+def test_a_download_leaves_no_thread_behind(bed):
+    before = {*threading.enumerate()}
+    assert bed.serve("team/sql") is not None
+    assert bed.leftovers() == []  # which waits for the threads of downloads
+    new = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert [name for name in new if not name.startswith(("asyncio_", "lora-plugins-"))] == []  # those are pools
+
+
 def test_a_branch_that_moves_before_the_fetch_changes_nothing(bed, server):
     found = located(bed, "team/sql")
     server.commit("team/sql", OTHER)
