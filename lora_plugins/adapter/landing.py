@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lora_plugins.adapter.complete import REMEDY, check_experts, check_rank
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.pace import paced
-from lora_plugins.adapter.weights import BASE_EMBEDDINGS, LoraPair, Weights
+from lora_plugins.adapter.weights import LoraPair, Weights, is_copy_of_embeddings
 from lora_plugins.adapter.writers import by_keys, in_words, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
@@ -278,8 +278,8 @@ def _check_looked_up(name: str, pair: ReadPair, place: ModulePlace, modules: Mod
 def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
     """Refuse a resized vocabulary: vLLM leaves copies of the base model's embeddings out, and computes with its own."""
     for tensor in weights.others:
-        is_copy = tensor.name.endswith(BASE_EMBEDDINGS)
-        if is_copy and modules.vocabulary is not None and modules.vocabulary not in tensor.shape:
+        is_wanted = modules.vocabulary is None or modules.vocabulary in tensor.shape
+        if is_copy_of_embeddings(tensor) and not is_wanted:
             raise IncompatibleAdapter(
                 f"a resized vocabulary in '{tensor.name}', shape {list(tensor.shape)}",
                 expected=f"the base model's, of {modules.vocabulary} words",
@@ -291,7 +291,7 @@ def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
     """Refuse a classifier's whole head unless the engine has the head, with as many labels and features."""
     heads = {name: place for name, place in modules.places.items() if place.kind is ModuleKind.CLASSIFIER}
     for tensor in weights.others:
-        if tensor.name.endswith(BASE_EMBEDDINGS):
+        if is_copy_of_embeddings(tensor):
             continue
         name, part = tensor.name.split(".")[-2:]
         labels, features = tensor.shape[0], tensor.shape[1:]

@@ -25,7 +25,7 @@ _NAME = re.compile(
     r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
     r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
 )
-BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+_BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
 _TRAINED_TOKENS = re.compile(r"\.trainable_tokens_delta\b")
 _VELORA = re.compile(r"\.lora_velora_embed\b")
@@ -90,7 +90,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     sides: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
     others, names = [], set()
     for tensor in paced(tensors):
-        if tensor.name.endswith(BASE_EMBEDDINGS) or _is_classifier_head(tensor.name, config):
+        if is_copy_of_embeddings(tensor) or _is_classifier_head(tensor.name, config):
             others.append(tensor)
             continue
         module, side, is_looked_up, name = _split(tensor.name)
@@ -130,6 +130,11 @@ def _check_one_adapter(names: set[str | None]) -> None:
             expected="one adapter",
             remedy="save each adapter by itself with PEFT's save_pretrained",
         )
+
+
+def is_copy_of_embeddings(tensor: TensorInfo) -> bool:
+    """Return whether a tensor is a copy of the base model's embeddings, which vLLM leaves out."""
+    return tensor.name.endswith(_BASE_EMBEDDINGS)
 
 
 def _is_classifier_head(name: str, config: AdapterConfig) -> bool:

@@ -172,4 +172,4 @@ class HashedEntries:
             known = self._known.get(digest)
         if known is None or identity is None:
             return False
-        return [file[:-1] for file in known[0]] != [file[:-1] for file in identity]  # without `ctime_ns`
+        return [file._replace(ctime_ns=0) for file in known[0]] != [file._replace(ctime_ns=0) for file in identity]

@@ -56,7 +56,7 @@ async def fetch_lock(path: Path, *, timeout_s: float) -> AsyncIterator[None]:
             touching.cancel()
     finally:
         if lock.is_locked:
-            await asyncio.to_thread(_let_go, lock, path)
+            await asyncio.to_thread(_release, lock, path)
 
 
 def remove_unheld(path: Path) -> None:
@@ -95,7 +95,7 @@ def _take(lock: FileLock) -> bool:
     return lock.is_locked
 
 
-def _let_go(lock: FileLock, path: Path) -> None:
+def _release(lock: FileLock, path: Path) -> None:
     # Removed first: who then holds the lock of the removed file looks for the version again, and finds it published.
     with contextlib.suppress(OSError):
         path.unlink()

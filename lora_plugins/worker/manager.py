@@ -159,8 +159,9 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             LoRAPluginsError, or any error of vLLM's.
         """
         request = spec.lora_request or request_of(spec.name, spec.engine_id, path)
-        if spec.lora_request is None and has_stacked_experts(path):
-            request.is_3d_lora_weight = True  # which vLLM would have the caller say
+        # Which vLLM would have the caller say; without experts in the model, the file's header is not read twice.
+        if spec.lora_request is None and self._modules.experts and has_stacked_experts(path):
+            request.is_3d_lora_weight = True
         manager = self._adapter_manager
         with describing(adapter=spec.name):
             model = self._load_adapter(request)

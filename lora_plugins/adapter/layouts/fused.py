@@ -7,6 +7,7 @@ stacks the parts' A, B has each part's block on its diagonal.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,8 @@ def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str,
     if not all(math.isclose(scaling, scalings[0]) for scaling in scalings):
         return None  # a factor would have to be multiplied into B, and rounded
     inputs, outputs, rank = taken[0][1].a.shape[1], sum(sizes.values()), sum(pair.rank for _, pair in taken)
-    begins = {part: sum(list(sizes.values())[:index]) for index, part in enumerate(sizes)}
+    # The last sum, where the last part ends, is left over.
+    begins = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     of_a, of_b, end = [], [], 0
     for part, pair in taken:
         ranks = (end, end + pair.rank, 1)
