@@ -11,7 +11,6 @@ from lora_plugins.process import this_process
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.refresh import poll
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.vllm_patches.api_server.access import install
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
@@ -79,4 +78,4 @@ class AdminPlugin:
             process.role.say_ready()
         self._tasks.append(asyncio.create_task(reconciler.follow()))
         if settings.refresh_s:
-            self._tasks.append(asyncio.create_task(poll(lifecycle, settings.refresh_s)))
+            self._tasks.append(asyncio.create_task(reconciler.poll()))

@@ -51,7 +51,7 @@ class FewAtOnce(Generic[_T]):
     work: Callable[[_T], Coroutine[None, None, None]]
     place_of: Callable[[_T], str]
     limit: int
-    is_wanted: Callable[[str, _T], bool]
+    is_wanted: Callable[[str, _T], bool] = lambda *_: True
     on_idle: Callable[[], None] = lambda: None
     _waiting: dict[str, _T] = field(default_factory=dict)
     _queues: defaultdict[str, deque[tuple[str, _T]]] = field(default_factory=lambda: defaultdict(deque))

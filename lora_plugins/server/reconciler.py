@@ -9,7 +9,8 @@ must not serve the version that an operator has rolled back from.
 
 Adapters of the last server are served from the store before the server is ready, and only then the sources are asked
 for newer versions: an outage of a source neither takes away an adapter in the store, nor holds back the start. Adapters
-that the store has lost are fetched once the server is ready.
+that the store has lost are fetched once the server is ready. Every `LORA_PLUGINS_REFRESH_S` the sources are asked for
+newer versions of all served adapters.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from lora_plugins.adapter.names import is_by_digest
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
@@ -39,7 +42,8 @@ from lora_plugins.store.errors import store_errors
 
 LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap shows a change after about a minute
 RETRY_S = 4.0  # with the time for which a fault is remembered, less than 5 s
-_LOADED_AT_ONCE = 4  # of one bucket, organisation or directory, so that a hanging source stops no other source
+_AT_ONCE = 4  # loads of one bucket, organisation or directory, and polls of one source: a hanging source stops no other
+_JITTER = 0.2
 _WRITE_DELAY_S = 0.5
 _WRITE_AGAIN_S = 1.0  # after a failed write, for example on a full disk
 _WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,000 names are not written all the time
@@ -87,7 +91,7 @@ class Reconciler:
         self._serving = FewAtOnce(
             self._serve,
             lambda target: "/".join((target.adapter.uri or "").split("/")[:3]),
-            limit=_LOADED_AT_ONCE,
+            limit=_AT_ONCE,
             is_wanted=lambda name, target: self._targets.get(name) is target,
             on_idle=self._report,
         )
@@ -102,7 +106,7 @@ class Reconciler:
         self._is_started = False
         # Adapters restored from the store whose sources have not yet answered whether a newer version exists.
         self._stale: dict[str, ServedAdapter] = {}
-        self._asking = FewAtOnce(self._ask_for_newer, source_of, limit=_LOADED_AT_ONCE, is_wanted=lambda *_: True)
+        self._asking = FewAtOnce(self._ask_for_newer, source_of, limit=_AT_ONCE)
 
     @property
     def declared(self) -> dict[str, Target] | None:
@@ -165,7 +169,7 @@ class Reconciler:
         """
         path, waited_s = self._settings.adapters_file, 0.0
         try:
-            await self._begin_asking()
+            await self._begin_asking(list(self._stale.values()))
             # Failed targets wait for the first retry; the rest was not tried before the server was ready.
             await self._begin(target for target in self._targets.values() if target.error is None)
             while path is not None or self._stale or not all(target.is_done for target in self._targets.values()):
@@ -175,11 +179,20 @@ class Reconciler:
                 if has_changed or waited_s >= RETRY_S:
                     waited_s = 0.0
                     await self._begin(self._targets.values())
-                    await self._begin_asking()
+                    await self._begin_asking(list(self._stale.values()))
                 self._report()
         finally:
-            self._asking.end_all()
             self._serving.end_all()
+
+    async def poll(self) -> NoReturn:
+        """Ask the sources for newer versions every `LORA_PLUGINS_REFRESH_S`, plus or minus 20 %.
+
+        So replicas do not ask together.
+        """
+        while True:
+            wait_s = self._settings.refresh_s * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - no secret
+            await asyncio.sleep(wait_s)
+            await self._begin_asking(self._lifecycle.registry.all())
 
     async def keep_list(self) -> None:
         """Touch the list of served names, so that other replicas see that this replica lives."""
@@ -211,13 +224,16 @@ class Reconciler:
         return rolled_back
 
     async def _ask_for_newer(self, adapter: ServedAdapter) -> None:
-        """Ask the source of a restored adapter for a newer version; a source without an answer is asked again.
+        """Ask the source of an adapter for a newer version.
 
-        A name that its source no longer has is unloaded: a start without the store would not have found the name.
+        For a restored adapter, a source without an answer is asked again, and a name that its source no longer has is
+        unloaded: a start without the store would not have found the name.
         """
         name, registry = adapter.name, self._lifecycle.registry
         if registry.get(name) is adapter:
             await self._lifecycle.poll(name)
+        if name not in self._stale:
+            return
         error = None if adapter.last_error is None else adapter.last_error[0]
         # Whoever has swapped or unloaded the adapter meanwhile has asked its source, too.
         is_there = registry.get(name) is adapter
@@ -228,11 +244,10 @@ class Reconciler:
         if not self._stale:
             logger.info("The sources of all restored adapters have answered")
 
-    async def _begin_asking(self) -> None:
-        """Begin to ask for newer versions of restored adapters, unless the last round still runs."""
-        if not self._asking:
-            async for adapter in in_steps(list(self._stale.values())):
-                self._asking.begin(adapter.name, adapter)
+    async def _begin_asking(self, adapters: Sequence[ServedAdapter]) -> None:
+        """Begin to ask for newer versions of adapters, where an earlier question neither waits nor runs."""
+        async for adapter in in_steps(adapters):
+            self._asking.begin(adapter.name, adapter)
 
     # --- the file ---
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.events import is_polling
-from lora_plugins.server import refresh
-from lora_plugins.server.refresh import poll
-from tests.server.test_reconciler import world_with
+from lora_plugins.server import reconciler
+from lora_plugins.server.reconciler import Reconciler
+from lora_plugins.server.served_file import ServedFile
+from lora_plugins.settings import Settings
+from tests.server.test_reconciler import reconciling, world_with
 from tests.server.world import Version, World
 from tests.virtual_time import runs
+
+
+def polling(world: World, interval_s: float) -> Reconciler:
+    return reconciling(world, Settings(refresh_s=interval_s), ServedFile(Path("/nowhere")))
 
 
 @runs
@@ -32,7 +39,7 @@ async def test_the_poller_swaps_new_versions_and_survives_errors(
         return await latest(name, uri, base_path)
 
     monkeypatch.setattr(world.resolver, "latest", sometimes_odd)
-    task = asyncio.create_task(poll(world.lifecycle, 0.02))
+    task = asyncio.create_task(polling(world, 0.02).poll())
     world.resolver.has |= {"sql": Version("new"), "chat": SourceUnavailable("down")}
     await asyncio.sleep(0.3)
     assert await world.ask("sql") == "/store/new"
@@ -54,9 +61,9 @@ async def test_replicas_do_not_poll_at_the_same_moment(monkeypatch: pytest.Monke
         if len(waits) == 50:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(refresh.asyncio, "sleep", sleep)
+    monkeypatch.setattr(reconciler.asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
-        await poll(World().lifecycle, 60)
+        await polling(World(), 60).poll()
     assert len(set(waits)) == 50
     assert all(48 <= seconds <= 72 for seconds in waits)
 
@@ -77,8 +84,20 @@ async def test_a_source_that_hangs_keeps_only_its_own_names_waiting(monkeypatch:
         return await latest(name, uri, base_path)
 
     monkeypatch.setattr(world.resolver, "latest", hang)
-    task = asyncio.create_task(poll(world.lifecycle, 10))
+    task = asyncio.create_task(polling(world, 10).poll())
     await asyncio.sleep(60)
     assert asked.count("sql") >= 4, "asked at each interval"
     assert len(set(asked) & set(hung)) == 4, "few at once, and each once"
+    task.cancel()
+
+
+@runs
+async def test_a_polled_name_gone_from_its_source_stays() -> None:
+    world = world_with("sql")
+    await world.lifecycle.load("sql")
+    del world.resolver.has["sql"]
+    task = asyncio.create_task(polling(world, 10).poll())
+    await asyncio.sleep(60)
+    adapter = world.lifecycle.registry.require("sql")
+    assert (adapter.is_only_copy, await world.ask("sql")) == (True, "/store/sql"), "only a restored name is unloaded"
     task.cancel()
