@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -16,12 +17,12 @@ from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import UsageProblem
-from lora_plugins.client import DIRECT
 from lora_plugins.client.attempt import object_of, rows_of
 from lora_plugins.errors import (
     KINDS,
     AdapterNotFound,
     InvalidAdapter,
+    InvalidSettings,
     LoRAPluginsError,
     SourceUnavailable,
     VersionMismatch,
@@ -35,6 +36,7 @@ DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
 VLLM_KEY = "VLLM_API_KEY"
 
 _PATH = "/v1/loras"
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _SHOWN_CHARACTERS = 300
 _ERROR = re.compile(
     r"\[(?P<code>L\d{3})\] (?:(?:adapter '(?P<adapter>.*?)')?(?:, )?(?:file '(?P<file>.*?)')?: )?found (?P<found>.*?)"
@@ -57,6 +59,7 @@ class AdminClient:
 
     Raises:
         UsageProblem: `url` is no address of a server.
+        InvalidSettings: the environment's key or proxy cannot be used.
     """
 
     def __init__(self, url: str, timeout_s: float, keys: Sequence[str] = (ADMIN_KEY, VLLM_KEY)) -> None:
@@ -71,7 +74,17 @@ class AdminClient:
         self.url = url
         self._key = next((key for name in keys if (key := environment().get(name))), None)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._http = httpx.Client(timeout=timeout_s, headers=headers, mounts=DIRECT)
+        # The system's certificates, not those of a Python package.
+        verify = ssl.create_default_context() if parts.scheme == "https" else False
+        is_here = parts.hostname in _THIS_MACHINE  # then no variable of the environment names a proxy, see `DIRECT`
+        try:
+            self._http = httpx.Client(timeout=timeout_s, headers=headers, verify=verify, trust_env=not is_here)
+        except (ImportError, ValueError) as error:
+            raise InvalidSettings(
+                f"a key, or a proxy's address, that cannot be used ({error})",
+                expected="a key of ASCII characters, and proxies at http:// or https://",
+                remedy=f"correct {ADMIN_KEY}, {VLLM_KEY}, or ALL_PROXY and its like",
+            ) from None
 
     def adapters(self) -> AdapterList:
         """Return the adapters that the server serves, and has blocked, of all pages."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from lora_plugins.cli.compare import CompletionServer
 from lora_plugins.cli.server import AdminClient
 from lora_plugins.client import CallFailed, wait_served
-from lora_plugins.errors import SourceUnavailable
+from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.ray.server_process import ServerProcess
 
 DIGEST = "a" * 64
@@ -24,7 +27,7 @@ ELSEWHERE = "server.invalid:8000"
 class Listening:
     """A proxy and a server in one: notes what is asked of it, and answers for every host."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ssl.SSLContext | None = None) -> None:
         self.asked: list[str] = []
         asked = self.asked
 
@@ -45,6 +48,8 @@ class Listening:
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        if context is not None:
+            self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -116,6 +121,46 @@ def test_no_proxy_sees_what_the_environment_excludes(
     with pytest.raises((SourceUnavailable, CallFailed, TimeoutError)):
         CALLS[call](f"http://{ELSEWHERE}")
     assert proxy.asked == []
+
+
+@pytest.mark.parametrize("call", ["command", "compare"])
+def test_a_proxy_that_cannot_be_used_is_named(
+    proxy: Listening, listen: Callable[[], Listening], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """SOCKS needs a package of its own; a call to this machine needs no proxy."""
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    server = listen()
+    CALLS[call](f"http://127.0.0.1:{server.port}")
+    assert len(server.asked) == 1
+    with pytest.raises(InvalidSettings, match=r"SOCKS.*ALL_PROXY"):
+        CALLS[call](f"http://{ELSEWHERE}")
+
+
+def test_a_key_that_no_header_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_PLUGINS_ADMIN_KEY", "schlüssel")
+    with pytest.raises(InvalidSettings, match="LORA_PLUGINS_ADMIN_KEY") as raised:
+        AdminClient("http://127.0.0.1:9", 1)
+    assert "schl" not in str(raised.value)
+
+
+def test_commands_trust_the_certificates_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    )
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = Listening(context)
+    url = f"https://localhost:{server.port}"
+    try:
+        with pytest.raises(SourceUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            AdminClient(url, 5).text("/version")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert DIGEST in AdminClient(url, 5).text("/version")
+    finally:
+        server.server.shutdown()
+        server.server.server_close()
 
 
 SERVER = """
