@@ -14,7 +14,7 @@ from pathlib import Path
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store.errors import FULL
 from lora_plugins.store.inventory import Inventory
-from lora_plugins.store.layout import Layout, files_bytes
+from lora_plugins.store.layout import Layout, discard, files_bytes
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.processes import this_process
@@ -155,7 +155,7 @@ class Evictor:
                 os.rename(self.layout.adapter(digest), removed)
             except FileNotFoundError:
                 return True
-        shutil.rmtree(removed, ignore_errors=True)
+        discard(removed)
         # The mark describes the removed copy, not the next copy.
         (self.layout.folder("damaged") / digest).unlink(missing_ok=True)
         return True

@@ -291,10 +291,12 @@ class Store:
         write_small(index, [digest], temporary, is_durable=False)
         self._note_use(digest)
         damaged = self.layout.new_temporary(self.processes.me())
-        with self.leases.guard(digest):  # lease before another fetch removes the adapter to make room
-            self._put_in_place(download.directory, digest, damaged)
-            self.leases.acquire_guarded(digest, holder)
-        discard(damaged)
+        try:
+            with self.leases.guard(digest):  # lease before another fetch removes the adapter to make room
+                self._put_in_place(download.directory, digest, damaged)
+                self.leases.acquire_guarded(digest, holder)
+        finally:
+            discard(damaged)
         return StoredAdapter(digest, self.layout.adapter(digest), arrived)
 
     def _put_in_place(self, arrived: Path, digest: str, damaged: Path) -> None:

@@ -283,6 +283,39 @@ def test_what_a_fetch_could_not_remove_is_removed_later(tmp_path: Path) -> None:
     assert leftovers(store) == []
 
 
+def test_an_adapter_that_could_not_be_removed_whole_goes_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory has no digest for a name any more, so that nothing counts its bytes."""
+    stored = obtain(store, adapter(0))
+    store.leases.release(stored.digest)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(
+            shutil, "rmtree", lambda *_, **__: None
+        )  # as without a descriptor, or by an error of the disk
+        assert store.remove(stored.digest)
+    assert len(leftovers(store)) == 1
+    obtain(store, adapter(1))
+    assert leftovers(store) == []
+
+
+def test_a_replaced_copy_goes_where_no_lease_can_be_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = obtain(store, adapter(0))
+    store.leases.release(stored.digest)
+    weights = stored.directory / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(bytes(weights.stat().st_size))
+    assert not store.verify(stored.digest)
+    full, original = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], store.leases._write
+
+    def write(digest: str) -> None:
+        if full:
+            raise full.pop()
+        original(digest)
+
+    monkeypatch.setattr(store.leases, "_write", write)
+    assert store.verify(obtain(store, adapter(0)).digest)
+    assert (full, leftovers(store)) == ([], [])
+
+
 def test_a_full_disk_ends_leases_that_nothing_uses(few_bytes: Path) -> None:
     """Each served name has one, so that without their end nothing would ever go."""
     store = Store(few_bytes / "store", max_bytes=1 << 50)
