@@ -43,6 +43,17 @@ async def list_of(lifecycle: Lifecycle, reconciler: Reconciler | None, limit: in
     return AdapterList(loras=views, count=count, declared=declared, next=following)
 
 
+async def json_of(listed: AdapterList) -> str:
+    """Return a list as JSON; a declared set has as many rows as a file of 1 MiB, so they are written in steps."""
+    if listed.declared is None:
+        return listed.model_dump_json()
+    rows, listed.declared.loras = listed.declared.loras, []
+    written = ",".join([row.model_dump_json() async for row in in_steps(rows)])
+    # In a name the quotes of the key would have backslashes.
+    key = '"declared":{"loras":['
+    return listed.model_dump_json().replace(key, key + written, 1)
+
+
 def _page(
     registry: Registry, served: list[str], draining: list[ServedAdapter], limit: int, after: str | None
 ) -> tuple[list[_Row], Collection[str], int, str | None]:

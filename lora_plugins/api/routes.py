@@ -22,7 +22,7 @@ from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin
 from lora_plugins.api.http_errors import as_http, http_error
-from lora_plugins.api.listing import MAX_LIMIT, list_of, view_of
+from lora_plugins.api.listing import MAX_LIMIT, json_of, list_of, view_of
 from lora_plugins.api.models import (
     AdapterList,
     AdapterStatus,
@@ -151,7 +151,7 @@ async def list_all(
     """Served and draining adapters, blocked names, and the state of the declared set."""
     listed = await list_of(lifecycle, reconciler, limit, after)
     # As it is: FastAPI would check the rows once more.
-    return Response(listed.model_dump_json(), media_type="application/json")
+    return Response(await json_of(listed), media_type="application/json")
 
 
 @router.put("/{lora_name:path}")

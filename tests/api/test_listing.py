@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
+from fastapi.responses import Response
 
 from lora_plugins.api import routes
 from lora_plugins.api.listing import MAX_LIMIT, list_of
@@ -104,7 +105,7 @@ def test_others_have_a_turn_every_200_rows(tmp_path: Path, monkeypatch: pytest.M
     path.write_text("adapters:\n" + "".join(f"  - name: declared-{n}\n" for n in range(20_000)))
     asked: set[threading.Thread] = set()
 
-    async def run() -> tuple[int, AdapterList]:
+    async def run() -> tuple[int, Response]:
         world = World()
         monkeypatch.setattr(
             world.resolver.store,
@@ -125,14 +126,16 @@ def test_others_have_a_turn_every_200_rows(tmp_path: Path, monkeypatch: pytest.M
                 await asyncio.sleep(0)
 
         turning = asyncio.create_task(turn())
-        listed = await list_of(world.lifecycle, reconciler, MAX_LIMIT, None)
+        answer = await routes.list_all(world.lifecycle, reconciler)
         is_over = True
         await turning
-        return turns, listed
+        return turns, answer
 
-    turns, listed = asyncio.run(run())
-    assert turns >= 1_000 / 200 + 20_000 / 200
+    turns, answer = asyncio.run(run())
+    assert turns >= 1_000 / 200 + 20_000 / 200 * 2, "rows are made, and written as JSON"
+    listed = AdapterList.model_validate_json(bytes(answer.body))
     assert (len(listed.loras), listed.count) == (1_000, 2_000)
     assert listed.declared is not None
-    assert len(listed.declared.loras) == 20_000
+    assert [one.lora_name for one in listed.declared.loras] == [f"declared-{n}" for n in range(20_000)]
+    assert bytes(answer.body).decode() == listed.model_dump_json()
     assert threading.main_thread() not in asked, "a file system may be slow"
