@@ -33,7 +33,7 @@ from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.api.routes import router
 from lora_plugins.events import Events
-from lora_plugins.server import reconciler
+from lora_plugins.server import served_file
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import DesiredAdapter, ServedAdapter
 from lora_plugins.server.served_file import ServedFile
@@ -219,7 +219,7 @@ async def written(folder: Path) -> Piece:
     serve(world, store.layout.root, NAMES)
     file = ServedFile(folder / "served.json")
     one = Reconciler(world.lifecycle, Settings(), file, Events())
-    reconciler._WRITE_PAUSE = 0  # the rest between two writes is as long as ten of them
+    served_file._WRITE_PAUSE = 0  # the rest between two writes is as long as ten of them
     gc.collect()
     gc.freeze()
 
@@ -227,7 +227,7 @@ async def written(folder: Path) -> Piece:
         # Another list each time: one that has not changed need not be written.
         world.lifecycle.registry.remove(next(iter(world.table.lora_requests)))
         before = file.path.stat().st_mtime_ns if file.path.exists() else 0
-        one._write_soon()
+        one._writer.write_soon()
         while not file.path.exists() or file.path.stat().st_mtime_ns == before:
             await asyncio.sleep(0.02)
 
@@ -389,7 +389,7 @@ def main() -> int:
     arguments.add_argument("--stored", type=int, default=STORED)
     arguments.add_argument("--dry", action="store_true", help="keep no figures")
     chosen = arguments.parse_args()
-    reconciler._WRITE_DELAY_S = 0.05
+    served_file._WRITE_DELAY_S = 0.05
     pieces: list[Piece] = []
     folder = Path(tempfile.mkdtemp(prefix="scale-"))
     print("| what | takes | CPU | loop late | of which CPU | goal | met |")

@@ -30,10 +30,8 @@ GOES: dict[str, tuple[str, ...] | None] = {
     "vllm_patches/api_server/serve_command.py": ("_above", "_FirstProcess"),
     "vllm_patches/api_server/lifecycle.py": ("_copies_of",),
     "server/limits.py": ("FollowedRates",),
-    "server/served_file.py": ("write", "read", "pieces", "_by_lines", "_of_document", "_served_name"),
-    "server/reconciler.py": (
-        *("_write_soon", "written", "_write", "_write_file", "_note_unwritable", "_what_is_served"),
-    ),
+    "server/served_file.py": ("write", "read", "pieces", "ServedWriter", "_by_lines", "_of_document", "_adapters"),
+    "server/reconciler.py": ("_what_is_served",),
     "store/blocks.py": (),
 }
 # By hand: branches for a role in process.py, endpoint_plugin.py, app.py, openai_serving_models.py and lifecycle.py,

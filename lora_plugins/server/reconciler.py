@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -36,7 +34,7 @@ from lora_plugins.server.background import FewAtOnce, background, in_steps
 from lora_plugins.server.declared_file import parse, parse_apart, read_bytes
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import DesiredAdapter, ServedAdapter, source_of
-from lora_plugins.server.served_file import KEEP_S, ServedFile
+from lora_plugins.server.served_file import KEEP_S, Fields, ServedFile, ServedWriter
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import store_errors
 
@@ -44,13 +42,6 @@ LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap shows a change after about a minute
 RETRY_S = 4.0  # with the time for which a fault is remembered, less than 5 s
 _AT_ONCE = 4  # loads of one bucket, organisation or directory, and polls of one source: a hanging source stops no other
 _JITTER = 0.2
-_WRITE_DELAY_S = 0.5
-_WRITE_AGAIN_S = 1.0  # after a failed write, for example on a full disk
-_WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,000 names are not written all the time
-_WRITTEN_S = 10.0  # 100,000 names take 2 s; only a disk that does not answer takes longer
-# The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
-# stop the event loop for 20 ms.
-_Fields = tuple[str | bool | None, ...]
 _FROZEN_FROM = 5_000  # restored names, from which on garbage collections would visit all of them again and again
 
 
@@ -97,12 +88,7 @@ class Reconciler:
         )
         self._content: bytes | None = None  # of the file at the last look; None where it could not be read
         self._reported: DeclaredSetReconciled | None = None
-        self._is_written, self._is_unwritable = True, False
-        self._writing: asyncio.Task[None] | None = None
-        # A thread of its own: those of `to_thread` are few, and may all be fetching.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lora-plugins-served")
-        self._waiting: list[asyncio.Future[None]] = []  # calls of `written`
-        self._is_awaited = asyncio.Event()
+        self._writer = ServedWriter(served, self._what_is_served)
         self._is_started = False
         # Adapters restored from the store whose sources have not yet answered whether a newer version exists.
         self._stale: dict[str, ServedAdapter] = {}
@@ -159,8 +145,8 @@ class Reconciler:
                 time.perf_counter() - started,
             )
         # Only now, so that the loads of the start do not write the list again and again.
-        self._lifecycle.server.on_change, self._lifecycle.written = self._write_soon, self.written
-        self._write_soon()
+        self._lifecycle.server.on_change, self._lifecycle.written = self._writer.write_soon, self._writer.written
+        self._writer.write_soon()
 
     async def follow(self) -> None:
         """Serve the rest, and follow the file's changes; retry failed adapters.
@@ -376,62 +362,9 @@ class Reconciler:
 
     # --- served adapters ---
 
-    def _write_soon(self) -> None:
-        self._is_written = False
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write())
-
-    async def written(self) -> None:
-        """Wait until all changes so far are written, or have failed to be; a disk that hangs holds up no caller."""
-        waiting = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        self._is_awaited.set()
-        self._write_soon()
-        if not (await asyncio.wait([waiting], timeout=_WRITTEN_S))[0]:
-            logger.warning("What is served is not written to %s within %.0f s", self._served.path, _WRITTEN_S)
-
-    async def _write(self) -> None:
-        """Write at once, then later changes together: one writer at a time, so that the last state wins.
-
-        A failed write is repeated until the file holds what is served: no later change may come to ask for a write.
-        """
-        while not self._is_written:
-            self._is_written, waiting, self._waiting = True, self._waiting, []
-            self._is_awaited.clear()
-            served = await self._what_is_served()
-            try:
-                loop = asyncio.get_running_loop()
-                least_s, busy_s = _WRITE_DELAY_S, await loop.run_in_executor(self._writer, self._write_file, served)
-            except OSError as error:
-                self._is_written, least_s, busy_s = False, _WRITE_AGAIN_S, 0.0
-                self._note_unwritable(error)
-            else:
-                self._note_unwritable(None)
-            for one in waiting:
-                one.set_result(None)
-            await asyncio.sleep(busy_s)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(least_s, _WRITE_PAUSE * busy_s) - busy_s):
-                    await self._is_awaited.wait()
-
-    def _write_file(self, served: Iterable[_Fields]) -> float:
-        """Write the served names, and return the seconds of a processor's time that the write took."""
-        # Not the time on the clock: a thread that waits for the disk or for a processor takes nothing from others.
-        started = time.thread_time()
-        self._served.write(itertools.starmap(DesiredAdapter, served))
-        return time.thread_time() - started
-
-    def _note_unwritable(self, error: OSError | None) -> None:
-        """Log when writing begins to fail, and when the file is written again."""
-        if error is not None and not self._is_unwritable:
-            logger.warning("What is served cannot be written to %s: %s", self._served.path, error)
-        elif error is None and self._is_unwritable:
-            logger.info("What is served is written to %s again", self._served.path)
-        self._is_unwritable = error is not None
-
-    async def _what_is_served(self) -> list[_Fields]:
+    async def _what_is_served(self) -> list[Fields]:
         """The served names, collected in steps; changes in between come with the next write."""
-        registry, declared, served = self._lifecycle.registry, self.declared or {}, list[_Fields]()
+        registry, declared, served = self._lifecycle.registry, self.declared or {}, list[Fields]()
         async for name in in_steps(registry.names()):
             it = registry.get(name)
             if it is None or it.version is None:  # no version: only the workers have it

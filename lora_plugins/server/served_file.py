@@ -1,4 +1,4 @@
-"""The names that a server has served, in a file of the store, so that the next server can serve the names at once.
+"""The names that a server serves, in a file of the store, so that the next server can serve the names at once.
 
 Replicas that share a store have a file each. A replica without a file, such as a new pod of a Deployment, begins with a
 copy: of the file of an ended replica, which no other replica copies then, or of a living replica's file.
@@ -6,14 +6,18 @@ copy: of the file of an ended replica, which no other replica copies then, or of
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
-import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from lora_plugins.adapter.pace import paced
 from lora_plugins.log import logger
@@ -21,7 +25,6 @@ from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.store.layout import Layout, key_of, replace_small
 
 FORMAT = 1
-_FIELDS = ("name", "uri", "held_digest", "is_pinned", "last_digest", "last_place", "was_declared")
 # JSON with an entry on each line, so that a reader of this format need not parse all entries at once.
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
 _LAST_LINE = b"]}"
@@ -31,6 +34,13 @@ _ENDED_S = 20.0  # without a touch: four were missed
 _JUST_ENDED_S = 3600.0
 _KEPT_S = 7 * 86400.0
 _COPIED = ".copied"
+_WRITE_DELAY_S = 0.5
+_WRITE_AGAIN_S = 1.0  # after a failed write, for example on a full disk
+_WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,000 names are not written all the time
+_WRITTEN_S = 10.0  # only a disk that does not answer takes longer
+# The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
+# stop the event loop for 20 ms.
+Fields = tuple[str | bool | None, ...]
 
 
 class ServedFile:
@@ -135,12 +145,13 @@ class ServedFile:
     def write(self, served: Iterable[DesiredAdapter]) -> None:
         """Replace the entries written before, unless this process has last written the same text.
 
-        For a thread, with pauses for other threads: 100,000 names take a second.
+        For a thread, with pauses for other threads.
 
         Raises:
             OSError: the file cannot be written; the former file stays.
         """
-        entries = (json.dumps({field: getattr(adapter, field) for field in _FIELDS}) for adapter in paced(served))
+        encoder = msgspec.json.Encoder()
+        entries = (encoder.encode(adapter).decode() for adapter in paced(served))
         # In pieces, because Python keeps other threads waiting while it joins or encodes a text: 50 ms for 20 MB.
         pieces, begin = [], _FIRST_LINE.decode()
         while some := list(itertools.islice(entries, _PIECE)):
@@ -168,6 +179,77 @@ def lately_served(root: Path) -> set[str]:
     return {digest for digest in found if digest is not None}
 
 
+class ServedWriter:
+    """Writes what is served to a file after each change, one write at a time. For one event loop.
+
+    Args:
+        collect: returns what is served now.
+    """
+
+    def __init__(self, file: ServedFile, collect: Callable[[], Awaitable[list[Fields]]]) -> None:
+        self._file, self._collect = file, collect
+        self._is_written, self._is_unwritable = True, False
+        self._writing: asyncio.Task[None] | None = None
+        # A thread of its own: those of `to_thread` are few, and may all be fetching.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lora-plugins-served")
+        self._waiting: list[asyncio.Future[None]] = []  # calls of `written`
+        self._is_awaited = asyncio.Event()
+
+    def write_soon(self) -> None:
+        """Have what is served now written, at once or together with other changes of half a second."""
+        self._is_written = False
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+
+    async def written(self) -> None:
+        """Wait until all changes so far are written, or have failed to be; a disk that hangs holds up no caller."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        self._is_awaited.set()
+        self.write_soon()
+        if not (await asyncio.wait([waiting], timeout=_WRITTEN_S))[0]:
+            logger.warning("What is served is not written to %s within %.0f s", self._file.path, _WRITTEN_S)
+
+    async def _write(self) -> None:
+        """Write at once, then later changes together: one writer at a time, so that the last state wins.
+
+        A failed write is repeated until the file holds what is served: no later change may come to ask for a write.
+        """
+        while not self._is_written:
+            self._is_written, waiting, self._waiting = True, self._waiting, []
+            self._is_awaited.clear()
+            served = await self._collect()
+            try:
+                loop = asyncio.get_running_loop()
+                least_s, busy_s = _WRITE_DELAY_S, await loop.run_in_executor(self._thread, self._write_file, served)
+            except OSError as error:
+                self._is_written, least_s, busy_s = False, _WRITE_AGAIN_S, 0.0
+                self._note_unwritable(error)
+            else:
+                self._note_unwritable(None)
+            for one in waiting:
+                one.set_result(None)
+            await asyncio.sleep(busy_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(least_s, _WRITE_PAUSE * busy_s) - busy_s):
+                    await self._is_awaited.wait()
+
+    def _write_file(self, served: Iterable[Fields]) -> float:
+        """Write the served names, and return the seconds of a processor's time that the write took."""
+        # Not the time on the clock: a thread that waits for the disk or for a processor takes nothing from others.
+        started = time.thread_time()
+        self._file.write(itertools.starmap(DesiredAdapter, served))
+        return time.thread_time() - started
+
+    def _note_unwritable(self, error: OSError | None) -> None:
+        """Log when writing begins to fail, and when the file is written again."""
+        if error is not None and not self._is_unwritable:
+            logger.warning("What is served cannot be written to %s: %s", self._file.path, error)
+        elif error is None and self._is_unwritable:
+            logger.info("What is served is written to %s again", self._file.path)
+        self._is_unwritable = error is not None
+
+
 def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:
     """The entries of a file after its first line; entries before a broken line count."""
     piece: list[DesiredAdapter] = []
@@ -176,12 +258,10 @@ def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:
             yield piece
             return
         try:
-            adapter = _served_name(json.loads(text.removesuffix(b",") or b"{}"))
+            piece += _adapters([msgspec.json.decode(text.removesuffix(b",") or b"{}")])
         except (ValueError, AttributeError):
             yield piece
             raise
-        if adapter is not None:
-            piece.append(adapter)
         if len(piece) == _PIECE:
             yield piece
             piece = []
@@ -191,22 +271,12 @@ def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:
 
 def _of_document(text: bytes) -> list[DesiredAdapter]:
     """The entries of a file that another release has written as one document."""
-    content = json.loads(text)
+    content = msgspec.json.decode(text)
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}")
-    return [name for one in content["served"] if (name := _served_name(one)) is not None]
+    return _adapters(content["served"])
 
 
-def _served_name(entry: dict[str, object]) -> DesiredAdapter | None:
-    name, uri, held_digest, is_pinned, last_digest, last_place, was_declared = map(entry.get, _FIELDS)
-    if not isinstance(name, str):
-        return None
-    return DesiredAdapter(
-        name,
-        uri if isinstance(uri, str) else None,
-        held_digest if isinstance(held_digest, str) else None,
-        is_pinned is True,
-        last_digest=last_digest if isinstance(last_digest, str) else None,
-        last_place=last_place if isinstance(last_place, str) else "",
-        was_declared=was_declared is True,
-    )
+def _adapters(entries: Iterable[Any]) -> list[DesiredAdapter]:
+    """The entries with a name; fields that another release has written besides count for nothing."""
+    return [msgspec.convert(entry, DesiredAdapter) for entry in entries if isinstance(entry.get("name"), str)]

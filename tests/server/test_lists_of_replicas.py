@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.events import Events
-from lora_plugins.server import reconciler
+from lora_plugins.server import served_file
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.server.served_file import ServedFile
@@ -116,7 +116,7 @@ def test_the_list_of_an_earlier_release_counts_without_others(tmp_path: Path) ->
 
 @runs
 async def test_a_server_keeps_its_list_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconciler, "_WRITE_DELAY_S", 0.01)
+    monkeypatch.setattr(served_file, "_WRITE_DELAY_S", 0.01)
     world, file = World(), of(tmp_path, "lora-0")
     world.resolver.has["sql"] = Version("sql")
     one = Reconciler(world.lifecycle, Settings(preload=("sql",)), file, Events())

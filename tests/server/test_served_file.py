@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lora_plugins.server import served_file
@@ -117,8 +118,8 @@ def test_many_names_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     """No piece of JSON is long enough to keep the interpreter's lock from others."""
     file, served = ServedFile(tmp_path / "x.json"), [DesiredAdapter(f"sql-{number}") for number in range(2_000)]
     file.write(served)
-    parsed, loads = [], json.loads
-    monkeypatch.setattr(json, "loads", lambda text: (parsed.append(len(text)), loads(text))[1])
+    parsed, decode = [], msgspec.json.decode
+    monkeypatch.setattr(msgspec.json, "decode", lambda text: (parsed.append(len(text)), decode(text))[1])
     pieces = list(file.pieces())
     assert [adapter for piece in pieces for adapter in piece] == served
     assert max(map(len, pieces)) <= 500
