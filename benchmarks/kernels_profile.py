@@ -8,6 +8,7 @@ the answers of such rounds are wrong, and nobody reads them. The products that P
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lora_plugins.kernels.compiled.library import Group
+from lora_plugins.kernels.compiled.library import Group, Work
 
 PARTS = ("base", "shrink", "expand", "wrapper", "layer")
 GOALS = {"beyond_us": 3.0, "of_floor": 0.6}
@@ -58,14 +59,16 @@ class Timers:
         """Return `add`, which leaves out the products with B in every second round."""
         timed = self.timed("product", add)
 
-        def call(address: int, n_groups: int, *others: Any) -> None:
+        def call(address: int, *rows: Any) -> None:
             if self.is_whole:
-                timed(address, n_groups, *others)
+                timed(address, *rows)
                 return
-            groups = (Group * n_groups).from_buffer_copy((Group * n_groups).from_address(address))
+            work = Work.from_buffer_copy(Work.from_address(address))
+            groups = (Group * work.n_groups).from_buffer_copy((Group * work.n_groups).from_address(work.groups))
             for group in groups:
                 group.n_slices = 0
-            timed(groups, n_groups, *others)
+            work.groups = ctypes.addressof(groups)
+            timed(ctypes.addressof(work), *rows)
 
         return call
 
@@ -118,22 +121,23 @@ def beyond_the_product(wrapper: Any, layer: Any, rows: int) -> float:
     slots = wrapper._modules[id(layer.lora_a_stacked)]
     y = torch.zeros(rows, sum(layer.output_slices), dtype=slots.a[0].dtype)
     x = torch.zeros(rows, slots.a[0].shape[3], dtype=y.dtype)
-    product = slots.panels.product
-    # `pack` without a column is a call into the library, with about as many arguments.
-    slots.panels.product = dataclasses.replace(product, add=lambda *_: product.pack(None, 0, 0, 0, None, 0, 1))
-    wrapper._plans.clear()
     call = functools.partial(
         wrapper.add_lora_linear, y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices
     )
+    call()
+    wrapper._plans[id(layer.lora_a_stacked)].alone._work.n_groups = 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # no other thread is woken
     found = fastest(call, 2000)
-    slots.panels.product = product
+    torch.set_num_threads(threads)
     wrapper._plans.clear()
     return found
 
 
 def empty_call(product: Any) -> float:
     """Return the seconds of a call without an adapter: the threads are woken, and wait for each other."""
-    return fastest(functools.partial(product.add, None, 0, 0, 1, 1.0, None, 0, None, 0), 2000)
+    work = Work(parts=1)
+    return fastest(lambda: product.add(ctypes.addressof(work), None, None), 2000)
 
 
 def profile(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, step
+from lora_plugins.kernels.compiled.panels import Panels, Prepared, SlotPanels
 from lora_plugins.kernels.ranks import SlotRanks
 
 Step = Callable[[Any, Any], None]
@@ -55,8 +55,8 @@ class BatchRows:
     def __init__(self, slot_of_row: Any) -> None:
         """`slot_of_row`: int64 `[rows]`, negative for the base model."""
         self.n_rows = int(slot_of_row.shape[0])
-        # A stable sort keeps the rows of each slot ascending: `_by_torch` reads the first and the last row, and `step`
-        # the last.
+        # A stable sort keeps the rows of each slot ascending: `_by_torch` reads the first and the last row, and
+        # `Prepared` the last.
         in_order, order = torch.sort(slot_of_row, stable=True)
         slots, counts = (found.tolist() for found in torch.unique_consecutive(in_order, return_counts=True))
         self.rows = _of_slots(slots, order.split(counts))
@@ -100,7 +100,11 @@ class ModuleSlots:
 
 
 class ModulePlan:
-    """The products of one module for one batch: `run(y, x)` adds the adapters' part to `y` in place."""
+    """The products of one module for one batch: `run(y, x)` adds the adapters' part to `y` in place.
+
+    Attributes:
+        alone: the compiled product, where no other product is needed; callers may try `alone.repeat` before `run`.
+    """
 
     def __init__(self, module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float) -> None:
         # Read first: a background write during `_steps` then makes the plan stale, not wrong.
@@ -109,6 +113,8 @@ class ModulePlan:
         self.dtype = module.a[0].dtype
         self.width = sum(int(b_i.shape[2]) for b_i in module.b)
         self.steps: tuple[Step, ...] = tuple(_steps(module, batch, buffers, scale))
+        first = self.steps[0] if len(self.steps) == 1 else None
+        self.alone = first if isinstance(first, Prepared) else None
 
     def is_for(self, scale: float) -> bool:
         """Whether slots and scale are unchanged since the plan was made."""
@@ -144,7 +150,7 @@ def _steps(module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float
     if module.panels is not None and compiled:
         take = functools.partial(buffers.take, dtype=torch.float32)
         inn = module.panels.shape.inn
-        yield step(module.panels.product, compiled, batch.rows_of_32_bits, inn, scale, take)
+        yield Prepared(module.panels.product, compiled, batch.rows_of_32_bits, inn, scale, take)
 
 
 def _by_torch(module: ModuleSlots, slot: int, rows: Any, buffers: Buffers, scale: float) -> Step:

@@ -123,17 +123,19 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         """Compute `y += scale * B A x` in place, each row with its own adapter."""
         if not self._batch.rows:
             return
+        plan = self._plan(self._plans, self._batch, lora_a_stacked, lora_b_stacked, scale)
+        if add_inputs and plan.alone is not None and plan.alone.repeat(y, x):
+            return
         if y.ndim != 2 or x.ndim != 2:
             y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         if not add_inputs:
             self._adapted_rows_to_zero(y, sum(output_slices))
         # vLLM shows some layers the first rows only; the batch's plans are for all rows.
         if y.shape[0] < self._batch.n_rows:
-            batch = cpu.BatchRows(self.token_lora_indices[: y.shape[0]])
-            slots = self._module(lora_a_stacked, lora_b_stacked)
-            cpu.ModulePlan(slots, batch, self._buffers, scale).run(y, x)
-        else:
-            self._plan(self._plans, self._batch, lora_a_stacked, lora_b_stacked, scale).run(y, x)
+            plan = cpu.ModulePlan(
+                plan.module, cpu.BatchRows(self.token_lora_indices[: y.shape[0]]), self._buffers, scale
+            )
+        plan.run(y, x)
 
     def add_lora_logits(
         self,

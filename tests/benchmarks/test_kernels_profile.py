@@ -8,7 +8,7 @@ import time
 import pytest
 
 from benchmarks.kernels_profile import PARTS, Timers, floor_s, split
-from lora_plugins.kernels.compiled.library import Group
+from lora_plugins.kernels.compiled.library import Group, Work
 
 
 def test_parts_of_a_layer_add_up_to_its_fastest_step() -> None:
@@ -29,14 +29,15 @@ def test_a_shrink_is_never_longer_than_its_product() -> None:
 def test_every_second_round_leaves_out_the_products_with_b() -> None:
     timers, seen = Timers(), []
 
-    def add(groups: object, n_groups: int) -> None:
-        address = groups if isinstance(groups, int) else ctypes.addressof(groups)
-        seen.append([group.n_slices for group in (Group * n_groups).from_address(address)])
+    def add(address: int) -> None:
+        work = Work.from_address(address)
+        seen.append([group.n_slices for group in (Group * work.n_groups).from_address(work.groups)])
 
     groups = (Group * 2)(Group(n_slices=3), Group(n_slices=1))
+    work = Work(groups=ctypes.addressof(groups), n_groups=2)
     product = timers.product(add)
     for timers.is_whole in (True, False, True):
-        product(ctypes.addressof(groups), 2)
+        product(ctypes.addressof(work))
     assert seen == [[3, 1], [0, 0], [3, 1]]
 
 

@@ -10,7 +10,10 @@ struct group {
 };
 int64_t lora_lanes(void), lora_pair(void), lora_threads(void);
 void lora_pack(const void *, int64_t, int64_t, int64_t, void *, int64_t, int64_t);
-void lora_add(const struct group *, int64_t, int64_t, int64_t, float, const void *, int64_t, void *, int64_t);
+struct work {
+    const struct group *groups; int64_t n_groups, in, parts, x_stride, y_stride; float scale; const void *x; void *y;
+};
+void lora_add(const struct work *, const void *, void *);
 
 static void *take(int64_t n) { void *p = aligned_alloc(64, (n + 63) / 64 * 64); if (!p) exit(1); return p; }
 static int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -36,6 +39,7 @@ int main(void)
     struct slice s = {packed_b, rank, 0, 0, out};
     struct group g = {of, rows, packed_a, rank, 1, &s, take(4 * rows * up(rank, lanes))};
     if (lora_threads() != 1) return 4; /* without OpenMP in the process */
-    lora_add(&g, 1, in, 1, 1, x, in, y, out);
+    struct work w = {&g, 1, in, 1, in, out, 1, 0, 0};
+    lora_add(&w, x, y);
     return fwrite(y, size, rows * out, stdout) != (size_t)(rows * out);
 }

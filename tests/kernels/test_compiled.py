@@ -18,7 +18,7 @@ import torch
 
 from lora_plugins.kernels import processor
 from lora_plugins.kernels.compiled import build, prebuilt
-from lora_plugins.kernels.compiled.library import Group, Slice
+from lora_plugins.kernels.compiled.library import Group, Slice, Work
 from tests.kernels.common import assert_equal, forget_what_was_built, make_case, pairwise
 
 if build.problem():
@@ -106,7 +106,8 @@ def test_sums_that_are_divided_among_threads(parts, inn, dtype):
 def test_a_sum_is_divided_where_threads_would_be_idle(threads, rows, rank, inn, parts):
     kept = Slice(rank=65 if rank == 65 else 16)
     group = Group(n_rows=rows, rank=rank, n_slices=1, slices=ctypes.addressof(kept))
-    found = build.product("float32").parts(ctypes.addressof(group), 1, inn)
+    work = Work(groups=ctypes.addressof(group), n_groups=1, inn=inn)
+    found = build.product("float32").parts(ctypes.addressof(work))
     assert found == (parts if threads == 2 else 1)
 
 
@@ -142,6 +143,33 @@ def test_tensors_that_are_too_small_are_refused(rows, inn):
     with pytest.raises(ValueError, match="needs 4 rows, 33 columns of x"):
         plan.run(y, torch.randn(4, inn))
     assert not y.any()
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+@pytest.mark.parametrize("width", [19, 25], ids=["whole y", "y in a wider tensor"])
+@pytest.mark.parametrize("x_stride", [33, 50])
+def test_a_product_repeats_only_what_it_has_checked(rows, width, x_stride):
+    case = make_case([0, 1, -1, 0], [(8,), (3,)], products="compiled")
+    product = case.plan().alone
+    case.x = torch.randn(rows, x_stride)[:, :33]
+
+    def output() -> torch.Tensor:
+        y = torch.full((rows, width), 7.0)[:, :19]
+        y[[2, *range(4, rows)]] = torch.nan
+        return y
+
+    product(torch.zeros(4, 19), torch.zeros(4, 33))
+    y = output()
+    is_same = product.repeat(y, case.x)
+    assert is_same is ((rows, width, x_stride) == (4, 19, 33))
+    if not is_same:
+        assert torch.equal(y.nan_to_num(), output().nan_to_num())
+        product(y, case.x)
+        y = output()
+        assert product.repeat(y, case.x)
+    assert_equal(y, case.expected(output()), output(), case.slot_of_row)
+    for others in ((y.half(), case.x), (y, case.x.half()), (y[:3], case.x), (y, case.x[:, :32])):
+        assert not product.repeat(*others)
 
 
 def test_panels_are_made_once_for_what_a_slot_holds():

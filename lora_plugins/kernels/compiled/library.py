@@ -35,15 +35,30 @@ class Group(ctypes.Structure):
     )
 
 
+class Work(ctypes.Structure):
+    """`struct work` of `lora.c`; `add` sets `x` and `y` in a copy."""
+
+    _fields_ = (
+        ("groups", ctypes.c_void_p),
+        ("n_groups", ctypes.c_int64),
+        ("inn", ctypes.c_int64),
+        ("parts", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """The compiled `y += scale * B A x` for one dtype of x, y and the weights.
 
     Attributes:
-        add: `add(groups, n_groups, in, parts, scale, x, x_stride, y, y_stride)`, pointers and strides in elements;
-            unchecked.
-        parts: `parts(groups, n_groups, in)`, into how many parts the sum of `A x` is best divided; each group's
-            `shrunk` has as many parts.
+        add: `add(work, x, y)`, pointers; unchecked.
+        parts: `parts(work)`, into how many parts the sum of `A x` is best divided; each group's `shrunk` has as many
+            parts.
         pack: `pack(from, stride, columns, depth, panels, first, total)` writes columns into panels; unchecked.
         panel: columns of a full panel of A or B. lanes: columns of a narrow panel; panels are filled up to a multiple.
         pair: elements of one column that lie side by side in a panel.
@@ -67,9 +82,9 @@ def product_of(loaded: ctypes.CDLL) -> Product:
     """
     # ctypes takes every argument for a C int without argtypes: addresses above 2³¹ would be cut.
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    loaded.lora_add.argtypes = [pointer, number, number, number, ctypes.c_float, pointer, number, pointer, number]
+    loaded.lora_add.argtypes = [pointer, pointer, pointer]
     loaded.lora_add.restype = None
-    loaded.lora_parts.argtypes = [pointer, number, number]
+    loaded.lora_parts.argtypes = [pointer]
     loaded.lora_pack.argtypes = [pointer, number, number, number, pointer, number, number]
     loaded.lora_pack.restype = None
     for count in (

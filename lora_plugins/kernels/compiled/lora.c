@@ -153,13 +153,13 @@ struct group {
 struct work {
     const struct group *groups;
     int64_t n_groups;
-    element *y;
-    int64_t y_stride;
-    const element *x;
-    int64_t x_stride;
     int64_t in;
     int64_t parts; /* of the first product's sum, each computed by itself */
+    int64_t x_stride;
+    int64_t y_stride;
     float scale;
+    const element *x; /* x and y come with each call */
+    element *y;
 };
 
 int64_t lora_panel(void) { return PANEL; }
@@ -462,17 +462,18 @@ int64_t lora_threads(void)
 /* The parts of the first product's sum: more than one where its tasks are too few to keep every thread busy, which
  * they are while decoding with few adapters. Every thread of the second product reads all parts again, so that they
  * stay fewer than would make them larger than A's own share. */
-int64_t lora_parts(const struct group *groups, int64_t n_groups, int64_t in)
+int64_t lora_parts(const struct work *w)
 {
     int64_t threads = lora_threads(), tasks = 0, rows = 1, parts = 1;
-    for (int64_t i = 0; i < n_groups; i++) {
-        tasks += shrink_tasks(groups + i);
-        rows = most(rows, least(CHUNK, groups[i].n_rows));
-        for (int64_t j = 0; j < groups[i].n_slices; j++)
-            if (groups[i].slices[j].rank > MOST_SUMMED) return 1;
+    for (int64_t i = 0; i < w->n_groups; i++) {
+        const struct group *g = w->groups + i;
+        tasks += shrink_tasks(g);
+        rows = most(rows, least(CHUNK, g->n_rows));
+        for (int64_t j = 0; j < g->n_slices; j++)
+            if (g->slices[j].rank > MOST_SUMMED) return 1;
     }
     int64_t wanted = least(threads, up(4 * threads, most(1, tasks)));
-    while (parts < wanted && (parts + 1) * (parts + 1) * rows <= in) parts++;
+    while (parts < wanted && (parts + 1) * (parts + 1) * rows <= w->in) parts++;
     return parts;
 }
 
@@ -509,10 +510,11 @@ static void in_team(void *work)
     share(work, 1, mine, threads);
 }
 
-void lora_add(const struct group *groups, int64_t n_groups, int64_t in, int64_t parts, float scale, const element *x,
-              int64_t x_stride, element *y, int64_t y_stride)
+void lora_add(const struct work *prepared, const element *x, element *y)
 {
-    struct work w = {groups, n_groups, y, y_stride, x, x_stride, in, parts, scale};
+    struct work w = *prepared;
+    w.x = x;
+    w.y = y;
     if (lora_threads() > 1) {
         GOMP_parallel(in_team, &w, 0, 0);
     } else {
