@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, Chat
 from lora_plugins.api.access.policy import Principal
-from lora_plugins.api.access.principals import principal_of_request, require_admin
+from lora_plugins.api.access.principals import principal_of_request, require_admin, share_of_request
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.api.listing import MAX_LIMIT, json_of, list_of, view_of
 from lora_plugins.api.models import (
@@ -41,7 +41,6 @@ from lora_plugins.log import logger
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
-from lora_plugins.server.limits import Share
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
@@ -210,7 +209,7 @@ async def push(
             pushes.count(principal.label, principal.pushes_per_minute)
         pushed = await pushes.push(
             lora_name,
-            Body(aiter(request.stream()), content_bytes, _share(principal), principal.owns),
+            Body(aiter(request.stream()), content_bytes, share_of_request(), principal.owns),
             receive_body,
             expects=_expected(if_match),
             moves=mode == "inflight",
@@ -225,10 +224,6 @@ async def push(
         serves += f", without {', '.join(sorted(left_out))}, which only administrators may bring"
     done = _version_status(lifecycle, lora_name, serves, pushed.change, began)
     return PushStatus(**done.model_dump(), timings=timings)
-
-
-def _share(principal: Principal) -> Share:
-    return Share(principal.label, principal.share)
 
 
 @router.get("/{lora_name:path}")
@@ -365,7 +360,7 @@ async def rollback(
             expects=_expected(if_match),
             moves=body.moves,
             of_any_name=not principal.is_pusher,
-            admit=partial(pushes.left_bytes, lora_name, _share(principal), principal.owns),
+            admit=partial(pushes.left_bytes, lora_name, share_of_request(), principal.owns),
         )
     return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
 

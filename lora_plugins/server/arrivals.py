@@ -88,7 +88,7 @@ class Arrivals:
 
     def most_bytes(self, sender: Share) -> int | None:
         """The share of a sender in the store's budget; None without a limit."""
-        return None if sender.part == 1 else int(sender.part * self._store.max_bytes)
+        return int(sender.part * self._store.max_bytes) if sender.is_limit else None
 
     async def pieces(self, body: Body, room: BodyRoom) -> AsyncIterator[bytes]:
         """The pieces of a body, which grow its room; only waits for the sender count as time.

@@ -26,7 +26,7 @@ from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.background import background
-from lora_plugins.server.limits import Share, Shares
+from lora_plugins.server.limits import NO_LIMIT, Share, Shares
 from lora_plugins.server.registry import ServedAdapter, gone_from_source, no_longer_served
 from lora_plugins.server.swapping import VersionChange, change, updating
 from lora_plugins.store.errors import DamagedCopy
@@ -60,7 +60,7 @@ class Copies:
         server.events.add(lambda event: None if (note := noted()) is None else note(event))
 
     @asynccontextmanager
-    async def using(self, request: Any, share: Share | None = None) -> AsyncIterator[Any]:
+    async def using(self, request: Any, share: Share = NO_LIMIT) -> AsyncIterator[Any]:
         """Inside, an engine may read the copy of the yielded request: the given request, or the name's present request.
 
         Raises:
@@ -75,7 +75,7 @@ class Copies:
             finally:
                 self._store.release(holder, request.lora_path)
 
-    def sharing(self, share: Share | None, name: str) -> AbstractAsyncContextManager[None]:
+    def sharing(self, share: Share, name: str) -> AbstractAsyncContextManager[None]:
         """Inside, a request of `share` uses the adapter of a name; raises the errors of `Shares.using`."""
         adapter = self._registry.get(name)
         size_bytes = adapter.version.size_bytes if adapter is not None and adapter.version is not None else 0

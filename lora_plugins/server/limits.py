@@ -1,7 +1,7 @@
 """Limits of one principal: a share of the engines' host memory and the store, and requests and tokens in a minute.
 
 A request above its principal's share waits for other requests of the principal to end, and is refused after a while.
-Other principals notice nothing: a caller without a share, such as an administrator, never waits here. A request for an
+Other principals notice nothing: a caller without a limit, such as an administrator, never waits here. A request for an
 adapter that the principal already uses enters at once, because the request takes no more of the share.
 
 Each limit of a minute is a bucket that holds a minute's worth and refills steadily. A request is admitted while both
@@ -29,10 +29,21 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A principal's part of the whole, between 0 and 1, which a new policy may change; `label` names the principal."""
+    """A principal's part of the whole, which a new policy may change; `label` names the principal.
+
+    `part` is above 0; 1 means no limit.
+    """
 
     label: str
     part: float = field(compare=False)
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the principal has less than the whole."""
+        return self.part < 1
+
+
+NO_LIMIT = Share("", 1.0)
 
 
 class Shares:
@@ -46,7 +57,7 @@ class Shares:
         self._places = Places(PlaceLimits(None, _WAITING, wait_s), self._refusal, self._most_of)
 
     @asynccontextmanager
-    async def using(self, share: Share | None, adapter: str, size_bytes: int = 0) -> AsyncIterator[None]:
+    async def using(self, share: Share, adapter: str, size_bytes: int = 0) -> AsyncIterator[None]:
         """Inside, a request of `share` uses an adapter, alone or beside other requests of the principal.
 
         One adapter is always allowed, however large.
@@ -54,7 +65,7 @@ class Shares:
         Raises:
             NoFreeSlot: after a while, where the adapter would exceed the share; at once, where too many requests wait.
         """
-        if share is None:
+        if not share.is_limit:
             yield
             return
         async with self._places.held(share, adapter, size_bytes):

@@ -49,9 +49,9 @@ class FollowedCopies(Copies):
             self._store.release(name, before.lora_path)
 
     @asynccontextmanager
-    async def sharing(self, share: Share | None, name: str) -> AsyncIterator[None]:
+    async def sharing(self, share: Share, name: str) -> AsyncIterator[None]:
         """Share as `Copies.sharing` does: a share covers all API servers, and the leader counts its places."""
-        async with nullcontext() if share is None else self._follower.lasting("use", name=name, share=asdict(share)):
+        async with self._follower.lasting("use", name=name, share=asdict(share)) if share.is_limit else nullcontext():
             yield
 
     async def relieve(self) -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.server import limits
-from lora_plugins.server.limits import Share, Shares
+from lora_plugins.server.limits import NO_LIMIT, Share, Shares
 from tests.virtual_time import runs
 
 A, B = Share("team-a", 0.5), Share("team-b", 0.5)
 
 
-async def hold(shares: Shares, share: Share | None, adapter: str, size_bytes: int = 0, seconds: float = 60) -> float:
+async def hold(shares: Shares, share: Share, adapter: str, size_bytes: int = 0, seconds: float = 60) -> float:
     """When it had it."""
     async with shares.using(share, adapter, size_bytes):
         had_at = asyncio.get_running_loop().time()
@@ -42,7 +42,7 @@ async def test_others_and_administrators_do_not_wait() -> None:
     await asyncio.sleep(1)
     began = loop.time()
     assert await hold(shares, B, "b", 50, 0) == began
-    assert await hold(shares, None, "x", 1000, 0) == began
+    assert await hold(shares, NO_LIMIT, "x", 1000, 0) == began
     assert await hold(shares, A, "a-0", 10, 0) == began, "which it uses already"
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert sum(isinstance(result, NoFreeSlot) for result in results) == 18

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.errors import LoRAPluginsError, NotAllowed
-from lora_plugins.server.limits import Rate, Share
+from lora_plugins.server.limits import NO_LIMIT, Rate, Share
 from lora_plugins.server.response import route_path
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -39,10 +39,10 @@ def label_of_request() -> str | None:
     return None if principal is None else principal.label
 
 
-def share_of_request() -> Share | None:
-    """The share of the running request's principal; None without a limit."""
+def share_of_request() -> Share:
+    """The share of the running request's principal."""
     principal = principal_of_request.get()
-    return None if principal is None or principal.share == 1 else Share(principal.label, principal.share)
+    return NO_LIMIT if principal is None else Share(principal.label, principal.share)
 
 
 def rate_of_request() -> Rate | None:

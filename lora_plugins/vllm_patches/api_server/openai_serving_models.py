@@ -33,6 +33,7 @@ from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.server.background import background
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.lifecycle import Lifecycle
+from lora_plugins.server.limits import NO_LIMIT
 from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
@@ -219,8 +220,8 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
         return result
 
     lifecycle.registry.blocked.refuse(lora_name)
-    if share is not None and not await this_process().resolver.has(lora_name, lifecycle.server.vllm.base_path):
-        share = None  # a name that no source has takes nothing of the share
+    if share.is_limit and not await this_process().resolver.has(lora_name, lifecycle.server.vllm.base_path):
+        share = NO_LIMIT  # a name that no source has takes nothing of the share
     async with lifecycle.copies.sharing(share, lora_name):
         return await lifecycle.resolving.run(lora_name, resolve)
 
