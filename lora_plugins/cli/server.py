@@ -17,6 +17,7 @@ from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import UsageProblem
+from lora_plugins.client import is_sendable
 from lora_plugins.client.attempt import object_of, rows_of
 from lora_plugins.errors import (
     KINDS,
@@ -72,7 +73,14 @@ class AdminClient:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageProblem(f"--url {url}: not http://host:port")
         self.url = url
-        self._key = next((key for name in keys if (key := environment().get(name))), None)
+        variable = next((name for name in keys if environment().get(name)), "")
+        self._key = environment().get(variable)
+        if self._key is not None and not is_sendable(self._key):
+            raise InvalidSettings(
+                f"a key in {variable} that no header can have",
+                expected="printable ASCII characters, and no space or line feed at the end",
+                remedy=f"correct {variable}",
+            )
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         # The system's certificates, not those of a Python package.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
@@ -81,9 +89,9 @@ class AdminClient:
             self._http = httpx.Client(timeout=timeout_s, headers=headers, verify=verify, trust_env=not is_here)
         except (ImportError, ValueError) as error:
             raise InvalidSettings(
-                f"a key, or a proxy's address, that cannot be used ({error})",
-                expected="a key of ASCII characters, and proxies at http:// or https://",
-                remedy=f"correct {ADMIN_KEY}, {VLLM_KEY}, or ALL_PROXY and its like",
+                f"a proxy of the environment that cannot be used ({error})",
+                expected="proxies at http:// or https://",
+                remedy="correct ALL_PROXY, or the other variables of proxies",
             ) from None
 
     def adapters(self) -> AdapterList:

@@ -246,7 +246,14 @@ def _addresses(servers: Sequence[str]) -> list[str]:
     return addresses
 
 
+def is_sendable(key: str) -> bool:
+    """Whether a header can have a key; errors of HTTP libraries show a key that none can have."""
+    return key.isascii() and key.isprintable() and key == key.strip()
+
+
 def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.AsyncClient:
+    if key is not None and not is_sendable(key):
+        raise ValueError("key: characters that no header can have, such as a line feed at the end")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     # Reading certificates takes as long as sending a small adapter, and plain HTTP needs no certificates.
     needs_certificates = any(server.startswith("https:") for server in servers)

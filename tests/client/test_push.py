@@ -188,3 +188,16 @@ def test_no_error_shows_a_login(call: Callable[..., Any], address: str) -> None:
     with pytest.raises(ValueError, match=r"login.*`key`") as raised:
         call([address]) if further is None else call(*further, servers=[address], timeout_s=0.1)
     assert "secret" not in "".join(traceback.format_exception(raised.value))
+
+
+KEYS = ["secret\n", "secret\r\nX-Other: 1", "secret ", "secrét"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("call", [pause, wait_served, push], ids=lambda it: it.__name__)
+def test_no_error_shows_a_key(call: Callable[..., Any], key: str) -> None:
+    """HTTP libraries show a header that cannot be sent."""
+    further = {push: ({}, {}), wait_served: (OLD,)}.get(call, ())
+    with pytest.raises(ValueError, match="key: characters") as raised:
+        call("policy", *further, servers=["http://127.0.0.1:9"], key=key, timeout_s=0.1)
+    assert "secr" not in "".join(traceback.format_exception(raised.value))
