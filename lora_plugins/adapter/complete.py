@@ -107,7 +107,6 @@ def check_experts(
     modules: ModelModules,
     *,
     ranks: Mapping[str, int],
-    max_rank: int | None = None,
     elsewhere: Collection[str] = (),
     about: str = "",
 ) -> None:
@@ -117,7 +116,6 @@ def check_experts(
         shapes: by the names of `modules.places`; other kinds of modules may be among the names.
         modules: the engine's.
         ranks: by the same names, the configuration's rank.
-        max_rank: the largest that fits; None where others compare the rank.
         elsewhere: names that other workers load.
         about: the base models that the adapter names and the server serves.
 
@@ -138,21 +136,8 @@ def check_experts(
                 expected=f"A {list(wanted[0])} and B {list(wanted[1])}, of rank {rank} by the configuration",
                 remedy=REMEDY,
             )
-        check_rank(name, rank, max_rank)
     if found:
         _check_whole(shapes, modules, found, elsewhere, about)
-
-
-def check_rank(name: str, rank: int, max_rank: int | None) -> None:
-    """Refuse a module's rank above the largest; None: others compare the rank.
-
-    Raises:
-        IncompatibleAdapter: the rank is larger.
-    """
-    if max_rank is not None and rank > max_rank:
-        raise IncompatibleAdapter(
-            f"rank {rank} in module '{name}'", expected=f"at most {max_rank}", remedy="raise --max-lora-rank"
-        )
 
 
 def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> Shapes:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_plugins.adapter.complete import REMEDY, check_experts, check_rank
+from lora_plugins.adapter.complete import REMEDY, check_experts
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights, is_copy_of_embeddings
@@ -119,7 +119,6 @@ def check_pairs(
     modules: ModelModules,
     *,
     about: str = "",
-    max_rank: int | None = None,
     elsewhere: Collection[str] = (),
     is_whole_model: bool = True,
     refuse_unmatched: bool = True,
@@ -133,14 +132,13 @@ def check_pairs(
         pairs: of the adapter.
         modules: the engine's, or the modules of a stage.
         about: added to the findings of errors.
-        max_rank: the largest that fits; None where others compare the rank.
         elsewhere: names of experts that other workers load.
         is_whole_model: whether a name that is none of `modules` is nowhere in the model.
         refuse_unmatched: refuse an adapter with some modules that the model lacks; an adapter without any matching
             module is always refused.
 
     Raises:
-        IncompatibleAdapter: a module that the model lacks, or other sizes or a larger rank than the module's own.
+        IncompatibleAdapter: a module that the model lacks, or other sizes than the module's own.
         InvalidAdapter: A and B that are no pair of matrices.
     """
     matched: dict[str, ReadPair] = {}
@@ -155,7 +153,6 @@ def check_pairs(
         if place.kind is not ModuleKind.EXPERTS:
             _check_matrices(pair)
             _check_sizes(pair, place, about)
-            check_rank(pair.name, pair.a[0], max_rank)
         # vLLM would keep the last pair silently, and answers would depend on the order of tensors.
         if key in matched:
             raise _two_for_one(key, matched[key], pair)
@@ -165,7 +162,6 @@ def check_pairs(
         {name: (pair.a, pair.b) for name, pair in matched.items()},
         modules,
         ranks={name: pair.rank for name, pair in matched.items()},
-        max_rank=max_rank,
         elsewhere=elsewhere,
         about=about,
     )

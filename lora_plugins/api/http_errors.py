@@ -37,11 +37,15 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
         return VLLMNotFoundError(text)  # type: ignore[no-any-return]
     if error.http_status == 400:
         return VLLMClientError(text)  # type: ignore[no-any-return]
-    # An HTTPException can carry Retry-After.
+    return HTTPException(error.http_status, text, headers_of(error))
+
+
+def headers_of(error: LoRAPluginsError) -> dict[str, str]:
+    """The headers of an error's answer, which only an HTTPException among vLLM's errors can carry."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if error.http_status == 408:
         headers["Connection"] = "close"  # the rest of a slow body is not waited for
-    return HTTPException(error.http_status, text, headers)
+    return headers
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from lora_plugins.api.http_errors import headers_of
 from lora_plugins.errors import LoRAPluginsError, ReplicaLost
 from lora_plugins.log import logger
 from lora_plugins.ray.replica import AdminAnswer, Call, Head, ServerGone
@@ -154,8 +155,7 @@ def _json(body: bytes) -> Mapping[str, Any]:
 
 
 def _error(error: LoRAPluginsError) -> Response:
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return JSONResponse(_error_body(error), error.http_status, headers)
+    return JSONResponse(_error_body(error), error.http_status, headers_of(error))
 
 
 def _error_body(error: LoRAPluginsError) -> dict[str, Any]:

@@ -59,13 +59,13 @@ def check_described(
     notes = check_pairs(
         pairs,
         modules,
-        max_rank=manager.lora_config.max_lora_rank,
         elsewhere=_experts_elsewhere(manager, modules),
         is_whole_model=is_whole_model,
         refuse_unmatched=refuse_unmatched,
     )
     landed = [(pair, place) for pair in pairs if (place := modules.place(pair.name)) is not None]
     for pair, place in landed:
+        _check_rank(pair, place, manager.lora_config.max_lora_rank)
         if place.kind is ModuleKind.EXPERTS:
             _check_sharding(pair, place, manager.modules[place.module])
     for name in {place.module for _, place in landed if place.kind is ModuleKind.EXPERTS}:
@@ -82,6 +82,15 @@ def _experts_elsewhere(manager: Any, modules: ModelModules) -> set[str]:
     named: dict[str, list[str]] = {name: manager.packed_modules.get(name, []) for name in modules.experts}
     restrict = manager._restrict_to_local_experts  # noqa: SLF001 - as vLLM merges them
     return {part for name, parts in named.items() for part in set(parts).difference(restrict(name, parts))}
+
+
+def _check_rank(pair: ReadPair, place: ModulePlace, max_rank: int) -> None:
+    # A of stacked experts has the rank times their number.
+    rank = pair.rank if place.kind is ModuleKind.EXPERTS else pair.a[0]
+    if rank > max_rank:
+        raise IncompatibleAdapter(
+            f"rank {rank} in module '{pair.name}'", expected=f"at most {max_rank}", remedy="raise --max-lora-rank"
+        )
 
 
 def _check_sharding(pair: ReadPair, place: ModulePlace, module: Any) -> None:

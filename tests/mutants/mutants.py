@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         "api: a passing fault is the client's mistake",
         "lora_plugins/api/http_errors.py",
-        "return HTTPException(error.http_status, text, headers)",
-        "return HTTPException(400, text, headers)",
+        "return HTTPException(error.http_status, text, headers_of(error))",
+        "return HTTPException(400, text, headers_of(error))",
         ("tests/api/test_http_errors.py",),
     ),
     Mutant(
@@ -123,9 +123,9 @@ MUTANTS = (
     ),
     Mutant(
         "api: with a policy, tenants reach every route",
-        "lora_plugins/api/access/principals.py",
-        "    if has_policy:\n        return not is_tenants(",
-        "    if has_policy:\n        return not path and not is_tenants(",
+        "lora_plugins/api/access/open_routes.py",
+        "    if has_policy:\n        return _is_among(",
+        "    if has_policy:\n        return bool(path) or _is_among(",
         ("tests/api/access/test_principals.py",),
     ),
     Mutant(

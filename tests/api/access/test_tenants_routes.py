@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lora_plugins.api.access.principals import is_tenants
+from lora_plugins.api.access.open_routes import is_open
 from lora_plugins.api.routes import router as ours
 
 PAGE = Path(__file__).parents[3] / "docs/guides/access.md"
@@ -87,10 +87,10 @@ def assert_classified(routes: list[tuple[str, str]], at_least: int) -> None:
     for method, path in sorted(set(routes)):
         route = f"{'GET' if method == 'HEAD' else method} {path}"
         assert route in of_the_docs, (
-            f"{route}: if tenants may call it, put it into lora_plugins/api/access/principals.py. In any case put "
+            f"{route}: if tenants may call it, put it into lora_plugins/api/access/open_routes.py. In any case put "
             f"it into a table of {PAGE.name}, by tests/e2e/access_table.py if that server has it"
         )
-        assert is_tenants(method, path + "/x" if path == "/static" else path) == of_the_docs[route], route
+        assert is_open(method, path + "/x" if path == "/static" else path, has_policy=True) == of_the_docs[route], route
 
 
 def test_each_route_of_the_application_is_classified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,4 +108,4 @@ def test_each_route_of_the_sources_is_classified() -> None:
 def test_no_route_of_ours_is_every_keys() -> None:
     for route in ours.routes:
         path, methods = route.path, route.methods  # type: ignore[attr-defined]
-        assert not [method for method in methods if is_tenants(method, path)], path
+        assert not [method for method in methods if is_open(method, path, has_policy=True)], path
