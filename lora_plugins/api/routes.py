@@ -360,7 +360,7 @@ async def rollback(
             expects=_expected(if_match),
             moves=body.moves,
             of_any_name=not principal.is_pusher,
-            admit=partial(pushes.left_bytes, lora_name, share_of_request(), principal.owns),
+            admit=partial(pushes.admitted, lora_name, share_of_request(), principal.owns),
         )
     return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 from lora_plugins.adapter.names import AdapterName, is_prefix
@@ -53,7 +53,6 @@ class Lifecycle:
         self.copies = copies or Copies(server)
         self.written: Callable[[], Awaitable[None]] = _nothing
         self.resolving: SingleFlight[str, Any] = SingleFlight()
-        self._coming: list[tuple[str, int]] = []
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
     async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
@@ -201,28 +200,6 @@ class Lifecycle:
                 adapter=name,
             )
         _require_version(name, self.registry.get(name), expects)
-
-    def kept(self, of: Callable[[str], bool]) -> tuple[int, int]:
-        """How many names `of` stay at a digest, as after a push, and the bytes that no eviction removes for that."""
-        kept = [
-            (adapter.name, version)
-            for adapter in self.registry.all()
-            if (version := adapter.version) is not None and version.digest == adapter.held_digest
-            if not adapter.is_by_digest and of(adapter.name)
-        ]
-        coming = [(name, size_bytes) for name, size_bytes in self._coming if of(name)]
-        names = {name for name, _ in (*kept, *coming)}
-        stored_bytes = sum({version.digest: version.size_bytes for _, version in kept}.values())
-        return len(names), stored_bytes + sum(size_bytes for _, size_bytes in coming)
-
-    @contextmanager
-    def coming(self, name: str, size_bytes: int) -> Iterator[None]:
-        """Inside, a version of so many bytes counts among those `kept`, which a change of the name will have stay."""
-        self._coming.append(one := (name, size_bytes))
-        try:
-            yield
-        finally:
-            self._coming.remove(one)
 
     def block_to_end(self, name: str) -> str | None:
         """The block of exactly this name, for `ending_block`, as an operator's load is asked for; None without a block.
@@ -396,13 +373,13 @@ class Lifecycle:
         expects: str | None = None,
         moves: bool = False,
         of_any_name: bool = True,
-        admit: Callable[[int], object] = lambda _: None,
+        admit: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> VersionChange:
         """Go back to the version before, or to the version whose digest begins with `digest`, and stay there.
 
         The name keeps its last `KEPT_VERSIONS`; the store may still have older versions. A beginning of a digest
-        matches only versions that this name has had, and so does a whole one without `of_any_name`. `admit` raises
-        where no version of so many bytes may stay.
+        matches only versions that this name has had, and so does a whole one without `of_any_name`. Inside
+        `admit`, which raises where no version of so many bytes may stay, the name changes.
 
         Raises:
             VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.
@@ -423,12 +400,12 @@ class Lifecycle:
                     remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
                 )
-            try:
-                admit(version.size_bytes)
-            except LoRAPluginsError:
-                self.server.release(name, version)
-                raise
-            with self.coming(name, version.size_bytes):
+            with ExitStack() as admitted:
+                try:
+                    admitted.enter_context(admit(version.size_bytes))
+                except LoRAPluginsError:
+                    self.server.release(name, version)
+                    raise
                 return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:

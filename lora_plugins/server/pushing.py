@@ -10,8 +10,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,7 @@ class Pushes:
             resolver.store, settings.fetch_timeout_s, settings.max_adapter_bytes, settings.fetch_max_s
         )
         self._names = WeakValueDictionary[str, _PushesOfName]()  # for as long as a push of the name goes on
+        self._coming: list[tuple[str, int]] = []  # names that a change will have stay at versions of so many bytes
         self._times: dict[str, deque[float]] = {}  # of each principal's pushes within the last minute
 
     def count(self, label: str, per_minute: int) -> None:
@@ -110,7 +111,7 @@ class Pushes:
         most_bytes = self._arrivals.most_bytes(sender)
         if most_bytes is None:
             return None
-        kept_names, kept_bytes = self._lifecycle.kept(lambda other: other != name and owns(other))
+        kept_names, kept_bytes = self._staying(lambda other: other != name and owns(other))
         if size_bytes + kept_bytes > most_bytes or kept_names >= _MOST_NAMES:
             raise OutOfMemory(
                 f"{size_bytes} bytes or more, beside {kept_bytes} of {kept_names} other names that were pushed",
@@ -120,6 +121,33 @@ class Pushes:
                 adapter=name,
             )
         return most_bytes - kept_bytes - size_bytes
+
+    @contextmanager
+    def admitted(self, name: str, sender: Share, owns: Callable[[str], bool], size_bytes: int) -> Iterator[None]:
+        """Inside, `name` changes to a version that stays, which counts against the sender's share already.
+
+        Raises:
+            OutOfMemory: as `left_bytes`.
+        """
+        self.left_bytes(name, sender, owns, size_bytes)
+        self._coming.append(one := (name, size_bytes))
+        try:
+            yield
+        finally:
+            self._coming.remove(one)
+
+    def _staying(self, of: Callable[[str], bool]) -> tuple[int, int]:
+        """How many names `of` stay at a digest, as after a push, and the bytes that no eviction removes for that."""
+        kept = [
+            (adapter.name, version)
+            for adapter in self._lifecycle.registry.all()
+            if (version := adapter.version) is not None and version.digest == adapter.held_digest
+            if not adapter.is_by_digest and of(adapter.name)
+        ]
+        coming = [(name, size_bytes) for name, size_bytes in self._coming if of(name)]
+        names = {name for name, _ in (*kept, *coming)}
+        stored_bytes = sum({version.digest: version.size_bytes for _, version in kept}.values())
+        return len(names), stored_bytes + sum(size_bytes for _, size_bytes in coming)
 
     async def push(
         self,
@@ -167,8 +195,8 @@ class Pushes:
                 received = time.perf_counter()
                 async with self._changing(name, of_name, number):
                     began_change = time.perf_counter()
-                    left_bytes(size_bytes := sum(file.size_bytes for file in pushed.files))  # others may have come
-                    with self._lifecycle.coming(name, size_bytes):
+                    size_bytes = sum(file.size_bytes for file in pushed.files)
+                    with self.admitted(name, body.sender, body.owns, size_bytes):  # others may have come
                         await room.release()  # the store counts the bytes as it takes them over
                         change = await self._lifecycle.take(
                             name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions

@@ -523,12 +523,12 @@ async def test_rollbacks_at_once_keep_to_the_share(make_bed) -> None:
     share, pushes = Share("tenant", 0.5), Pushes(bed.world.lifecycle)
 
     def roll_back(name: str) -> object:
-        return bed.world.lifecycle.roll_back(name, admit=partial(pushes.left_bytes, name, share, lambda _: True))
+        return bed.world.lifecycle.roll_back(name, admit=partial(pushes.admitted, name, share, lambda _: True))
 
     done = await asyncio.gather(roll_back("sql"), roll_back("chat"), return_exceptions=True)
     assert [type(one) for one in done].count(OutOfMemory) == 1, done
     assert [one.digest == one.held_digest for one in (adapter, chat)].count(True) == 1
-    assert bed.world.lifecycle.kept(lambda _: True) == (1, adapter.version.size_bytes)
+    assert pushes._staying(lambda _: True) == (1, adapter.version.size_bytes)
 
 
 @runs
@@ -540,7 +540,7 @@ async def test_only_so_many_names_stay_as_pushed(make_bed, monkeypatch) -> None:
         adapter = await bed.load(name)
         pushes.left_bytes(name, share, lambda _: True, 1)
         await bed.world.lifecycle.roll_back(name, adapter.digest)
-    assert bed.world.lifecycle.kept(lambda _: True) == (2, adapter.version.size_bytes)
+    assert pushes._staying(lambda _: True) == (2, adapter.version.size_bytes)
     monkeypatch.setattr(pushing, "_MOST_NAMES", 2)
     with pytest.raises(OutOfMemory, match="2 other names"):
         pushes.left_bytes("third", share, lambda _: True, 1)

@@ -6,8 +6,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from lora_plugins.server import arrivals
 from lora_plugins.server.arrivals import Body
 from lora_plugins.server.limits import Share
 from lora_plugins.server.pushing import Pushes
+from lora_plugins.server.registry import ServedAdapter
 from lora_plugins.store.eviction import pending_bytes
 from lora_plugins.store.store import Store
 from tests.make import adapter_files, put
@@ -41,6 +41,7 @@ class Names:
         self.store = Store(root, max_bytes=max_bytes)
         settings = SimpleNamespace(fetch_timeout_s=timeout_s, fetch_max_s=max_s, max_adapter_bytes=64 * MB)
         self.server = SimpleNamespace(resolver=SimpleNamespace(store=self.store, settings=settings))
+        self.registry = SimpleNamespace(all=list[ServedAdapter])
         self.taken: list[str] = []
         self.broken: set[str] = set()
         self.begins, self.ends = asyncio.Event(), asyncio.Event()
@@ -48,12 +49,6 @@ class Names:
 
     def check_pushed(self, name: str, expects: str | None) -> None:
         pass
-
-    def kept(self, of: Callable[[str], bool]) -> tuple[int, int]:
-        return 0, 0
-
-    def coming(self, name: str, size_bytes: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
     async def take(self, name: str, pushed: PushedAdapter, **_: Any) -> str:
         assert {file.name for file in pushed.files} == adapter_files().keys()
