@@ -109,7 +109,7 @@ def measure(only: str) -> list[Row]:
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(adapters),
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-            "LORA_PLUGINS_FOLLOW_SYMLINKS": "1",
+            "LORA_PLUGINS_LINK_ROOTS": "/",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }

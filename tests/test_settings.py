@@ -41,7 +41,6 @@ VALID = [
         (name, text, field, value)
         for name, field in [
             ("LORA_PLUGINS_UNTESTED_VLLM", "untested_vllm"),
-            ("LORA_PLUGINS_FOLLOW_SYMLINKS", "follow_symlinks"),
             ("LORA_PLUGINS_ALLOW_PICKLE", "allow_pickle"),
             ("LORA_PLUGINS_CHECK_FINITE", "check_finite"),
             ("LORA_PLUGINS_CHECK_MD5", "check_md5"),
@@ -78,6 +77,7 @@ VALID = [
     ("LORA_PLUGINS_FETCH_MAX_S", "900", "fetch_max_s", 900.0),
     ("VLLM_USE_MODELSCOPE", "True", "use_modelscope", True),
     ("LORA_PLUGINS_LINK_ROOTS", "/pvc, /more/", "link_roots", (Path("/pvc"), Path("/more"))),
+    ("LORA_PLUGINS_LINK_ROOTS", "/", "link_roots", (Path("/"),)),
     ("LORA_PLUGINS_ABSENT_TTL_S", "0", "absent_ttl_s", 0.0),
     ("LORA_PLUGINS_REVALIDATE_S", "0", "revalidate_s", 0.0),
     ("S3_PATH_TEMPLATE", "s3://b/{lora_name}", "s3_path_template", "s3://b/{lora_name}"),
@@ -118,7 +118,7 @@ INVALID = [
     *[("LORA_PLUGINS_BASE_MATCH", text) for text in ("", "loose", "strict,off")],
     *[
         (name, text)
-        for name in ("LORA_PLUGINS_FOLLOW_SYMLINKS", "LORA_PLUGINS_ALLOW_PICKLE", "LORA_PLUGINS_CHECK_FINITE")
+        for name in ("LORA_PLUGINS_ALLOW_PICKLE", "LORA_PLUGINS_CHECK_FINITE")
         for text in ("2", "maybe", "-1", "1 0")
     ],
     *[
@@ -159,7 +159,7 @@ def test_empty_environment_gives_the_defaults(monkeypatch):
     assert Settings.from_env().base_match is BaseMatch.OFF
     assert (settings.base_match, settings.base_aliases) == (BaseMatch.COMPATIBLE, ())
     assert (settings.max_adapter_bytes, settings.store_max_bytes) == (8 << 30, None)
-    assert (settings.follow_symlinks, settings.allow_pickle, settings.check_finite) == (False, False, True)
+    assert (settings.link_roots, settings.allow_pickle, settings.check_finite) == ((), False, True)
 
 
 @pytest.mark.parametrize(("name", "text", "field", "value"), VALID)

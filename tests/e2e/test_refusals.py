@@ -52,7 +52,7 @@ def test_broken_adapter_is_refused_with_reason(world: World, case: Broken) -> No
     [
         ("rank-128", ("L003", "rank 128", "at most 64", "--max-lora-rank 128")),
         ("other-base", ("L003", "someone/other-7b", "128 inputs", "256 inputs")),
-        ("link-out", ("L005", "symlink", "LORA_PLUGINS_FOLLOW_SYMLINKS")),
+        ("link-out", ("L005", "symlink", "LORA_PLUGINS_LINK_ROOTS")),
         ("link-file-out", ("L005", "symlink", "adapter_model.safetensors")),
     ],
 )

@@ -19,7 +19,7 @@ from lora_plugins.errors import InvalidAdapter, InvalidSettings, SourceUnavailab
 from lora_plugins.plugin_names import FILESYSTEM, HUB, OTHERS, S3
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
-from lora_plugins.resolvers.sources.tree import MayLead, anywhere, is_neighbour
+from lora_plugins.resolvers.sources.tree import ANYWHERE, MayLead, anywhere, is_neighbour
 from lora_plugins.resolvers.sources.uri import BY_PATH, AllowedUris, SourceUri
 from lora_plugins.settings import Settings, environment
 
@@ -43,7 +43,6 @@ def filesystem_source(settings: Settings, may_lead: MayLead = anywhere) -> Sourc
         )
     return FilesystemSource(
         root,
-        follow_symlinks=settings.follow_symlinks,
         may_lead=may_lead,
         link_roots=settings.link_roots,
         timeout_s=settings.fetch_timeout_s,
@@ -206,7 +205,7 @@ class UriSources:
     def _directory(self, root: str, *, is_by_path: bool = False) -> Source:
         return FilesystemSource(
             Path("/" + root),
-            follow_symlinks=is_by_path or self._settings.follow_symlinks,
+            link_roots=[ANYWHERE] if is_by_path or ANYWHERE in self._settings.link_roots else [],
             # A policy is about names, and a path is no name: with a policy, a link leads only to its neighbours.
             may_lead=anywhere if is_by_path or self._settings.policy is None else is_neighbour,
             variable="LORA_PLUGINS_ALLOWED_URIS",

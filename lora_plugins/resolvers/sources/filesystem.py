@@ -53,7 +53,6 @@ class FilesystemSource:
         self,
         root: Path,
         *,
-        follow_symlinks: bool = False,
         may_lead: MayLead = anywhere,
         link_roots: Sequence[Path] = (),
         variable: str = "VLLM_LORA_RESOLVER_CACHE_DIR",
@@ -63,16 +62,16 @@ class FilesystemSource:
 
         Args:
             root: the directory below which names are paths.
-            follow_symlinks: follow links out of the root too.
             may_lead: whether a link may make the adapter at a path below the root the adapter of a name.
-            link_roots: as `LORA_PLUGINS_LINK_ROOTS`; for `may_lead`, a path below these is as one below the root.
+            link_roots: as `LORA_PLUGINS_LINK_ROOTS`; for `may_lead`, a path below these is as one below the root,
+                except below `ANYWHERE`.
             variable: the setting that names `root`.
             timeout_s: as `LORA_PLUGINS_FETCH_TIMEOUT_S`.
         """
         self.root = root
         self._variable = variable
         self._timeout_s, self._locate_timeout_s = timeout_s, look_up_timeout_s(timeout_s)
-        self._tree = AdapterTree(root, follow_symlinks=follow_symlinks, may_lead=may_lead, link_roots=link_roots)
+        self._tree = AdapterTree(root, may_lead, link_roots)
         # An own pool: a hanging mount would take all threads of a shared pool. Threads start on demand.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
 

@@ -25,6 +25,7 @@ from lora_plugins.adapter.writers import DEFAULT, name_format
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.sources.source import choose_files
 
+ANYWHERE = Path("/")
 _ATTEMPTS = 5
 _LINKS = 40  # as the kernel
 # On Linux, O_PATH also opens a directory without the right to list the directory.
@@ -51,17 +52,15 @@ class LeadsElsewhere(AdapterNotFound):
 
 
 class AdapterTree:
-    """Adapters below `root`; links may lead below `link_roots`, and with `follow_symlinks` anywhere.
+    """Adapters below `root`; links may lead below `link_roots`, and with `ANYWHERE` among these to every place.
 
-    Below `root` and `link_roots`, `may_lead` decides.
+    Below `root` and the other `link_roots`, `may_lead` decides.
     """
 
-    def __init__(
-        self, root: Path, *, follow_symlinks: bool, may_lead: MayLead, link_roots: Sequence[Path] = ()
-    ) -> None:
-        self.root, self._link_roots = root, link_roots
-        self.follows = follow_symlinks
-        self._may_lead = may_lead
+    def __init__(self, root: Path, may_lead: MayLead, link_roots: Sequence[Path]) -> None:
+        self.root, self._may_lead = root, may_lead
+        self._link_roots = [top for top in link_roots if top != ANYWHERE]
+        self._follows = ANYWHERE in link_roots
 
     def present(self, name: AdapterName) -> list[str] | None:
         """The names of the adapter's files in its directory; None where the path is no directory.
@@ -124,7 +123,7 @@ class AdapterTree:
             OSError: the path does not exist, or cannot be read.
             InvalidAdapter, LeadsElsewhere: links lead to a forbidden place.
         """
-        is_judged = not (self.follows and self._may_lead is anywhere)
+        is_judged = not (self._follows and self._may_lead is anywhere)
         judge = partial(self._judge, name, is_file=bool(file)) if is_judged else None
         return open_real(str(self.root), f"{name}/{file}", flags, judge)
 
@@ -144,12 +143,12 @@ class AdapterTree:
                 raise LeadsElsewhere(
                     f"a link that leads to '{place}', which not everybody may use who may use this name"
                 )
-        elif not self.follows:
+        elif not self._follows:
             kind = "file" if is_file else "directory"
             raise InvalidAdapter(
                 "a symlink that leaves the adapter root",
                 expected=f"a {kind} below the root",
-                remedy=f"copy the {kind} there, set LORA_PLUGINS_LINK_ROOTS, or LORA_PLUGINS_FOLLOW_SYMLINKS=1",
+                remedy=f"copy the {kind} there, or name the place in LORA_PLUGINS_LINK_ROOTS",
             )
 
     def _below_link_root(self, real: str) -> str | None:

@@ -312,7 +312,7 @@ def test_a_symlink_out_of_the_allowed_directory_is_refused(tmp_path):
     uri = (tmp_path / "allowed" / "sql").as_uri()
     with pytest.raises(InvalidAdapter, match="symlink"):
         file_resolver(tmp_path).load(uri)
-    assert content(file_resolver(tmp_path, follow_symlinks=True).load(uri).path) == GOOD
+    assert content(file_resolver(tmp_path, link_roots=(Path("/"),)).load(uri).path) == GOOD
 
 
 def test_a_prefix_may_be_the_adapter_itself(tmp_path):

@@ -33,6 +33,7 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 from lora_plugins.resolvers.sources import filesystem, tree
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import VersionChanged
+from lora_plugins.resolvers.sources.tree import ANYWHERE
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.make import CHAT, LAYER, adapter_files, pair, put
@@ -255,7 +256,7 @@ def outside(tmp_path: Path) -> Path:
 
 def test_a_directory_symlinked_out_of_the_root_is_refused(root, outside):
     (root / "sql").symlink_to(outside)
-    with pytest.raises(InvalidAdapter, match=r"leaves the adapter root.*LORA_PLUGINS_FOLLOW_SYMLINKS"):
+    with pytest.raises(InvalidAdapter, match=r"leaves the adapter root.*LORA_PLUGINS_LINK_ROOTS"):
         locate(FilesystemSource(root), "sql")
 
 
@@ -276,7 +277,7 @@ def test_a_symlink_does_not_reveal_what_lies_outside(root, outside):
 
 def test_a_symlink_out_of_the_root_is_followed_where_allowed(root, outside, rank):
     (root / "sql").symlink_to(outside)
-    assert rank(FilesystemSource(root, follow_symlinks=True)) == 4
+    assert rank(FilesystemSource(root, link_roots=[ANYWHERE])) == 4
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
@@ -287,7 +288,7 @@ def test_a_file_symlinked_outside_is_refused_or_followed(root, outside, rank, st
     with pytest.raises(InvalidAdapter, match="leaves the adapter root") as caught:
         locate(FilesystemSource(root), "sql")
     assert caught.value.file == file
-    assert rank(FilesystemSource(root, follow_symlinks=True)) == 4
+    assert rank(FilesystemSource(root, link_roots=[ANYWHERE])) == 4
     (directory,) = (store.layout.adapter(digest) for digest in store.layout.digests())
     assert not any(path.is_symlink() for path in directory.iterdir())
 
@@ -380,6 +381,18 @@ def test_a_link_to_a_declared_root_is_served(root, tmp_path, rank, what):
     assert asyncio.run(source.names("")).names == ("team/sql",)
 
 
+@pytest.mark.parametrize("place", ["pvc", "outside"])
+def test_where_links_lead_anywhere_the_policy_decides_below_others(root, tmp_path, rank, place):
+    theirs = put(tmp_path / place / "other" / "sql", adapter_files())
+    (root / "team").mkdir()
+    (root / "team" / "sql").symlink_to(theirs)
+    source = FilesystemSource(root, may_lead=EXACT.may_lead, link_roots=[ANYWHERE, tmp_path / "pvc"])
+    if place == "pvc":
+        assert "not everybody may use" in asyncio.run(source.locate(AdapterName("team/sql"), "")).detail
+    else:
+        assert rank(source, "team/sql") == 4
+
+
 def test_without_a_policy_a_declared_root_may_be_an_adapter(root, tmp_path, rank):
     (root / "sql").symlink_to(put(tmp_path / "pvc", adapter_files()))
     assert rank(FilesystemSource(root, link_roots=[tmp_path / "pvc"])) == 4
@@ -420,7 +433,7 @@ def mounted_elsewhere(tmp_path: Path, outside: Path) -> Iterator[str]:
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_root_in_another_processs_mounts_is_a_root(root, mounted_elsewhere, rank, follow):
     (root / "adapters").symlink_to(mounted_elsewhere)
-    source = FilesystemSource(root / "adapters", follow_symlinks=follow)
+    source = FilesystemSource(root / "adapters", link_roots=[ANYWHERE] if follow else [])
     if not follow:
         assert rank(source) == 4
         assert asyncio.run(source.names("")).names == ("sql-v1",)
@@ -431,9 +444,9 @@ def test_a_root_in_another_processs_mounts_is_a_root(root, mounted_elsewhere, ra
 
 def test_a_link_to_another_processs_mounts_is_followed_where_allowed(root, mounted_elsewhere):
     (root / "models").symlink_to(mounted_elsewhere)
-    assert located(FilesystemSource(root, follow_symlinks=True), "models/sql-v1")
+    assert located(FilesystemSource(root, link_roots=[ANYWHERE]), "models/sql-v1")
     # With a policy the real place decides, which has no path here.
-    assert locate(FilesystemSource(root, follow_symlinks=True, may_lead=lambda *_: True), "models/sql-v1") is None
+    assert locate(FilesystemSource(root, link_roots=[ANYWHERE], may_lead=lambda *_: True), "models/sql-v1") is None
 
 
 @pytest.mark.parametrize("what", ["file", "directory"])
@@ -502,7 +515,7 @@ def test_a_symlink_loop_is_refused(root, follow):
     (root / "sql").symlink_to("loop")
     (root / "loop").symlink_to("sql")
     with pytest.raises(InvalidAdapter, match="circle"):
-        locate(FilesystemSource(root, follow_symlinks=follow), "sql")
+        locate(FilesystemSource(root, link_roots=[ANYWHERE] if follow else []), "sql")
 
 
 @pytest.mark.timeout(120)
