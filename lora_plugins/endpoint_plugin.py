@@ -71,7 +71,7 @@ class AdminPlugin:
         served.prefers_living = settings.restore == "living"
         reconciler = state.lora_plugins_reconciler = Reconciler(lifecycle, settings, served, process.events)
         # Before the start, which may load for minutes: other replicas must see that this replica lives.
-        self._tasks.append(asyncio.create_task(reconciler.keep_list()))
+        self._tasks.append(asyncio.create_task(served.keep()))
         await reconciler.start()
         # Followers wait for the leader's start (`role.ready()`).
         if process.role is not None:

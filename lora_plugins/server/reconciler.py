@@ -34,7 +34,7 @@ from lora_plugins.server.background import FewAtOnce, background, in_steps
 from lora_plugins.server.declared_file import parse, parse_apart, read_bytes
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import DesiredAdapter, ServedAdapter, source_of
-from lora_plugins.server.served_file import KEEP_S, Fields, ServedFile, ServedWriter
+from lora_plugins.server.served_file import Fields, ServedFile, ServedWriter
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import store_errors
 
@@ -179,15 +179,6 @@ class Reconciler:
             wait_s = self._settings.refresh_s * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - no secret
             await asyncio.sleep(wait_s)
             await self._begin_asking(self._lifecycle.registry.all())
-
-    async def keep_list(self) -> None:
-        """Touch the list of served names, so that other replicas see that this replica lives."""
-        with suppress(OSError):
-            await asyncio.to_thread(self._served.clean)
-        while True:
-            await asyncio.sleep(KEEP_S)
-            with suppress(OSError):
-                await asyncio.to_thread(self._served.touch)
 
     async def _restore(self) -> dict[str, DesiredAdapter]:
         """Take up the last server's list, or without `LORA_PLUGINS_RESTORE` its rollbacks; return those of its file."""

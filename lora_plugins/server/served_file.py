@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -29,7 +29,7 @@ FORMAT = 1
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
 _LAST_LINE = b"]}"
 _PIECE = 500  # entries: a few milliseconds
-KEEP_S = 5.0
+_KEEP_S = 5.0
 _ENDED_S = 20.0  # without a touch: four were missed
 _JUST_ENDED_S = 3600.0
 _KEPT_S = 7 * 86400.0
@@ -58,6 +58,15 @@ class ServedFile:
     def of_store(cls, root: Path, base_path: str, replica: str) -> ServedFile:
         """A replica's file below a store's root; `base_path`: the model's path or Hub id, `replica`: any text."""
         return cls(Layout(root).folder("served") / f"{key_of(base_path)}.{key_of(replica)[:16]}.json")
+
+    async def keep(self) -> NoReturn:
+        """Touch the file every few seconds, so that other replicas see that this replica lives."""
+        with suppress(OSError):
+            await asyncio.to_thread(self.clean)
+        while True:
+            await asyncio.sleep(_KEEP_S)
+            with suppress(OSError):
+                await asyncio.to_thread(self.touch)
 
     def touch(self) -> None:
         """Touch the file, so that other replicas see that this replica lives, and end the mark of another's copy.

@@ -120,7 +120,7 @@ async def test_a_server_keeps_its_list_alive(tmp_path: Path, monkeypatch: pytest
     world, file = World(), of(tmp_path, "lora-0")
     world.resolver.has["sql"] = Version("sql")
     one = Reconciler(world.lifecycle, Settings(preload=("sql",)), file, Events())
-    keeping = asyncio.create_task(one.keep_list())
+    keeping = asyncio.create_task(file.keep())
     await one.start()
     await asyncio.sleep(1)
     os.utime(file.path, (1, 1))
