@@ -39,12 +39,14 @@ SLOT_RANKS = (16, 64, 256)
 DTYPES = ("float32", "bfloat16", "float16")
 PARTS = {"both": (PROMPT_TOKENS, NEW_TOKENS), "prefill": (PROMPT_TOKENS, 1), "decode": (1, NEW_TOKENS)}
 CHOICES = {"ours": "cpu"}  # of LORA_PLUGINS_KERNELS
-GOALS = {"one16": 0.95, "four16": 0.92, "four64": 0.85}
+ADAPTERS = {16: SEQUENCES, 64: 4}  # of each rank
+GOALS = {"one16": 0.95, "four16": 0.92, "sixteen16": 0.90, "four64": 0.85}
 
 
 def cases(slot_rank: int) -> dict[str, list[str]]:
     """Adapters of each case, dealt to the sequences in turn; none for the base model."""
     result = {"base": [], "one16": ["r16-0"], "four16": [f"r16-{n}" for n in range(4)]}
+    result["sixteen16"] = [f"r16-{n}" for n in range(16)]
     if slot_rank >= 64:
         result["four64"] = [f"r64-{n}" for n in range(4)]
     return result
@@ -67,8 +69,8 @@ def started(home: Path, slot_rank: int, dtype: str) -> tuple[Any, Callable[..., 
         dtype=dtype,
         enforce_eager=True,
         enable_lora=slot_rank > 0,
-        max_loras=4,
-        max_cpu_loras=8,
+        max_loras=SEQUENCES,
+        max_cpu_loras=sum(ADAPTERS.values()),
         max_lora_rank=slot_rank or 16,
         max_model_len=256,
         max_num_seqs=SEQUENCES,
@@ -311,8 +313,8 @@ def run(options: argparse.Namespace, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         base = build_base(home / "base", hidden=HIDDEN, layers=options.layers, vocab=VOCAB, intermediate=INTERMEDIATE)
-        for rank in (16, 64):
-            for number in range(4):
+        for rank, count in ADAPTERS.items():
+            for number in range(count):
                 random_adapter(home / f"r{rank}-{number}", base, rank, number)
         if options.profile:
             run_profile(home, options, dtype)

@@ -2,8 +2,9 @@
 
 `python -m benchmarks.kernels_cpu --profile` starts this module as a process for each dtype, slot rank and number of
 adapters. The engine runs within the process, and functions of the LoRA layers are timed while 16 sequences decode. A
-layer's figure is that of its fastest step. Every second round makes calls without B, so that the shrink is timed apart:
-the answers of such rounds are wrong, and nobody reads them. The products that PyTorch computes count as the wrapper's.
+layer's figure is that of its fastest step. Rounds of `MODES` follow each other: whole calls; calls without B, so that
+the shrink is timed apart; calls that only read the adapters' panels; second calls, with panels in the caches. Most
+rounds' answers are wrong, and nobody reads them. The products that PyTorch computes count as the wrapper's.
 """
 
 from __future__ import annotations
@@ -14,24 +15,26 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lora_plugins.kernels.compiled import build, prebuilt
 from lora_plugins.kernels.compiled.library import Group, Work
 
-PARTS = ("base", "shrink", "expand", "wrapper", "layer")
+PARTS = ("base", "shrink", "expand", "wrapper", "layer", "read", "cached")
+MODES = ("whole", "without B", "read", "cached")
 GOALS = {"beyond_us": 3.0, "of_floor": 0.6}
-_BANDWIDTH_BYTES = 1 << 27
 
 
 class Timers:
     """Times the calls of wrapped functions; the numbers are seconds, by layer and by what was called."""
 
     def __init__(self) -> None:
-        self.is_whole = True
+        self.mode = MODES[0]
         self.now: dict[str, float] = defaultdict(float)
-        self.steps: dict[tuple[str, bool], list[dict[str, float]]] = defaultdict(list)
+        self.steps: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
 
     def timed(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -50,56 +53,73 @@ class Timers:
             self.now.clear()
             result = timed(x, *arguments)
             if len(x) == rows:
-                self.steps[name, self.is_whole].append(dict(self.now))
+                self.steps[name][self.mode].append(dict(self.now))
             return result
 
         return call
 
-    def product(self, add: Callable[..., None]) -> Callable[..., None]:
-        """Return `add`, which leaves out the products with B in every second round."""
-        timed = self.timed("product", add)
+    def product(self, add: Callable[..., None], read: Callable[..., None], beside: int) -> Callable[..., None]:
+        """Return `add`, which does as `mode` says.
 
-        def call(address: int, *rows: Any) -> None:
-            if self.is_whole:
-                timed(address, *rows)
+        Args:
+            add: of `Product`.
+            read: has the arguments of `add`, and only reads the panels.
+            beside: address of memory as large as `y`, which takes the results of second calls.
+        """
+        timed, timed_read = self.timed("product", add), self.timed("product", read)
+
+        def call(address: int, x: int, y: int) -> None:
+            if self.mode == "whole":
+                timed(address, x, y)
+                return
+            if self.mode == "read":
+                timed_read(address, x, y)
+                return
+            if self.mode == "cached":
+                add(address, x, beside)
+                timed(address, x, beside)
                 return
             work = Work.from_buffer_copy(Work.from_address(address))
             groups = (Group * work.n_groups).from_buffer_copy((Group * work.n_groups).from_address(work.groups))
             for group in groups:
                 group.n_slices = 0
             work.groups = ctypes.addressof(groups)
-            timed(ctypes.addressof(work), *rows)
+            timed(ctypes.addressof(work), x, y)
 
         return call
 
     def parts(self) -> dict[str, dict[str, float]]:
         """Return each layer's seconds of a step, by the names in `PARTS`."""
-        return {
-            name: split(whole, self.steps[name, False]) for (name, is_whole), whole in self.steps.items() if is_whole
-        }
+        return {name: split(steps) for name, steps in self.steps.items()}
 
 
-def split(whole: list[dict[str, float]], without_b: list[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of one layer's parts, from steps with and without the products with B."""
+def split(steps: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Return the seconds of one layer's parts, from its steps in each of `MODES`."""
 
     def least(steps: list[dict[str, float]], of_step: Callable[[dict[str, float]], float]) -> float:
         return min(map(of_step, steps))  # what else runs on the machine only ever adds
 
-    product = least(whole, lambda step: step.get("product", 0.0))
-    shrink = min(product, least(without_b, lambda step: step.get("product", 0.0)))
+    whole = steps["whole"]
+    product, without_b, read, cached = (least(steps[mode], lambda step: step.get("product", 0.0)) for mode in MODES)
+    shrink = min(product, without_b)
     return {
         "base": least(whole, lambda step: step["base"]),
         "shrink": shrink,
         "expand": product - shrink,
         "wrapper": least(whole, lambda step: step["ours"] - step.get("product", 0.0)),
         "layer": least(whole, lambda step: step["whole"] - step["base"] - step["ours"]),
+        "read": read,
+        "cached": cached,
     }
 
 
-def bandwidth() -> float:
-    """Return the bytes a second that the process's threads read, of a tensor larger than the caches."""
-    numbers = torch.ones(_BANDWIDTH_BYTES // 4)
-    return _BANDWIDTH_BYTES / fastest(numbers.sum, 20)
+def reader(dtype: str) -> Callable[..., None]:
+    """Return a function with the arguments of `Product.add`, which reads the panels and computes nothing."""
+    source = Path(__file__).with_name("kernels_read.c")
+    loaded = build._compiled(f"-DELEMENT={build.ELEMENTS[dtype]}", f"-I{prebuilt.SOURCE.parent}", str(source))
+    loaded.lora_read.argtypes = [ctypes.c_void_p] * 3
+    loaded.lora_read.restype = None
+    return loaded.lora_read
 
 
 def fastest(function: Callable[[], Any], times: int) -> float:
@@ -109,11 +129,6 @@ def fastest(function: Callable[[], Any], times: int) -> float:
         function()
         best = min(best, time.perf_counter() - started)
     return best
-
-
-def floor_s(adapter_bytes: float, bytes_per_s: float, layers: int, call_s: float) -> float:
-    """Return the least seconds of a step: the adapters are read once, and every layer has a call."""
-    return adapter_bytes / bytes_per_s + layers * call_s
 
 
 def beyond_the_product(wrapper: Any, layer: Any, rows: int) -> float:
@@ -160,11 +175,14 @@ def profile(
             run("decode", n)
             beyond[n] = beyond_the_product(wrapper, first, n)
         read = sum(slots.panels.of(slot).flat.nbytes for slots in modules for slot in wrapper._batch.rows)
-        call = empty_call(modules[0].panels.product)
-        figures[case] = {"beyond": beyond, "bytes": read, "bytes_per_s": bandwidth(), "call": call}
+        figures[case] = {"beyond": beyond, "bytes": read, "call": empty_call(modules[0].panels.product)}
     timers = Timers()
+    dtype = modules[0].a[0].dtype
+    read_panels = reader(str(dtype).removeprefix("torch."))
+    beside = torch.zeros(rows, max(sum(slots.panels.shape.widths) for slots in modules), dtype=dtype)
     for slots in modules:
-        slots.panels.product = dataclasses.replace(slots.panels.product, add=timers.product(slots.panels.product.add))
+        add = timers.product(slots.panels.product.add, read_panels, beside.data_ptr())
+        slots.panels.product = dataclasses.replace(slots.panels.product, add=add)
     wrapper.add_lora_linear = timers.timed("ours", wrapper.add_lora_linear)
     for name, layer in layers.items():
         layer.apply = timers.layer(name, layer.apply, rows)
@@ -172,8 +190,8 @@ def profile(
     for case, run in runs.items():
         timers.steps.clear()
         wrapper._plans.clear()
-        for number in range(2 * rounds):
-            timers.is_whole = number % 2 == 0
+        for number in range(len(MODES) * rounds):
+            timers.mode = MODES[number % len(MODES)]
             run("decode", rows)
         yield {"case": case, **figures[case], "layers": timers.parts()}
 
@@ -189,12 +207,12 @@ def print_profile(figures: dict[str, Any]) -> None:
         cells = (f"{sum(parts[part] for parts in found) * 1e6:.0f}" for part in PARTS)
         print(f"| {len(found)} × {kind} | {' | '.join(cells)} |")
     ours = sum(parts[part] for parts in kinds["all"] for part in PARTS[1:4])
-    least = floor_s(figures["bytes"], figures["bytes_per_s"], len(kinds["all"]), figures["call"])
-    print(
-        f"\nFloor {least * 1e6:.0f} µs: {figures['bytes'] / 1e6:.1f} MB at {figures['bytes_per_s'] / 1e9:.1f} GB/s, "
-        f"{len(kinds['all'])} calls of {figures['call'] * 1e6:.1f} µs. Floor / ours: {least / ours:.2f} (goal "
-        f"{GOALS['of_floor']})."
-    )
+    read = sum(parts["read"] for parts in kinds["all"])
+    least = read + len(kinds["all"]) * figures["call"]
+    speed = f"{figures['bytes'] / 1e6:.1f} MB read at {figures['bytes'] / read / 1e9:.1f} GB/s"
+    calls = f"{len(kinds['all'])} calls of {figures['call'] * 1e6:.1f} µs"
+    of_floor = f"{least / ours:.2f} (goal {GOALS['of_floor']})"
+    print(f"\nFloor {least * 1e6:.0f} µs: {speed}, {calls}. Floor / ours: {of_floor}.")
     # JSON made texts of the numbers of rows.
     beyond = ", ".join(f"{rows} rows {s * 1e6:.1f} µs" for rows, s in figures["beyond"].items())
     print(f"A call beyond the product: {beyond} (goal {GOALS['beyond_us']:.0f}).\n")
