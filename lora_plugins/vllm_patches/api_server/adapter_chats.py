@@ -15,12 +15,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 from lora_plugins.adapter.chat import Chat, few
+from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import as_http
 from lora_plugins.errors import IncompatibleAdapter, describing
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.server.response import present
 from lora_plugins.settings import AdapterChat
+from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.vllm_patches.api_server.adapter_tokenizers import renderer_of, served_chat, tokenizer_of
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -52,9 +54,17 @@ async def _chat_of(name: str | None) -> Chat:
     process = this_process()
     if process.settings.adapter_chat is AdapterChat.STRICT:
         return Chat()  # no adapter's template runs before `_refuse_other` has seen it
-    path = _path_of(next((table.lora_requests.get(name) for table in process.tables), None))
-    with as_http():
-        chat = await process.resolver.chats.read(path) if path else Chat()
+    table: Any = next(iter(process.tables), None)
+    request, chat = None if table is None else table.lora_requests.get(name), Chat()
+    if path := _path_of(request):
+        with as_http():
+            try:
+                chat = await process.resolver.chats.read(path)
+            except DamagedCopy:  # or one that the store has removed: it is fetched again, as for the engine
+                if (copies := process.copies.get(table.engine_client)) is None:
+                    raise
+                async with copies.using(request, share_of_request()) as present_request:
+                    chat = await process.resolver.chats.read(present_request.lora_path)
     if chat.warning:
         _warn(name, chat.warning)
         present().warnings[chat.warning] = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMClientError
@@ -19,6 +22,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from lora_plugins.adapter.chat import AddedToken, Chat
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.process import Process
+from lora_plugins.server.limits import Share
 from lora_plugins.server.response import Response, _present
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.vllm_patches.api_server import adapter_chats
@@ -60,6 +64,8 @@ def processor(vllm_config: Any, store: Path) -> InputProcessor:
 class Table:
     """vLLM's table of models, as far as it is looked at."""
 
+    engine_client: Any = None
+
     def __init__(self, **paths: str) -> None:
         self.lora_requests = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(paths.items(), 1)}
 
@@ -94,6 +100,24 @@ def rendered(process: Process, processor: InputProcessor, name: str, **body: Any
     messages = [{"role": "user", "content": "quick"}]
     _, (made,) = asyncio.run(renderer.render_chat(ChatCompletionRequest(model=name, messages=messages, **body)))
     return list(made["prompt_token_ids"])
+
+
+def test_a_chat_whose_copy_has_gone_is_fetched_again(process: Process, processor: InputProcessor, store: Path) -> None:
+    """As in an API server that has not verified the version itself, and whose store has made room."""
+
+    class Copies:
+        @asynccontextmanager
+        async def using(self, request: LoRARequest, _: Share) -> AsyncIterator[LoRARequest]:
+            write(Path(request.lora_path), TEMPLATE)
+            yield request
+
+    table = Table(gone=str(store / DIGEST), there=write(store / OTHER, TEMPLATE))
+    table.engine_client = client = Table()
+    process.tables.add(table)
+    with pytest.raises(HTTPException, match=DIGEST[:12]):
+        rendered(process, processor, "gone")
+    process.copies[client] = Copies()  # type: ignore[assignment]
+    assert rendered(process, processor, "gone") == rendered(process, processor, "there")
 
 
 def test_end_tokens_are_added_to_those_of_the_base_model(processor: InputProcessor, store: Path) -> None:
