@@ -29,18 +29,20 @@ unexport PYTHONDONTWRITEBYTECODE
 # cores: servers, time limits and other processes are waited for.
 WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 PARALLEL := -n $(WORKERS) --maxprocesses=8 --dist loadfile --no-loadscope-reorder
+# The processes are forked from one that has imported all tests.
+FORKED := -p tests.forked_workers $(PARALLEL)
 
 test: set-up ## all tests, the real engine included; what fails runs once more, alone
-	@$(RUN) -m pytest -p tests.once_more $(PARALLEL)
+	@$(RUN) -m pytest -p tests.once_more $(FORKED)
 
 test-unit: set-up ## the tests that need no engine
-	@$(RUN) -m pytest $(PARALLEL) -m "not e2e"
+	@$(RUN) -m pytest $(FORKED) -m "not e2e"
 
 test-models: set-up ## every architecture of testbed/architectures.py on the real engine (15 minutes)
 	@$(RUN) -m pytest tests/models -m "nightly or not nightly"
 
 test-long: set-up ## all tests, nightly ones too, with as many examples and repetitions as before a release
-	@LONG_TESTS=1 $(RUN) -m pytest $(PARALLEL)
+	@LONG_TESTS=1 $(RUN) -m pytest $(FORKED)
 
 OF_API_SERVERS := access admin by_path chat damaged_and_full_stores digests in_flight push restart
 API_SERVERS = 2

@@ -1,11 +1,12 @@
 """Programs of vLLM forked from one process that has imported it: each import takes some twelve seconds of a core.
 
-    python -P testbed/forking_vllm.py SOCKET
+    python -P testbed/forking_vllm.py SOCKET MODULE:FUNCTION
 
 A program's own processes are forked too: on CPUs vLLM always spawns its engine and workers; elsewhere it forks them by
 default, so plugins must live with both. What a library reads from the environment while it is imported is read once,
 so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes; the Hub's library and Prometheus's
-client read it again. The processes of one test run share them.
+client read it again. The processes of one test run share them, and are forked so themselves, from one that has imported
+the tests too (`tests/forked_workers.py`).
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ IMPORTED_LATER = (
     "lora_plugins.cli.app",
     "s3fs",
 )
+RUN = "PYTEST_XDIST_TESTRUNUID"  # whose processes share the one that programs are forked from
 LOOK_S = 0.02
 LONGEST_S = 600.0
 GRACE_S = 10.0
@@ -104,14 +106,15 @@ class _Parent:
     with the last one.
     """
 
-    def __init__(self, read_at_import: Mapping[str, str]) -> None:
+    def __init__(self, read_at_import: Mapping[str, str], prepare: str) -> None:
         self._lock = threading.Lock()
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-        key = hashlib.sha256(json.dumps([run, __file__, dict(read_at_import)]).encode()).hexdigest()[:16]
+        run = os.environ.get(RUN, str(os.getpid()))
+        described = json.dumps([run, __file__, dict(read_at_import), prepare])
+        key = hashlib.sha256(described.encode()).hexdigest()[:16]
         path = _FOLDER / key
         _FOLDER.mkdir(mode=0o700, exist_ok=True)
-        with FileLock(_FOLDER / "lock"):
-            connection = _connected(path) or self._start(path, read_at_import)
+        with FileLock(_FOLDER / f"lock-{key[0]}"):  # a few files: those of different parents seldom wait
+            connection = _connected(path) or self._start(path, read_at_import, prepare)
         self._file = connection.makefile("rw", encoding="utf-8")
 
     def ask(self, question: object) -> Any:
@@ -123,11 +126,25 @@ class _Parent:
             raise RuntimeError("the process that imports vLLM has ended")
         return json.loads(answer)
 
-    def _start(self, path: Path, read_at_import: Mapping[str, str]) -> socket.socket:
+    def fork(
+        self, function: str, arguments: Sequence[str], environment: Mapping[str, str], *files: str, is_vllm: bool = True
+    ) -> Forked:
+        """As the functions `fork` and `fork_python`; `files` are input, output and errors."""
+        question = {
+            "function": function,
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "directory": str(Path.cwd()),
+            "files": files,
+            "is_vllm": is_vllm,
+        }
+        return Forked(self, self.ask(question))
+
+    def _start(self, path: Path, read_at_import: Mapping[str, str], prepare: str) -> socket.socket:
         ours = ("LORA_PLUGINS_", "VLLM_", "TRITON_", *READ_AT_IMPORT)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(path)],
+            [sys.executable, "-P", __file__, str(path), prepare],
             stdin=subprocess.DEVNULL,
             env={**environment, **read_at_import, "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
@@ -163,19 +180,38 @@ def fork(
     read_at_import["PYTHONPATH"] = os.pathsep.join(filter(_is_imported_first, _python_path(environment)))
     read_at_import = {name: value for name, value in read_at_import.items() if value}
     environment = {"HF_HUB_OFFLINE": "1", **read_at_import, **environment}
-    key = json.dumps(read_at_import)
+    files = os.devnull, str(output), str(error or output)
+    return _parent(read_at_import).fork(function, arguments, environment, *files)
+
+
+def fork_python(code: str, prepare: str) -> Forked:
+    """Run this code as `python -c` would, with this process's environment, input and outputs, in a fork of a process
+    that has called `prepare`; what is started there is none of vLLM's programs, and spawned as Python does.
+    """
+    parent = _parent({"OMP_NUM_THREADS": "1"}, prepare)
+    return parent.fork("testbed.forking_vllm:code", ["-c", code], os.environ, *map(_path_of, range(3)), is_vllm=False)
+
+
+def start_parent() -> None:
+    """Begin to import vLLM for the first programs, without waiting."""
+    threading.Thread(target=_parent, args=({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},), daemon=True).start()
+
+
+def _parent(read_at_import: Mapping[str, str], prepare: str = "testbed.forking_vllm:prepare") -> _Parent:
+    key = json.dumps([read_at_import, prepare])
     if key not in _parents:
-        _parents[key] = _Parent(read_at_import)
-    parent = _parents[key]
-    question = {
-        "function": function,
-        "arguments": list(arguments),
-        "environment": environment,
-        "directory": str(Path.cwd()),
-        "output": str(output),
-        "error": str(error or output),
-    }
-    return Forked(parent, parent.ask(question))
+        _parents[key] = _Parent(read_at_import, prepare)
+    return _parents[key]
+
+
+def _path_of(number: int) -> str:
+    """The path under which another process opens a descriptor of this one; a socket cannot be opened."""
+    path = f"/proc/{os.getpid()}/fd/{number}"
+    try:
+        os.close(os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY))
+    except OSError:
+        return os.devnull
+    return path
 
 
 def _python_path(environment: Mapping[str, str]) -> list[str]:
@@ -213,8 +249,12 @@ def script() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def code() -> None:
+    exec(sys.argv.pop(), {"__name__": "__main__"})
+
+
 def main() -> None:
-    path = sys.argv[1]
+    path, prepare = sys.argv[1:]
     Path(path).unlink(missing_ok=True)  # of one that was killed
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -222,11 +262,20 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM prints
     sys.path.append(str(Path(__file__).parent.parent))
     gc.disable()  # what is imported stays
-    import_vllm()
+    _called(prepare)
     gc.enable()
     gc.collect()
     gc.freeze()  # else the first collection of each program copies all of it
     _serve(listener, path)
+
+
+def prepare() -> None:
+    """What servers and engines import, wait for and compile at each start."""
+    import_vllm()
+    importlib.import_module("testbed.model_kinds").ask_in_this_process()
+    _sleep_while_waiting()
+    _bind_kernels()
+    _compile_kernels()
 
 
 def import_vllm() -> None:
@@ -235,9 +284,16 @@ def import_vllm() -> None:
     for module in IMPORTED_LATER:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    importlib.import_module("testbed.model_kinds").ask_in_this_process()
-    _sleep_while_waiting()
-    _compile_kernels()
+    _check_ledger()
+
+
+def _check_ledger() -> None:
+    """Have the doctor find vLLM's sources parsed: more than a second of a core for each that does so itself."""
+    from lora_plugins.ledger import check, symbols
+
+    if (sources := check.installed()) is not None:
+        for symbol in symbols():
+            check.check(symbol, sources)
 
 
 def _compile_kernels() -> None:
@@ -254,6 +310,16 @@ def _sleep_while_waiting() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = functools.partial(time.sleep, _NAP_S)
+
+
+def _bind_kernels() -> None:
+    """Have workers find vLLM's C++ kernels bound: 0.4 seconds of a core for each that looks through all modules."""
+    from vllm.platforms import current_platform
+
+    bind = getattr(current_platform, "register_triton_kernel_overrides", None)
+    if bind is not None:
+        bind()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
 def _serve(listener: socket.socket, path: str) -> None:
@@ -339,11 +405,8 @@ def _run(question: dict[str, Any]) -> NoReturn:
 
 def _become(question: dict[str, Any]) -> None:
     os.setsid()
-    for number, path, mode in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, question["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-        (2, question["error"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-    ):
+    to_write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for number, (path, mode) in enumerate(zip(question["files"], (os.O_RDONLY, to_write, to_write), strict=True)):
         os.dup2(os.open(path, mode, 0o644), number)
     os.chdir(question["directory"])
     os.environ.clear()
@@ -352,9 +415,14 @@ def _become(question: dict[str, Any]) -> None:
     _read_hub_settings()
     _read_prometheus_settings()
     sys.argv = list(question["arguments"])
-    fork = functools.partial(multiprocessing.get_context, "fork")
-    multiprocessing.get_context = lambda method=None: fork()
-    module, _, function = question["function"].partition(":")
+    if question["is_vllm"]:
+        fork = functools.partial(multiprocessing.get_context, "fork")
+        multiprocessing.get_context = lambda method=None: fork()
+    _called(question["function"])
+
+
+def _called(name: str) -> None:
+    module, _, function = name.partition(":")
     getattr(importlib.import_module(module), function)()
 
 

@@ -7,6 +7,7 @@ beside the project's packages, in the cache: nothing else needs them. docs/bench
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -61,9 +62,13 @@ def _run(*arguments: object, env: Mapping[str, str] | None = None) -> None:
 
 def convert(file: Path, made: Path) -> None:
     """Write a plain model of a GGUF file, in a process that can import `gguf`."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
+    # Transformers reads the file three times, and makes the table of names for each tensor: half of all time.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = read.config
     # Of a quantised file some attributes stay that would have vLLM read it as one.
@@ -71,8 +76,10 @@ def convert(file: Path, made: Path) -> None:
         if hasattr(config, name):
             delattr(config, name)
     config.dtype = torch.float32
-    plain = LlamaForCausalLM(config)
-    plain.load_state_dict(read.state_dict())
+    with torch.device("meta"):
+        plain = LlamaForCausalLM(config)
+    plain.load_state_dict(read.state_dict(), assign=True)
+    plain.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if tokenizer.chat_template is None:
         raise ValueError(f"{file} has no chat template")

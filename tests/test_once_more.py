@@ -27,10 +27,10 @@ def run(folder: Path, **files: str) -> tuple[int, str, list[dict[str, object]]]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.once_more", "-n", "2", "."]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "tests.once_more", "-n", "2", "."]
+    # Other packages' plugins take seconds of a core to import.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     kept = folder / "benchmarks" / "results" / "flaky.json"
     return done.returncode, done.stdout, json.loads(kept.read_text()) if kept.exists() else []
 

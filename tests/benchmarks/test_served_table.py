@@ -18,6 +18,7 @@ from lora_plugins.server.registry import DesiredAdapter
 RIGHT = [(0.0, 1.0, 1, 7), (2.0, 3.0, 2, 8), (2.5, 2.6, 1, 0), (4.0, 4.1, 2, 0)]  # changes to 1 and 2, looks at 1 and 2
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles the library that kills at a call")
 def test_no_update_is_lost_no_row_half_nothing_forgotten(tmp_path: Path) -> None:

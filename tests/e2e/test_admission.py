@@ -18,7 +18,7 @@ from testbed.client import complete, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.server import vllm_server
 from tests.e2e.conftest import OneSlot
-from tests.e2e.servers import ADMIN, ENVIRONMENT, KERNELS, MANAGER, RESOLVER
+from tests.e2e.servers import ADMIN, BLOCKS, ENVIRONMENT, KERNELS, MANAGER, RESOLVER
 from tests.e2e.standing_still import LONGEST_S, seen
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
@@ -98,6 +98,7 @@ def test_without_lora_names_are_unknown_and_adapters_refused(bed: Bed, tmp_path:
     with vllm_server(
         bed.base,
         tmp_path / "server.log",
+        arguments=BLOCKS,
         env={
             "VLLM_PLUGINS": f"{RESOLVER},lora_s3_resolver,lora_hf_hub_resolver,{MANAGER},{KERNELS},{ADMIN}",
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(bed.adapters),

@@ -22,7 +22,7 @@ from testbed.client import way_to
 from testbed.real_model import NoRealModel, real_model
 from testbed.reference import Reference
 from testbed.server import Server, vllm_server
-from tests.e2e.servers import ENVIRONMENT
+from tests.e2e.servers import BLOCKS, ENVIRONMENT
 from tests.repetitions import times
 
 MAX_TOKENS = times(64, short=16)
@@ -111,7 +111,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
         "LORA_PLUGINS_STORE_DIR": str(home / "store"),
         **ENVIRONMENT,
     }
-    slots = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "4", "--max-cpu-loras", "8")
+    slots = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "4", "--max-cpu-loras", "8", *BLOCKS)
     arguments = (*slots, "--trust-request-chat-template")
     with vllm_server(base, home / "server.log", arguments=arguments, env=env, is_forking=True) as server:
         yield Real(server, base, LastLoaded(base))

@@ -20,6 +20,7 @@ from testbed.models import PROMPT, edit_config
 from testbed.server import SMALL_ENGINE
 from tests.e2e.broken import BROKEN
 from tests.e2e.digests import of_files
+from tests.e2e.servers import BLOCKS
 from tests.ray.conftest import App, Cluster, wait_for
 
 SAID = "names, broken adapters, swaps, pushes, rollbacks, blocks and pauses at two replicas; one is killed"
@@ -52,7 +53,7 @@ def app(cluster: Cluster, bed: Bed, home: Path) -> Iterator[App]:
 
     lora = ("--enable-lora", "--max-lora-rank", "64", "--max-loras", "2", "--max-cpu-loras", "4")
     options = Options(
-        arguments=[str(bed.base), *SMALL_ENGINE, "--served-model-name", "base", *lora],
+        arguments=[str(bed.base), *SMALL_ENGINE, *BLOCKS, "--served-model-name", "base", *lora],
         env={
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",

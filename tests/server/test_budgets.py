@@ -261,7 +261,7 @@ async def test_a_version_in_use_or_pinned_makes_no_room(make_bed) -> None:
         if not kept:
             await lifecycle.pin(name)
         elif len(kept) == 1:
-            running = asyncio.create_task(bed.world.ask(name, 600, request_id=name))
+            running = asyncio.create_task(bed.world.ask(name, 60, request_id=name))
             await asyncio.sleep(1)
         kept.append(name)
     assert {*kept[:2]} <= {adapter.name for adapter in lifecycle.registry.all()}

@@ -484,7 +484,7 @@ async def test_earlier_versions_make_room_while_calls_follow_each_other(make_bed
 async def test_an_unloaded_name_keeps_its_running_version_only(make_bed) -> None:
     bed = make_bed()
     adapter, before = await two_versions(bed)
-    running = bed.world.start("sql", 600)
+    running = bed.world.start("sql", 10)
     await asyncio.sleep(1)
     unload = asyncio.create_task(bed.world.lifecycle.unload("sql", block=False, timeout_s=86_400))
     await asyncio.sleep(1)
@@ -499,7 +499,7 @@ async def test_an_unloaded_name_keeps_its_running_version_only(make_bed) -> None
 async def test_a_version_loaded_again_outlives_the_unloaded_name(make_bed) -> None:
     bed = make_bed()
     _, before = await two_versions(bed)
-    running = bed.world.start("sql", 60)
+    running = bed.world.start("sql", 10)
     await asyncio.sleep(1)
     unload = asyncio.create_task(bed.world.lifecycle.unload("sql", block=False, timeout_s=3600))
     await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
-WITHOUT_VLLM = "from testbed import forking_vllm; forking_vllm.import_vllm = lambda: None; forking_vllm.main()"
+WITHOUT_VLLM = "from testbed.forking_vllm import main; main()"
 LONGEST_S = 30
 
 
@@ -33,7 +33,7 @@ def connected(path: Path) -> socket.socket:
 
 def test_programs_end_with_the_tests_that_forked_them(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    with subprocess.Popen([sys.executable, "-c", WITHOUT_VLLM, str(path)], cwd=REPOSITORY) as parent:
+    with subprocess.Popen([sys.executable, "-c", WITHOUT_VLLM, str(path), "os:getpid"], cwd=REPOSITORY) as parent:
         tests, others = connected(path), connected(path)
         programs = []
         for connection in (tests, others):
@@ -42,8 +42,8 @@ def test_programs_end_with_the_tests_that_forked_them(tmp_path: Path) -> None:
                 "arguments": ["program"],
                 "environment": dict(os.environ),
                 "directory": str(tmp_path),
-                "output": str(tmp_path / "output"),
-                "error": str(tmp_path / "error"),
+                "files": [os.devnull, str(tmp_path / "output"), str(tmp_path / "error")],
+                "is_vllm": True,
             }
             connection.sendall(json.dumps(question).encode() + b"\n")
             programs.append(psutil.Process(json.loads(connection.recv(100))))

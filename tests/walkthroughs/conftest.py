@@ -12,10 +12,10 @@ import pytest
 from testbed import forked_command
 from testbed.bed import Bed, prepare
 from testbed.server import SMALL_ENGINE
-from tests.e2e.servers import ENVIRONMENT
+from tests.e2e.servers import BLOCKS, ENVIRONMENT
 from tests.walkthroughs.reader import ROOT
 
-SMALL = shlex.join(SMALL_ENGINE)
+SMALL = shlex.join((*SMALL_ENGINE, *BLOCKS))
 
 
 @pytest.fixture(scope="session")

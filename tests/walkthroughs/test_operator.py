@@ -26,6 +26,7 @@ from testbed.pages import Block, blocks
 from testbed.reference import Reference
 from testbed.s3 import Bucket, s3_server
 from testbed.server import SMALL_ENGINE, reserved_port
+from tests.e2e.servers import BLOCKS
 from tests.walkthroughs.kubectl import Pod
 from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, left_out
 
@@ -78,7 +79,8 @@ ADDED_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, of a machine that has few
     "HF_HUB_OFFLINE": "1",  # no network
 }
-ADDED_ARGUMENTS = (*SMALL_ENGINE, "--host", "127.0.0.1", "--port")  # two cores, and other servers beside this one
+# Two cores, and other servers beside this one.
+ADDED_ARGUMENTS = (*SMALL_ENGINE, *BLOCKS, "--host", "127.0.0.1", "--port")
 
 
 def fill(bucket: Bucket, bed: Bed, folder: Path) -> dict[str, Path]:

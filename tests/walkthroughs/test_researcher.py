@@ -18,6 +18,7 @@ from testbed.models import PROMPT
 from testbed.reference import Reference
 from testbed.s3 import s3_server
 from testbed.server import SMALL_ENGINE, reserved_port
+from tests.e2e.servers import BLOCKS
 from tests.walkthroughs.reader import ROOT, Do, Step, Walk, reading
 
 pytestmark = [
@@ -36,7 +37,7 @@ FORM = 'curl -fsS -X PUT $LORA_PLUGINS_URL/v1/loras/policy -H "Authorization: Be
 PAUSED_PUSH = "from lora_plugins.client import pause, push, resume"
 PAUSE = "lora-plugins pause policy --mode keep"
 FROM_S3 = "aws s3 cp --recursive policy-12 s3://adapters/policy/12"
-ADDED = " ".join(SMALL_ENGINE)
+ADDED = " ".join((*SMALL_ENGINE, *BLOCKS))
 
 RL = Walk(
     "docs/guides/rl.md",
