@@ -66,7 +66,7 @@ def test_panels_of_every_width(width, rank, dtype):
     assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
 
 
-@pairwise(rows=[1, 2, 3, 4, 5, 11, 12, 13, 95, 96, 97, 250], dtype=DTYPES, threads=THREADS, indirect=["threads"])
+@pairwise(rows=[1, 2, 3, 4, 7, 8, 9, 11, 12, 13, 95, 96, 97, 250], dtype=DTYPES, threads=THREADS, indirect=["threads"])
 @pytest.mark.usefixtures("threads")
 def test_every_number_of_rows(rows, dtype):
     slot_of_row = [-1, *[1] * rows, 0]

@@ -241,6 +241,7 @@ typedef uvec packed_uvec __attribute__((aligned(4)));
 /* Some rows with one panel, in tiles as tall as there are rows left. */
 #define PRODUCT(NAME, WIDE, ADD, TO, END)                                                                    \
     TILE(NAME##_tall, TALL, WIDE, ADD, TO, END)                                                              \
+    TILE(NAME##_8, 8, WIDE, ADD, TO, END)                                                                    \
     TILE(NAME##_4, 4, WIDE, ADD, TO, END)                                                                    \
     TILE(NAME##_2, 2, WIDE, ADD, TO, END)                                                                    \
     TILE(NAME##_1, 1, WIDE, ADD, TO, END)                                                                    \
@@ -248,6 +249,7 @@ typedef uvec packed_uvec __attribute__((aligned(4)));
     {                                                                                                        \
         int64_t r = 0;                                                                                       \
         for (; r + TALL <= n; r += TALL) NAME##_tall(from + r, p, depth, to + r);                            \
+        for (; TALL > 8 && r + 8 <= n; r += 8) NAME##_8(from + r, p, depth, to + r);                         \
         for (; r + 4 <= n; r += 4) NAME##_4(from + r, p, depth, to + r);                                     \
         for (; r + 2 <= n; r += 2) NAME##_2(from + r, p, depth, to + r);                                     \
         for (; r < n; r++) NAME##_1(from + r, p, depth, to + r);                                             \
