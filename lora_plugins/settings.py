@@ -111,8 +111,8 @@ class Settings:
     """A request for the base model that names an adapter in a field of other servers (`lora_adapter`, `adapter_id`,
     `lora_path`, `lora_name`): `refuse` it, or `ignore` the field as vLLM does."""
     link_roots: tuple[Path, ...] = required("LORA_PLUGINS_LINK_ROOTS", PATHS, "")
-    """Directories, separated by commas, to which symlinks below the root may lead too; `/` lets the symlinks lead
-    anywhere, whatever a policy says ([links](../guides/sources.md#a-directory))."""
+    """Directories, separated by commas, to which symlinks below the root may lead too; `/`: anywhere
+    ([links](../guides/sources.md#a-directory))."""
     allow_pickle: bool = required("LORA_PLUGINS_ALLOW_PICKLE", FLAG, "0")
     """`1`: serve `adapter_model.bin` and `.pt`. Loading a pickle can run code, and its weights are not verified."""
     check_finite: bool = required("LORA_PLUGINS_CHECK_FINITE", FLAG, "1")

@@ -63,8 +63,7 @@ class FilesystemSource:
         Args:
             root: the directory below which names are paths.
             may_lead: whether a link may make the adapter at a path below the root the adapter of a name.
-            link_roots: as `LORA_PLUGINS_LINK_ROOTS`; for `may_lead`, a path below these is as one below the root,
-                except below `ANYWHERE`.
+            link_roots: as `LORA_PLUGINS_LINK_ROOTS`; for `may_lead`, a path below these is as one below the root.
             variable: the setting that names `root`.
             timeout_s: as `LORA_PLUGINS_FETCH_TIMEOUT_S`.
         """

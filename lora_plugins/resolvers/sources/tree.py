@@ -52,15 +52,12 @@ class LeadsElsewhere(AdapterNotFound):
 
 
 class AdapterTree:
-    """Adapters below `root`; links may lead below `link_roots`, and with `ANYWHERE` among these to every place.
-
-    Below `root` and the other `link_roots`, `may_lead` decides.
-    """
+    """Adapters below `root`; links may lead below `link_roots` too, where `may_lead` decides as below `root`."""
 
     def __init__(self, root: Path, may_lead: MayLead, link_roots: Sequence[Path]) -> None:
         self.root, self._may_lead = root, may_lead
-        self._link_roots = [top for top in link_roots if top != ANYWHERE]
-        self._follows = ANYWHERE in link_roots
+        self._link_roots = link_roots
+        self._is_judged = not (ANYWHERE in link_roots and may_lead is anywhere)
 
     def present(self, name: AdapterName) -> list[str] | None:
         """The names of the adapter's files in its directory; None where the path is no directory.
@@ -123,8 +120,7 @@ class AdapterTree:
             OSError: the path does not exist, or cannot be read.
             InvalidAdapter, LeadsElsewhere: links lead to a forbidden place.
         """
-        is_judged = not (self._follows and self._may_lead is anywhere)
-        judge = partial(self._judge, name, is_file=bool(file)) if is_judged else None
+        judge = partial(self._judge, name, is_file=bool(file)) if self._is_judged else None
         return open_real(str(self.root), f"{name}/{file}", flags, judge)
 
     def _judge(self, name: AdapterName, real: RealPlace, *, is_file: bool) -> None:
@@ -134,26 +130,24 @@ class AdapterTree:
             InvalidAdapter, LeadsElsewhere: the place is refused.
         """
         path = real.path if real.is_inside else self._below_link_root(real.path)
-        if path is not None:
-            folders = (os.path.dirname(path) if is_file else path).split("/")
-            # The place decides as a name would: by the path below the root, without the folders in which Kubernetes
-            # keeps a volume's files (..data, ..2026_11_27): no name can have them, so they are the adapter's own.
-            place = "/".join(folder for folder in folders if not folder.startswith(".."))
-            if place != str(name) and not self._may_lead(str(name), place):
-                raise LeadsElsewhere(
-                    f"a link that leads to '{place}', which not everybody may use who may use this name"
-                )
-        elif not self._follows:
+        if path is None:
             kind = "file" if is_file else "directory"
             raise InvalidAdapter(
                 "a symlink that leaves the adapter root",
                 expected=f"a {kind} below the root",
                 remedy=f"copy the {kind} there, or name the place in LORA_PLUGINS_LINK_ROOTS",
             )
+        folders = (os.path.dirname(path) if is_file else path).split("/")
+        # The place decides as a name would: by the path below the root, without the folders in which Kubernetes keeps a
+        # volume's files (..data, ..2026_11_27): no name can have them, so they are the adapter's own.
+        place = "/".join(folder for folder in folders if not folder.startswith(".."))
+        if place != str(name) and not self._may_lead(str(name), place):
+            raise LeadsElsewhere(f"a link that leads to '{place}', which not everybody may use who may use this name")
 
     def _below_link_root(self, real: str) -> str | None:
+        """Return the path below the nearest link root; None where it is below none."""
         tops = (os.path.realpath(top) for top in self._link_roots)
-        return next((real[len(top) :].lstrip("/") for top in tops if is_below(real, top)), None)
+        return min((real[len(top) :].lstrip("/") for top in tops if is_below(real, top)), key=len, default=None)
 
 
 def _names_in(directory: int) -> list[str]:

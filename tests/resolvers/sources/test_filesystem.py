@@ -382,15 +382,17 @@ def test_a_link_to_a_declared_root_is_served(root, tmp_path, rank, what):
 
 
 @pytest.mark.parametrize("place", ["pvc", "outside"])
-def test_where_links_lead_anywhere_the_policy_decides_below_others(root, tmp_path, rank, place):
+def test_where_links_lead_anywhere_a_policy_decides_all_the_same(root, tmp_path, rank, place):
+    """By the path below the nearest of the link roots."""
     theirs = put(tmp_path / place / "other" / "sql", adapter_files())
     (root / "team").mkdir()
     (root / "team" / "sql").symlink_to(theirs)
-    source = FilesystemSource(root, may_lead=EXACT.may_lead, link_roots=[ANYWHERE, tmp_path / "pvc"])
-    if place == "pvc":
-        assert "not everybody may use" in asyncio.run(source.locate(AdapterName("team/sql"), "")).detail
-    else:
-        assert rank(source, "team/sql") == 4
+    link_roots = [ANYWHERE, tmp_path / "pvc"]
+    source = FilesystemSource(root, may_lead=EXACT.may_lead, link_roots=link_roots)
+    path = "other/sql" if place == "pvc" else str(theirs)[1:]
+    assert f"leads to '{path}'" in asyncio.run(source.locate(AdapterName("team/sql"), "")).detail
+    given = FilesystemSource(root, may_lead=lambda *asked: asked == ("team/sql", path), link_roots=link_roots)
+    assert rank(given, "team/sql") == 4
 
 
 def test_without_a_policy_a_declared_root_may_be_an_adapter(root, tmp_path, rank):
