@@ -17,7 +17,7 @@ class Reference:
 
         self.base = base
         self.tokenizer: Any = AutoTokenizer.from_pretrained(base)
-        self._seen: dict[tuple[str | None, tuple[int, ...], int], list[int]] = {}
+        self._seen: dict[tuple[str | None, tuple[int, ...], int, tuple[int, ...]], list[int]] = {}
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Token ids of a completion prompt, as the server makes them."""
@@ -28,14 +28,18 @@ class Reference:
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    def generate(self, adapter: Path | None, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """The next `max_tokens` greedy token ids, end-of-sequence ignored."""
-        key = (None if adapter is None else str(adapter), tuple(prompt_ids), max_tokens)
+    def generate(
+        self, adapter: Path | None, prompt_ids: Sequence[int], max_tokens: int, ends: Sequence[int] = ()
+    ) -> list[int]:
+        """The next `max_tokens` greedy token ids, or those up to the first of `ends`; no other end counts."""
+        key = (None if adapter is None else str(adapter), tuple(prompt_ids), max_tokens, tuple(ends))
         if key not in self._seen:
-            self._seen[key] = self._generate(adapter, prompt_ids, max_tokens)
+            self._seen[key] = self._generate(adapter, prompt_ids, max_tokens, ends)
         return self._seen[key]
 
-    def _generate(self, adapter: Path | None, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+    def _generate(
+        self, adapter: Path | None, prompt_ids: Sequence[int], max_tokens: int, ends: Sequence[int]
+    ) -> list[int]:
         import torch
 
         model = self.load(adapter)
@@ -45,9 +49,9 @@ class Reference:
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
+                min_new_tokens=None if ends else max_tokens,
                 do_sample=False,
-                eos_token_id=None,
+                eos_token_id=list(ends) or None,
                 pad_token_id=1,
             )
         return [int(i) for i in out[0, ids.shape[1] :]]

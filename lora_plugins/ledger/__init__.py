@@ -14,6 +14,7 @@ compares the entries with the installed vLLM.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,8 +116,9 @@ def entries(package: Path = PACKAGE) -> Mapping[str, Sequence[Patch]]:
     return found
 
 
-def symbols(package: Path = PACKAGE) -> list[Symbol]:
-    """Return the symbols of all entries."""
+@functools.cache
+def symbols(package: Path = PACKAGE) -> Sequence[Symbol]:
+    """Return the symbols of all entries, as the package was at the first call."""
     return [symbol for of_file in entries(package).values() for entry in of_file for symbol in entry.parsed()]
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import httpx
 
-TOKENS = 400  # of a long request
+TOKENS = 240  # of a long request
 LONGEST_S = 240.0  # for what comes for certain, on a machine that is slow or stands still for a while
 Answer = TypeVar("Answer")
 

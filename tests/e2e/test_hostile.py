@@ -21,7 +21,7 @@ from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 from tests.repetitions import IS_LONG, times
 
 HEALTHY = ("sql", "chat", "stable")
-SECONDS, ALONE_S = times(300, short=2), times(60, short=1)
+SECONDS, ALONE_S = times(300, short=1), times(60, short=1)
 LONGEST_S = 120.0
 MOST_GROWTH_BYTES = 200 << 20
 HARMLESS = {"bad/nested-pluses", "bad/many-targets"}  # a pattern that no module's name matches, and names of no module

@@ -70,7 +70,7 @@ async def sixteen_others(one: OnePlace, client: httpx.AsyncClient) -> AsyncItera
     async def ask(number: int) -> None:
         name = BUSY[number % len(BUSY)]
         while not done:
-            assert await ids_of(client, name) == one.bed.answers[name]
+            assert await ids_of(client, name, 6) == one.bed.answers[name][:6]
 
     done = False
     asking = [asyncio.create_task(ask(number)) for number in range(16)]

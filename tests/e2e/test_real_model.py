@@ -77,13 +77,11 @@ class Real:
 
     def told(self, prompt: list[int]) -> Told:
         """PEFT's answer of the adapter with its own chat, up to one of its end tokens."""
-        ids = self.reference.generate(ADAPTERS / CHAT, prompt, LONGEST)
         own = self.tokenizer(CHAT)
-        ends = {own.eos_token_id, self.reference.tokenizer.eos_token_id}
-        end = next((place for place, token in enumerate(ids) if token in ends), None)
-        ids = ids if end is None else ids[: end + 1]
+        ends = [own.eos_token_id, self.reference.tokenizer.eos_token_id]
+        ids = self.reference.generate(ADAPTERS / CHAT, prompt, LONGEST, ends)
         text = own.decode(ids, skip_special_tokens=True)
-        return Told(tuple(ids), text, "length" if end is None else "stop", len(prompt), len(ids))
+        return Told(tuple(ids), text, "stop" if ids[-1] in ends else "length", len(prompt), len(ids))
 
     def tokenizer(self, name: str | None) -> Any:
         """The base model's vocabulary with the adapter's template and special tokens, as a trainer saves both."""

@@ -286,8 +286,8 @@ def test_the_checker_looks_for_what_code_says(sources, tmp_path):
         ("import module", "import gone as module", "no module vllm.gone"),
         ("self, new", "self, old", "parameters are (self, new, ...), not (self, old, ...)"),
     ):
-        folder = tmp_path / "ours"
-        folder.mkdir(exist_ok=True)
+        folder = tmp_path / f"with {after}"
+        folder.mkdir()
         (folder / "patch.py").write_text(text.replace(before, after))
         said = [check_ledger.check(symbol, sources) for symbol in symbols(folder)]
         assert says in "; ".join(said), after

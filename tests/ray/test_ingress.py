@@ -123,7 +123,7 @@ class Load:
         wait_for(lambda: self.done >= done + more)
 
     def _ask(self, number: int) -> None:
-        while not self._ended.is_set():
+        while not self._ended.wait(0.05):  # a steady load leaves Ray some of two cores
             number += 1
             try:
                 status, _ = ask(self._app, f"load-{number % self._adapters}", self._tokens)

@@ -139,7 +139,7 @@ def test_streams_that_move_say_which_version_made_which_tokens(v2: V2) -> None:
             await tokens_of(client, "moving")
             digest = (await view_of(client, "moving"))["digest"]
             version_of[digest] = v2.bed.adapters / originals[0]
-            for number in range(1, 1 + times(40, short=8)):
+            for number in range(1, 1 + times(40, short=6)):
                 if number % 2:  # each stream meets two moves
                     streams = [asyncio.create_task(stream(client, "moving")) for _ in range(STREAMS)]
                 await asyncio.sleep(0.05 * number % 0.4)
