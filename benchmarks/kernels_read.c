@@ -10,7 +10,10 @@ static uint64_t read_share(const void *panels, int64_t units, int64_t mine, int6
     const char *from = panels;
     int64_t lines = units * (int64_t)sizeof(unit) / 64;
     line sum = {0};
-    for (int64_t i = lines * mine / threads; i < lines * (mine + 1) / threads; i++) sum |= *(const line *)(from + 64 * i);
+    for (int64_t i = lines * mine / threads; i < lines * (mine + 1) / threads; i++) {
+        __builtin_prefetch(from + 64 * i + AHEAD, 0, 2); /* as the product does */
+        sum |= *(const line *)(from + 64 * i);
+    }
     return sum[0] | sum[1] | sum[2] | sum[3] | sum[4] | sum[5] | sum[6] | sum[7];
 }
 
