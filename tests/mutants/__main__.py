@@ -74,6 +74,7 @@ def _run(mutants: list[Mutant], copy: Path) -> int:
 
 
 def _copy_tree(copy: Path) -> None:
+    copy.chmod(0o755)  # some tests run as other users
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=_TREE, capture_output=True, text=True, check=True).stdout.split("\0"):
         if name and (_TREE / name).is_file():
