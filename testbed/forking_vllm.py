@@ -194,7 +194,8 @@ def fork_python(code: str, prepare: str) -> Forked:
 
 def start_parent() -> None:
     """Begin to import vLLM for the first programs, without waiting."""
-    threading.Thread(target=_parent, args=({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},), daemon=True).start()
+    defaults = {name: value for name, value in READ_AT_IMPORT.items() if value}
+    threading.Thread(target=_parent, args=(defaults,), daemon=True).start()
 
 
 def _parent(read_at_import: Mapping[str, str], prepare: str = "testbed.forking_vllm:prepare") -> _Parent:

@@ -17,7 +17,7 @@ from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import UsageProblem
-from lora_plugins.client import is_sendable
+from lora_plugins.client import THIS_MACHINE, is_sendable
 from lora_plugins.client.attempt import object_of, rows_of
 from lora_plugins.errors import (
     KINDS,
@@ -37,7 +37,6 @@ DEFAULT_URL = VARIABLES["LORA_PLUGINS_URL"].default or ""
 VLLM_KEY = "VLLM_API_KEY"
 
 _PATH = "/v1/loras"
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _SHOWN_CHARACTERS = 300
 _ERROR = re.compile(
     r"\[(?P<code>L\d{3})\] (?:(?:adapter '(?P<adapter>.*?)')?(?:, )?(?:file '(?P<file>.*?)')?: )?found (?P<found>.*?)"
@@ -84,7 +83,8 @@ class AdminClient:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         # The system's certificates, not those of a Python package.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
-        is_here = parts.hostname in _THIS_MACHINE  # then no variable of the environment names a proxy, see `DIRECT`
+        # A proxy of the environment would ask its own machine; an IPv6 address has no brackets here.
+        is_here = not {parts.hostname, f"[{parts.hostname}]"}.isdisjoint(THIS_MACHINE)
         try:
             self._http = httpx.Client(timeout=timeout_s, headers=headers, verify=verify, trust_env=not is_here)
         except (ImportError, ValueError) as error:

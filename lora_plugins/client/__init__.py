@@ -26,8 +26,9 @@ import httpx
 from lora_plugins.client.attempt import Attempt, Heard, answers_of, error_of, served_digests
 from lora_plugins.client.body import body_of
 
+THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")  # as URLs have them
 # `mounts` of httpx's clients: a proxy of the environment would get the key, and ask its own machine.
-DIRECT = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
+_DIRECT = {f"all://{host}": None for host in THIS_MACHINE}
 
 
 class CallFailed(Exception):
@@ -257,7 +258,7 @@ def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     # Reading certificates takes as long as sending a small adapter, and plain HTTP needs no certificates.
     needs_certificates = any(server.startswith("https:") for server in servers)
-    return httpx.AsyncClient(headers=headers, timeout=timeout_s, verify=needs_certificates, mounts=DIRECT)
+    return httpx.AsyncClient(headers=headers, timeout=timeout_s, verify=needs_certificates, mounts=_DIRECT)
 
 
 def _url(server: str, name: str) -> str:

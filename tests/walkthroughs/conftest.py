@@ -11,6 +11,7 @@ import pytest
 
 from testbed import forked_command
 from testbed.bed import Bed, prepare
+from testbed.forking_vllm import RUN
 from testbed.server import SMALL_ENGINE
 from tests.e2e.servers import BLOCKS, ENVIRONMENT
 from tests.walkthroughs.reader import ROOT
@@ -28,10 +29,9 @@ def env(tmp_path: Path) -> dict[str, str]:
     """Of a reader who has installed all, in a home of their own. `vllm` is forked, but where `spawned` is asked for."""
     (tmp_path / "home").mkdir()
     forked_command.install(tmp_path / "forked")
-    run = "PYTEST_XDIST_TESTRUNUID"  # whose processes share the one that programs are forked from
     return {
         "PATH": f"{tmp_path / 'forked'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        **({run: os.environ[run]} if run in os.environ else {}),
+        **({RUN: os.environ[RUN]} if RUN in os.environ else {}),
         "PYTHONPATH": str(ROOT),
         "HOME": str(tmp_path / "home"),
         # Where vLLM keeps what it finds out about a model's class, in a process that takes twelve seconds of a core.
