@@ -17,7 +17,7 @@ from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import UsageProblem
-from lora_plugins.client import THIS_MACHINE, is_sendable
+from lora_plugins.client import is_here, is_sendable
 from lora_plugins.client.attempt import object_of, rows_of
 from lora_plugins.errors import (
     KINDS,
@@ -83,10 +83,8 @@ class AdminClient:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         # The system's certificates, not those of a Python package.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
-        # A proxy of the environment would ask its own machine; an IPv6 address has no brackets here.
-        is_here = not {parts.hostname, f"[{parts.hostname}]"}.isdisjoint(THIS_MACHINE)
         try:
-            self._http = httpx.Client(timeout=timeout_s, headers=headers, verify=verify, trust_env=not is_here)
+            self._http = httpx.Client(timeout=timeout_s, headers=headers, verify=verify, trust_env=not is_here(url))
         except (ImportError, ValueError) as error:
             raise InvalidSettings(
                 f"a proxy of the environment that cannot be used ({error})",

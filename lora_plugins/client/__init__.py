@@ -15,6 +15,7 @@ Only `httpx` is needed; `push` takes tensors where torch is installed, arrays of
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +27,10 @@ import httpx
 from lora_plugins.client.attempt import Attempt, Heard, answers_of, error_of, served_digests
 from lora_plugins.client.body import body_of
 
-THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")  # as URLs have them
+_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")  # as URLs have them
 # `mounts` of httpx's clients: a proxy of the environment would get the key, and ask its own machine.
-_DIRECT = {f"all://{host}": None for host in THIS_MACHINE}
+_DIRECT = {f"all://{host}": None for host in _THIS_MACHINE}
+_HERE = re.compile(rf"https?://({'|'.join(map(re.escape, _THIS_MACHINE))})(:\d*)?(/|$)", re.IGNORECASE)
 
 
 class CallFailed(Exception):
@@ -252,13 +254,20 @@ def is_sendable(key: str) -> bool:
     return key.isascii() and key.isprintable() and key == key.strip()
 
 
+def is_here(url: str) -> bool:
+    """Whether a server's URL names this machine: then no proxy of the environment is asked, nor has to be usable."""
+    return _HERE.match(url) is not None
+
+
 def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.AsyncClient:
     if key is not None and not is_sendable(key):
         raise ValueError("key: characters that no header can have, such as a line feed at the end")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     # Reading certificates takes as long as sending a small adapter, and plain HTTP needs no certificates.
     needs_certificates = any(server.startswith("https:") for server in servers)
-    return httpx.AsyncClient(headers=headers, timeout=timeout_s, verify=needs_certificates, mounts=_DIRECT)
+    verify = httpx.create_ssl_context() if needs_certificates else False
+    needs_proxies = not all(map(is_here, servers))
+    return httpx.AsyncClient(headers=headers, timeout=timeout_s, verify=verify, mounts=_DIRECT, trust_env=needs_proxies)
 
 
 def _url(server: str, name: str) -> str:

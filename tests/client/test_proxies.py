@@ -123,20 +123,32 @@ def test_no_proxy_sees_what_the_environment_excludes(
     assert proxy.asked == []
 
 
-@pytest.mark.parametrize("call", ["command", "compare"])
-def test_a_proxy_that_cannot_be_used_is_named(
-    proxy: Listening, listen: Callable[[], Listening], monkeypatch: pytest.MonkeyPatch, call: str
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_to_this_machine_needs_no_usable_proxy(
+    proxy: Listening, listen: Callable[[], Listening], monkeypatch: pytest.MonkeyPatch, call: str, host: str
 ) -> None:
-    """SOCKS needs a package of its own; a call to this machine needs no proxy."""
+    """SOCKS needs a package of its own, which httpx asks for before the first call."""
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     server = listen()
-    CALLS[call](f"http://127.0.0.1:{server.port}")
+    CALLS[call](f"http://{host}:{server.port}")
     assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("call", ["command", "compare"])
+def test_a_proxy_that_cannot_be_used_is_named(proxy: Listening, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     with pytest.raises(InvalidSettings, match=r"SOCKS.*ALL_PROXY"):
         CALLS[call](f"http://{ELSEWHERE}")
 
 
-def test_commands_trust_the_certificates_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_here_and_elsewhere_are_asked_together(proxy: Listening, listen: Callable[[], Listening]) -> None:
+    here = listen()
+    wait_served("policy", DIGEST, [f"http://127.0.0.1:{here.port}", f"http://{ELSEWHERE}"], timeout_s=5)
+    assert [len(here.asked), [it.partition("/v1")[0] for it in proxy.asked]] == [1, [f"http://{ELSEWHERE}"]]
+
+
+def test_certificates_of_the_environment_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     command = (
         "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
@@ -151,6 +163,7 @@ def test_commands_trust_the_certificates_of_the_system(tmp_path: Path, monkeypat
             AdminClient(url, 5).text("/version")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert DIGEST in AdminClient(url, 5).text("/version")
+        wait_served("policy", DIGEST, [url], timeout_s=5)
     finally:
         server.server.shutdown()
         server.server.server_close()
