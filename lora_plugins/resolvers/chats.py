@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cachetools import LRUCache
 
 from lora_plugins.adapter.chat import Chat
-from lora_plugins.errors import AdapterNotFound
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.settings import Settings
 from lora_plugins.store.errors import DamagedCopy
@@ -37,11 +38,13 @@ class Chats:
 
     Attributes:
         served: what a server serves of an adapter's chat; the engine's tokenizer decides, once the engine is made.
+        of_leader: asks the API server that has verified a version, by its path; None in that server itself.
     """
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         self._settings, self._layout = settings, layout
         self.served: Callable[[Chat], Chat] | None = None
+        self.of_leader: Callable[[str], Awaitable[Chat]] | None = None
         # Of one thread.
         self._kept: LRUCache[str, _KeptChat] = LRUCache(_MOST_BYTES, lambda kept: len(encode(kept.chat)))
         self._once: SingleFlight[str, Chat] = SingleFlight()
@@ -83,8 +86,13 @@ class Chats:
     async def _read(self, digest: str) -> Chat:
         try:
             return (await asyncio.wrap_future(self._ask(digest))).adapter.chat
-        except AdapterNotFound:
-            raise DamagedCopy.of(digest) from None
+        except (AdapterNotFound, SourceUnavailable) as error:
+            if self.of_leader is not None:  # an engine may hold the weights of a copy that nobody can read any more
+                with suppress(LoRAPluginsError):
+                    return await self.of_leader(str(self._layout.adapter(digest)))
+            if isinstance(error, AdapterNotFound):
+                raise DamagedCopy.of(digest) from None
+            raise
 
     def _ask(self, digest: str) -> Future[ReadAdapter]:
         return children().read(self._layout.adapter(digest), self._settings, config_only=True)

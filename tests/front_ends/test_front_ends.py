@@ -31,6 +31,7 @@ from tests.e2e.standing_still import LONGEST_S
 from tests.front_ends.front_end import FRONT_ENDS, GREEDY, TENANT, FrontEnd, Kind, opened, put, tokens
 
 NIGHTLY = pytest.mark.nightly
+CHATS = "/v1/chat/completions"
 LONG = 300  # tokens of an answer that goes on while something is done
 
 
@@ -111,7 +112,7 @@ def test_an_older_version_is_served_by_its_digest(front_end: FrontEnd) -> None:
 
 @NIGHTLY
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", ["/v1/completions", CHATS, "/v1/messages"])
 def test_every_route_says_the_version(front_end: FrontEnd, path: str, stream: bool) -> None:
     more = {"messages": CHAT} if path != "/v1/completions" else {}
     for answer in front_end.everywhere("sql", path=path, stream=stream, **more):
@@ -324,6 +325,29 @@ def test_prefetch_brings_an_adapter_into_host_memory(front_end: FrontEnd) -> Non
     assert {answer.status_code for answer in front_end.called_everywhere("POST", "/v1/loras/fetched/prefetch")} == {200}
     assert {"store", "host"} <= set(front_end.view("fetched")["tiers"])
     front_end.is_everywhere("fetched", "chat")
+
+
+def test_a_chat_without_copy_and_source_is_answered_from_memory(front_end: FrontEnd) -> None:
+    """With the adapter's own template, which an API server that has never read the copy cannot read any more."""
+    published = front_end.publish("forgotten", "sql")
+    (published / "chat_template.jinja").write_text("the quick brown fox")
+    front_end.done("POST", "/v1/loras/forgotten/prefetch")
+    stored = front_end.root.parent / "store" / front_end.view("forgotten")["digest"]
+    for gone in (published, stored):
+        shutil.rmtree(gone)
+    of_template, of_base = (prompts_of_chats(front_end, name) for name in ("forgotten", "sql"))
+    assert len(of_template) == len(of_base) == 1
+    assert of_template != of_base
+    for answer in front_end.everywhere("forgotten"):
+        assert tokens(answer) == front_end.bed.answers["sql"]
+    assert not stored.exists()
+
+
+def prompts_of_chats(front_end: FrontEnd, name: str) -> set[tuple[int, ...]]:
+    """The tokens that every API server makes of one chat."""
+    answers = front_end.everywhere(name, path=CHATS, messages=CHAT)
+    assert {answer.status_code for answer in answers} == {200}, {answer.text for answer in answers}
+    return {tuple(answer.json()["prompt_token_ids"]) for answer in answers}
 
 
 # --- unloads and blocks ---

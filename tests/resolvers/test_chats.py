@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from lora_plugins.adapter import chat as chat_module
 from lora_plugins.adapter.chat import TOKENIZER_FILE, AddedToken, Chat
-from lora_plugins.errors import InvalidAdapter
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import AdapterChat
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.verification.children import Children
@@ -94,6 +95,43 @@ def test_a_missing_copy_brings_no_other_chat(make):
     shutil.rmtree(path)
     with pytest.raises(DamagedCopy):
         asyncio.run(make(FakeSource("s3")).chats.read(str(path)))
+
+
+@pytest.mark.parametrize("loss", ["removed", "denied"])
+def test_the_leader_has_the_chat_of_a_lost_copy(make, monkeypatch, loss):
+    leader = make(FakeSource("s3", {"sql": FILES}))
+    path, follower = leader.ask().path, make(FakeSource("s3"))
+    if loss == "removed":
+        shutil.rmtree(path)
+    else:
+        monkeypatch.setattr(Children, "read", lambda *_, **__: refused(SourceUnavailable("a stale handle")))
+    follower.chats.of_leader = leader.chats.read
+
+    async def asked() -> tuple[Chat, Chat]:
+        return await follower.chats.read(str(path)), follower.chats.at(str(path))
+
+    assert asyncio.run(asked()) == (READ, READ)
+
+
+@pytest.mark.parametrize("error", [SourceUnavailable("a stale handle"), AdapterNotFound("nothing")])
+def test_a_chat_that_nobody_has_is_the_first_error(make, monkeypatch, error):
+    path, follower = make(FakeSource("s3", {"sql": FILES})).ask().path, make(FakeSource("s3"))
+    monkeypatch.setattr(Children, "read", lambda *_, **__: refused(error))
+
+    async def of_leader(path: str) -> Chat:
+        raise SourceUnavailable(f"the first API server lacks {path}")
+
+    follower.chats.of_leader = of_leader
+    with pytest.raises(SourceUnavailable, match=r"stale handle|damaged copy") as raised:
+        asyncio.run(follower.chats.read(str(path)))
+    assert isinstance(raised.value, DamagedCopy) == isinstance(error, AdapterNotFound)
+
+
+def refused(error: Exception) -> Future[Any]:
+    """As a reading process answers."""
+    answer: Future[Any] = Future()
+    answer.set_exception(error)
+    return answer
 
 
 def test_chats_of_the_base_model_ask_no_process(make, asked):

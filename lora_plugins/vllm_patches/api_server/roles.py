@@ -13,6 +13,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from lora_plugins.adapter.chat import Chat
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.errors import InvalidSettings
@@ -76,6 +79,11 @@ async def take_role(models: Any) -> Leader | Follower | None:
     # Before the connection: the leader's first message fills the table.
     models.lora_requests = follower.table
     process.rates = FollowedRates(follower)
+
+    async def chat_of_leader(path: str) -> Chat:
+        return msgspec.convert((await follower.call("chat", path=path))["chat"], Chat)
+
+    process.resolver.chats.of_leader = chat_of_leader
     await follower.connect(folder, core.client_index)
     return follower
 
@@ -93,6 +101,8 @@ async def listen(models: Any, leader: Leader) -> None:
                 return await _resolve(models, leader, frame)
             case "have":
                 return {"is_had": await lifecycle_of(models).copies.have(frame["name"], frame["engine_id"])}
+            case "chat":
+                return {"chat": await this_process().resolver.chats.read(frame["path"])}
             case "used":
                 lifecycle_of(models).planner.used_at[frame["engine_id"]] = time.time()
             case "admit":
