@@ -200,7 +200,7 @@ def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
             remedy="lower LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
             adapter=adapter,
         )
-    if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
+    if any(isinstance(one, (FileNotFoundError, NotADirectoryError)) for one in (error, error.__cause__)):
         return AdapterNotFound(
             f"files missing ({str(error)[:300]})",
             expected="the adapter's files where it was loaded from",

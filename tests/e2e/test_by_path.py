@@ -6,6 +6,7 @@ One server with one slot; its prefix cache keeps most of the prompts, so that wh
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -127,8 +128,14 @@ def test_a_hub_id_is_verified_and_answers_with_its_digest(served: Served) -> Non
     (root,) = [card["root"] for card in served.call("GET", "/v1/models").json()["data"] if card["id"] == "by-id"]
     assert root == "team/by-id"
     served.hub.commit("team/condemned", files | {CONFIG_FILE: b"{"})
-    for repo, status, says in (("team/condemned", 400, CONFIG_FILE), ("team/none", 503, "L006"), ("x", 400, "org/")):
-        answer = served.call("POST", "/v1/load_lora_adapter", {"lora_name": "refused", "lora_path": repo})
+    weights = os.path.relpath(served.bed.adapters / VERSIONS[0] / WEIGHTS_FILE)  # a file, in the place of its directory
+    for path, status, says in (
+        ("team/condemned", 400, CONFIG_FILE),
+        ("team/none", 503, "L006"),
+        ("x", 400, "org/"),
+        (weights, 404, "Not a directory"),
+    ):
+        answer = served.call("POST", "/v1/load_lora_adapter", {"lora_name": "refused", "lora_path": path})
         assert (answer.status_code, says in answer.text) == (status, True), answer.text
     fetched = {request.path.rpartition("/")[2] for request in served.hub.requests() if "team/condemned" in request.path}
     assert WEIGHTS_FILE not in fetched

@@ -62,6 +62,7 @@ def test_every_error_becomes_one_of_ours_and_names_the_adapter() -> None:
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), OutOfMemory),
         (FileNotFoundError("adapter_config.json"), AdapterNotFound),
         (chained(ValueError("no adapter found"), FileNotFoundError("x")), AdapterNotFound),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "sql/adapter_model.safetensors/x"), AdapterNotFound),
         (ValueError("expected target modules in ..."), InvalidAdapter),
     ):
         explained = loading.explained(error, "sql")
