@@ -7,7 +7,7 @@ multiplied in with the copy is set to 1 (`worker/loading.py`, `worker/loaded_ada
 
 Touches:
     vllm.lora.worker_manager: WorkerLoRAManager._load_adapter(self, lora_request)
-    vllm.lora.model_manager: LoRAModelManager._validate_moe_lora_format(self, lora_model) # since 0.32
+    vllm.lora.model_manager:
         LoRAModelManager{_create_merged_loras_inplace(self, lora_model),
             _restrict_to_local_experts(self, module_name, new_module_names),
             _get_lora_layer_weights(self, lora_model, module_name)}
@@ -53,7 +53,6 @@ from lora_plugins.worker.metrics import metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.model_modules import describe
 from lora_plugins.worker.slot_copy import SlotStream, forget
-from lora_plugins.worker.weights_file import has_stacked_experts
 
 
 class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
@@ -71,7 +70,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             WorkerLoRAManager{set_active_adapters(self, requests, mapping), add_dummy_lora(self, lora_request, rank),
                 remove_adapter(self, adapter_id), remove_all_adapters(self), list_adapters(self)}
         vllm.lora.layers.utils: LoRAMapping{index_mapping, prompt_mapping}
-        vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, is_3d_lora_weight}
+        vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path}
     Why: adapters come and go as the scheduler says.
     """
 
@@ -159,14 +158,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             LoRAPluginsError, or any error of vLLM's.
         """
         request = spec.lora_request or request_of(spec.name, spec.engine_id, path)
-        # Which vLLM would have the caller say; without experts in the model, the file's header is not read twice.
-        if spec.lora_request is None and self._modules.experts and has_stacked_experts(path):
-            request.is_3d_lora_weight = True
         manager = self._adapter_manager
         with describing(adapter=spec.name):
             model = self._load_adapter(request)
-            if hasattr(manager, "_validate_moe_lora_format"):  # since vLLM 0.32
-                manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
+            manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             notes = loading.check_described(
                 model, manager, self._modules,
                 is_whole_model=self._is_whole_model, refuse_unmatched=self._settings.refuse_unmatched,

@@ -10,6 +10,7 @@ import inspect
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.platforms import current_platform
 
@@ -116,6 +117,26 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
             if None not in self.lora_index_to_id[copied]:
                 raise ValueError("No free lora slots")
         return bool(super().activate_adapter(lora_id))  # takes the first free slot
+
+    def _validate_moe_lora_format(self, lora_model: Any) -> None:
+        """Note whether the adapter's experts are stacked, and refuse the adapter as vLLM does.
+
+        Touches:
+            vllm.lora.model_manager: LoRAModelManager._validate_moe_lora_format(self, lora_model) # since 0.32
+                LoRAModelManager{_get_lora_layer_weights(self, lora_model, module_name)}
+            vllm.lora.lora_model: LoRAModel{is_3d_lora_weight}
+            vllm.lora.lora_weights: LoRALayerWeights{lora_a}
+        Why: vLLM has a request's caller say it; commands of the scheduler name a path alone.
+        Until: vLLM sees it in the adapter's tensors.
+        """
+        experts = [name for name, module in self.modules.items() if hasattr(module, "w2_lora_a_stacked")]
+        pairs = [f"{name}{pair}" for name in experts for pair in ("", ".base_layer")]
+        weights = [self._get_lora_layer_weights(lora_model, name) for name in pairs]
+        # Weights of single experts come under other names, and as a list once vLLM has merged them.
+        if any(one is not None and torch.is_tensor(one.lora_a) for one in weights):
+            lora_model.is_3d_lora_weight = True
+        if hasattr(LRUCacheLoRAModelManager, "_validate_moe_lora_format"):
+            super()._validate_moe_lora_format(lora_model)
 
     def touch(self, lora_id: int) -> None:
         """Note the use of an adapter that others have added."""

@@ -61,17 +61,6 @@ def open_weights(path: str | os.PathLike[str], framework: str = "pt") -> Any:
         return safetensors.safe_open(path, framework=framework)  # names the fault, or reads a rarer dtype
 
 
-def has_stacked_experts(directory: str) -> bool:
-    """Whether weights hold a layer's experts stacked, as PEFT stacks them; False for a file that cannot be read."""
-    path = os.path.join(os.path.expanduser(directory), "adapter_model.safetensors")
-    try:
-        with open(path, "rb") as file:
-            header = read_header(file, os.fstat(file.fileno()).st_size)
-    except (OSError, InvalidAdapter):
-        return False  # loading says why
-    return any(".experts.lora_" in info.name or ".experts.base_layer.lora_" in info.name for info in header)
-
-
 def patch_safetensors() -> None:
     """Let vLLM read adapters by `open_weights`; a second call changes nothing.
 

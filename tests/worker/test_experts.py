@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind
@@ -65,6 +66,29 @@ def test_slots_hold_what_vllm_writes(
     assert found.keys() == wanted.keys()
     assert [place for place in wanted if not torch.equal(found[place], wanted[place])] == []
     assert all(wanted[place].any() for place in wanted), "the adapter fills every module"
+
+
+@pytest.mark.parametrize("of_format", [ExpertFormat.STACKED, ExpertFormat.PER_EXPERT])
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_no_caller_has_to_say_that_experts_are_stacked(
+    make_real_manager: Any, tmp_path: Path, file: str, of_format: ExpertFormat
+) -> None:
+    """The scheduler's commands name a path alone, so what a caller has said of it would be lost."""
+    ours, vllms = (
+        make_real_manager("qwen3-moe", **MIXED),
+        make_real_manager("qwen3-moe", LRUCacheWorkerLoRAManager, **MIXED),
+    )
+    is_3d = of_format is ExpertFormat.STACKED
+    adapter = write_adapter(tmp_path / "a", 7, tensors_for(described(ours), of_format, RANK), RANK, is_3d=is_3d)
+    weights = adapter.path / "adapter_model.safetensors"
+    if file != weights.name:
+        torch.save(load_file(weights), adapter.path / file)
+        weights.unlink()
+    vllms.add_adapter(adapter.request())
+    serve(ours, adapter, 1)
+    wanted, found = held_in(vllms, slots_of(vllms).index(7)), held_in(ours, 1)
+    assert found.keys() == wanted.keys()
+    assert [place for place in wanted if not torch.equal(found[place], wanted[place])] == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lora_plugins.worker.weights_file import MappedTensors, has_stacked_experts, open_weights, patch_safetensors
+from lora_plugins.worker.weights_file import MappedTensors, open_weights, patch_safetensors
 from tests.worker.small_model import Adapter
 
 READS = 200
@@ -98,18 +98,3 @@ def test_loading_an_adapter_again_and_again_leaves_nothing_behind(
     adapter = adapters[0]
     tensors = len(adapter.a) + len(adapter.b)
     assert blocks_left_by(lambda: manager._load_adapter(adapter.request())) < READS * tensors / 10
-
-
-@pytest.mark.parametrize(
-    ("name", "is_stacked"),
-    [
-        ("experts.base_layer.lora_A", True),
-        ("experts.lora_B", True),
-        ("experts.0.w1.lora_A", False),
-        ("q_proj.lora_A", False),
-    ],
-)
-def test_names_say_whether_experts_are_stacked(tmp_path: Path, name: str, is_stacked: bool) -> None:
-    assert not has_stacked_experts(str(tmp_path))  # no file
-    save_file({f"base_model.model.layers.0.{name}.weight": torch.zeros(2, 2)}, tmp_path / "adapter_model.safetensors")
-    assert has_stacked_experts(str(tmp_path)) is is_stacked
