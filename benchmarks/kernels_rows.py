@@ -3,8 +3,7 @@
 One layer (`in` 1024, a slice of 1024 and two of 256), one and four adapters of rank 16 and 64, each with 1 to 1024
 neighbouring rows, one thread unless `--threads` says otherwise. Compiled and PyTorch's in turn, `--rounds` times; a
 figure is that of the fastest run. Prints Markdown, keeps benchmarks/results/kernels_rows.json, or one
-named after the processor's bfloat16 instructions. The machine's rule that
-`lora_plugins/kernels/processor.py` has for it is printed beside.
+named after the processor's bfloat16 instructions. The product's rule: PyTorch computes nothing that our product can.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 import torch
 
 from benchmarks.record import keep
-from lora_plugins.kernels import processor
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.cpu import BatchRows, Buffers, ModulePlan, ModuleSlots
@@ -89,13 +87,12 @@ def main() -> int:
                         case = {"dtype": dtype, "threads": threads, "rank": rank, "adapters": adapters}
                         found.append({**case, "rows": rows, **best, "load": os.getloadavg()[0]})
     print(table(found))
-    rule = {dtype: processor.torch_from_rows(dtype) for dtype in options.dtypes}
     machine = this_processor()
-    print(f"\n{machine.description()}; the rule here (rows, None: never): {rule}")
+    print(f"\n{machine.description()}")
     if not options.dry:
         of_bfloat16 = (machine.bfloat16 or "").lower().replace("-", "").replace(" ", "_")
         name = f"kernels_rows_{of_bfloat16}".rstrip("_")
-        print(f"Raw: {keep(name, {'machine': machine.description(), 'rule': rule, 'cases': found}).name}")
+        print(f"Raw: {keep(name, {'machine': machine.description(), 'cases': found}).name}")
     return 0
 
 

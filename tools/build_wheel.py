@@ -1,8 +1,8 @@
 """Build the wheel, with objects of the CPU kernels for several kinds of processors, so that its users need no compiler.
 
 The wheel is for any platform (`py3-none-any`): where no object fits, the C source is compiled at the start, as from a
-source distribution. The objects are linked with nothing: OpenMP is found in the process that loads them, and `memset`
-in its C library, of whatever version. Nothing is written into the source tree but the wheel.
+source distribution. The objects are linked with nothing: OpenMP is found in the process that loads them, and what
+`FROM_THE_C_LIBRARY` names in its C library, of whatever version. Nothing is written into the source tree but the wheel.
 
 With `REPOSITORY`, a URL, the wheel has links to the repository; no file of this tree names a host.
 """
@@ -28,7 +28,7 @@ from lora_plugins.kernels.compiled import build, prebuilt  # noqa: E402
 
 COMPILERS = {"x86_64": "x86_64-linux-gnu-gcc", "aarch64": "aarch64-linux-gnu-gcc"}
 PACKAGES = {"x86_64": "gcc-x86-64-linux-gnu", "aarch64": "gcc-aarch64-linux-gnu"}
-FROM_THE_C_LIBRARY = {"memcpy", "memmove", "memset"}
+FROM_THE_C_LIBRARY = {"memcpy", "memmove", "memset", "__tls_get_addr"}
 FROM_OPENMP = {"GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads"}
 
 

@@ -1,15 +1,15 @@
 """Rank-exact LoRA on the CPU: a plan of the products of each module for each batch.
 
 The compiled product (`lora_plugins.kernels.compiled`) computes all adapters in a single call. PyTorch computes the
-rest, adapter by adapter, from views of the slots: adapters of many rows where PyTorch is faster (`processor.py`);
-adapters of a large rank in a slot, whose copy into panels would hold up the engine's loop; dtypes without a compiled
-product. Each row meets only its own adapter, so no content of an adapter reaches the rows of another.
+rest, adapter by adapter, from views of the slots: adapters of a large rank in a slot, whose copy into panels would hold
+up the engine's loop; dtypes without a compiled product. Each row meets only its own adapter, so no content of an
+adapter reaches the rows of another.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,26 +76,23 @@ class ModuleSlots:
         b: `[slots, 1, out, max_rank]` for each slice, vLLM's own tensor, read only.
         ranks: true ranks of the slots' content.
         panels: the slots' panels, where the compiled product computes the module.
-        torch_from_rows: the number of rows from which PyTorch computes an adapter all the same; None means never.
     """
 
     a: tuple[Any, ...]
     b: tuple[Any, ...]
     ranks: SlotRanks
     panels: SlotPanels | None = None
-    torch_from_rows: int | None = None
 
-    def compiled(self, rows: dict[int, Any]) -> dict[int, Panels]:
-        """Return the panels of the slots in `rows` that the compiled product computes."""
-        panels, most = self.panels, self.torch_from_rows
+    def compiled(self, slots: Iterable[int]) -> dict[int, Panels]:
+        """Return the panels of the given slots that the compiled product computes."""
+        panels = self.panels
         if panels is None:
             return {}
         return {
             slot: panels.of(slot)
-            for slot, own in rows.items()
+            for slot in slots
             # The panels alone hold the adapter of a slot that points at panels: the stacks are views of a single zero.
-            if panels.is_placed(slot)
-            or (0 < max(self.ranks[slot]) <= LARGEST_COPIED_RANK and (most is None or len(own) < most))
+            if panels.is_placed(slot) or 0 < max(self.ranks[slot]) <= LARGEST_COPIED_RANK
         }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from lora_plugins.errors import InvalidAdapter
-from lora_plugins.kernels import processor
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, fill, size
@@ -150,11 +149,9 @@ class Packer:
 def are_pointed(dtype: Any, *, fully_sharded: bool) -> bool:
     """Whether layers of this dtype get packers where the compiled product computes.
 
-    Layers with part of their products made by PyTorch get no packer. Neither do fully sharded layers, which shrink and
-    expand apart.
+    Fully sharded layers, which shrink and expand apart, get no packer.
     """
-    name = str(dtype).removeprefix("torch.")
-    return name in build.ELEMENTS and processor.torch_from_rows(name) is None and not fully_sharded
+    return str(dtype).removeprefix("torch.") in build.ELEMENTS and not fully_sharded
 
 
 def give_packer(module: Any, product: Callable[[str], Product]) -> None:

@@ -1,17 +1,8 @@
-"""This machine's processor: its instructions, and from how many rows on PyTorch's bfloat16 is faster; pure.
-
-PyTorch hands bfloat16 to oneDNN, which multiplies with the processor's own instructions where there are any. The
-compiled product sums in float32 registers, or with AVX-512 BF16. With AVX-512 BF16 PyTorch's were 1.15 to 27 times
-slower than ours, with neither AMX nor bfloat16 instructions 4 to 120 times.
-
-Sources: `benchmarks/kernels_rows.py` for processors with AVX2 (results/kernels_rows.json) and with AVX-512 BF16
-(results/kernels_rows_avx512_bf16.json). With AMX: measured by the engine's owner on one machine in November 2026,
-slower than oneDNN from about 16 rows for each adapter; without a raw result. ARM BF16: not measured; the number of rows
-is the package's first value.
-"""
+"""This machine's processor: the instructions that programs may use; pure."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
 from collections.abc import Iterable
@@ -25,6 +16,8 @@ X86_64_V4 = X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512v
 AVX512_BF16 = frozenset({"avx512_bf16"})
 AMX_BF16 = frozenset({"amx_tile", "amx_bf16"})
 ARM_BF16 = frozenset({"bf16"})
+# Linux, arch/x86/include/uapi/asm/prctl.h: since 5.16 a process asks for the registers of AMX before their first use.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +48,20 @@ class Processor:
 
 @functools.cache
 def this_processor() -> Processor:
-    """Return the processor of this process, without flags where the system does not tell the flags."""
+    """Return the processor of this process, without flags where the system does not tell the flags.
+
+    Where the processor has AMX, the process has the permission to use AMX afterwards.
+    """
     # Inside a sandbox /proc may be missing. Without flags no x86 object is used, and -march=native compiles.
     try:
         text = CPUINFO.read_text(errors="replace")
     except OSError:
         text = ""
-    return Processor(platform.machine(), flags_in(text))
+    found = Processor(platform.machine(), flags_in(text))
+    # A sandbox may refuse: the first instruction of AMX would end the process.
+    if found.has(AMX_BF16) and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA):
+        return Processor(found.architecture, found.flags - AMX_BF16)
+    return found
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
@@ -71,18 +71,3 @@ def flags_in(cpuinfo: str) -> frozenset[str]:
         if name.strip() in {"flags", "Features"}:
             return frozenset(values.split())
     return frozenset()
-
-
-ROWS_OF_BFLOAT16 = {"AMX": 16, "ARM BF16": 32}
-
-
-def torch_from_rows(dtype: str, processor: Processor | None = None) -> int | None:
-    """Return the number of rows from which PyTorch computes an adapter; None means never.
-
-    Args:
-        dtype: `float32`, `bfloat16` or `float16`.
-        processor: this machine's by default.
-    """
-    if dtype != "bfloat16":
-        return None
-    return ROWS_OF_BFLOAT16.get((processor or this_processor()).bfloat16 or "")

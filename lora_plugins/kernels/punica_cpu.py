@@ -15,7 +15,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels import cpu, layers, packing, processor, reference
+from lora_plugins.kernels import cpu, layers, packing, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import SlotPanels
@@ -68,8 +68,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             return
         a, b, ranks = layer
         if all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
-            by_torch = processor.torch_from_rows(str(a[0].dtype).removeprefix("torch."))
-            slots = cpu.ModuleSlots(*layer, self._panels(module, layer), by_torch)
+            slots = cpu.ModuleSlots(*layer, self._panels(module, layer))
             # A classification head hands its only pair to add_lora_logits without the tuple, so both ids must find the
             # slots.
             keys = {id(module.lora_a_stacked), *((id(a[0]),) if len(a) == 1 else ())}

@@ -19,8 +19,6 @@ from lora_plugins.kernels.ranks import SlotRanks
 # last place of the dtype, since shrunk rows and the sum are each rounded to it once.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
-FEW_COMPILED = "compiled below 4 rows"  # as where PyTorch's products of many rows are faster
-
 
 def pairwise(
     *, indirect: Sequence[str] = (), **values: Sequence[object] | Mapping[str, object]
@@ -109,10 +107,10 @@ def make_case(
             b[i][slot, 0, :, :rank] = torch.randn(widths[i], rank, generator=generator)
         learned.written(slot, of_slices)
     x = torch.randn(len(slot_of_row), inn, generator=generator).to(dtype)
-    compiled = products in {"compiled", FEW_COMPILED}
-    panels = SlotPanels(build.product(str(dtype).removeprefix("torch.")), a, b, learned) if compiled else None
-    by_torch = 4 if products == FEW_COMPILED else None
-    return Case(ModuleSlots(tuple(a), tuple(b), learned, panels, by_torch), list(ranks), x, slot_of_row, widths)
+    panels = (
+        SlotPanels(build.product(str(dtype).removeprefix("torch.")), a, b, learned) if products == "compiled" else None
+    )
+    return Case(ModuleSlots(tuple(a), tuple(b), learned, panels), list(ranks), x, slot_of_row, widths)
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, slot_of_row: list[int]) -> None:

@@ -211,7 +211,6 @@ ELSEWHERE = build.ELEMENTS if "avx512f" in processor.this_processor().flags else
 @pytest.mark.usefixtures("fresh")
 def test_other_processors_paths_are_right(monkeypatch, dtype, flags):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Wno-psabi", *flags))
-    kind = getattr(torch, dtype)
     for rows, ranks, inn, widths, parts in (
         (1, (1, 0), 7, (19, 3), 1),
         (2, (16, 16), 64, (64, 16), 2),
@@ -220,16 +219,74 @@ def test_other_processors_paths_are_right(monkeypatch, dtype, flags):
         (5, (63, 9), 601, (40, 31), 3),
         (3, (600, 1), 30, (40, 31), 1),
     ):
-        slot_of_row = [-1, *[1] * rows, 0, 1]
-        case = make_case(
-            slot_of_row, [(3, 17), ranks], inn=inn, widths=widths, max_rank=600, dtype=kind, products="compiled"
-        )
-        panels = case.weights.panels
-        case.weights.ranks.written(1, ranks)
-        panels.place(1, panels.of(1))  # of a rank above 64 too
-        panels.product = dataclasses.replace(panels.product, parts=lambda *_, parts=parts: parts)
-        y = case.outputs()
-        assert_equal(case.computed(y, scale=0.5), case.expected(y, scale=0.5), y, slot_of_row)
+        check_two_adapters([-1, *[1] * rows, 0, 1], ranks, inn, widths, parts, getattr(torch, dtype))
+
+
+def check_two_adapters(slot_of_row, ranks, inn, widths, parts, dtype) -> None:
+    """Slot 1 points at an adapter of these ranks, of which a slot's copy would have 64 at most."""
+    case = make_case(
+        slot_of_row, [(3, 17), ranks], inn=inn, widths=widths, max_rank=600, dtype=dtype, products="compiled"
+    )
+    panels = case.weights.panels
+    case.weights.ranks.written(1, ranks)
+    panels.place(1, panels.of(1))
+    panels.product = dataclasses.replace(panels.product, parts=lambda *_: parts)
+    y = case.outputs()
+    assert_equal(case.computed(y, scale=0.5), case.expected(y, scale=0.5), y, slot_of_row)
+
+
+ORDERS = {
+    "neighbours": lambda rows: [1] * rows,
+    "every third row": lambda rows: [1, 0, -1] * rows,
+    "rows without a stride": lambda rows: [1, 0, 1, 1, -1] * (rows // 3) + [1] * (rows % 3),
+}
+AMX_BED = Path(__file__).with_name("amx_emulator.c")
+
+
+@pytest.fixture
+def amx(tmp_path, monkeypatch, fresh):
+    """The product with AMX's instructions: the processor's, or the emulator's."""
+    if processor.this_processor().has(processor.AMX_BF16):
+        yield
+        return
+    instead = () if processor.this_processor().has(processor.AVX512_BF16) else ("-DDOT_IN_C", "-DLANES_16")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Wno-psabi", *prebuilt.AMX, *instead))
+    library = tmp_path / "amx.so"
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", AMX_BED, "-o", library], check=True, timeout=60)
+    emulator = ctypes.CDLL(str(library))
+    emulator.amx_start()
+    yield
+    assert emulator.amx_stop() > 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.usefixtures("amx", "threads")
+def test_amx_computes_every_shape(order):
+    for rows, ranks, inn, widths, parts in (
+        (5, (7, 40), 513, (33, 70), 1),  # an odd sum, and columns within a register
+        (16, (16, 16), 320, (64, 16), 2),
+        (33, (16, 96), 320, (300, 31), 1),
+        (40, (600, 9), 70, (40, 31), 1),  # a sum in three, in steps of 16 and of 11 pairs
+        (97, (34, 7), 64, (40, 31), 3),  # 17 pairs: no step divides them
+    ):
+        check_two_adapters(order(rows), ranks, inn, widths, parts, torch.bfloat16)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.usefixtures("amx")
+def test_amx_keeps_non_finite_numbers_to_their_rows(bad):
+    slot_of_row = [0] * 20 + [1, -1, 0] * 20
+    case = make_case(slot_of_row, [(16,), (16,)], inn=64, widths=(40,), dtype=torch.bfloat16, products="compiled")
+    case.weights.a[0][0, 0, 3, 5] = bad
+    case.x[1] = 0
+    case.x[5] = bad
+    y = case.outputs()
+    found, expected = case.computed(y), case.expected(y)
+    of_others = [row for row, slot in enumerate(slot_of_row) if slot == 1]
+    assert_equal(found[of_others], expected[of_others], y[of_others], [1] * len(of_others))
+    assert torch.equal(found.isnan(), expected.isnan())
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="an instruction of x86-64")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.kernels import dispatch, processor, tuning
+from lora_plugins.kernels import cpu, dispatch, processor, tuning
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.dispatch import (
     CPU_WRAPPER,
@@ -22,7 +22,7 @@ from lora_plugins.kernels.dispatch import (
 )
 from lora_plugins.kernels.processor import X86_64_V3, X86_64_V4, Processor
 from lora_plugins.kernels.tuning import PACKAGED
-from tests.kernels.common import FEW_COMPILED, make_case
+from tests.kernels.common import make_case
 
 NO_COMPILER = "no C compiler is on the PATH"
 TRITON = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
@@ -159,25 +159,26 @@ AMX = Processor("x86_64", X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16", "a
 
 
 @pytest.mark.parametrize(
-    ("this", "rows"),
+    ("this", "name"),
     [
-        (AMX, 16),
-        (Processor("x86_64", X86_64_V4 | {"avx512_bf16"}), None),
+        (AMX, "AMX"),
+        (Processor("x86_64", X86_64_V4 | {"avx512_bf16"}), "AVX-512 BF16"),
         (Processor("x86_64", X86_64_V4), None),
-        (Processor("x86_64", X86_64_V3), None),
         (Processor("x86_64"), None),
-        (Processor("aarch64", frozenset({"asimd", "bf16"})), 32),
+        (Processor("aarch64", frozenset({"asimd", "bf16"})), "ARM BF16"),
         (Processor("aarch64", frozenset({"asimd"})), None),
         (Processor("riscv64", frozenset({"bf16"})), None),
     ],
 )
-def test_bfloat16_goes_by_the_processors_instructions(this, rows):
-    assert processor.torch_from_rows("bfloat16", this) == rows
+def test_instructions_for_bfloat16_have_names(this, name):
+    assert this.bfloat16 == name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_other_dtypes_are_always_compiled(dtype):
-    assert processor.torch_from_rows(dtype, AMX) is None
+def test_amx_that_the_system_refuses_is_not_used(monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {' '.join(AMX.flags)}\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    found = processor.this_processor.__wrapped__()
+    assert found.flags == (AMX.flags if torch.cpu._is_amx_tile_supported() else AMX.flags - processor.AMX_BF16)
 
 
 def test_flags_are_read_as_the_kernel_writes_them(monkeypatch, tmp_path):
@@ -197,6 +198,8 @@ def test_the_processor_is_what_pytorch_finds():
 
 @pytest.mark.skipif(build.problem() is not None, reason="there is no compiled product here")
 def test_what_a_slot_points_at_stays_compiled():
-    weights = make_case([], [(8,)], products=FEW_COMPILED).weights
+    rank = cpu.LARGEST_COPIED_RANK + 1
+    weights = make_case([], [(rank,)], max_rank=rank, products="compiled").weights
+    assert weights.compiled([0]) == {}
     weights.panels.place(0, weights.panels.of(0))
-    assert list(weights.compiled({0: range(1000)})) == [0]
+    assert list(weights.compiled([0])) == [0]

@@ -21,7 +21,7 @@ from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
 
 from lora_plugins.errors import InvalidAdapter
-from lora_plugins.kernels import processor, reference
+from lora_plugins.kernels import reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, ReferencePunicaWrapper
@@ -419,7 +419,7 @@ def test_a_layer_of_another_shape_is_refused():
         packer_of(other).place(0, packed)
 
 
-def test_which_layers_have_a_packer(monkeypatch):
+def test_which_layers_have_a_packer():
     def packer(kind=CompiledPunicaWrapperCPU, dtype=torch.float32, **attributes):
         layer = layer_of((19,), dtype)
         vars(layer).update(attributes)
@@ -430,10 +430,7 @@ def test_which_layers_have_a_packer(monkeypatch):
     assert packer(lora_config=SimpleNamespace(fully_sharded_loras=False)) is not None
     assert packer(lora_config=SimpleNamespace(fully_sharded_loras=True)) is None
     assert packer(set_module_to_save=None) is None  # a classification head
-    for rows, is_there in ((None, True), (16, False)):  # as on processors without AMX, and with it
-        monkeypatch.setattr(processor, "torch_from_rows", lambda dtype, rows=rows: rows)
-        assert (packer(dtype=torch.bfloat16) is not None) is is_there
-    monkeypatch.undo()
+    assert packer(dtype=torch.bfloat16) is not None
     assert packer(dtype=torch.float64) is None
     assert packer(kind=ReferencePunicaWrapper) is None
     assert packer_of(torch.nn.Linear(1, 1)) is None

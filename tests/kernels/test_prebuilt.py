@@ -32,9 +32,13 @@ here = pytest.mark.skipif(HERE is None or COMPILER is None, reason="no object ca
         (Processor("x86_64", X86_64_V4), "bfloat16", "x86-64-v4"),
         (Processor("x86_64", X86_64_V4 | {"avx512_bf16"}), "bfloat16", "x86-64-v4-bf16"),
         (Processor("x86_64", X86_64_V4 | {"avx512_bf16"}), "float32", "x86-64-v4"),
+        (Processor("x86_64", X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}), "bfloat16", "x86-64-v4-amx"),
+        (Processor("x86_64", X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}), "float16", "x86-64-v4"),
         (Processor("x86_64", X86_64_V4 - {"avx512vl"}), "float32", "x86-64-v3"),
         (Processor("x86_64", X86_64_V3 - {"fma"}), "float32", None),
-        (Processor("aarch64", frozenset({"asimd"})), "float16", "aarch64"),
+        (Processor("aarch64", frozenset({"asimd"})), "bfloat16", "aarch64"),
+        (Processor("aarch64", frozenset({"asimd", "bf16"})), "bfloat16", "aarch64-bf16"),
+        (Processor("aarch64", frozenset({"asimd", "bf16"})), "float16", "aarch64"),
         (Processor("ppc64le", X86_64_V4), "float32", None),
     ],
 )
@@ -108,7 +112,7 @@ def test_what_is_not_as_built_is_never_loaded(installed, how, says):
 
 
 def test_a_processor_without_a_level_is_named(installed):
-    with pytest.raises(prebuilt.Unusable, match=r"this processor \(ppc64le\) has none of the levels x86-64-v4-bf16, "):
+    with pytest.raises(prebuilt.Unusable, match=r"this processor \(ppc64le\) has none of the levels x86-64-v4-amx, "):
         find(installed, Processor("ppc64le"))
 
 
@@ -178,6 +182,7 @@ print("right")
 @here
 def test_a_wheel_computes_right_without_a_compiler(tmp_path):
     levels = {prebuilt.level(dtype, this_processor()).name for dtype in prebuilt.DTYPES}
+    levels.add("x86-64-v4-amx" if this_processor().architecture == "x86_64" else "aarch64-bf16")
     made = subprocess.run(
         [sys.executable, ROOT / "tools" / "build_wheel.py", "--no-build-isolation", "--dist", tmp_path / "dist",
          "--levels", *levels],
@@ -211,9 +216,12 @@ CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarc
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not (CROSS and EMULATOR), reason="needs Debian's gcc-aarch64-linux-gnu and qemu-user")
-@pytest.mark.parametrize("dtype", prebuilt.DTYPES)
-def test_objects_for_aarch64_are_right_in_an_emulator(tmp_path, dtype):
-    (level,) = [level for level in prebuilt.LEVELS if level.architecture == "aarch64"]
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [(level, dtype) for level in prebuilt.LEVELS if level.architecture == "aarch64" for dtype in level.dtypes],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_objects_for_aarch64_are_right_in_an_emulator(tmp_path, level, dtype):
     library, driver = tmp_path / level.file_name(dtype), tmp_path / "driver"
     flags = [*build.ANY_PROCESSOR, *level.compiler_flags, "-nostdlib", f"-DELEMENT={build.ELEMENTS[dtype]}"]
     subprocess.run([CROSS, *flags, prebuilt.SOURCE, "-o", library], check=True, timeout=60)
@@ -227,7 +235,7 @@ def test_objects_for_aarch64_are_right_in_an_emulator(tmp_path, dtype):
         parts = (sizes, case.x, case.weights.a[0], case.weights.b[0], y)
         given = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
         done = subprocess.run(
-            [EMULATOR, "-L", "/usr/aarch64-linux-gnu", driver],
+            [EMULATOR, "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", driver],
             input=given,
             capture_output=True,
             timeout=120,

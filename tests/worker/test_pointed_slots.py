@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from lora_plugins.kernels import processor
 from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.scheduler.messages import Activate, Load, Loaded, Slots
@@ -85,15 +84,13 @@ def test_all_adapters_in_host_memory_run_in_one_batch(make_manager: Make, twelve
     assert manager.lora_metrics()["adapters"]["slots"] == 14
 
 
-@pytest.mark.parametrize("change", ["other kernels", "AMX", "fully sharded", "float64"])
+@pytest.mark.parametrize("change", ["other kernels", "fully sharded", "float64"])
 def test_where_slots_are_written_there_are_as_many_as_vllms(
     make_manager: Make, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     config = SimpleNamespace(max_loras=3, max_cpu_loras=9, lora_dtype=torch.bfloat16, fully_sharded_loras=False)
-    monkeypatch.setattr(processor, "torch_from_rows", lambda _: 16 if change == "AMX" else None)
-    if change != "AMX":
-        assert slots_for(config, 64) == Slots(3, 9)
-        assert slots_for(config, 5) == Slots(3, 5), "no batch has more"
+    assert slots_for(config, 64) == Slots(3, 9)
+    assert slots_for(config, 5) == Slots(3, 5), "no batch has more"
     config.fully_sharded_loras = change == "fully sharded"
     config.lora_dtype = torch.float64 if change == "float64" else torch.bfloat16
     if change == "other kernels":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lora_plugins.kernels.compiled import prebuilt
 from lora_plugins.kernels.compiled.library import Product, product_of
-from lora_plugins.kernels.processor import this_processor
+from lora_plugins.kernels.processor import AMX_BF16, this_processor
 from lora_plugins.log import logger
 
 COMPILERS = ("cc", "gcc", "clang")
@@ -58,7 +58,9 @@ def product(dtype: str) -> Product:
         CannotCompile: there is no product.
     """
     found, _ = _of_wheel(dtype)
-    return found or product_of(_compiled(f"-DELEMENT={ELEMENTS[dtype]}", str(prebuilt.SOURCE)))
+    # -march=native does not ask the system whether AMX is allowed, and compilers before GCC 11 do not know AMX.
+    amx = ("-DAMX",) if this_processor().has(AMX_BF16) else ()
+    return found or product_of(_compiled(f"-DELEMENT={ELEMENTS[dtype]}", *amx, str(prebuilt.SOURCE)))
 
 
 @functools.cache

@@ -6,7 +6,8 @@
  *
  * x, y and the panels are of ELEMENT (float32, bfloat16 or float16: one library for each); all sums are of float32.
  * bfloat16 lies in panels in pairs, [panel][k / 2][column][2]: two shifts make float32 of a register of them, and
- * processors with AVX-512 BF16 multiply them as they are (Intel's Intrinsics Guide, _mm512_dpbf16_ps).
+ * processors with AVX-512 BF16 or ARM's BF16 multiply them as they are (Intel's Intrinsics Guide, _mm512_dpbf16_ps;
+ * Arm's, vbfdotq_f32). With AMX 16 rows meet 16 columns in one instruction (_tile_dpbf16ps).
  *
  * The idea of tiles kept in registers over packed panels: Goto and van de Geijn, "Anatomy of High-Performance Matrix
  * Multiplication" (2008); of grouping rows by adapter: Punica and S-LoRA (arXiv:2310.18547, arXiv:2311.03285).
@@ -117,7 +118,7 @@ static inline element narrow(float f) { return f; }
 #endif
 
 /* A tile's rows as they are multiplied: float32, or bfloat16 where the processor multiplies pairs of it. */
-#if PAIR == 2 && (defined(__AVX512BF16__) || defined(DOT_IN_C))
+#if PAIR == 2 && (defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(DOT_IN_C))
 #define DOT 1
 typedef element operand;
 static inline operand prepared(float f) { return narrow(f); }
@@ -125,6 +126,12 @@ static inline operand prepared(float f) { return narrow(f); }
 static inline vec dot(vec sum, uint32_t x, uvec pairs)
 {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)pairs);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+static inline vec dot(vec sum, uint32_t x, uvec pairs)
+{
+    return (vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)vdupq_n_u32(x), (bfloat16x8_t)pairs);
 }
 #else /* the same without that instruction, to test the rest */
 static inline vec dot(vec sum, uint32_t x, uvec pairs)
@@ -136,6 +143,13 @@ static inline vec dot(vec sum, uint32_t x, uvec pairs)
 #define DOT 0
 typedef float operand;
 static inline operand prepared(float f) { return f; }
+#endif
+
+#if DOT && defined(AMX) && defined(__AMX_BF16__)
+#include <immintrin.h>
+#define STRIP 32 /* rows that are prepared together: those of two registers of AMX */
+#else
+#define STRIP TALL
 #endif
 
 struct slice {
@@ -264,13 +278,153 @@ PRODUCT(further_narrow, 1, 1, float, keep)
 PRODUCT(add_wide, 2, 0, element, add)
 PRODUCT(add_narrow, 1, 0, element, add)
 
+#if STRIP > TALL
+#define TILE_ROWS 16 /* of a register of AMX; so many units are in a row, too */
+/* The compiler writes what lies there: GCC's functions for AMX do not say all that they read. */
+#define WRITTEN(PLACE) __asm__ volatile("" : : "r"(PLACE) : "memory")
+#define FEW 4        /* rows that AVX-512 multiplies as fast as the memory gives the panels */
+
+/* What LDTILECFG reads: Intel's Software Developer's Manual, volume 1, chapter 18. */
+struct tile_shapes {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+static __thread int64_t shapes; /* what this thread's registers have, 0 for none */
+
+/* Registers 0 to 3 are for sums, those of the second 16 rows from 2; 4 and 5 for rows of x, 6 and 7 for a panel. */
+static void shape_tiles(int64_t n, int64_t step)
+{
+    if (shapes == n * 256 + step) return;
+    struct tile_shapes wanted = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        int64_t rows = i > 5 ? step : i == 2 || i == 3 || i == 5 ? most(0, n - TILE_ROWS) : least(n, TILE_ROWS);
+        wanted.rows[i] = rows;
+        wanted.row_bytes[i] = !rows ? 0 : i == 4 || i == 5 ? 4 * step : 64;
+    }
+    WRITTEN(&wanted);
+    _tile_loadconfig(&wanted);
+    shapes = n * 256 + step;
+}
+
+/* `n` rows, at most STRIP, with one panel, `step` units at a time; sums start from `to` or from 0, and stay in `to`. */
+static inline __attribute__((always_inline)) void tiles(
+    const operand *const *from, int64_t n, const unit *p, int64_t units, int64_t step, int is_further, int is_wide,
+    int is_tall, float *to, int64_t to_stride)
+{
+    operand gathered[STRIP][DEPTH];
+    int64_t x_stride = n > 1 ? (intptr_t)from[1] - (intptr_t)from[0] : 0, has_stride = 1;
+    for (int64_t r = 2; r < n; r++) has_stride &= (intptr_t)from[r] - (intptr_t)from[r - 1] == x_stride;
+    int64_t some = has_stride ? units : DEPTH / PAIR / step * step;
+    float *second = to + TILE_ROWS * to_stride;
+    shape_tiles(n, step);
+    _tile_zero(0);
+    if (is_wide) _tile_zero(1);
+    if (is_tall) _tile_zero(2);
+    if (is_tall && is_wide) _tile_zero(3);
+    if (is_further) {
+        WRITTEN(to);
+        _tile_loadd(0, to, 4 * to_stride);
+        if (is_wide) _tile_loadd(1, to + LANES, 4 * to_stride);
+        if (is_tall) _tile_loadd(2, second, 4 * to_stride);
+        if (is_tall && is_wide) _tile_loadd(3, second + LANES, 4 * to_stride);
+    }
+    int64_t row = (is_wide + 1) * LANES; /* units of the panel */
+    for (int64_t start = 0; start < units; start += some) {
+        int64_t end = least(units, start + some);
+        const operand *x = from[0] + PAIR * start;
+        if (!has_stride) { /* then the rows are copied to have one */
+            for (int64_t r = 0; r < n; r++)
+                __builtin_memcpy(gathered[r], from[r] + PAIR * start, (end - start) * sizeof(unit));
+            x = gathered[0];
+            x_stride = sizeof gathered[0];
+        }
+        WRITTEN(x);
+        for (int64_t k = start; k < end; k += step, x += PAIR * step, p += step * row) {
+            for (int64_t i = 0; i < step * row; i += 16) __builtin_prefetch((const char *)(p + i) + AHEAD, 0, 2);
+            _tile_loadd(4, x, x_stride);
+            _tile_loadd(6, p, 4 * row);
+            _tile_dpbf16ps(0, 4, 6);
+            if (is_wide) _tile_loadd(7, p + LANES, 4 * row);
+            if (is_wide) _tile_dpbf16ps(1, 4, 7);
+            if (is_tall) _tile_loadd(5, (const char *)x + TILE_ROWS * x_stride, x_stride);
+            if (is_tall) _tile_dpbf16ps(2, 5, 6);
+            if (is_tall && is_wide) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, to, 4 * to_stride);
+    if (is_wide) _tile_stored(1, to + LANES, 4 * to_stride);
+    if (is_tall) _tile_stored(2, second, 4 * to_stride);
+    if (is_tall && is_wide) _tile_stored(3, second + LANES, 4 * to_stride);
+}
+
+/* The largest step, up to a register, that divides the units; 0 where every such step is small. */
+static int64_t tile_step(int64_t units)
+{
+    int64_t step = least(TILE_ROWS, units);
+    while (step && units % step) step--;
+    return step < 4 ? 0 : step;
+}
+
+/* The first rows with one panel, into `to`, whose rows have a stride; returns how many rows. */
+static int64_t by_tiles(int is_further, int64_t columns, const operand *const *from, int64_t n, const unit *p,
+                        int64_t depth, float *to, int64_t to_stride)
+{
+    int64_t units = up(depth, PAIR), step = tile_step(units), r = 0;
+    while (step && n - r > FEW) {
+        int64_t some = least(STRIP, n - r);
+        float *place = to + r * to_stride;
+        if (columns > LANES && some > TILE_ROWS)
+            tiles(from + r, some, p, units, step, is_further, 1, 1, place, to_stride);
+        else if (columns > LANES)
+            tiles(from + r, some, p, units, step, is_further, 1, 0, place, to_stride);
+        else
+            tiles(from + r, some, p, units, step, is_further, 0, some > TILE_ROWS, place, to_stride);
+        r += some;
+    }
+    return r;
+}
+
+/* As for sums, with a panel of whole registers whose products are added to y. */
+static int64_t add_by_tiles(int64_t columns, const operand *const *from, int64_t n, const unit *p, int64_t depth,
+                            element *const *to)
+{
+    float sums[STRIP][PANEL];
+    int64_t done = by_tiles(0, columns, from, least(STRIP, n), p, depth, sums[0], PANEL);
+    for (int64_t r = 0; r < done; r++)
+        for (int64_t c = 0; c < columns; c += LANES) add(to[r] + c, *(vec *)(sums[r] + c));
+    return done;
+}
+
+static void free_tiles(void)
+{
+    if (shapes) _tile_release();
+    shapes = 0;
+}
+#else
+#define by_tiles(...) 0
+#define add_by_tiles(...) 0
+static void free_tiles(void) {}
+#endif
+
 static void product(int is_further, int64_t columns, const operand *const *from, int64_t n, const unit *p,
                     int64_t depth, float *const *to)
 {
+    int64_t done = by_tiles(is_further, columns, from, n, p, depth, to[0], n > 1 ? to[1] - to[0] : 0);
+    from += done, n -= done, to += done;
     if (columns > LANES)
         (is_further ? further_wide : write_wide)(from, n, p, depth, to);
     else
         (is_further ? further_narrow : write_narrow)(from, n, p, depth, to);
+}
+
+/* At most STRIP rows with one panel of whole registers, added to y. */
+static void add_product(int64_t columns, const operand *const *from, int64_t n, const unit *p, int64_t depth,
+                        element *const *to)
+{
+    int64_t done = add_by_tiles(columns, from, n, p, depth, to);
+    (columns > LANES ? add_wide : add_narrow)(from + done, n - done, p, depth, to + done);
 }
 
 /* `n` columns of `depth` elements each, side by side in `from`, into a panel of `width` columns, or a part of one. */
@@ -337,6 +491,12 @@ static inline void prepare(operand *to, const element *x, int64_t n)
     if (n % PAIR) to[n] = 0;
 }
 
+/* The first element of one part of the first product's sum: the parts are of whole registers of AMX. */
+static inline int64_t part_start(const struct work *w, int64_t part)
+{
+    return up(w->in, PAIR) * part / w->parts / 16 * 16 * PAIR;
+}
+
 /* Task `t` of one part of the first product: one panel of A with one chunk of rows. */
 static void shrink(const struct work *w, const struct group *g, int64_t part, int64_t t)
 {
@@ -345,8 +505,8 @@ static void shrink(const struct work *w, const struct group *g, int64_t part, in
     int64_t panels = up(g->rank, PANEL), width = shrunk_width(g);
     int64_t column = t % panels * PANEL, row = t / panels * CHUNK;
     int64_t n = least(CHUNK, g->n_rows - row), columns = least(PANEL, width - column);
-    int64_t units = up(w->in, PAIR), start = units * part / w->parts * PAIR;
-    int64_t end = least(w->in, units * (part + 1) / w->parts * PAIR);
+    int64_t units = up(w->in, PAIR), start = part_start(w, part);
+    int64_t end = part + 1 < w->parts ? part_start(w, part + 1) : w->in;
     const unit *p = (const unit *)g->a + column * units;
     float *shrunk = g->shrunk + part * shrunk_size(g);
     for (int64_t r = 0; r < n; r++) to[r] = shrunk + (row + r) * width + column;
@@ -354,17 +514,17 @@ static void shrink(const struct work *w, const struct group *g, int64_t part, in
         for (int64_t r = 0; r < n; r++) from[r] = (const operand *)(w->x + g->rows[row + r] * w->x_stride + start);
         product(0, columns, from, n, p + start / PAIR * columns, end - start, to);
     } else {
-        operand x[TALL][DEPTH];
-        for (int64_t r = 0; r < TALL; r++) from[r] = x[r];
+        operand x[STRIP][DEPTH];
+        for (int64_t r = 0; r < STRIP; r++) from[r] = x[r];
         if (start == end)
             for (int64_t r = 0; r < n; r++) __builtin_memset(to[r], 0, columns * sizeof(float));
         for (int64_t k = start; k < end; k += DEPTH) {
             int64_t depth = least(DEPTH, end - k);
-            for (int64_t tile = 0; tile < n; tile += TALL) {
-                int64_t tall = least(TALL, n - tile);
+            for (int64_t strip = 0; strip < n; strip += STRIP) {
+                int64_t tall = least(STRIP, n - strip);
                 for (int64_t r = 0; r < tall; r++)
-                    prepare(x[r], w->x + g->rows[row + tile + r] * w->x_stride + k, depth);
-                product(k > start, columns, from, tall, p + k / PAIR * columns, depth, to + tile);
+                    prepare(x[r], w->x + g->rows[row + strip + r] * w->x_stride + k, depth);
+                product(k > start, columns, from, tall, p + k / PAIR * columns, depth, to + strip);
             }
         }
     }
@@ -402,20 +562,20 @@ static inline void whole_sums(
 /* Task `t` of the second product: one block of a slice's panels of B with one chunk of rows. */
 static void expand(const struct work *w, const struct group *g, const struct slice *s, int64_t t)
 {
-    const operand *from[TALL];
-    const float *shrunk[TALL];
-    operand whole[TALL][DEPTH];
-    float sums[TALL][PANEL];
-    float *beside[TALL];
-    element *to[TALL];
+    const operand *from[STRIP];
+    const float *shrunk[STRIP];
+    operand whole[STRIP][DEPTH];
+    float sums[STRIP][PANEL];
+    float *beside[STRIP];
+    element *to[STRIP];
     int64_t blocks = up(up(s->width, PANEL), BLOCK), width = shrunk_width(g);
     int64_t first = t % blocks * BLOCK * PANEL, row = t / blocks * CHUNK;
     int64_t last_row = least(row + CHUNK, g->n_rows), last = least(s->width, first + BLOCK * PANEL);
     int64_t depth = PAIR == 1 && w->parts == 1 ? s->rank : DEPTH; /* of a product; the second reads what is prepared */
-    for (int64_t r = 0; r < TALL; r++) beside[r] = sums[r];
-    /* A tile's rows of y from left to right: streams that the processor sees coming. */
-    for (; row < last_row; row += TALL) {
-        int64_t n = least(TALL, last_row - row);
+    for (int64_t r = 0; r < STRIP; r++) beside[r] = sums[r];
+    /* A strip's rows of y from left to right: streams that the processor sees coming. */
+    for (; row < last_row; row += STRIP) {
+        int64_t n = least(STRIP, last_row - row);
         for (int64_t r = 0; r < n; r++) {
             shrunk[r] = g->shrunk + (row + r) * width + s->top;
             to[r] = w->y + g->rows[row + r] * w->y_stride + s->first + first;
@@ -434,10 +594,8 @@ static void expand(const struct work *w, const struct group *g, const struct sli
                         else
                             from[r] = (const operand *)shrunk[r];
                     }
-                if (is_whole && columns > LANES)
-                    add_wide(from, n, p, some, to);
-                else if (is_whole)
-                    add_narrow(from, n, p, some, to);
+                if (is_whole)
+                    add_product(columns, from, n, p, some, to);
                 else
                     product(k > 0, columns, from, n, p + k / PAIR * up(columns, LANES) * LANES, some, beside);
             }
@@ -515,6 +673,7 @@ static void in_team(void *work)
     share(work, 0, mine, threads);
     GOMP_barrier();
     share(work, 1, mine, threads);
+    free_tiles();
 }
 
 void lora_add(const struct work *prepared, const element *x, element *y)
@@ -527,5 +686,6 @@ void lora_add(const struct work *prepared, const element *x, element *y)
     } else {
         share(&w, 0, 0, 1);
         share(&w, 1, 0, 1);
+        free_tiles();
     }
 }

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_plugins.kernels.processor import AVX512_BF16, X86_64_V3, X86_64_V4, Processor
+from lora_plugins.kernels.processor import AMX_BF16, ARM_BF16, AVX512_BF16, X86_64_V3, X86_64_V4, Processor
 
 FOLDER = Path(__file__).with_name("prebuilt")
 LIST = "objects.json"
@@ -44,13 +44,23 @@ class Level:
         return f"lora-{self.name}-{dtype}.so"
 
 
+# `lora.c` uses AMX only where the definition says so: a processor's flags alone are no permission of the system's.
+AMX = ("-mamx-tile", "-mamx-bf16", "-DAMX")
 # The best first.
 LEVELS = (
+    Level(
+        "x86-64-v4-amx",
+        "x86_64",
+        X86_64_V4 | AVX512_BF16 | AMX_BF16,
+        ("-march=x86-64-v4", "-mavx512bf16", *AMX),
+        dtypes=("bfloat16",),
+    ),
     Level(
         "x86-64-v4-bf16", "x86_64", X86_64_V4 | AVX512_BF16, ("-march=x86-64-v4", "-mavx512bf16"), dtypes=("bfloat16",)
     ),
     Level("x86-64-v4", "x86_64", X86_64_V4, ("-march=x86-64-v4",)),
     Level("x86-64-v3", "x86_64", X86_64_V3, ("-march=x86-64-v3",)),
+    Level("aarch64-bf16", "aarch64", ARM_BF16, ("-march=armv8.2-a+bf16",), dtypes=("bfloat16",)),
     Level("aarch64", "aarch64", frozenset(), ("-march=armv8-a",)),
 )
 
