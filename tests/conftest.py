@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from testbed import triton_interpreter  # noqa: F401 - before anything imports Triton
+from tests import forked_workers
 from tests.repetitions import IS_LONG, times
 from tests.seconds import of_files
 
@@ -114,7 +115,8 @@ def frozen() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries report what is left at the end
+    if not forked_workers.has_imported:  # those end before the interpreter does, and pytest looks through all
+        gc.unfreeze()  # libraries report what is left at the end
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_S = 24 * 3600.0
+has_imported = False  # here, or in the process that this one was forked from
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +55,8 @@ class _NoItems:
 
 def import_tests() -> None:
     """Import all modules of tests as pytest does; what cannot be imported is told by each process that tries again."""
+    global has_imported  # noqa: PLW0603 - what tests/conftest.py asks
+    has_imported = True
     from testbed import triton_interpreter  # noqa: F401 - before vLLM, as tests/conftest.py does
     from testbed.forking_vllm import import_vllm
 
