@@ -63,7 +63,7 @@ def compile_objects(folder: Path, levels: list[str]) -> None:
             file.chmod(0o644)
             check_object(file)
             objects[file.name] = prebuilt.digest_of(file)
-    listed = {"source": prebuilt.digest_of(prebuilt.SOURCE), "objects": objects}
+    listed = {"source": prebuilt.digest_of_source(), "objects": objects}
     (folder / prebuilt.LIST).write_text(json.dumps(listed, indent=1) + "\n")
 
 

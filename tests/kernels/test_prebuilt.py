@@ -54,7 +54,7 @@ def installed(tmp_path, monkeypatch):
     folder.mkdir()
     file = folder / (HERE or prebuilt.level("float32", V3)).file_name("float32")
     file.write_bytes(b"\x7fELF, as built")
-    listed = {"source": prebuilt.digest_of(prebuilt.SOURCE), "objects": {file.name: prebuilt.digest_of(file)}}
+    listed = {"source": prebuilt.digest_of_source(), "objects": {file.name: prebuilt.digest_of(file)}}
     (folder / prebuilt.LIST).write_text(json.dumps(listed))
     monkeypatch.setattr(prebuilt, "FOLDER", folder)
     return file
@@ -70,6 +70,15 @@ def test_an_object_as_it_was_built_is_found(installed):
 
 def test_without_a_folder_of_objects_none_is_found(tmp_path):
     assert prebuilt.find("float32", V3, tmp_path / "missing") is None
+
+
+def test_every_c_file_is_in_the_digest_of_the_source():
+    here = prebuilt.SOURCE.parent
+    assert {prebuilt.SOURCE.name, *prebuilt.HEADERS} == {file.name for kind in "ch" for file in here.glob(f"*.{kind}")}
+    before = prebuilt.digest_of_source()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prebuilt, "HEADERS", prebuilt.HEADERS[:1])
+        assert prebuilt.digest_of_source() != before
 
 
 def test_a_source_tree_has_no_objects():

@@ -143,6 +143,13 @@ MUTANTS = (
         ("tests/kernels/test_cpu.py",),
     ),
     Mutant(
+        "kernels: AMX takes rows without a stride for rows with a stride",
+        "lora_plugins/kernels/compiled/amx.h",
+        "has_stride &=",
+        "has_stride |=",
+        ("tests/kernels/test_compiled.py",),
+    ),
+    Mutant(
         "kernels: the compiled part leaves the scale out",
         "lora_plugins/kernels/compiled/lora.c",
         "if (w->scale != 1)",

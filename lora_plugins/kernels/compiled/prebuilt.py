@@ -2,7 +2,7 @@
 
 `tools/build_wheel.py` compiles the objects, for the levels of processors below, into `prebuilt/` of the wheel; a source
 distribution or an editable installation has none. Only a file that `objects.json` lists with its digest, made of the
-`lora.c` beside, is ever loaded: a truncated or foreign file can end the process when mapped.
+C files beside, is ever loaded: a truncated or foreign file can end the process when mapped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ FOLDER = Path(__file__).with_name("prebuilt")
 LIST = "objects.json"
 DTYPES = ("float32", "bfloat16", "float16")
 SOURCE = Path(__file__).with_name("lora.c")
+HEADERS = ("amx.h", "elements.h")
 
 
 class Unusable(Exception):
@@ -94,10 +95,10 @@ def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path |
     file = folder / wanted.file_name(dtype)
     try:
         listed = json.loads((folder / LIST).read_bytes())
-        # The list names the digest of the source too: after an edit of lora.c the objects are stale.
+        # The list names the digest of the source too: after an edit of a C file the objects are stale.
         made_of, digest = listed["source"], listed["objects"][file.name]
         found = digest_of(file)
-        own = digest_of(SOURCE)
+        own = digest_of_source()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Unusable(
             f"{file.name} or its entry in {LIST} cannot be read ({type(error).__name__}: {error})"
@@ -107,6 +108,12 @@ def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path |
     if found != digest:
         raise Unusable(f"{file.name} is not the file that was built (its digest differs from the one in {LIST})")
     return file
+
+
+def digest_of_source() -> str:
+    """SHA-256 of the digests of `lora.c` and its headers."""
+    files = (SOURCE, *map(SOURCE.with_name, HEADERS))
+    return hashlib.sha256("".join(map(digest_of, files)).encode()).hexdigest()
 
 
 def digest_of(file: Path) -> str:
