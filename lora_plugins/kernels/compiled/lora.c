@@ -36,7 +36,7 @@
 
 #include "elements.h"
 
-#if DOT && defined(AMX) && defined(__AMX_BF16__)
+#if DOT && defined(AMX) && (defined(__AMX_BF16__) || defined(__AMXBF16__)) /* GCC's name, clang 14's name */
 #define HAS_TILES
 #define STRIP 32 /* rows that are prepared together: those of two registers of AMX */
 #else
