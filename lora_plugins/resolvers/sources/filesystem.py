@@ -15,7 +15,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +26,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, SourceFile, VersionChanged, version_of
+from lora_plugins.resolvers.sources.threads import OwnThreads
 from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
 from lora_plugins.store.partial_download import PartialDownload
 
@@ -71,8 +71,8 @@ class FilesystemSource:
         self._variable = variable
         self._timeout_s, self._locate_timeout_s = timeout_s, look_up_timeout_s(timeout_s)
         self._tree = AdapterTree(root, may_lead, link_roots)
-        # An own pool: a hanging mount would take all threads of a shared pool. Threads start on demand.
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-filesystem")
+        # Of this source alone: a hanging mount would take all threads of a shared pool.
+        self._threads = OwnThreads("lora-plugins-filesystem", _THREADS)
 
     def __str__(self) -> str:
         return f"{self.label} ({self.root})"

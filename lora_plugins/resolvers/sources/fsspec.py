@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from http import HTTPStatus
@@ -37,6 +36,7 @@ from lora_plugins.resolvers.sources.errors import (
 )
 from lora_plugins.resolvers.sources.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, OWN_FILES, SourceFile, needs_shards
+from lora_plugins.resolvers.sources.threads import OwnThreads
 
 PIECE_BYTES = 2 << 20
 BUFFER_BYTES = 256 << 10
@@ -72,8 +72,9 @@ class FsspecFiles:
             checks = [*of_operator.get("trace_configs", ()), _staying()]
             self._options["client_kwargs"] = {**of_operator, "trace_configs": checks}
         self._filesystem: Any = None
-        # An own pool: a synchronous file system that hangs blocks no other source. Threads start on demand.
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-fsspec")
+        self._opening = asyncio.Lock()
+        # Of this source alone: a synchronous file system that hangs blocks no other source.
+        self._threads = OwnThreads("lora-plugins-fsspec", _THREADS)
         self.endpoint = ""  # URLs have their own
 
     async def find(self, uri: str) -> list[SourceFile]:
@@ -86,7 +87,7 @@ class FsspecFiles:
 
     async def _entries(self, uri: str) -> list[str]:
         """The names directly below `uri`, folders with a slash at the end."""
-        path = _path(self._open(), uri)
+        path = _path(await self._open(), uri)
         try:
             found = await self._ask("ls", path, detail=True)
         except FileNotFoundError:
@@ -124,17 +125,20 @@ class FsspecFiles:
 
     async def reader(self, uri: str, checked: Iterable[SourceFile]) -> RangeReader:  # noqa: ARG002 - only S3 has any
         """A reader of the files below `uri`, without checksums."""
-        filesystem = self._open()
+        filesystem = await self._open()
         return _WebReader(filesystem, uri) if self._web else _PieceReader(filesystem, uri, self._ask)
 
-    def _open(self) -> Any:
-        if self._filesystem is None:
-            self._filesystem = fsspec.filesystem(self._protocol, **self._options)
-        return self._filesystem
+    async def _open(self) -> Any:
+        async with self._opening:
+            if self._filesystem is None:
+                # Some clients connect as they are made, such as those of FTP and SFTP, and wait for an answer.
+                make = partial(fsspec.filesystem, self._protocol, **self._options)
+                self._filesystem = await asyncio.get_running_loop().run_in_executor(self._threads, make)
+            return self._filesystem
 
     async def _ask(self, call: str, path: str, **options: Any) -> Any:
         """The file system's answer to a call: by the call's coroutine where the file system has one, or in a thread."""
-        filesystem = self._open()
+        filesystem = await self._open()
         if isinstance(filesystem, AsyncFileSystem):
             # fsspec documents the calls with an underscore for callers on its loop.
             return await getattr(filesystem, f"_{call}")(path, **options)
@@ -143,7 +147,7 @@ class FsspecFiles:
 
     async def _describe(self, uri: str, name: str) -> SourceFile | None:
         try:
-            info = await self._ask("info", _path(self._open(), f"{uri}/{name}"))
+            info = await self._ask("info", _path(await self._open(), f"{uri}/{name}"))
         except Exception as error:
             # File systems differ in the error for a missing file; the diagnosis knows them.
             kind = diagnose(error).kind

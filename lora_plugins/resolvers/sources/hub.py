@@ -28,7 +28,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, is_shard, shards_of
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
-from lora_plugins.resolvers.sources.hub_errors import in_own_thread, map_error
+from lora_plugins.resolvers.sources.hub_errors import map_error
 from lora_plugins.resolvers.sources.hub_files import (
     RepoFile,
     cached_path,
@@ -50,10 +50,12 @@ from lora_plugins.resolvers.sources.source import (
     needs_shards,
 )
 from lora_plugins.resolvers.sources.templates import DEFAULT_REVISION
+from lora_plugins.resolvers.sources.threads import OwnThreads
 from lora_plugins.resolvers.sources.uri import BRANCHES_AND_TAGS, SourceUri
 from lora_plugins.store.partial_download import PartialDownload
 
 _T = TypeVar("_T")
+_threads = OwnThreads("lora-plugins-hub")
 _REQUEST_TIMEOUT_S = 10.0
 _ATTEMPTS = 4
 _REMEMBERED_COMMITS = 10_000
@@ -257,7 +259,7 @@ class HubSource:
             except Exception as error:  # noqa: BLE001 - the boundary to the library: every error is mapped
                 raise map_error(error, where, has_token=self._has_token()) from None
 
-        return await in_own_thread(run, "lora-plugins-hub")
+        return await asyncio.get_running_loop().run_in_executor(_threads, run)
 
     def _has_token(self) -> bool:
         if self._token is None:

@@ -1,4 +1,4 @@
-"""Call `huggingface_hub` in threads, and map errors of the library, its HTTP client and Xet to this package's errors.
+"""Map errors of `huggingface_hub`, its HTTP client and Xet to this package's errors.
 
 ```
 MISSING   404 with the Hub's own error code         absent, or VersionChanged while fetching
@@ -12,18 +12,11 @@ others                                              L006, after retries where th
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
-
 from huggingface_hub import errors as hub
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.resolvers.sources.errors import Failure, FailureKind, kind_of, kind_of_status, retry_after, table_of
 
-_T = TypeVar("_T")
 _OF_HTTPX = table_of(
     {
         FailureKind.TIMEOUT: "httpx.TimeoutException",
@@ -125,22 +118,3 @@ def _kind_of_answer(error: hub.HfHubHTTPError, status: int) -> FailureKind:
     if kind is FailureKind.DENIED and not isinstance(error, hub.GatedRepoError):
         return kind
     return kind_of_type(type(error)) or FailureKind.REFUSED
-
-
-async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
-    """Run `work` in a new thread; neither the event loop nor the interpreter waits for the thread at its end.
-
-    For work that cannot be interrupted and must not hold a place in a pool that others wait for. After a cancellation
-    the thread goes on alone.
-    """
-    future: Future[_T] = Future()
-    future.set_running_or_notify_cancel()  # runs from now on: a caller's cancellation leaves it alone
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the waiting caller gets the error
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -199,7 +199,9 @@ def test_a_copy_that_hangs_ends_at_the_deadline(root, tmp_path, monkeypatch):
             run_until_late(fetching, hung.is_set, 600)
     finally:
         ended.set()
-        source._threads.shutdown()
+        for thread in threading.enumerate():
+            if thread.name == "lora-plugins-filesystem":
+                thread.join()
     assert not [path for path in store.layout.folder("tmp").rglob("*") if path.is_file()]
     assert store.layout.temporaries() == []
 

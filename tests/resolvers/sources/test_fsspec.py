@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import threading
 import time
@@ -180,3 +181,27 @@ def test_a_hanging_thread_does_not_outlast_the_deadline(tmp_path: Path, monkeypa
     finally:
         ends.set()
         memory.rm("/hangs", recursive=True)
+
+
+def test_a_client_that_connects_as_it_is_made_stops_nobody(tmp_path: Path) -> None:
+    """All sources of fsspec share one event loop; Python's client of FTP waits there for a greeting, for 30 s."""
+    for name, data in FILES.items():
+        fsspec.filesystem("memory").pipe_file(f"/beside/sql/{name}", data)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = {"host": "127.0.0.1", "port": silent.getsockname()[1]}
+        stalled = ObjectSource("ftp://adapters/{lora_name}", storage_options=place, locate_timeout_s=1.0)
+        beside = ObjectSource("memory://beside/{lora_name}")
+
+        async def run() -> tuple[object, RemoteAdapter | Absence]:
+            asked = asyncio.create_task(stalled.locate(AdapterName("sql"), ""))
+            await asyncio.to_thread(silent.accept)
+            found = await beside.locate(AdapterName("sql"), "")
+            assert not asked.done()
+            return (await asyncio.gather(asked, return_exceptions=True))[0], found
+
+        began = time.monotonic()
+        error, found = asyncio.run(run())
+        assert time.monotonic() - began < 15
+    assert isinstance(found, RemoteAdapter)
+    assert isinstance(error, SourceUnavailable)
+    assert "within 1" in str(error)
