@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +39,7 @@ _WRITE_DELAY_S = 0.5
 _WRITE_AGAIN_S = 1.0  # after a failed write, for example on a full disk
 _WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,000 names are not written all the time
 _WRITTEN_S = 10.0  # only a disk that does not answer takes longer
+_WHAT_IS_SERVED = ("uri", "held_digest")  # without one of these, a name would stand for another adapter or version
 # The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
 # stop the event loop for 20 ms.
 Fields = tuple[str | bool | None, ...]
@@ -288,4 +290,27 @@ def _of_document(text: bytes) -> list[DesiredAdapter]:
 
 def _adapters(entries: Iterable[Any]) -> list[DesiredAdapter]:
     """The entries with a name; fields that another release has written besides count for nothing."""
-    return [msgspec.convert(entry, DesiredAdapter) for entry in entries if isinstance(entry.get("name"), str)]
+    found = (_adapter(entry) for entry in entries if isinstance(entry.get("name"), str))
+    return [adapter for adapter in found if adapter is not None]
+
+
+def _adapter(entry: dict[str, Any]) -> DesiredAdapter | None:
+    """An entry without the fields of another type than here; None where nothing else says what is to be served."""
+    try:
+        return msgspec.convert(entry, DesiredAdapter)
+    except msgspec.ValidationError as error:
+        _warn(str(error))
+    kept = dict(entry)
+    for field, value in entry.items():
+        try:
+            msgspec.convert({"name": "", field: value}, DesiredAdapter)
+        except msgspec.ValidationError:
+            if field in _WHAT_IS_SERVED:
+                return None
+            del kept[field]
+    return msgspec.convert(kept, DesiredAdapter)
+
+
+@lru_cache(100)  # once for each field: all entries of another release may have the field
+def _warn(error: str) -> None:
+    logger.warning("What was served before has a field of another type, as of another release: %s", error)

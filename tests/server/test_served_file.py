@@ -76,6 +76,41 @@ def test_entries_without_a_name_are_left_out(tmp_path: Path, caplog: pytest.LogC
     assert file.read() == [DesiredAdapter("sql")]
 
 
+@pytest.mark.parametrize("indent", [None, 1], ids=["by lines", "one document"])
+@pytest.mark.parametrize(
+    ("field", "value", "left"),
+    [
+        ("is_pinned", "host", [DesiredAdapter("chat", "s3://a/chat", "1" * 64, last_digest="2" * 64)]),
+        ("last_digest", ["2" * 64], [DesiredAdapter("chat", "s3://a/chat", "1" * 64, is_pinned=True)]),
+        ("uri", {"place": "s3://a/chat"}, []),
+        ("held_digest", {"sha512": "1" * 128}, []),
+    ],
+)
+def test_a_field_of_another_type_hides_no_other_name(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    field: str,
+    value: object,
+    left: list[DesiredAdapter],
+    indent: int | None,
+) -> None:
+    """Another release may have written it. Without its place or fixed version, a name would stand for another one."""
+    file, chat = (
+        ServedFile(tmp_path / "x.json"),
+        DesiredAdapter("chat", "s3://a/chat", "1" * 64, True, last_digest="2" * 64),
+    )
+    file.write([DesiredAdapter("sql"), chat, DesiredAdapter("code")])
+    content = json.loads(file.path.read_text())
+    content["served"][1][field] = value
+    lines = ",\n".join(map(json.dumps, content["served"]))
+    first = file.path.read_text().partition("\n")[0]
+    file.path.write_text(f"{first}\n{lines}\n]}}\n" if indent is None else json.dumps(content, indent=indent))
+    served_file._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
+        assert file.read() == [DesiredAdapter("sql"), *left, DesiredAdapter("code")]
+    assert caplog.text.count(f"$.{field}") == 1
+
+
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     file = ServedFile(tmp_path / "x.json")
     file.write(SERVED)
