@@ -438,6 +438,31 @@ async def test_a_lock_that_cannot_be_removed_keeps_nobody(tmp_path: Path, monkey
 
 
 @runs
+async def test_a_disk_read_only_during_a_fetch_keeps_nobody(disk: Path) -> None:
+    """The holder of the lock has the file open, as where the kernel finds an error on the disk."""
+    server = Server(disk / "store")
+    server.source.while_fetching = partial(make_read_only_below_open_files, disk)
+    try:
+        with pytest.raises(SourceUnavailable, match="Read-only"):
+            await server.load("sql")
+        (lock,) = server.store.layout.folder("locks").glob("*.fetch")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    server.source.while_fetching = lambda: None
+    async with asyncio.timeout(10):
+        await Server(disk / "store").load("sql")
+    assert not lock.exists()
+    server.store.processes.on_beat()
+    assert server.store.layout.temporaries() == []
+
+
+def make_read_only_below_open_files(disk: Path) -> None:
+    """Mount the disk read-only over itself: the kernel takes no disk with open files as read-only."""
+    for options in (["--bind", disk], ["-o", "remount,bind,ro"]):
+        subprocess.run(["mount", *options, disk], check=True)
+
+
+@runs
 async def test_what_a_cleaner_removes_is_back_at_the_next_beat(tmp_path: Path) -> None:
     server, other = Server(tmp_path), Store(tmp_path)
     await server.push("old", OLD)
