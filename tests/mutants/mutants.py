@@ -410,4 +410,25 @@ MUTANTS = (
         ' if not text else f"{self.name}={text!r}",',
         ("tests/test_settings.py",),
     ),
+    Mutant(
+        "API servers: a follower asks nobody for the chat of a lost copy",
+        "lora_plugins/resolvers/chats.py",
+        "if self.of_leader is not None:",
+        "if self.of_leader is None:",
+        ("tests/resolvers/test_chats.py",),
+    ),
+    Mutant(
+        "start: a name stands for another version than the list says",
+        "lora_plugins/server/served_file.py",
+        "if field in _WHAT_IS_SERVED:",
+        "if field not in entry:",
+        ("tests/server/test_served_file.py",),
+    ),
+    Mutant(
+        "worker: stacked experts count as single ones",
+        "lora_plugins/worker/model_manager.py",
+        "lora_model.is_3d_lora_weight = True",
+        "lora_model.is_3d_lora_weight = False",
+        ("tests/worker/test_experts.py",),
+    ),
 )
