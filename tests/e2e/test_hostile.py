@@ -22,6 +22,7 @@ from tests.repetitions import IS_LONG, times
 
 HEALTHY = ("sql", "chat", "stable")
 SECONDS, ALONE_S = times(300, short=1), times(60, short=1)
+REST_S = 0.0 if IS_LONG else 0.1  # of a healthy tenant before it asks again
 LONGEST_S = 120.0
 MOST_GROWTH_BYTES = 200 << 20
 HARMLESS = {"bad/nested-pluses", "bad/many-targets"}  # a pattern that no module's name matches, and names of no module
@@ -54,6 +55,7 @@ class Beside:
             answers.seconds.append(time.perf_counter() - began)
             if answer.status_code != 200 or answer.json()["choices"][0]["token_ids"] != self.bed.answers[name]:
                 answers.wrong.append((name, answer.text))
+            await asyncio.sleep(REST_S)
 
     async def hostile(self, client: httpx.AsyncClient, until: float) -> dict[str, set[int]]:
         """Each once at least; the statuses that each was answered with."""
