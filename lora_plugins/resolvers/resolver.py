@@ -42,6 +42,7 @@ class AdapterResolver:
         base: the served model, set once the server is made.
         on_abandoned: called with a leased version whose callers were all cancelled before the answer.
         principal: the origin of the running request; look-ups of new names and fetches take turns by principal.
+        give_up: ends what is looked up and fetched, with `SourceUnavailable`: no engine is left for it.
         describe_model: asks the engine for its model's modules, once; the answer is None where LoRA is off.
 
     Raises:
@@ -64,6 +65,7 @@ class AdapterResolver:
         self._versions = VersionStore(settings, events, store, self.known, self.chats)
         # Also of calls that nobody joins: a cancelled caller's lease must not stay, and a thread may take it later.
         self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(self._nobody_waits)
+        self.give_up = self._flights.give_up
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
 
     def add(self, source: Source) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from lora_plugins.errors import SourceUnavailable
+
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 
@@ -31,7 +33,11 @@ class SingleFlight(Generic[_K, _T]):
         return len(self._flights)
 
     async def run(self, key: _K, start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """The result of the key's task, which `start` begins if there is none."""
+        """The result of the key's task, which `start` begins if there is none.
+
+        Raises:
+            SourceUnavailable: the task was given up.
+        """
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.get_running_loop().create_task(start()))
@@ -42,9 +48,23 @@ class SingleFlight(Generic[_K, _T]):
             result = await asyncio.shield(flight.task)
             flight.is_taken = True
             return result
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if not flight.task.cancelled() or caller is None or caller.cancelling():
+                raise
+            raise SourceUnavailable(
+                "an engine that has ended",
+                expected="an engine that runs",
+                remedy="ask another server, or start this one",
+            ) from None
         finally:  # a caller may be cancelled between the end of the task and the caller's next step
             flight.waiting -= 1
             self._check(flight)
+
+    def give_up(self) -> None:
+        """Cancel all tasks: their callers get an error."""
+        for flight in self._flights.values():
+            flight.task.cancel()
 
     def _done(self, key: _K, flight: _Flight[_T]) -> None:
         del self._flights[key]

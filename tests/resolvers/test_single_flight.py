@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.single_flight import SingleFlight
 
 
@@ -77,13 +78,17 @@ def test_callers_cancelled_before_the_end_abandon_the_answer() -> None:
     assert asyncio.run(main()) == ["adapter"]
 
 
-def test_task_that_fails_abandons_nothing() -> None:
+def test_callers_of_a_given_up_task_get_an_error() -> None:
     async def main() -> list[str]:
         flight = Flight()
-        (caller,) = await flight.callers(1)
-        flight.task.cancel()
+        first, second = await flight.callers(2)
+        flight.flights.give_up()
+        second.cancel()
+        with pytest.raises(SourceUnavailable, match="an engine that has ended"):
+            await first
         with pytest.raises(asyncio.CancelledError):
-            await caller
+            await second
+        assert len(flight.flights) == 0
         return flight.abandoned
 
     assert asyncio.run(main()) == []

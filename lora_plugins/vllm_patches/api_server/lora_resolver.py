@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 from lora_plugins.vllm_patches.worker import punica_wrapper
 
 REGISTRY_NAME = "lora-plugins"
+_LOOK_S = 1.0
 _BUILTIN = "lora_plugins_builtin"  # of our function: the one whose place it has
 
 
@@ -96,6 +98,21 @@ def begin_serving(models: Any, process: Process) -> None:
         _describe_model, models.engine_client, models.model_config.model, process
     )
     _log_sources(process)
+
+
+async def end_with_engine(client: weakref.ref[Any], process: Process) -> None:
+    """Give up look-ups and fetches once the engine has ended.
+
+    Touches: vllm.v1.engine.async_llm: AsyncLLM{errored}
+    Why: an API server that is told to end ends its engine first, and then waits for its clients, however long a fetch
+        takes.
+    Until: vLLM ends requests that have not reached its engine.
+    """
+    while (engine := client()) is not None:
+        if engine.errored:
+            process.resolver.give_up()
+        del engine
+        await asyncio.sleep(_LOOK_S)
 
 
 def describe_base(models: Any, settings: Settings) -> BaseModel:

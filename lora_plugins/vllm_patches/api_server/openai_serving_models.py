@@ -20,6 +20,7 @@ Until: vLLM passes on the text of what add_lora and resolvers raise, and loads i
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import Any
@@ -39,7 +40,7 @@ from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
 from lora_plugins.vllm_patches.api_server.base_serving import may_use, near_names
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
-from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving
+from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving, end_with_engine
 from lora_plugins.vllm_patches.api_server.model_card import card_of
 from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leader, take_role
 from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
@@ -76,7 +77,9 @@ def _starting(original: Any) -> Any:
     """Share vLLM's table among several API servers before the table has a name; `--lora-modules` are the leader's."""
 
     async def init_static_loras(self: Any) -> None:
-        role = await take_role(self)
+        role, process = await take_role(self), this_process()
+        if process.is_resolver_registered:
+            background(end_with_engine(weakref.ref(self.engine_client), process))
         if isinstance(role, Follower):
             return
         await original(self)
