@@ -54,10 +54,10 @@ def test_pushed_names_take_no_more_than_their_tenants_share(bed: Bed, tmp_path: 
         pushed: dict[str, str] = {}
 
         def fill(number: int) -> None:
-            policy = shutil.copytree(bed.adapters / "sql", tmp_path / f"step-{number}")
+            policy = shutil.copytree(bed.adapters / "chat", tmp_path / f"step-{number}")
             edit_config(policy, revision=f"{number}")  # other bytes, so another entry of the store
             push(f"filler/{number}", policy, servers=[server.url], key="key-f")
-            pushed[f"filler/{number}"] = "sql"
+            pushed[f"filler/{number}"] = "chat"
 
         with pytest.raises(CallFailed, match=r"507.*L004.*the key's share"):
             deque(map(fill, range(200)))
