@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from testbed import triton_interpreter  # noqa: F401 - before anything imports Triton
-from tests import forked_workers
+from tests import certificates, forked_workers
 from tests.repetitions import IS_LONG, times
 from tests.seconds import of_files
 
@@ -31,6 +31,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("unit")
+certificates.share()
 
 _E2E = Path(__file__).parent / "e2e"
 _MODELS = Path(__file__).parent / "models"
