@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
+from urllib.request import Request, urlopen
 
 import pytest
 from fsspec.config import conf
@@ -174,8 +175,9 @@ def test_absence_costs_one_request(bed: Bed) -> None:
 def test_files_for_chats_are_found_beside_however_many_checkpoints(bed: Bed) -> None:
     files = {**FILES, **CHAT}
     bed.put(files=files)
-    for page in (f"checkpoint-{number}/README.md" for number in range(1_010)):
-        bed.bucket.put(f"loras/sql/{page}", b"")
+    for number in range(1_010):  # boto3 takes three times as long for each
+        url = f"{bed.s3.url}/{bed.bucket.name}/loras/sql/checkpoint-{number}/README.md"
+        urlopen(Request(url, data=b"", method="PUT")).close()
     found = locate(bed.source())
     assert found is not None
     assert {file.name: file.size_bytes for file in found.files} == {name: len(data) for name, data in files.items()}
