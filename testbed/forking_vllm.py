@@ -4,9 +4,9 @@
 
 A program's own processes are forked too: on CPUs vLLM always spawns its engine and workers; elsewhere it forks them by
 default, so plugins must live with both. What a library reads from the environment while it is imported is read once,
-so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes; the Hub's library and Prometheus's
-client read it again. The processes of one test run share them, and are forked so themselves, from one that has imported
-the tests too (`tests/forked_workers.py`).
+so programs that differ in it (`READ_AT_IMPORT`) are forked from different processes; the Hub's library, Prometheus's
+client and fsspec read it again. The processes of one test run share them, and are forked so themselves, from one that
+has imported the tests too (`tests/forked_workers.py`).
 """
 
 from __future__ import annotations
@@ -428,6 +428,7 @@ def _become(question: dict[str, Any]) -> None:
     sys.path[:0] = [part for part in _python_path(os.environ) if part not in sys.path]
     _read_hub_settings()
     _read_prometheus_settings()
+    _read_fsspec_settings()
     sys.argv = list(question["arguments"])
     if question["is_vllm"]:
         fork = functools.partial(multiprocessing.get_context, "fork")
@@ -455,6 +456,13 @@ def _read_prometheus_settings() -> None:
     from prometheus_client import values
 
     values.ValueClass = values.get_value_class()
+
+
+def _read_fsspec_settings() -> None:
+    """What this program's environment says of stores (`FSSPEC_…`)."""
+    from fsspec import config
+
+    config.set_conf_env(config.conf)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,9 @@ def test_a_server_ends_while_its_sources_stand_still(bed: Bed, tmp_path: Path) -
             "FSSPEC_FTP_PORT": f"{silent.getsockname()[1]}",
             **s3.env(proxy.url),
         }
-        # Not forked: fsspec reads its variables when it is imported.
         arguments = ("--max-loras", "2", "--max-cpu-loras", "2", "--api-key", KEY)
         plugins = ("lora_s3_resolver", MANAGER, KERNELS, ADMIN)
-        with lora_server(bed, tmp_path, *arguments, plugins=plugins, is_forking=False, **env) as server:
+        with lora_server(bed, tmp_path, *arguments, plugins=plugins, **env) as server:
             Admin(server, connect(server), bed, tmp_path, tmp_path).answers_like("cloud", "sql")
             proxy.plan(faults.stall(60), times=None)
             silent.settimeout(LONGEST_S)

@@ -657,7 +657,8 @@ def test_a_killed_follower_leaves_the_others_serving(front_end: FrontEnd) -> Non
 
     ends, answers = asyncio.run(run())
     front_end.every.discard(killed)
-    assert {end.server for end in ends if isinstance(end, Stream)} == front_end.every
+    # A stream of the killed server may have ended before the kill.
+    assert {end.server for end in ends if isinstance(end, Stream)} >= front_end.every
     assert any(isinstance(end, httpx.HTTPError) for end in ends)
     assert {answer.headers[WHICH] for answer in answers} == front_end.every
     assert all(tokens(answer) == front_end.bed.answers["sql"] for answer in answers)

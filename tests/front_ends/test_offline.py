@@ -39,6 +39,7 @@ NOT_ASKED = {
     "test_a_wrong_name_is_refused_alike": NO_NAMES,
     "test_an_older_version_is_served_by_its_digest": NO_NAMES,
     "test_every_server_lists_the_same": NO_NAMES,
+    "test_a_chat_without_copy_and_source_is_answered_from_memory": NO_NAMES,
     "test_every_route_says_the_version": NO_HTTP,
     "test_routes_that_do_not_generate_know_names_too": NO_HTTP,
     "test_metrics_are_of_all_servers": NO_HTTP,

@@ -30,6 +30,7 @@ NOT_ASKED = {
     "test_a_wrong_name_is_refused_alike": ONE,
     "test_a_cold_adapter_asked_for_everywhere_is_loaded_once": "each replica loads what it is asked for",
     "test_an_older_version_is_served_by_its_digest": ONE,
+    "test_a_chat_without_copy_and_source_is_answered_from_memory": ONE,
     "test_every_route_says_the_version": ONE,
     "test_routes_that_do_not_generate_know_names_too": ONE,
     "test_pages_go_on_at_whichever_server_is_asked": BY_REPLICA,
