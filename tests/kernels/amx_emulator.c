@@ -149,9 +149,7 @@ void amx_start(void)
     if (sigaction(SIGILL, &action, &before)) refuse("sigaction failed");
 }
 
+void amx_stop(void) { sigaction(SIGILL, &before, NULL); }
+
 /* The number of products since the process began. */
-int64_t amx_stop(void)
-{
-    sigaction(SIGILL, &before, NULL);
-    return __atomic_load_n(&multiplied, __ATOMIC_RELAXED);
-}
+int64_t amx_multiplied(void) { return __atomic_load_n(&multiplied, __ATOMIC_RELAXED); }

@@ -18,7 +18,7 @@ import torch
 
 from lora_plugins.kernels import processor
 from lora_plugins.kernels.compiled import build, prebuilt
-from lora_plugins.kernels.compiled.library import Group, Slice, Work
+from lora_plugins.kernels.compiled.library import Group, Slice, Work, product_of
 from tests.kernels.common import assert_equal, forget_what_was_built, make_case, pairwise
 
 if build.problem():
@@ -243,20 +243,30 @@ ORDERS = {
 AMX_BED = Path(__file__).with_name("amx_emulator.c")
 
 
+@pytest.fixture(scope="module")
+def emulated_amx(tmp_path_factory):
+    """The product with AMX's instructions, and the emulator that they need here."""
+    library = tmp_path_factory.mktemp("amx") / "amx.so"
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", AMX_BED, "-o", library], check=True, timeout=60)
+    has_avx512 = processor.this_processor().has(processor.AVX512_BF16)
+    flags = ["-Wno-psabi", *prebuilt.AMX, *([] if has_avx512 else ["-DDOT_IN_C", "-DLANES_16"])]
+    product = product_of(build._compiled("-DELEMENT=BFLOAT16", *flags, str(prebuilt.SOURCE)))
+    return product, ctypes.CDLL(str(library))
+
+
 @pytest.fixture
-def amx(tmp_path, monkeypatch, fresh):
-    """The product with AMX's instructions: the processor's, or the emulator's."""
+def amx(monkeypatch, request):
+    """The product multiplies with AMX: the processor's, or the emulator's."""
     if processor.this_processor().has(processor.AMX_BF16):
         yield
         return
-    instead = () if processor.this_processor().has(processor.AVX512_BF16) else ("-DDOT_IN_C", "-DLANES_16")
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Wno-psabi", *prebuilt.AMX, *instead))
-    library = tmp_path / "amx.so"
-    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", AMX_BED, "-o", library], check=True, timeout=60)
-    emulator = ctypes.CDLL(str(library))
+    product, emulator = request.getfixturevalue("emulated_amx")
+    monkeypatch.setattr(build, "product", lambda _: product)
+    before = emulator.amx_multiplied()
     emulator.amx_start()
     yield
-    assert emulator.amx_stop() > 0
+    emulator.amx_stop()
+    assert emulator.amx_multiplied() > before
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
