@@ -25,23 +25,24 @@ static void shape_tiles(int64_t n, int64_t step)
 {
     if (shapes == n * 256 + step) return;
     struct tile_shapes wanted = {.palette = 1};
+    int64_t first = least(n, TILE_ROWS), second = n - first;
+    const int64_t rows[8] = {first, first, second, second, first, second, step, step};
     for (int i = 0; i < 8; i++) {
-        int64_t rows = i > 5 ? step : i == 2 || i == 3 || i == 5 ? most(0, n - TILE_ROWS) : least(n, TILE_ROWS);
-        wanted.rows[i] = rows;
-        wanted.row_bytes[i] = !rows ? 0 : i == 4 || i == 5 ? 4 * step : 64;
+        wanted.rows[i] = rows[i];
+        wanted.row_bytes[i] = !rows[i] ? 0 : i == 4 || i == 5 ? 4 * step : 64;
     }
     WRITTEN(&wanted);
     _tile_loadconfig(&wanted);
     shapes = n * 256 + step;
 }
 
-/* `n` rows, at most STRIP, with one panel, `step` units at a time; sums start from `to` or from 0, and stay in `to`. */
+/* `n` rows, more than FEW and at most STRIP, with one panel, `step` units at a time; sums start from `to` or from 0, and stay in `to`. */
 static inline __attribute__((always_inline)) void tiles(
     const operand *const *from, int64_t n, const unit *p, int64_t units, int64_t step, int is_further, int is_wide,
     int is_tall, float *to, int64_t to_stride)
 {
     operand gathered[STRIP][DEPTH];
-    int64_t x_stride = n > 1 ? (intptr_t)from[1] - (intptr_t)from[0] : 0, has_stride = 1;
+    int64_t x_stride = (intptr_t)from[1] - (intptr_t)from[0], has_stride = 1;
     for (int64_t r = 2; r < n; r++) has_stride &= (intptr_t)from[r] - (intptr_t)from[r - 1] == x_stride;
     int64_t some = has_stride ? units : DEPTH / PAIR / step * step;
     float *second = to + TILE_ROWS * to_stride;
