@@ -9,26 +9,30 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.resolvers.sources.uri import place_by_path
 
 REMEMBERED = 10_000
+Held = Callable[[], Awaitable[Collection[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptSnapshot:
-    """The caller's path, its copy, and the copy before, which running requests may need."""
+    """The caller's path, its copy, and the copy before, which running requests may need.
+
+    Without a `version`, only the engines have the adapter.
+    """
 
     given: str
-    version: ResolvedAdapter
+    version: ResolvedAdapter | None
     before: _KeptSnapshot | None = None
 
 
@@ -36,13 +40,14 @@ class Snapshots:
     """Takes copies, and leases them while remembering them.
 
     `is_vllms` returns whether a request is vLLM's `LoRARequest`; requests of other classes, and requests with a path
-    in the store, stay as they are.
+    in the store, stay as they are. `held` returns the ids that the engines hold, as of now.
     """
 
-    def __init__(self, resolver: AdapterResolver, is_vllms: Callable[[Any], bool], base_path: str) -> None:
+    def __init__(self, resolver: AdapterResolver, is_vllms: Callable[[Any], bool], base_path: str, held: Held) -> None:
         self._resolver = resolver
         self._is_vllms = is_vllms
         self._base_path = base_path
+        self._held = held
         self._kept: OrderedDict[int, _KeptSnapshot] = OrderedDict()
         self._trying: dict[int, object] = {}
         self._locks = NameLocks()
@@ -51,7 +56,8 @@ class Snapshots:
         """The request for the engine in the place of a caller's request, which stays unchanged.
 
         With `load_inplace`, with a copy of the files now at the request's path; else with the copy of the engine id,
-        unless the path is another directory. Where neither has an adapter, the caller's request.
+        unless the path is another directory. Where neither has an adapter, the caller's request. Where the engines hold
+        the id, a path that is nothing here may say anything: the Hub is not asked.
 
         Raises:
             LoRAPluginsError: the adapter at the path cannot be served.
@@ -60,7 +66,7 @@ class Snapshots:
             return known
         async with self._lock(request):
             # Another caller may have taken the copy while this caller waited for the lock.
-            if (known := self.known(request)) is not None:
+            if (known := self.known(request) or await self._by_id(request)) is not None:
                 return known
             version, kept = await self.take(request), self._kept.get(request.lora_int_id)
             # No adapter lies at the path.
@@ -93,7 +99,8 @@ class Snapshots:
         Where the load raises, or `forget` comes during the load, the new version is dropped.
         """
         engine_id, this = request.lora_int_id, object()
-        kept = None if version is None else _KeptSnapshot(request.lora_path, version)
+        # A request of another class may bring weights that no path names.
+        kept = None if version is None and self._is_vllms(request) else _KeptSnapshot(request.lora_path, version)
         # `forget`, or a later call for the id, takes this mark away: then the copy of this call is of no use any more.
         self._trying[engine_id] = this
         try:
@@ -128,10 +135,10 @@ class Snapshots:
             self.forget(engine_id)
 
     def refused(self, taken: Any, error: LoRAPluginsError) -> None:
-        """Note an engine's refusal of a request from `of`; a refusal of the bytes restores the id's former copy."""
+        """Note an engine's refusal of a request from `of`; one that would come again restores the id's former copy."""
         kept = self._kept.get(taken.lora_int_id)
-        is_for_bytes = isinstance(error, InvalidAdapter | IncompatibleAdapter)
-        if not is_for_bytes or kept is None or str(kept.version.path) != taken.lora_path:
+        is_lasting = isinstance(error, InvalidAdapter | IncompatibleAdapter | AdapterNotFound)
+        if not is_lasting or kept is None or (kept.version and str(kept.version.path) != taken.lora_path):
             return
         if kept.before is None:
             self.forget(taken.lora_int_id)
@@ -154,8 +161,24 @@ class Snapshots:
 
     def _drop(self, kept: _KeptSnapshot | None) -> None:
         while kept is not None:
-            self._resolver.store.release(kept.version.holder, kept.version.path)
+            if kept.version is not None:
+                self._resolver.store.release(kept.version.holder, kept.version.path)
             kept = kept.before
+
+    async def _by_id(self, request: Any) -> Any:
+        """The request for the engine where the engine id alone says what to serve, as in vLLM; else None.
+
+        A load in place, or a directory, says more than the id. Engines load again what they have evicted: for adapters
+        that came by this client under the same name they are not asked.
+        """
+        engine_id, path, kept = request.lora_int_id, request.lora_path, self._kept.get(request.lora_int_id)
+        if request.load_inplace or place_by_path(path).startswith("/"):
+            return None
+        if kept is None or (kept.version is not None and kept.version.name != request.lora_name):
+            if engine_id not in await self._held():
+                return None
+            self._remember(engine_id, kept := _KeptSnapshot(path, None))
+        return _at(kept.version, request)
 
     def _lock(self, request: Any) -> asyncio.Lock:
         return self._locks[str(request.lora_int_id)]
@@ -164,7 +187,8 @@ class Snapshots:
         return not self._is_vllms(request) or self._resolver.store.layout.digest_of(request.lora_path) is not None
 
 
-def _at(version: ResolvedAdapter, request: Any) -> Any:
+def _at(version: ResolvedAdapter | None, request: Any) -> Any:
     found = copy.copy(request)
-    found.lora_path = str(version.path)
+    # Nothing lies below /dev/null. Workers would take a relative path to the Hub, past every check.
+    found.lora_path = f"/dev/null/{request.lora_path}" if version is None else str(version.path)
     return found

@@ -30,6 +30,9 @@ class Workers:
         removed = bool(self.remove_lora(number))
         return [removed, bool(self.add_lora(request_with_tensors(str(number), number, directory)))]
 
+    def frameworks_remove(self, number: int) -> bool:
+        return bool(self.remove_lora(number))
+
     def frameworks_add_tensors_in_place(self, number: int, directory: str) -> bool:
         """As ms-swift's server does it."""
         return bool(self.add_lora(request_with_tensors("trained", number, directory, load_inplace=True)))

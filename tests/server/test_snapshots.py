@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.errors import InvalidAdapter, NoFreeSlot
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot
 from lora_plugins.events import Events
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.server import snapshots
@@ -41,9 +42,15 @@ class Bed:
         self.events: list[object] = []
         self.resolver = AdapterResolver(Settings(), Events(self.events.append), Store(tmp_path / "store"))
         self.resolver.base = BASE
-        self.snapshots = Snapshots(self.resolver, lambda request: type(request) is Request, BASE.path)
+        self.held: set[int] = set()
+        self.questions = 0  # to the engines, which ids they hold
+        self.snapshots = Snapshots(self.resolver, lambda request: type(request) is Request, BASE.path, self.list_loras)
         self.directory = tmp_path / "policy"
         self.publish(1)
+
+    async def list_loras(self) -> set[int]:
+        self.questions += 1
+        return self.held
 
     def publish(self, alpha: int, directory: Path | None = None) -> None:
         put(directory or self.directory, adapter_files(lora_alpha=alpha))
@@ -145,6 +152,64 @@ async def test_what_is_no_directory_is_left_as_it_is(bed: Bed) -> None:
     for request in (in_store, tensors):
         assert await bed.snapshots.of(request) is request
     assert await bed.snapshots.take(tensors) is None
+
+
+@pytest.mark.parametrize("path", ["simon_lora_path", "", "not/there/at/all", "team/sql"])
+def test_an_id_that_the_engines_hold_is_asked_once(bed: Bed, path: str) -> None:
+    async def ask() -> None:
+        bed.held = {1}
+        request = Request("policy", 1, path)
+        taken = {(await bed.snapshots.of(request)).lora_path for _ in range(3)}
+        assert taken == {os.path.join("/dev/null", path)}, "no worker finds it, nor asks the Hub"
+        assert (request.lora_path, bed.questions) == (path, 1)
+        bed.snapshots.forget(1)
+        await bed.snapshots.of(request)
+        assert bed.questions == 2, "removed, and given again"
+
+    asyncio.run(ask())
+
+
+@runs
+async def test_an_id_that_no_engine_holds_means_its_path(bed: Bed) -> None:
+    with pytest.raises(InvalidAdapter, match="no directory here"):
+        await bed.path(path="simon_lora_path")
+    bed.held = {1}
+    with pytest.raises(InvalidAdapter, match="no directory here"):
+        await bed.path(path="simon_lora_path", load_inplace=True)
+    assert bed.questions == 1
+    assert await bed.alpha() == 1, "a directory says more than the id"
+
+
+@runs
+async def test_a_stub_means_the_copy_that_was_added(bed: Bed) -> None:
+    """Whether or not an engine has evicted it since."""
+    added = await bed.add()
+    assert {await bed.path(path=path) for path in ("simon_lora_path", "team/sql")} == {added}
+    assert bed.questions == 0
+    bed.held = {1}
+    renamed = await bed.snapshots.of(Request("another", 1, "team/sql"))
+    assert (renamed.lora_path, bed.questions) == ("/dev/null/team/sql", 1), "the engines know what the id means now"
+    assert await bed.path() == added
+
+
+@runs
+async def test_added_tensors_are_known_without_a_question(bed: Bed) -> None:
+    async with bed.snapshots.adding(TensorRequest("policy", 1, "simon_lora_path")) as taken:
+        assert taken.lora_path == "simon_lora_path"
+    assert await bed.path(path="team/sql") == "/dev/null/team/sql"
+    assert bed.questions == 0
+
+
+@runs
+async def test_what_workers_have_lost_is_asked_again(bed: Bed) -> None:
+    bed.held = {1}
+    taken = await bed.snapshots.of(bed.request(path="simon_lora_path"))
+    bed.snapshots.refused(taken, NoFreeSlot("full"))
+    assert await bed.path(path="simon_lora_path") == taken.lora_path
+    bed.held = set()
+    bed.snapshots.refused(taken, AdapterNotFound("no such directory in this worker"))
+    with pytest.raises(InvalidAdapter, match="no directory here"):
+        await bed.path(path="simon_lora_path")
 
 
 @runs

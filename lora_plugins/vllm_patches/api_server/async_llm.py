@@ -81,11 +81,24 @@ def snapshots_of(client: Any) -> Snapshots:
     process = this_process()
     snapshots = process.snapshots.get(client)
     if snapshots is None:
-        base_path = client.vllm_config.model_config.model
-        snapshots = process.snapshots[client] = Snapshots(process.resolver, is_vllms, base_path)
+        # The client is the key of its snapshots: a strong reference back would keep both for ever.
+        base_path, ref = client.vllm_config.model_config.model, weakref.ref(client)
+        snapshots = process.snapshots[client] = Snapshots(process.resolver, is_vllms, base_path, lambda: _held(ref()))
         # Copies hold leases in the store: release them with the client.
         weakref.finalize(client, snapshots.forget_all)
     return snapshots
+
+
+async def _held(client: Any) -> Any:
+    """Return the ids that the engines of a client hold.
+
+    Touches:
+        vllm.v1.engine.async_llm: AsyncLLM{list_loras(self)}
+        vllm.v1.engine.llm_engine: LLMEngine{list_loras(self)}
+    Why: requests name ids of adapters that only workers have, with paths that mean nothing.
+    """
+    listed = client.list_loras()
+    return (await _unless_dead(client, asyncio.gather(*[listed])))[0] if inspect.isawaitable(listed) else listed
 
 
 def has_planner(client: Any) -> bool:
