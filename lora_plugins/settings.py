@@ -176,7 +176,7 @@ class Settings:
     """How often `lora_admin` looks for new versions of served adapters; `0`: never
     ([hot swap](../guides/admin.md#hot-swap))."""
     drain_timeout_s: float = required("LORA_PLUGINS_DRAIN_TIMEOUT_S", seconds(least=0.0), "60")
-    """How long an unload waits for running requests before the unload ends them."""
+    """How long an operator's unload waits for requests before the unload ends them."""
     policy: Path | None = optional("LORA_PLUGINS_POLICY", FILE)
     """A TOML file with the adapters of each API key ([access](../guides/access.md));
     needs `lora_admin`."""

@@ -1,14 +1,9 @@
-"""Answers to open calls: callers who wait for an adapter to be loaded, activated or removed.
+"""Answers to open calls: callers who wait for an adapter to be loaded or activated.
 
-A call is answered once its effect holds for later requests, or once nothing that runs can bring the effect about:
-
-- A load: once the adapter is in host memory, and in a slot where the call needs one. A wish for an idle slot ends with
-  the plan that finds none, or that a pause keeps from writing slots. Where no request goes on during a pause and the
-  workers have nothing to do, a load without room is refused. Calls that need a slot wait for the end of the pause.
-- A removal: once the workers have evicted the adapter, after the last of its requests. Later requests do not find the
-  adapter from the call on, so the caller does not wait for requests that a pause holds: in vLLM's pause the answer
-  comes at once, in the adapter's own once its other requests have ended. A removal that refuses requests waits for the
-  running ones in each pause, because the caller aborts these.
+A call is answered once its effect holds for later requests, or once nothing that runs can bring the effect about: once
+the adapter is in host memory, and in a slot where the call needs one. A wish for an idle slot ends with the plan that
+finds none, or that a pause keeps from writing slots. Where no request goes on during a pause and the workers have
+nothing to do, a load without room is refused. Calls that need a slot wait for the end of the pause.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ def activate_called(state: PlannerState, *, is_paused: bool) -> None:
             call.wants_slot = call.wants_slot and adapter.is_activating
 
 
-def take_answered(state: PlannerState, *, is_paused: bool) -> list[Future[None]]:
+def take_answered(state: PlannerState) -> list[Future[None]]:
     """Remove the calls that are done, as far as their callers need to wait; return their futures."""
     answered = []
     for adapter in state.calling:
@@ -42,9 +37,6 @@ def take_answered(state: PlannerState, *, is_paused: bool) -> list[Future[None]]
                 adapter.calls = [it for it in adapter.calls if it not in done]
                 answered += [it.future for it in done]
                 state.touched[adapter] = None
-    if state.removing:
-        held = [it for it in state.removing if is_paused or (it.stopped and not (it.is_in_flight or it.is_wanted))]
-        answered += [future for adapter in held for future in state.removing.pop(adapter)]
     return answered
 
 

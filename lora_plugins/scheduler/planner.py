@@ -274,13 +274,13 @@ class Planner:
 
     def answer_calls(self, now: float, *, is_paused: bool = False, is_stopped: bool = False) -> None:
         """Answer the calls that can be answered (`calls.py`): to be called after each call, plan and report."""
-        self._answer(now, is_paused=is_paused)
+        self._answer(now)
         if is_stopped and not self.has_work(is_paused=is_paused, is_stopped=is_stopped):
             for future in without_room(self.state):
                 self.withdraw(future, in_use(), now)
 
-    def _answer(self, now: float, *, is_paused: bool) -> None:
-        answered = take_answered(self.state, is_paused=is_paused)
+    def _answer(self, now: float) -> None:
+        answered = take_answered(self.state)
         # An adapter that goes with the answer to its call leaves its slot, for which another call may wait.
         self._is_changed = self._is_changed or bool(answered and self.state.calling)
         resolve(answered)
@@ -329,13 +329,13 @@ class Planner:
     ) -> Future[None]:
         """Evict an adapter as soon as it is not used; done when the workers have evicted the adapter.
 
-        With a `refusal`, held requests are refused; without a refusal they are served first. `is_last`: the id is not
-        given again, so later requests for the id are refused, or served, in the same way.
+        Held requests are served first. With a `refusal`, those that have never run are refused. `is_last`: the id is
+        not given again, so later requests for the id are refused, or served, in the same way.
         """
         state = self.state
         # An id may come back with other weights: its next generation gets a key that batches have never seen.
         if is_last:
-            self._refusals[engine_id] = refusal
+            self._refusals[engine_id] = refusal or self._refusals.get(engine_id)  # a refusal stays
         else:
             state.generations.begin(engine_id)
         adapters = [adapter for adapter in state.adapters.values() if adapter.spec.engine_id == engine_id]
@@ -345,12 +345,10 @@ class Planner:
         for adapter, future in zip(adapters, futures, strict=True):
             adapter.retirements.append(future)
             adapter.replaces = None
-            if refusal is None:
-                state.removing.setdefault(adapter, []).append(future)
         for adapter in adapters:
             if refusal is not None:
                 state.go_on(adapter, now)
-                state.fail(adapter, refusal)
+                state.fail(adapter, refusal, spares_begun=True)
             self._retire(adapter, now)
         # Workers may not have carried out earlier evictions of the id: the caller waits for them too.
         for key, waiting in state.evicting.items():
@@ -382,7 +380,7 @@ class Planner:
             if not is_paused:
                 plan.moved = self._move_all(now)  # before the new generation gets a slot of its own
             activate_called(state, is_paused=is_paused)
-            self._answer(now, is_paused=is_paused)
+            self._answer(now)
             # Before `give_slots`, which would let the adapters to be evicted run again.
             adapters_without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
             state.settle(now)

@@ -70,7 +70,7 @@ class PlannerState:
         reserved_for: the adapter that needs room. draining: adapters to evict for the reservation once unused.
         made_room_at: when an adapter that waited for room found room last, or none waited.
         mean_run_s: the mean of the last requests' times, from their beginning to their end.
-        evicting: futures of callers who wait for an eviction, by key. removing: futures of removals without a refusal.
+        evicting: futures of callers who wait for an eviction, by key.
         refused: requests to answer with an error; None for parts whose client's request was aborted.
     """
 
@@ -96,7 +96,6 @@ class PlannerState:
         self.made_room_at = 0.0
         self.mean_run_s = 0.0
         self.evicting: dict[int, list[Future[None]]] = {}
-        self.removing: dict[Adapter, list[Future[None]]] = {}
         self.commands: list[Command] = []
         self.refused: list[tuple[Any, LoRAPluginsError | None]] = []
         self.touched: dict[Adapter, None] = {}
@@ -201,7 +200,6 @@ class PlannerState:
                 del self.current[adapter.spec.engine_id]
             if adapter.replaces is not None:
                 self._restore(adapter, adapter.replaces)
-            self.removing.pop(adapter, None)
             if adapter.key in self.evicting:
                 # The workers still have an `Evict` to carry out: callers are answered after that step.
                 self.evicting[adapter.key] += adapter.retirements
@@ -339,11 +337,14 @@ class PlannerState:
         self.touched[adapter] = None
         return run.client
 
-    def fail(self, adapter: Adapter, error: LoRAPluginsError) -> None:
-        """Answer an adapter's requests and calls with an error, but requests that an earlier generation can serve."""
+    def fail(self, adapter: Adapter, error: LoRAPluginsError, *, spares_begun: bool = False) -> None:
+        """Answer an adapter's requests and calls with an error, but requests that an earlier generation can serve.
+
+        `spares_begun`: requests that have run before wait on, and end with the adapter's weights.
+        """
         if adapter.replaces is not None:
             self._restore(adapter, adapter.replaces)
-        for request_id in list(adapter.held):
+        for request_id in [it for it, held in adapter.held.items() if not (spares_begun and held.has_run)]:
             self.refuse(self.release(adapter, request_id).request, error)
         if not adapter.is_loaded:
             adapter.is_pinned = False

@@ -38,7 +38,7 @@ class ApiServer:
     """One API server.
 
     Attributes:
-        drain_timeout_s: seconds that running requests get to end, where a call does not say.
+        drain_timeout_s: seconds that requests get to end, where an operator's unload does not say.
         on_change: called after every change of the served names or versions.
     """
 
@@ -73,18 +73,21 @@ class ApiServer:
         """Do as the planner's `retire`: engines evict the adapter once no request uses it; the caller does not wait."""
         background(self.planner.retire(engine_id, refusal))
 
-    async def drain(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float | None = None) -> bool:
+    async def drain(
+        self, adapter: ServedAdapter, refusal: LoRAPluginsError | None = None, timeout_s: float | None = None
+    ) -> bool:
         """Free slots, host memory and leases of an adapter outside the registry, once its last request has left.
 
-        Requests that wait, and later requests, are refused with `refusal`; running requests are ended after
-        `timeout_s`. Returns whether all is free; if not, all will be free as soon as the last request has left.
+        Requests that were accepted before end by themselves. With a `refusal`, those that are left after `timeout_s`
+        are ended, and those that have not run are refused. Returns whether all is free; if not, all will be free as
+        soon as the last request has left.
         """
         started, aborted = time.perf_counter(), 0
         # Before the first await: `needs` must see the adapter without a gap.
         self.registry.draining[adapter.engine_id] = adapter
 
         async def free() -> None:
-            await self.planner.retire(adapter.engine_id, refusal)
+            await self.planner.retire(adapter.engine_id)
             async with self.vllm.lock(adapter.name):  # a concurrent load has registered its version by then
                 # Before `release`, which keeps the versions of draining adapters.
                 del self.registry.draining[adapter.engine_id]
@@ -102,15 +105,17 @@ class ApiServer:
         background(end_rollbacks())
         if adapter.name in self.registry.paused:
             self.registry.paused.discard(adapter.name)
-            # `retire` above has sent the refusal first, so the requests that the pause held meet the refusal.
             background(self.planner.resume(adapter.name))
         # asyncio.wait, unlike wait_for, does not cancel the task at its time-out: the engines must free the slot
         # anyway.
-        done, _ = await asyncio.wait([task], timeout=self.drain_timeout_s if timeout_s is None else timeout_s)
+        done, _ = await asyncio.wait([task], timeout=None if refusal is None else timeout_s)
         if not done:
-            running = (await self.planner.states())(adapter.engine_id).running
-            aborted = len(running)
-            await self.vllm.abort(list(running))
+            self.retire(adapter.engine_id, refusal)
+            # A task too, so that the engines refuse first: what waits after the refusal has run before.
+            state = (await background(self.planner.states()))(adapter.engine_id)
+            left = [*state.running, *state.held]
+            aborted = len(left)
+            await self.vllm.abort(left)
             done, _ = await asyncio.wait([task], timeout=ABORT_S)
         return bool(done)
 

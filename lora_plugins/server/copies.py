@@ -24,10 +24,10 @@ from lora_plugins.errors import ErrorKind, LoRAPluginsError, OfAdapter, SourceUn
 from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
-from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.background import background
 from lora_plugins.server.limits import NO_LIMIT, Share, Shares
-from lora_plugins.server.registry import ServedAdapter, gone_from_source, no_longer_served
+from lora_plugins.server.registry import ServedAdapter, gone_from_source
 from lora_plugins.server.swapping import VersionChange, change, updating
 from lora_plugins.store.errors import DamagedCopy
 
@@ -238,10 +238,10 @@ class Copies:
             is_busy = state.held or state.running or self._server.vllm.lock(adapter.name).locked()
             if not (adapter.is_pinned or is_busy) and self._registry.get(adapter.name) is adapter:
                 self._registry.remove(adapter.name)
-                unloading.append(self._server.drain(adapter, no_longer_served(adapter.name)))
+                unloading.append(background(self._server.drain(adapter)))
         if unloading:
             self._server.on_change()
-        await asyncio.gather(*unloading)
+            await asyncio.wait(unloading, timeout=ABORT_S)  # a request may have come since the look
 
     async def _replace(self, adapter: ServedAdapter) -> None:
         async with self._server.vllm.lock(adapter.name):
@@ -263,7 +263,7 @@ class Copies:
             async with self._server.vllm.lock(request.lora_name):
                 adapter = self._registry.get(request.lora_name)
                 if adapter is None or adapter.version is None:
-                    return request  # unloaded meanwhile; the engine answers with the refusal
+                    return request  # unloaded meanwhile; the engine may have the weights
                 if not await self._is_had(adapter):
                     return adapter.request  # the engine has the weights in memory and need not read the copy
                 request = adapter.request

@@ -223,7 +223,8 @@ class Lifecycle:
         is_blocked = seen is not None and name in self.registry.blocked  # else another load has ended it meanwhile
         if is_blocked and (before := self.registry.remove(name)) is not None:
             # The block's own unload has not come yet, and the engines refuse what it retires.
-            background(self.server.drain(before, blocked(name)))
+            self.server.retire(before.engine_id, blocked(name))
+            background(self.server.drain(before, blocked(name), self.server.drain_timeout_s))
         yield
         blocks = self.registry.blocked
         with store_errors():
@@ -279,14 +280,15 @@ class Lifecycle:
     async def unload(
         self, name: str, *, block: bool, timeout_s: float | None = None, expects: str | None = None
     ) -> bool:
-        """Serve a name no longer, and free slot, host memory and lease once the name's running requests have left.
+        """Serve a name no longer, and free slot, host memory and lease once the name's requests have left.
 
-        Running requests have `timeout_s` and are then ended; requests that wait are refused at once. Returns
-        whether all is free; if not, all will be free as soon as the last request has left. Without `block`, a later
-        request resolves the name again.
+        Requests that were accepted before have `timeout_s`; then those that run are ended, and those that wait are
+        refused. Returns whether all is free; if not, all will be free as soon as the last request has left. Without
+        `block`, a later request resolves the name again.
 
-        A block covers all revisions. The block holds before any wait, and is on disk before the return; where
-        `timeout_s` is None, the call waits neither for the name's lock nor for running requests.
+        A block covers all revisions, and refuses requests that wait at once. The block holds before any wait, and is on
+        disk before the return; where `timeout_s` is None, the call waits neither for the name's lock nor for running
+        requests.
 
         Raises:
             AdapterNotFound: the name is not served.
@@ -313,6 +315,17 @@ class Lifecycle:
             await asyncio.to_thread(blocks.write, name)
         done, pending = await asyncio.wait(freeing, timeout=_FREED_S if timeout_s is None else timeout_s + ABORT_S)
         return not pending and all(task.result() is not False for task in done)
+
+    async def remove(self, name: str) -> None:
+        """Serve a name no longer, as vLLM's own call: requests that were accepted before end by themselves.
+
+        Raises:
+            AdapterNotFound: the name is not served.
+        """
+        async with self._served(name) as adapter:
+            self.registry.remove(name)
+            self.server.on_change()
+            background(self.server.drain(adapter))
 
     def load_failed(self, request: Any) -> None:
         """Stop serving a resolved adapter that is in vLLM's table, but that the engine could not load.
@@ -488,6 +501,9 @@ class Lifecycle:
         if adapter is None:
             return None
         self.server.on_change()
+        if if_blocked:
+            self.server.retire(adapter.engine_id, refusal)
+        timeout_s = self.server.drain_timeout_s if timeout_s is None else timeout_s
         return await self.server.drain(adapter, refusal, timeout_s)
 
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:

@@ -123,9 +123,9 @@ def gone_from_source(name: str) -> AdapterNotFound:
 
 
 def no_longer_served(name: str) -> NoFreeSlot:
-    """The error for a waiting request whose adapter was unloaded meanwhile, and may be resolved again."""
+    """The error for a request whose adapter was unloaded meanwhile, and may be resolved again."""
     return NoFreeSlot(
-        "an adapter that was unloaded before there was a slot for this request",
+        "an adapter that was unloaded before this request could run",
         expected="one that is served",
         remedy="ask again: it is looked for at its source then",
         adapter=name,

@@ -71,7 +71,7 @@ class FollowedCopies(Copies):
             answer = await self._follower.call("have", name=request.lora_name, engine_id=request.lora_int_id)
             present = self._follower.table.get(request.lora_name)
             if present is None:
-                return request  # unloaded meanwhile; the engine answers with the refusal
+                return request  # unloaded meanwhile; the engine may have the weights
             if not answer["is_had"]:
                 return present  # the engine has the weights in memory and need not read the copy
             request = present

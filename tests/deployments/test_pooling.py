@@ -100,7 +100,7 @@ def test_aborted_requests_for_vectors_leave_nothing(pooling: Pooling) -> None:
     assert asyncio.run(run()) == [pytest.approx(pooling.vectors[name], abs=1e-4) for name in NAMES]
 
 
-@pytest.mark.deployment(CELL, "tested", "held over a pause; unloaded ones are refused")
+@pytest.mark.deployment(CELL, "tested", "held over a pause; blocked ones are refused")
 def test_held_requests_for_vectors_wait_or_are_refused(pooling: Pooling) -> None:
     async def run() -> tuple[httpx.Response, httpx.Response]:
         async with pooling.client() as client:
@@ -111,11 +111,11 @@ def test_held_requests_for_vectors_wait_or_are_refused(pooling: Pooling) -> None
                 waits, refused = (asyncio.create_task(embed(client, name)) for name in ("sql", "chat"))
                 await asyncio.sleep(0.5)
                 assert not waits.done()
-                assert (await client.delete("/v1/loras/chat")).status_code == 200
+                assert (await client.delete("/v1/loras/chat?block=true")).status_code == 200
             finally:
                 assert (await client.post("/resume")).status_code == 200
             return await waits, await refused
 
     waits, refused = asyncio.run(run())
     assert vector(waits) == pytest.approx(pooling.vectors["sql"], abs=1e-4)
-    assert (refused.status_code, "[L001]" in refused.text) == (503, True), refused.text
+    assert (refused.status_code, "[L002]" in refused.text) == (404, True), refused.text

@@ -475,7 +475,7 @@ class SimulatedEngine:
         assert not self.has_work
         assert state.adapters.keys() == workers.host.keys()
         assert not any((self.held, self.running, workers.writing, workers.loading))
-        assert not any((state.draining, state.jobs, state.evicting, state.removing, held_count(self.planner)))
+        assert not any((state.draining, state.jobs, state.evicting, held_count(self.planner)))
         assert not any((state.of_request, state.ready, state.calling, state.absent))
         assert state.reserved_for is None
 

@@ -175,7 +175,7 @@ def test_stopped_requests_keep_a_generation_that_was_retired() -> None:
     engine, request = stopped_while_it_runs()
     retired = engine.planner.retire(1, engine.now, is_last=True)
     engine.run_until_idle()
-    assert retired.done(), "later requests do not find it"
+    assert not retired.done()
     assert 1 in engine.workers.host, "its weights, for whose files nobody waits any more"
     for number in range(2, 12):
         engine.submit(number)
@@ -183,16 +183,29 @@ def test_stopped_requests_keep_a_generation_that_was_retired() -> None:
     assert 1 not in engine.workers.host, "its memory is for others meanwhile"
     engine.go_on("adapter-1")
     engine.run_until_idle()
-    assert (request.ended_at is not None, request.refusal) == (True, None)
+    assert (request.ended_at is not None, request.refusal, retired.done()) == (True, None, True)
     engine.check_nothing_left()
 
 
-def test_a_refusal_answers_stopped_requests_at_once() -> None:
-    engine, request = stopped_while_it_runs()
-    retired = engine.planner.retire(1, engine.now, AdapterNotFound("unloaded"), is_last=True)
+def test_a_refusal_answers_only_what_has_not_run() -> None:
+    engine, stopped = stopped_while_it_runs()
+    waits = engine.submit(1)
+    engine.stop("adapter-1")
+    retired = engine.planner.retire(1, engine.now, AdapterNotFound("blocked"), is_last=True)
+    engine.go_on("adapter-1")
     engine.run_until_idle()
-    assert (isinstance(request.refusal, AdapterNotFound), retired.done()) == (True, True)
+    assert (isinstance(waits.refusal, AdapterNotFound), waits.began_at) == (True, None)
+    assert (stopped.refusal, stopped.ended_at is not None, retired.done()) == (None, True, True)
     engine.check_nothing_left()
+
+
+def test_a_refusal_outlives_a_removal_without_any() -> None:
+    engine = engine_with(slots=2, max_adapters=4)
+    for refusal in (AdapterNotFound("blocked"), None):
+        engine.planner.retire(1, engine.now, refusal, is_last=True)
+    late = engine.submit(1)
+    engine.run_until_idle()
+    assert isinstance(late.refusal, AdapterNotFound)
 
 
 def test_what_has_run_is_admitted_before_what_was_held() -> None:
@@ -223,4 +236,3 @@ def test_each_removal_is_answered_beside_a_request_refused_just_before() -> None
     removals.append(planner.retire(1, engine.now))
     engine.run(60)
     assert all(removal.done() for removal in removals)
-    assert not planner.state.removing

@@ -230,7 +230,7 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
 
 
 def _unloading(original: Any) -> Any:
-    """Unload by our lifecycle, which frees slot, memory and lease too; for administrators only.
+    """Unload by our lifecycle, which frees slot, memory and lease once nothing uses them; for administrators only.
 
     Touches:
         vllm.entrypoints.openai.models.serving:
@@ -249,10 +249,9 @@ def _unloading(original: Any) -> Any:
         if error is not None:
             return error
         with as_http():
-            is_free = await lifecycle.unload(name, block=False)
+            await lifecycle.remove(name)
         await lifecycle.written()
-        removed = f"Success: LoRA adapter '{name}' removed successfully."  # vLLM's words
-        return removed if is_free else f"{removed} Requests that still run keep its memory until they end."
+        return f"Success: LoRA adapter '{name}' removed successfully."  # vLLM's words
 
     return unload_lora_adapter
 

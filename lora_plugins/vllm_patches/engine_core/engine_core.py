@@ -179,11 +179,12 @@ def _add_lora(_: Any, self: Any, lora_request: Any) -> Any:
     return then(answer_of(self, load), true_or_raise)
 
 
-def _remove_lora(_: Any, self: Any, lora_id: int) -> Any:
+def _remove_lora(_: Any, self: Any, lora_id: int) -> bool:
+    """As in vLLM, later requests do not find the id, and the caller waits for no request of before."""
     planner = _planner(self)
     is_known = lora_id in planner.state.current
-    retired = planner.retire(lora_id, time.monotonic())
-    return then(answer_of(self, retired, is_enough_to_begin=True), lambda _: is_known)
+    answer_of(self, planner.retire(lora_id, time.monotonic()), is_enough_to_begin=True)
+    return is_known
 
 
 def _pin_lora(original: Any, self: Any, lora_id: int) -> Any:

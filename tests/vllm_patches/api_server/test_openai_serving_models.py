@@ -338,14 +338,17 @@ async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
 
 @runs
 async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
-    world = of_this_world(World())
+    """Once what runs has ended, of itself."""
+    world = of_this_world(World(drain_timeout_s=1))
     models = Models(world)
     world.resolver.has["sql"] = Version("aa")
     await models.resolve_lora("sql")
     running = world.start("sql", 5)
     await world.settled()
-    assert (await models.unload("sql")).endswith("removed successfully.")
-    assert running.done(), "it has waited for what ran"
+    assert await models.unload("sql") == "Success: LoRA adapter 'sql' removed successfully."
+    assert (running.done(), world.table.lora_requests) == (False, {})
+    assert await running == "/store/aa"
+    await world.settled()
     assert (world.in_workers, world.resolver.leased, world.table.lora_requests) == (set(), set(), {})
     assert world.lifecycle.registry.draining == {}
     assert world.written == 2
@@ -364,24 +367,6 @@ async def test_an_unload_frees_although_its_client_leaves(of_this_world: Any) ->
     await asyncio.wait([unloading])
     await world.settled()
     assert (unloading.cancelled(), world.in_workers, world.table.lora_requests) == (True, set(), {})
-
-
-@runs
-async def test_an_unload_whose_requests_do_not_end_says_so(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = of_this_world(World(drain_timeout_s=1))
-    models = Models(world)
-    await models.load("mine", "/by/hand")
-    running = world.start("mine", 100)
-    await world.settled()
-
-    async def nobody(request_ids: list[str]) -> None:
-        assert request_ids == ["running"]
-
-    monkeypatch.setattr(world.server, "abort", nobody)
-    assert "Requests that still run keep its memory until they end." in await models.unload("mine")
-    await running
-    await world.settled()
-    assert world.in_workers == set()
 
 
 @runs

@@ -481,7 +481,7 @@ class World:
             "newly_held": list(state.newly_held), "regrouped": state.regrouped, "in flight": state.in_flight,
             "expecting": state.expecting, "calling": state.calling, "moving": state.moving, "leaving": state.leaving,
             "jobs": state.jobs, "loads": state.loads, "reserved": state.reserved_for, "draining": state.draining,
-            "evicting": state.evicting, "removing": state.removing, "commands": state.commands,
+            "evicting": state.evicting, "commands": state.commands,
             "refused": state.refused, "touched": state.touched,
         }  # fmt: skip
         assert not any(left.values()), {what: it for what, it in left.items() if it}

@@ -111,33 +111,42 @@ def test_two_removals_in_one_turn_of_the_loop_are_answered(make_engine: Make, mo
     assert not {8, 9} & engine.in_memory
 
 
+@pytest.mark.parametrize("where", ["running", "kept", "arriving", "preempted"])
 @pytest.mark.parametrize("ask", ["remove_lora", "lora_plugins_retire"])
-def test_a_removal_does_not_wait_for_kept_requests(make_engine: Make, ask: str) -> None:
-    engine = make_engine()
-    core = core_of(engine)
-    engine.scheduler.add_request(request("a", 1, tokens=20))
-    while not engine.tokens_of("a"):
+def test_requests_of_before_a_removal_end_whole(make_engine: Make, where: str, ask: str) -> None:
+    engine = make_engine(blocks=8 if where == "preempted" else 64)
+    core, names = core_of(engine), ["a", "b", "c"]
+    for name in names if where != "arriving" else []:
+        engine.scheduler.add_request(request(name, 1, tokens=40))
+    for _ in range(36 if where == "preempted" else 4):
         engine.step()
-    engine.scheduler.set_pause_state(KEPT)
+    assert where != "preempted" or engine.scheduler.requests["c"].num_preemptions
+    if where in ("kept", "arriving"):
+        engine.scheduler.set_pause_state(KEPT)
+    for name in names if where == "arriving" else []:
+        engine.scheduler.add_request(request(name, 1, tokens=40))
     answer = core.remove_lora(1) if ask == "remove_lora" else core.lora_plugins_retire(1, None)
-    assert is_answered(answer)
+    assert is_answered(answer) == (ask == "remove_lora"), "vLLM's own call waits for no request"
     engine.scheduler.set_pause_state(RUNS)
     run(engine)
-    assert len(engine.tokens_of("a")) == 20
+    assert [len(engine.tokens_of(name)) for name in names] == [40, 40, 40]
+    assert is_answered(answer)
     assert 1 not in engine.in_memory
 
 
-def test_a_pause_answers_a_removal_that_waited_before(make_engine: Make) -> None:
-    engine = make_engine()
-    core = core_of(engine)
-    engine.scheduler.add_request(request("a", 1, tokens=20))
-    while not engine.tokens_of("a"):
+def test_a_takedown_refuses_what_has_not_run(make_engine: Make) -> None:
+    engine = make_engine(blocks=8)
+    core, names = core_of(engine), ["a", "b", "c"]
+    for name in names:
+        engine.scheduler.add_request(request(name, 1, tokens=40))
+    for _ in range(36):
         engine.step()
-    answer = core.remove_lora(1)
-    engine.step()
-    assert not is_answered(answer), "its request runs"
-    engine.scheduler.set_pause_state(KEPT)
-    assert is_answered(answer)
+    assert engine.scheduler.requests["c"].num_preemptions
+    engine.scheduler.add_request(request("late", 1))
+    core.lora_plugins_retire(1, AdapterNotFound("an adapter that was blocked").plain())
+    run(engine)
+    assert [len(engine.tokens_of(name)) for name in (*names, "late")] == [40, 40, 40, 0]
+    assert engine.end_of("late").finish_reason.name == "ERROR"
 
 
 def test_a_removal_that_refuses_requests_waits_for_running_ones(make_engine: Make) -> None:
@@ -199,26 +208,16 @@ def test_removals_and_loads_are_answered_in_each_pause(make_engine: Make, seed: 
 # --- the pause of one adapter ---
 
 
-@pytest.mark.parametrize("ask", ["remove_lora", "lora_plugins_retire"])
-@pytest.mark.parametrize("comes_first", [False, True], ids=["in the pause", "before the pause"])
-def test_a_removal_does_not_wait_for_the_resume(make_engine: Make, ask: str, comes_first: bool) -> None:
+def test_a_removal_does_not_wait_for_the_resume(make_engine: Make) -> None:
     engine = make_engine()
     core = core_of(engine)
     for name in ("a", "b"):
         engine.scheduler.add_request(request(name, 1, tokens=30))
     while not engine.tokens_of("b"):
         engine.step()
-
-    def remove() -> Any:
-        return core.remove_lora(1) if ask == "remove_lora" else core.lora_plugins_retire(1, None)
-
-    answer = remove() if comes_first else None
-    assert not comes_first or not is_answered(answer)
     core.lora_plugins_pause("adapter-1", "keep")
     run(engine)
-    if not comes_first:
-        answer = remove()
-    assert is_answered(answer)
+    assert core.remove_lora(1) is True
     assert 1 not in core.list_loras()
     engine.fails[1] = AdapterNotFound("files that the caller has deleted")
     run(engine)

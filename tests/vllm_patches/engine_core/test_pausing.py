@@ -158,8 +158,8 @@ def test_an_unload_answers_what_is_held_and_what_is_kept(make_engine: Make) -> N
     engine.scheduler.resume(NAME)
     engine.run()
     assert retired.done()
-    for name in ("held", "runs"):
-        assert isinstance(error_in(engine.end_of(name).stop_reason), NoFreeSlot)
+    assert isinstance(error_in(engine.end_of("held").stop_reason), NoFreeSlot)
+    assert engine.tokens_of("runs") == unpaused(make_engine, "runs", 20)
     assert not engine.scheduler.requests
 
 
