@@ -101,9 +101,14 @@ async def _held(client: Any) -> Any:
     return (await _unless_dead(client, asyncio.gather(*[listed])))[0] if inspect.isawaitable(listed) else listed
 
 
+def lora_config_of(client: Any) -> Any:
+    """Return vLLM's LoRAConfig, or None; an engine client that is not vLLM's own may have no configuration."""
+    return getattr(getattr(client, "vllm_config", None), "lora_config", None)
+
+
 def has_planner(client: Any) -> bool:
-    """Return whether LoRA is on; an engine client that is not vLLM's own may have no configuration."""
-    return getattr(getattr(client, "vllm_config", None), "lora_config", None) is not None
+    """Return whether LoRA is on."""
+    return lora_config_of(client) is not None
 
 
 def is_planned(client: Any) -> bool:

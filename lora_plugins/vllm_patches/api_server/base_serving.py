@@ -24,7 +24,7 @@ from lora_plugins.process import this_process
 from lora_plugins.server.registry import no_longer_served
 from lora_plugins.server.response import fingerprint, is_for_request, present
 from lora_plugins.store.blocks import blocked
-from lora_plugins.vllm_patches.api_server.async_llm import is_planned
+from lora_plugins.vllm_patches.api_server.async_llm import is_planned, lora_config_of
 from lora_plugins.vllm_patches.messages import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -41,6 +41,7 @@ def patch() -> None:
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
     wrap(BaseServing, "_maybe_get_adapters", _picking)
+    wrap(BaseServing, "_get_active_default_mm_loras", _choosing_default)
     wrap(PoolingBaseServing, "_check_model", _checking)
     for response in (
         ChatCompletionResponse,
@@ -98,6 +99,28 @@ def _picking(original: Any) -> Any:
     return _maybe_get_adapters
 
 
+def default_adapters(models: Any) -> dict[str, str]:
+    """Return the adapters of `--default-mm-loras`: a path for each type of content parts, which is the name too."""
+    return getattr(lora_config_of(models.engine_client), "default_mm_loras", None) or {}
+
+
+def _choosing_default(original: Any) -> Any:
+    """Choose a default adapter among the declared ones; vLLM chooses among all that are served.
+
+    Touches:
+        vllm.config.lora: LoRAConfig{default_mm_loras}
+    Why: an adapter named `text` or `image`, whoever made the server load it, would answer the base model's chats that
+        have parts of this type; beside a declared adapter, it would keep that one from answering.
+    Until: vLLM chooses among the adapters of --default-mm-loras.
+    """
+
+    def _get_active_default_mm_loras(self: Any, request: Any) -> Any:
+        declared, served = default_adapters(self.models), self.models.lora_requests
+        return original(_over(self, {name: served[name] for name in declared if name in served}), request)
+
+    return _get_active_default_mm_loras
+
+
 def _checking(original: Any) -> Any:
     """Pooling's check lets every name pass; with ours, a name that `_picking` misses was unloaded meanwhile.
 
@@ -135,12 +158,17 @@ def _as_if_absent(serving: Any, request: Any) -> Any:
     if not name or serving.models.is_base_model(name) or may_use(name):
         return serving
     logger.debug("%s may not use adapter %r", label_of_request(), name)
-    # Shallow copies, for one call: other requests go on with the table itself.
-    bare = copy.copy(serving)
-    bare.models = copy.copy(serving.models)
-    bare.models.lora_requests = {}
+    bare = _over(serving, {})
     bare.models.resolve_lora = _resolve_nothing
     return bare
+
+
+def _over(serving: Any, adapters: dict[str, Any]) -> Any:
+    """Return a shallow copy with these adapters, for one call: other requests go on with the table itself."""
+    taken = copy.copy(serving)
+    taken.models = copy.copy(serving.models)
+    taken.models.lora_requests = adapters
+    return taken
 
 
 async def _resolve_nothing(_: str) -> None:
@@ -187,7 +215,7 @@ def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:
 
 
 def _withhold(_serving: Any, _request: Any, adapter: Any) -> Any:
-    """An adapter with the name of a content part's type (`image`) comes without being named: withhold it."""
+    """A default adapter (`image`) comes without being named: withhold it."""
     return adapter if adapter is None or may_use(adapter.lora_name) else None
 
 

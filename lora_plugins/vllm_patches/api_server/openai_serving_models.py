@@ -8,8 +8,9 @@ at a path is copied into the store and served as any version; a load in place be
 
 Touches:
     vllm.entrypoints.openai.models.serving:
-        OpenAIServingModels{engine_client, __init__(self, engine_client, base_model_paths, lora_modules),
-            init_static_loras(self), load_lora_adapter(self, request, base_model_name), resolve_lora(self, lora_name)}
+        OpenAIServingModels{engine_client, lora_resolvers, init_static_loras(self), resolve_lora(self, lora_name),
+            __init__(self, engine_client, base_model_paths, lora_modules),
+            load_lora_adapter(self, request, base_model_name)}
     vllm.entrypoints.serve.lora.protocol: LoadLoRAAdapterRequest{load_inplace}
     vllm.entrypoints.serve.engine.protocol: ErrorResponse{error} ErrorInfo{code}
 Why: vLLM drops the text of the error (load_lora_adapter: and answers 500), and it loads in place in the engine's loop,
@@ -38,7 +39,7 @@ from lora_plugins.server.limits import NO_LIMIT
 from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
-from lora_plugins.vllm_patches.api_server.base_serving import may_use, near_names
+from lora_plugins.vllm_patches.api_server.base_serving import default_adapters, may_use, near_names
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving, end_with_engine
 from lora_plugins.vllm_patches.api_server.model_card import card_of
@@ -183,12 +184,17 @@ def _resolving(original: Any) -> Any:
     """Resolve, and answer a name that no resolver has with the name's fault, where the name itself shows the fault.
 
     vLLM says "does not exist" of every such name. Our resolver does not raise: another resolver may have other names.
+    A default adapter that was unloaded comes back by an operator's call alone: a source's would answer for everybody.
     """
 
     async def resolve_lora(self: Any, lora_name: str) -> Any:
         role = this_process().role
         with as_http():
-            if isinstance(role, Follower):
+            if lora_name in default_adapters(self):
+                asked = copy.copy(self)
+                asked.lora_resolvers = []
+                result = await original(asked, lora_name)
+            elif isinstance(role, Follower):
                 result = await resolved_by_leader(role, lora_name)
             elif is_planned(self.engine_client):
                 result = await _resolved(original, self, lora_name)

@@ -292,8 +292,10 @@ def test_without_name_validation_a_forbidden_name_is_the_base_model(world, monke
 
 
 def test_default_multimodal_adapters_need_permission_too(world):
-    """vLLM applies an adapter that is called `audio` to chats with audio in them."""
+    """vLLM applies an adapter that is declared for `audio` to chats with audio in them."""
     world.load("audio")
+    declared = SimpleNamespace(default_mm_loras={"audio": "/adapters/audio"})
+    world.models.engine_client.vllm_config = SimpleNamespace(lora_config=declared)
     messages = [{"role": "user", "content": [{"type": "audio_url"}]}]
     assert world.use("tiny", "key-b", messages=messages).json() == {"adapter": "audio"}
     assert world.use("tiny", "key-a", messages=messages).json() == {"adapter": None}

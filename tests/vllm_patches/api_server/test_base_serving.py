@@ -50,6 +50,8 @@ def patched(process: Process, store: Path) -> Process:
 class Models:
     """What `BaseServing` asks of vLLM's table of names."""
 
+    engine_client: Any = None
+
     def __init__(self, **paths: str) -> None:
         self.lora_requests = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(paths.items(), 1)}
 
@@ -184,6 +186,8 @@ def test_an_adapter_that_policy_withholds_is_not_said(patched: Process, store: P
     policy = tmp_path / "policy.toml"
     policy.write_text('[default]\nadapters = ["public/*"]\n')
     one = serving(None, image=f"{store}/{OLD}")
+    declared = SimpleNamespace(default_mm_loras={"image": "/adapters/image"})
+    one.models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=declared))
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
     body = {"model": "base", "messages": [message]}
     assert client_of(one).post("/", json=body).headers[HEADER] == OLD
