@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.config import LAYOUT_KEY, AdapterConfig
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS
 from lora_plugins.adapter.weights import LoraPair, parameter_of
@@ -52,6 +52,8 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
         "alpha_pattern": {name: _plain(alpha) for name, alpha in config.alpha_pattern.items()},
         "modules_to_save": sorted(config.modules_to_save) or None,
     }
+    if config.peft_version is not None:
+        keys[LAYOUT_KEY] = ".".join(map(str, config.peft_version))
     return json.dumps(keys, indent=2).encode()
 
 

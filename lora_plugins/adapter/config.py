@@ -31,7 +31,13 @@ _CLASSIFIER_HEADS = frozenset({"classifier", "score"})
 
 # Beside `target_modules`: keys that leave modules out of the training, although `target_modules` names the modules.
 _LEAVE_OUT = ("exclude_modules", "layers_to_transform")
-_OLD_PEFT = re.compile(r"0\.(1[0-8]|19\.0)\b")
+# In another program's file, the name of a PEFT says nothing of the layout of experts. PEFT writes all its keys,
+# `target_parameters` since 0.17 and its version since 0.18; NeMo Automodel 0.7 writes a few of them, for either layout.
+_KEYS_OF_PEFT = frozenset({"auto_mapping", "target_parameters"})
+_KEYS_SINCE = {"velora_config": (0, 19, 1), "use_bdlora": (0, 19, 0), "target_parameters": (0, 17, 0)}
+_PEFT_VERSION = re.compile(r"(?!0\.19\.1\.dev)([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
+# NeMo Automodel's key for the layout, in a file of its own; in `adapter_config.json`, the word of the adapter's owner.
+LAYOUT_KEY = "paramwrapper_layout"
 _MAX_KINDS = 256  # kinds of modules, and characters of a name
 
 # PEFT features that change an adapter's computation and that vLLM lacks: vLLM refuses or ignores each. An empty
@@ -67,7 +73,7 @@ class AdapterConfig:
             has further keys that leave modules out; vLLM reads the weights alone.
         base_model: `base_model_name_or_path`, or None without the key.
         trained: the plain names of modules in `targets`, all of which must have tensors; empty where unknown.
-        is_of_old_peft: whether `peft_version` is a version that exchanges A and B of stacked experts (before 0.19.1).
+        peft_version: of the PEFT whose layout stacked experts have, or of another with this layout; None where unknown.
     """
 
     rank: int
@@ -79,7 +85,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: frozenset[str] = frozenset()
     trained: frozenset[str] = frozenset()
-    is_of_old_peft: bool = False
+    peft_version: tuple[int, ...] | None = None
 
     @property
     def max_rank(self) -> int:
@@ -156,7 +162,7 @@ def parse_config(data: bytes) -> AdapterConfig:
         alpha_pattern=_by_module(raw, "alpha_pattern", _alpha),
         modules_to_save=frozenset(_text_list("modules_to_save", raw.get("modules_to_save") or [])),
         trained=_plain_names(targets),
-        is_of_old_peft=_OLD_PEFT.match(str(raw.get("peft_version"))) is not None,
+        peft_version=_peft_version(raw),
     )
     if config.alpha == 0 and not any(config.alpha_pattern.values()):
         raise without_effect(f"lora_alpha {config.alpha:g}")
@@ -268,6 +274,24 @@ def _text_list(key: str, value: Any) -> list[str]:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
     raise _broken(f"{key} {_short(value)}", "a list of module names")
+
+
+def _peft_version(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the version of PEFT that wrote the weights, as far as experts show; None where the file leaves it open."""
+    said = _version(str(raw.get(LAYOUT_KEY, "")).removeprefix("peft-"))
+    if said is not None or not raw.keys() >= _KEYS_OF_PEFT:
+        return said
+    since = next(version for key, version in _KEYS_SINCE.items() if key in raw)
+    named = _version(str(raw.get("peft_version")))
+    if named is None:
+        return None if since == (0, 19, 0) else since
+    # A later PEFT that loads an adapter keeps the name of the version, and takes experts for its own.
+    return named if named >= since else None
+
+
+def _version(text: str) -> tuple[int, ...] | None:
+    match = _PEFT_VERSION.match(text)
+    return match and tuple(int(number or 0) for number in match.groups())
 
 
 def _base_model(raw: Mapping[str, Any]) -> str | None:

@@ -94,6 +94,9 @@ _FULL_NAMES = [f"model.layers.{n}.self_attn.{one}_proj" for n in range(2) for on
 _OF_MLX = {"fine_tune_type": "lora", "num_layers": 16, "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0}}
 # The keys of `asdict(LoraConfig)`, which SkyRL saves; `LoraConfig.to_dict` leaves the last out.
 _ASDICT = {"runtime_config": {"ephemeral_gpu_offload": False}}
+# PEFT 0.18 lacks the keys of later releases.
+_SINCE_0_19 = ("kasa_config", "lora_ga_config", "monteclora_config", "use_bdlora", "velora_config")
+_OF_0_18: dict[str, object] = {"peft_version": "0.18.0", **dict.fromkeys(_SINCE_0_19, ...)}
 _TINKER = ("peft_type", "base_model_name_or_path", "r", "lora_alpha")
 _BRIDGE = (
     *(*_TINKER, "auto_mapping", "bias", "fan_in_fan_out", "inference_mode", "init_lora_weights", "lora_dropout"),
@@ -121,11 +124,11 @@ TRAINERS = (
         "PEFT",
         "0.18.0",
         "peft/tuners/lora/layer.py (ParamWrapper)",
-        with_(peft_version="0.18.0"),
+        with_(**_OF_0_18),
         (
             shapes.IN_ATTENTION,
-            Case(shapes.STACKED, changed(forms.turned, peft_version="0.18.0"), "A and B exchanged"),
-            Case(shapes.GATE_UP, changed(forms.turned, peft_version="0.18.0"), "A and B exchanged"),
+            Case(shapes.STACKED, changed(forms.turned, **_OF_0_18), "A and B exchanged"),
+            Case(shapes.GATE_UP, changed(forms.turned, **_OF_0_18), "A and B exchanged"),
         ),
     ),
     Trainer(

@@ -55,6 +55,8 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     """
     names = Names(config, model)
     names.exchanged = experts.exchanged(weights.pairs, names)
+    if names.exchanged:  # every rule writes the present layout
+        config = replace(config, peft_version=experts.FIRST_PRESENT)
     landed: list[LoraPair] = []
     left: list[LoraPair] = []
     for pair in paced(weights.pairs):

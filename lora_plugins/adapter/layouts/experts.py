@@ -18,11 +18,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from lora_plugins.adapter.config import CONFIG_FILE, LAYOUT_KEY
 from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, Part, Placed, Slice, new_pair
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair
+from lora_plugins.errors import IncompatibleAdapter
 
 _ROLES = {"w1": "w1", "gate_proj": "w1", "w2": "w2", "down_proj": "w2", "w3": "w3", "up_proj": "w3"}
 # Of pairs with all experts: the matrices that a pair of this name may hold. PEFT saves a parameter alone as `experts`.
@@ -35,6 +37,7 @@ _GROUPED = {
     "w2": ("w2",),
     "w3": ("w3",),
 }
+FIRST_PRESENT = (0, 19, 1)  # of PEFT, with the present layout
 _STACKED, _OLD = "stacked experts", "experts of PEFT before 0.19.1"
 _MEGATRON, _TINKER = "Megatron-Bridge's experts", "Tinker's experts"
 
@@ -61,7 +64,11 @@ class _Grouped(NamedTuple):
 
 
 def exchanged(pairs: Iterable[LoraPair], names: Names) -> frozenset[str]:
-    """Return the names of A of stacked experts whose A and B an old PEFT has exchanged, although they may land."""
+    """Return the names of A of stacked experts whose A and B an old PEFT has exchanged, although they may land.
+
+    Raises:
+        IncompatibleAdapter: neither sizes nor the configuration say whether A and B are exchanged.
+    """
     layers: dict[str, list[LoraPair]] = defaultdict(list)
     for pair in paced(pairs):
         if pair.module.endswith((".experts", ".experts.base_layer")):
@@ -73,9 +80,22 @@ def exchanged(pairs: Iterable[LoraPair], names: Names) -> frozenset[str]:
             continue
         # A square parameter fits both ways: then another of the layer decides, or the PEFT that has saved it.
         is_square = all(_read(pair, experts, _STACKED) for pair in its)
-        if not is_square or (names.config.is_of_old_peft and not experts.is_interleaved):
+        if not is_square or _is_of_old_peft(module, experts.is_interleaved, names.config.peft_version):
             found |= {pair.a.name for pair in its}
     return frozenset(found)
+
+
+def _is_of_old_peft(module: str, is_interleaved: bool, version: tuple[int, ...] | None) -> bool:
+    """Whether this PEFT exchanged A and B. 0.19.0 did so for other models, with a Transformers that marks them."""
+    if version is None or (is_interleaved and version[:3] == (0, 19, 0)):
+        raise IncompatibleAdapter(
+            f"stacked experts '{module}' of a square matrix, which fit either way round, and no sign of the PEFT that "
+            "wrote them",
+            expected="the layout of PEFT before 0.19.1, or since",
+            remedy=f'say which in {CONFIG_FILE}: "{LAYOUT_KEY}": "peft-0.18" or "peft-0.19.1" (NeMo Automodel has '
+            "said so in automodel_peft_config.json)",
+        )
+    return version < FIRST_PRESENT and not is_interleaved
 
 
 def regroup(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:

@@ -8,7 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.canonical import canonical_bytes
+from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.verify import verify_adapter
@@ -108,7 +109,7 @@ def of_inner(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_of_an_old_peft_are_exchanged_back(tmp_path, monkeypatch, kind, parts, inner, is_known):
     of_inner(inner, monkeypatch)
     tensors = stacked(*parts)
-    version = {"peft_version": "0.18.0"} if is_known else {}
+    version = keys_of("0.18.0") if is_known else {}
     config = {"r": RANK, "lora_alpha": 6, "target_modules": [], **version}
     verified, made, target = convert(tmp_path, exchanged(tensors), base_of(kind), **config)
     assert len(verified.conversion.changes) == 1
@@ -130,12 +131,73 @@ def test_experts_of_an_old_peft_are_exchanged_back(tmp_path, monkeypatch, kind, 
         assert np.array_equal(found["w2"], w2)
 
 
-@pytest.mark.parametrize("version", ["0.19.1", "0.21.2", "unknown", None])
-def test_square_experts_of_a_newer_peft_stay(tmp_path, version, monkeypatch):
+# What a PEFT adds to its configuration, of the keys that tell; the first two are in each since 0.17.
+SINCE = {"0.17.0": ("auto_mapping", "target_parameters"), "0.19.0": ("use_bdlora",), "0.20.0": ("velora_config",)}
+
+
+def keys_of(version: str, **other):
+    """As `adapter_config.json` of this PEFT has them (recorded); 0.17 does not say its version."""
+    keys = {key: None for since, added in SINCE.items() if since <= version for key in added}
+    return keys | ({"peft_version": version} if version >= "0.18" else {}) | other
+
+
+def said(layout: str):
+    return {"paramwrapper_layout": layout}
+
+
+def with_keys_of_0_20(version: str):
+    """A later PEFT has loaded and saved an adapter: it keeps the name of the version, and reads experts its own way."""
+    return keys_of("0.20.0", peft_version=version)
+
+
+OLD = [keys_of(one) for one in ("0.17.1", "0.18.1", "0.19.0", "0.18.2.dev0")] + [said("peft-0.18"), said("0.18.0")]
+NEW = [keys_of(one) for one in ("0.19.1", "0.20.0", "0.21.2", "0.19.2.dev0@abc")] + [said("peft-0.19.1")]
+NEW += [keys_of("0.21.2", peft_version="unknown"), keys_of("0.21.2", peft_version=None)]
+OPEN = [
+    {},
+    {"peft_version": "0.21.2"},  # not PEFT's file
+    {"target_parameters": ["mlp.experts.gate_up_proj"]},  # as NeMo Automodel, of either layout
+    keys_of("0.19.0", peft_version=None),
+    keys_of("0.19.1.dev0"),
+    with_keys_of_0_20("0.18.0"),
+    said("modern"),
+    said("9" * 5_000),
+]
+
+
+@pytest.mark.parametrize(
+    ("signs", "is_old"), [*((one, True) for one in OLD), *((one, False) for one in NEW), *((one, None) for one in OPEN)]
+)
+def test_signs_of_the_writer_decide_square_experts(tmp_path, monkeypatch, signs, is_old):
     of_inner(HIDDEN // 2, monkeypatch)
-    files = adapter_files(stacked("w13"), r=RANK, target_modules=[], peft_version=version)
-    verified = verify_adapter(put(tmp_path, files), base_of(ExpertFormat.PER_EXPERT), Settings())
-    assert verified.conversion.changes == (f"stacked experts split into a pair each ({3 * COUNT} modules)",)
+    tensors = stacked("w13")
+    files = adapter_files(exchanged(tensors) if is_old else tensors, r=RANK, target_modules=[], **signs)
+    base = base_of(ExpertFormat.PER_EXPERT)
+    if is_old is None:
+        with pytest.raises(IncompatibleAdapter, match=r'square matrix.*"paramwrapper_layout": "peft-0\.18" or'):
+            verify_adapter(put(tmp_path, files), base, Settings())
+        return
+    verified = verify_adapter(put(tmp_path, files), base, Settings())
+    assert verified.conversion.changes[0].startswith("experts of PEFT before 0.19.1") is is_old
+    # As after a restart: the store keeps the canonical configuration, of the source's weights and of the converted.
+    again = parse_config(canonical_bytes(verified.config))
+    assert again.peft_version == verified.config.peft_version
+    if is_old:
+        assert verified.conversion.config.peft_version == (0, 19, 1)
+
+
+@pytest.mark.parametrize("config", [keys_of("0.18.0"), keys_of("0.21.2"), keys_of("0.19.0"), {}])
+def test_square_experts_of_gpt_oss_differ_in_one_release(tmp_path, monkeypatch, config):
+    """PEFT 0.19.0 exchanged A and B of just these, with Transformers 5."""
+    of_inner(HIDDEN, monkeypatch)
+    files = adapter_files(stacked("w2"), r=RANK, target_modules=[], **config)
+    base = base_of(ExpertFormat.PER_EXPERT, is_interleaved=True)
+    if config.get("peft_version") in ("0.18.0", "0.21.2"):
+        verified = verify_adapter(put(tmp_path, files), base, Settings())
+        assert verified.conversion.changes[0].startswith("stacked experts split")
+    else:
+        with pytest.raises(IncompatibleAdapter, match="square"):
+            verify_adapter(put(tmp_path, files), base, Settings())
 
 
 def per_expert(roles=("w1", "w2", "w3"), experts=range(COUNT)) -> dict[str, np.ndarray]:
