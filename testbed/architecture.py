@@ -53,6 +53,7 @@ class Architecture:
         is_computed: whether the engine runs; otherwise the model is only made.
         is_quick: whether it is in the normal test run.
         tied: whether only adapters of the weights that embeddings and head share are made.
+        hears: whether a request is an audio (`testbed.speech`), which a tower of the model sees.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Architecture:
     is_computed: bool = True
     is_quick: bool = False
     tied: bool = False
+    hears: bool = False
 
     @property
     def label(self) -> str:

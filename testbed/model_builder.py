@@ -10,12 +10,14 @@ from typing import Any
 
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.adapter.patterns import PatternBudget, SuffixPatterns
+from testbed import speech
 from testbed.architecture import VOCABULARY, Architecture
 from testbed.models import edit_config
 
 PROMPT = [3, 17, 42, 99, 5, 77, 120, 8]
 MAX_TOKENS = 10
 STANDARD_DEVIATION = 0.08  # wider than the usual 0.02, so that greedy answers vary instead of repeating one token
+_OF_WHISPER = 0.2  # whose frames are of one tone
 _ADAPTERS_STANDARD_DEVIATION = 0.1
 _RANK = 8
 # By which every token must lead, so that the order of additions decides none; and how many weights are tried.
@@ -24,8 +26,12 @@ _LEAD, _SEEDS = 0.01, 8
 _CLASSES = {"first": "AutoModel", "last": "AutoModel", "labels": "AutoModelForSequenceClassification"}
 
 
-def build(architecture: Architecture, base: Path, adapters: Path) -> dict[str, list[float] | str]:
+def build(
+    architecture: Architecture, base: Path, adapters: Path, kinds: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, list[float] | str]:
     """Make the base model, and an adapter of each kind as PEFT saves it; answers by kind, "" is the base model's.
+
+    `kinds` replaces the architecture's.
 
     Text instead of an answer says why PEFT makes no adapter of this kind. Without a class in Transformers, only the
     model's configuration is made.
@@ -42,27 +48,32 @@ def build(architecture: Architecture, base: Path, adapters: Path) -> dict[str, l
         return {}
     torch.manual_seed(0)  # for what is not set below
     usual = "AutoModelForImageTextToText" if architecture.is_wrapper else "AutoModelForCausalLM"
+    usual = "AutoModelForSpeechSeq2Seq" if architecture.hears else usual
     auto = getattr(transformers, _CLASSES.get(architecture.pooled, usual))
     model = auto.from_config(config).to(torch.float32).eval()
     assert type(model).__name__ == architecture.name, type(model).__name__
+    if architecture.hears:
+        speech.write_processor(base, model.config.vocab_size)
     for seed in range(_SEEDS):
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
                 # Ernie's bias of its choice of experts, which gradients do not change, stays 0.
                 if parameter.dim() > 1 and parameter.requires_grad:
-                    parameter.normal_(0.0, STANDARD_DEVIATION)
+                    parameter.normal_(0.0, _OF_WHISPER if architecture.hears else STANDARD_DEVIATION)
             # Else each token's most likely next one is itself.
-            if model.config.get_text_config().tie_word_embeddings and not architecture.pooled:
+            if model.config.get_text_config().tie_word_embeddings and not (architecture.pooled or architecture.hears):
                 model.get_input_embeddings().weight.mul_(0.1)
-        answer, lead = _answer(model, architecture)
+            if architecture.hears:  # else a transcript has words that steer, which its text leaves out
+                model.get_input_embeddings().weight[model.config.eos_token_id :].mul_(0.1)
+        answer, lead = _answer(model, architecture, base)
         if lead > _LEAD:
             break
     model.save_pretrained(base)
     if architecture.pooled in ("first", "last"):
         _write_tokenizer(base)
     answers: dict[str, list[float] | str] = {"": answer}
-    for kind, changes in architecture.kinds().items():
+    for kind, changes in (architecture.kinds() if kinds is None else kinds).items():
         answers[kind] = _build_adapter(model, architecture, adapters / kind, changes, base)
     return answers
 
@@ -83,7 +94,8 @@ def _build_adapter(
     from peft import LoraConfig, get_peft_model
 
     values = {"r": _RANK, "lora_alpha": 16, "init_lora_weights": False, **changes}
-    if not architecture.pooled:  # for a classifier PEFT would save its head too
+    # For a classifier PEFT would save its head too, and a transcript is no causal language model's.
+    if not architecture.pooled and not architecture.hears:
         values["task_type"] = "CAUSAL_LM"
     try:
         adapted = get_peft_model(model, LoraConfig(**values)).eval()
@@ -94,8 +106,8 @@ def _build_adapter(
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if "lora_" in name:
-                    parameter.normal_(0.0, _ADAPTERS_STANDARD_DEVIATION)
-        answer, lead = _answer(adapted, architecture)
+                    parameter.normal_(0.0, _OF_WHISPER if architecture.hears else _ADAPTERS_STANDARD_DEVIATION)
+        answer, lead = _answer(adapted, architecture, base)
         if lead > _LEAD:
             break
     adapted.save_pretrained(str(directory))
@@ -104,7 +116,7 @@ def _build_adapter(
     return answer
 
 
-def _answer(model: Any, architecture: Architecture) -> tuple[list[float], float]:
+def _answer(model: Any, architecture: Architecture, base: Path) -> tuple[list[float], float]:
     """Greedy tokens, computed without a cache, and the smallest lead of one of them over the next likely.
 
     Of a model that generates nothing: its numbers, which lead over nothing.
@@ -118,13 +130,17 @@ def _answer(model: Any, architecture: Architecture) -> tuple[list[float], float]
             return found.logits[0].softmax(-1).tolist(), math.inf
         token = found.last_hidden_state[0, 0 if architecture.pooled == "first" else -1]
         return (token / token.norm()).tolist(), math.inf
-    ids, lead = list(PROMPT), math.inf
+    prompt, heard, name = PROMPT, {}, "input_ids"
+    if architecture.hears:
+        heard["input_features"], prompt = speech.inputs(base)
+        name = "decoder_input_ids"
+    ids, lead = list(prompt), math.inf
     with torch.no_grad():
         for _ in range(MAX_TOKENS):
-            best = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+            best = model(**heard, **{name: torch.tensor([ids])}, use_cache=False).logits[0, -1].topk(2)
             ids.append(int(best.indices[0]))
             lead = min(lead, float(best.values[0] - best.values[1]))
-    return ids[len(PROMPT) :], lead
+    return ids[len(prompt) :], lead
 
 
 def build_from_description(architecture: Architecture, base: Path, adapters: Path, modules: ModelModules) -> list[str]:

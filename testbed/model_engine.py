@@ -20,6 +20,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from lora_plugins.adapter.model_modules import ModelModules
+from testbed import speech
 from testbed.architectures import Architecture
 from testbed.loads_whole import loads_whole
 from testbed.model_builder import MAX_TOKENS, PROMPT, STANDARD_DEVIATION, build, build_from_description
@@ -118,10 +119,13 @@ class ModelEngine:
             "enforce_eager": True,
             "max_model_len": 64,
             "max_num_seqs": 16,
-            "max_num_batched_tokens": 256,
+            "max_num_batched_tokens": 2048
+            if self.architecture.hears
+            else 256,  # the audios of all requests in one step
+            "enable_tower_connector_lora": self.architecture.hears,
             "kv_cache_memory_bytes": 32 << 20,
             "enable_prefix_caching": False,
-            "skip_tokenizer_init": self.architecture.pooled in ("", "labels"),
+            "skip_tokenizer_init": self.architecture.pooled in ("", "labels") and not self.architecture.hears,
             "distributed_executor_backend": "uni",
             # On processors with AMX vLLM 0.32 takes a backend that has no float32.
             **({"attention_backend": "CPU_MLA"} if "kv_lora_rank" in self.architecture.config else {}),
@@ -145,7 +149,8 @@ class ModelEngine:
     def _asked(self, requests: Sequence[Any]) -> list[list[float] | str]:
         from vllm import SamplingParams
 
-        prompts, pooled = [{"prompt_token_ids": PROMPT}] * len(requests), self.architecture.pooled
+        prompt = speech.prompt(speech.inputs(self.base)[1]) if self.architecture.hears else {"prompt_token_ids": PROMPT}
+        prompts, pooled = [prompt] * len(requests), self.architecture.pooled
         if pooled == "labels":
             return [one.outputs.probs for one in self._llm.classify(prompts, lora_request=requests, use_tqdm=False)]
         if pooled:

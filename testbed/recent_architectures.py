@@ -49,6 +49,26 @@ _BERTS = ("query", "key", "value")
 _POOLER = {"all-linear": "its pooler, which vLLM's embedder has not"}
 _HEAD = {"all-linear": "its head's layers, which vLLM cannot adapt"}
 _LABELS = {"num_labels": 3}
+_WHISPER = {
+    **TIED,
+    "d_model": 128,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 192,
+    "decoder_ffn_dim": 192,
+    "num_mel_bins": 16,
+    "max_source_positions": 200,
+    "max_target_positions": 64,
+    # What the generation of a transcript begins and ends with, by `testbed.speech`.
+    "decoder_start_token_id": 149,
+    "bos_token_id": 148,
+    "eos_token_id": 148,
+    "pad_token_id": 148,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), ...),
+    **dict.fromkeys(("num_hidden_layers", "head_dim", "max_position_embeddings"), ...),
+}
 
 RECENT = (
     Architecture("Ministral3ForCausalLM", "ministral3"),
@@ -174,6 +194,15 @@ RECENT = (
     Architecture("Qwen3ForSequenceClassification", "qwen3", _LABELS, pooled="labels"),
     Architecture(
         "RobertaForSequenceClassification", "roberta", _LABELS, attention=_BERTS, pooled="labels", refused=_HEAD
+    ),
+    # Encoder and decoder: an audio is what requests are about.
+    Architecture(
+        "WhisperForConditionalGeneration",
+        "whisper",
+        _WHISPER,
+        attention=("q_proj", "k_proj", "v_proj", "out_proj"),
+        hears=True,
+        is_quick=True,
     ),
 )
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.kernels.ranks import SlotRanks, true_ranks
 
 _RANKS = "_lora_plugins_ranks"
@@ -107,6 +108,28 @@ def watch(module: Any) -> WatchedLayer | None:
     module.set_lora, module.reset_lora = set_and_note, reset_and_note
     note_ranks(module, ranks)
     return WatchedLayer(*parts, ranks)
+
+
+def refuse_more_rows(rows: int, mapped: int) -> None:
+    """Refuse to compute an adapted layer of more rows than vLLM has named adapters for, but for a padded batch.
+
+    Raises:
+        IncompatibleAdapter: rows of unknown requests, such as an encoder's.
+
+    Touches:
+        vllm.forward_context: ForwardContext{batch_descriptor} BatchDescriptor{num_tokens}
+    Why: vLLM pads batches for graphs, and calls some layers with other rows than tokens.
+    Until: vLLM names the adapter of each row of every layer.
+    """
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    batch = get_forward_context().batch_descriptor if is_forward_context_available() else None
+    if rows > mapped and (batch is None or rows > batch.num_tokens):
+        raise IncompatibleAdapter(
+            f"a layer of {rows} rows, of which vLLM names the adapters of {mapped}",
+            expected="an adapter's name for each row",
+            remedy="serve adapters without modules of encoders, towers and connectors, and report the model's class",
+        )
 
 
 def note_ranks(module: Any, ranks: SlotRanks) -> None:

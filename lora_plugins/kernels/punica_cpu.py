@@ -127,6 +127,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             return
         if y.ndim != 2 or x.ndim != 2:
             y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+        if plan.steps and y.shape[0] > self._batch.n_rows:
+            layers.refuse_more_rows(y.shape[0], self._batch.n_rows)
         if not add_inputs:
             self._adapted_rows_to_zero(y, sum(output_slices))
         # vLLM shows some layers the first rows only; the batch's plans are for all rows.
@@ -167,6 +169,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
     def add_shrink(self, y: Any, x: Any, lora_a_stacked: Sequence[Any], scale: float, **kwargs: Any) -> None:
         """Compute `y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""
         x = x.reshape(-1, x.shape[-1])
+        if self._batch.rows:
+            layers.refuse_more_rows(x.shape[0], self._batch.n_rows)
         for y_i, a_i in zip(y, lora_a_stacked, strict=True):
             into = y_i.view(-1, y_i.shape[-1])
             for slot, rows in self._rows(into.shape[0]):
@@ -254,6 +258,8 @@ class ReferencePunicaWrapper(CompiledPunicaWrapperCPU):
     ) -> None:
         slots = self._module(lora_a_stacked, lora_b_stacked)
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+        if self._batch.rows:
+            layers.refuse_more_rows(y.shape[0], self._batch.n_rows)
         reference.lora_linear(
             y, x, slots.a, slots.b, self.token_lora_indices.tolist(), slots.ranks, output_slices, scale=scale,
             add_inputs=kwargs.get("add_inputs", True),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,3 +126,10 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor, before: torch.Tens
         assert want.isfinite().all()
         worst = (found[adapted].float() - want).abs().max() / want.abs().max().clamp(min=1)
         assert worst <= TOLERANCE[found.dtype], float(worst)
+
+
+def padded_to(rows: int) -> AbstractContextManager[None]:
+    """What vLLM says of a batch that it has padded to so many rows."""
+    from vllm.forward_context import BatchDescriptor, override_forward_context
+
+    return override_forward_context(SimpleNamespace(batch_descriptor=BatchDescriptor(rows)))

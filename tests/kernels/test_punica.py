@@ -13,12 +13,12 @@ from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWi
 from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from lora_plugins.errors import InvalidSettings
+from lora_plugins.errors import IncompatibleAdapter, InvalidSettings
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, ReferencePunicaWrapper
-from tests.kernels.common import assert_equal, make_case
+from tests.kernels.common import assert_equal, make_case, padded_to
 
 SLOTS, MAX_RANK, INN = 3, 8, 21
 IDS = [7, 5, 9]  # of the adapters in the slots
@@ -163,6 +163,30 @@ def test_layers_of_first_rows_and_with_leading_dimensions(wrapper_for):
     whole = y.clone().view(1, 4, -1)
     wrapper.add_lora_linear(whole, case.x.view(1, 4, -1), case.weights.a, case.weights.b, 1.0, case.widths)
     assert_equal(whole[0], case.expected(y), y, case.slot_of_row)
+
+
+def test_rows_that_vllm_has_named_no_adapter_of_are_refused(wrapper_for):
+    """An encoder's, say: without an adapter they would be computed silently as the base model's."""
+    case = make_case([0, -1, 2, 1, *[-1] * 196], [(8,), (8,), (0,)], inn=INN, max_rank=MAX_RANK)
+    layer = layer_with(case)
+    wrapper = wrapper_for(case.slot_of_row[:4])
+    wrapper.register(layer)
+    y = case.outputs()
+    found = y.clone()
+    compute = functools.partial(wrapper.add_lora_linear, found, case.x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0)
+    with pytest.raises(IncompatibleAdapter, match="a layer of 200 rows, of which vLLM names the adapters of 4"):
+        compute(case.widths)
+    with pytest.raises(IncompatibleAdapter, match="200 rows"), padded_to(8):
+        compute(case.widths)
+    shrunk = torch.zeros(len(case.widths), 200, MAX_RANK)
+    with pytest.raises(IncompatibleAdapter, match="200 rows"):
+        wrapper.add_shrink(shrunk, case.x, layer.lora_a_stacked, 1.0)
+    assert torch.equal(found.nan_to_num(), y.nan_to_num())
+    with padded_to(200):
+        compute(case.widths)
+    assert_equal(found, case.expected(y), y, case.slot_of_row)
+    map_rows(wrapper, [-1] * 4)
+    compute(case.widths)  # of no adapter nothing is lost
 
 
 def test_without_adding_adapted_rows_are_overwritten_and_others_are_not(wrapper_for):

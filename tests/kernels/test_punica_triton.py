@@ -39,9 +39,10 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from lora_plugins.errors import InvalidSettings
+from lora_plugins.errors import IncompatibleAdapter, InvalidSettings
 from lora_plugins.kernels.triton_ops.ranks import _RankTable
 from lora_plugins.vllm_patches.worker.punica_wrapper import register_layers
+from tests.kernels.common import padded_to
 from tests.kernels.triton_bed import TOLERANCE
 from tests.kernels.triton_layers import (
     MIXED,
@@ -130,8 +131,27 @@ def test_linear_layers(which: str, dtype: torch.dtype) -> None:
     map_rows(wrapper, MIXED)
     x = torch.randn(len(MIXED) + 3, IN).to(dtype)  # the last three rows are padding
     before = base_output(layer, x)
-    found, _ = layer(x)
+    with padded_to(len(x)):
+        found, _ = layer(x)
     check(found, adapters.expected(before, x, MIXED), before, MIXED)
+
+
+@pytest.mark.parametrize("which", ["column", "qkv"])
+def test_rows_that_vllm_has_named_no_adapter_of_are_refused(which: str) -> None:
+    """An encoder's, say; they are no padding, and would be computed silently as the base model's."""
+    wrapper = make_wrapper()
+    layer, widths = layer_of(which, wrapper)
+    x = torch.randn(len(MIXED) + 3, IN)
+    map_rows(wrapper, MIXED)
+    before = base_output(layer, x)
+    for slot in range(SLOTS):
+        layer.reset_lora(slot)
+    assert torch.equal(layer(x)[0], before)  # no adapter adapts the layer
+    Adapters.fill(layer, IN, widths)
+    with pytest.raises(IncompatibleAdapter, match="a layer of 10 rows, of which vLLM names the adapters of 7"):
+        layer(x)
+    map_rows(wrapper, [-1] * 7)
+    assert torch.equal(layer(x)[0], before)
 
 
 def test_batches_follow_each_other_and_slots_are_written_again() -> None:
@@ -152,7 +172,9 @@ def test_batches_follow_each_other_and_slots_are_written_again() -> None:
     set_traps(layer)
     for slots in ([0] * 7, [-1] * 7, [2, 2, -1, -1, 3, 3, 0], [3]):
         map_rows(wrapper, slots)
-        check(layer(x)[0], adapters.expected(before, x, slots), before, slots)
+        with padded_to(len(x)):
+            found = layer(x)[0]
+        check(found, adapters.expected(before, x, slots), before, slots)
 
 
 @pytest.mark.parametrize("shape", [(1, len(MIXED), IN), (len(MIXED), IN)], ids=["batch of one", "rows"])

@@ -204,7 +204,7 @@ def test_the_dense_path_is_for_batches_that_no_graph_holds(change: dict[str, obj
 
 def test_host_sees_a_single_slot_only_if_all_rows_do() -> None:
     for slots, single in (([1, 1], 1), ([1, 0], -1), ([1, -1], -1), ([-1], -1)):
-        assert cut(Bed.make(slots, [[8], [8]])).host.tolist() == [len(slots), int(max(slots) >= 0), single, 0]
+        assert cut(Bed.make(slots, [[8], [8]])).host.tolist() == [len(slots), int(max(slots) >= 0), single, 0, 0]
 
 
 def test_an_input_of_another_dtype_than_the_weights_is_refused() -> None:

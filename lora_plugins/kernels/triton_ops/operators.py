@@ -1,7 +1,7 @@
 """The kernels as torch operators, so that torch.compile and CUDA graphs take each call as one opaque step.
 
 An operator chooses dense path, fused kernel or shrink and expand by the rows of its input and the tuning table. Facts
-about the batch come in tensors: `order` and `table` of `Chunks` on the device, and `host`, four numbers on the CPU (see
+about the batch come in tensors: `order` and `table` of `Chunks` on the device, and `host`, five numbers on the CPU (see
 `Batch`). A Python number would be frozen into a compiled graph.
 """
 
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from lora_plugins.kernels.layers import refuse_more_rows
 from lora_plugins.kernels.ranks import SlotRanks
 from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.dense import dense
@@ -32,14 +33,17 @@ class Batch:
     """A batch as operators see the batch: the chunks of its rows, and facts that the host knows without the device.
 
     Attributes:
-        host: int64 `[4]` on the CPU: rows; whether any row has an adapter; the single slot of all rows, or -1; the
-            number of the `Operators` that compute the batch.
+        host: int64 `[5]` on the CPU: rows; whether any row has an adapter; the single slot of all rows, or -1; the
+            number of the `Operators` that compute the batch; whether rows that are neither the batch's nor padding are
+            refused.
     """
 
-    def __init__(self, max_rows: int, slots: int, device: Any, operators: Operators | None = None) -> None:
+    def __init__(
+        self, max_rows: int, slots: int, device: Any, operators: Operators | None = None, *, refuses: bool = False
+    ) -> None:
         """Make room for `max_rows` rows, computed by `operators`, or by the `Operators` of `use` where None."""
         self.chunks = Chunks(max_rows, slots, device)
-        self.host = torch.tensor([0, 0, -1, operators.number if operators else _WHAT_IS_IN_USE])
+        self.host = torch.tensor([0, 0, -1, operators.number if operators else _WHAT_IS_IN_USE, int(refuses)])
 
     def cut(self, slot_of_row: Any, slots_in_use: set[int], *, base_rows: bool) -> None:
         """Take a new batch.
@@ -178,7 +182,7 @@ class Operators:
     def takes_dense_path(self, y: Any, x: Any, batch: Any) -> bool:
         """Whether the host may and should compute this batch by plain products."""
         least = self.table.dense_min_rows
-        rows, _, single, _ = batch
+        rows, _, single, *_ = batch
         return (
             least is not None
             and rows >= max(least, self.captured_rows + 1)
@@ -242,9 +246,15 @@ def lora_linear(
                 _compute(y[:1], x[:1], module, known, chunks, plan, scale, add_inputs=add_inputs)
         return
     module, known = operators.module(a, b, output_slices, offset)
+    if (
+        batch[4]
+        and x.shape[0] > batch[0]
+        and (not known.host or any(any(known.host[slot]) for slot in range(module.slots)))
+    ):
+        refuse_more_rows(x.shape[0], batch[0])
     x = _rows(x, module)
     if operators.takes_dense_path(y, x, batch):
-        rows, _, slot, _ = batch
+        rows, _, slot, *_ = batch
         # `x` may have more rows than the batch: vLLM pads for CUDA graphs. The dense path leaves padding alone.
         ranks = known.host[slot] if known.host else (module.max_rank,) * module.slices
         dense(
@@ -292,6 +302,8 @@ def lora_shrink(
         return
     operators = in_use(batch[3])
     module, known = operators.module(a, [], [], 0)
+    if batch[4]:
+        refuse_more_rows(x.shape[0], batch[0])
     x = _rows(x, module)
     chunks = Chunks.over(order, table, module.slots, batch[0])
     size = operators.plan(x.shape[0], x.shape[1], 0).chunk

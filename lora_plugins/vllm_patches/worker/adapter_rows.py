@@ -10,12 +10,18 @@ In Model Runner V2 a request with drafts has a row of logits for each draft and 
 
 The adapters of requests are repeated for each row of logits that `prepare_inputs` has counted.
 
+Encoders, and the keys and values of cross-attention, have a row for each frame of an audio or patch of an image. vLLM
+gives a module the rows of the longest of the model's prefixes (`get_mm_mapping`) that has a punica wrapper. A model
+without the mapping (Whisper, BAGEL, ERNIE 4.5 VL) has the tokens' rows everywhere, and so has a tower or connector
+below another prefix, where its own is off. Such a module gets no wrapper here, and so no adapter. Whisper gets the
+mapping with `--enable-tower-connector-lora`, by which vLLM names the adapter of each frame.
+
 Touches:
     vllm.v1.worker.gpu.lora_utils:
         LoraState{__init__(self, max_num_reqs), make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens)}
     vllm.v1.worker.gpu.model_runner:
         GPUModelRunner.prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, ...)
-    vllm.v1.worker.gpu.input_batch: InputBatch{cu_num_logits_np}
+    vllm.v1.worker.gpu.input_batch: InputBatch{cu_num_logits_np, req_ids}
 Why: with speculation a request has several rows, and adapters of lm_head would meet other requests' rows.
 Until: make_lora_inputs of Model Runner V2 takes the rows of each request.
 """
@@ -23,22 +29,85 @@ Until: make_lora_inputs of Model Runner V2 takes the rows of each request.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 _ROWS = "_lora_plugins_rows"  # an attribute of LoraState: how many rows of logits each request of the batch has
+_ORDER = "_lora_plugins_order"  # an attribute of LoraState: the requests of the batch
+_WITH_TOKENS = ("attn", "q_proj", "out_proj")  # what cross-attention computes from tokens, not from encoded frames
 
 
 def patch() -> None:
     """Have embeddings and runners of this process count rows by request; a second call changes nothing."""
     from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
     from vllm.v1.worker.gpu.lora_utils import LoraState
 
+    wrap(LoRAModelManager, "_init_punica_wrapper", _with_parts)
+    wrap(LoRAModelManager, "_get_punica_wrapper", _of_the_innermost_part)
     wrap(VocabParallelEmbeddingWithLoRA, "forward", _in_one_row)
     wrap(LoraState, "__init__", _beside_its_runner)
     wrap(LoraState, "make_lora_inputs", _by_row)
+
+
+def _with_parts(original: Any) -> Any:
+    """Give a model the mapping of its parts that its class lacks, from the marks of its constructor.
+
+    Touches:
+        vllm.model_executor.models.interfaces:
+            SupportsMultiModal{_language_model_names, _tower_model_names, supports_tower_connector_lora,
+                get_mm_lora_token_counts(self, modality, mm_kwargs, num_mm_embeds)}
+        vllm.lora.model_manager: LoRAModelManager{supports_mm, mm_mapping, punica_wrapper_mapping}
+    Why: without the mapping, vLLM computes encoders with the rows of tokens.
+    Until: each class of vLLM's with LoRA has get_mm_mapping.
+    """
+
+    def _init_punica_wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.model_executor.models.module_mapping import MultiModelKeys
+
+        model = self.model
+        language = getattr(model, "_language_model_names", ())
+        if len(language) == 1 and not hasattr(model, "get_mm_mapping"):
+            of_frames = list(_of_encoded_frames(model))
+            keys = MultiModelKeys.from_string_field(language, of_frames, model._tower_model_names)  # noqa: SLF001
+            model.get_mm_mapping = lambda: keys
+            if of_frames:
+                # An encoder has a row for each frame, and so has the cross-attention of a decoder.
+                model.supports_tower_connector_lora = True
+                model.get_mm_lora_token_counts = lambda *, num_mm_embeds, **_: (num_mm_embeds, num_mm_embeds)
+        original(self, *args, **kwargs)
+
+    return _init_punica_wrapper
+
+
+def _of_encoded_frames(model: Any) -> Iterator[str]:
+    from vllm.model_executor.layers.attention import CrossAttention
+
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "attn", None), CrossAttention):
+            yield from (f"{name}.{part}" for part, _ in layer.named_children() if part not in _WITH_TOKENS)
+
+
+def _of_the_innermost_part(original: Any) -> Any:
+    """Give a module no wrapper but that of the innermost part of the model with the module.
+
+    Why: a tower or connector below another prefix would have that part's rows.
+    Until: vLLM looks for the longest prefix among all parts.
+    """
+
+    def _get_punica_wrapper(self: Any, module_name: str) -> Any:
+        wrapper = original(self, module_name)
+        if not self.supports_mm:
+            return wrapper
+        parts = self.mm_mapping
+        prefixes = (*parts.language_model, *parts.tower_model, *parts.connector)
+        innermost = max((one for one in prefixes if module_name.startswith(one)), key=len, default=None)
+        return wrapper if innermost is None else self.punica_wrapper_mapping.get(innermost)
+
+    return _get_punica_wrapper
 
 
 def _beside_its_runner(original: Any) -> Any:
@@ -49,6 +118,7 @@ def _beside_its_runner(original: Any) -> Any:
         runner: Any = sys.modules.get(_RUNNER)
         if runner is not None:
             wrap(runner.GPUModelRunner, "prepare_inputs", _counting_rows)
+            wrap(runner, "set_active_mm_loras", _in_the_order_of_encoding)
 
     return initialise
 
@@ -57,9 +127,33 @@ def _counting_rows(original: Any) -> Any:
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(self, *args, **kwargs)
         setattr(self.lora_state, _ROWS, batch.cu_num_logits_np[1:] - batch.cu_num_logits_np[:-1])
+        setattr(self.lora_state, _ORDER, batch.req_ids)
         return batch
 
     return prepare_inputs
+
+
+def _in_the_order_of_encoding(original: Any) -> Any:
+    """Name the adapters of audios in the order of the batch, in which an encoder-decoder model encodes them.
+
+    Source: `EncoderDecoderModelState.prepare_inputs_embeds` in vllm/v1/worker/gpu/model_states/encoder_decoder.py.
+
+    Touches:
+        vllm.v1.worker.gpu.model_runner: set_active_mm_loras
+        vllm.v1.worker.gpu.mm.lora:
+            set_active_mm_loras(model, lora_manager, encoder_cache, req_id_to_index, lora_state,
+                scheduled_encoder_inputs)
+    Why: vLLM names them in the scheduler's order, and an audio would meet the adapter of another request.
+    Until: vLLM names them in the order of encoding.
+    """
+
+    def set_active_mm_loras(*, model: Any, lora_state: Any, scheduled_encoder_inputs: Any, **others: Any) -> None:
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            inputs = scheduled_encoder_inputs
+            scheduled_encoder_inputs = {one: inputs[one] for one in getattr(lora_state, _ORDER) if one in inputs}
+        original(model=model, lora_state=lora_state, scheduled_encoder_inputs=scheduled_encoder_inputs, **others)
+
+    return set_active_mm_loras
 
 
 def _by_row(original: Any) -> Any:
