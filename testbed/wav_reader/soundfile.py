@@ -33,3 +33,8 @@ class SoundFile:
         import numpy as np
 
         return np.frombuffer(self._wave.readframes(self.frames), "<i2").astype(np.float32) / 32768
+
+
+def available_formats() -> dict[str, str]:
+    """Those that `mistral_common` names as it is imported."""
+    return {"WAV": "WAV (Microsoft)"}

@@ -108,6 +108,22 @@ CONFIGS |= {
         "vision_config": {"model_type": "siglip_vision_model", "projection_dim": HIDDEN, **_SIGHT},
     },
 }
+CONFIGS["whisper"] = {  # an encoder and cross-attention, and no mapping of parts in vLLM's class
+    "architectures": ["WhisperForConditionalGeneration"],
+    "model_type": "whisper",
+    "is_encoder_decoder": True,
+    "d_model": HIDDEN,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": INNER,
+    "decoder_ffn_dim": INNER,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "max_target_positions": 64,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 1),
+}
 PER_EXPERT = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Unadapted
 from lora_plugins.scheduler.messages import Failed
+from lora_plugins.vllm_patches.worker import adapter_rows
 from lora_plugins.worker.model_modules import describe
+from tests.vllm_patches.put_back import put_back
 from tests.worker.real_models import held_in, tensors_for, write_adapter
 from tests.worker.small_model import bring, serve, slots_of
 
@@ -56,6 +59,56 @@ def test_connectors_need_the_flag_too(unadapted: Any) -> None:
     found = unadapted("idefics3")
     assert found["model.connector.modality_projection.proj"] is Unadapted.TOWER
     assert found["model.vision_model.encoder.layers.0.mlp.fc1"] is Unadapted.TOWER
+
+
+ENCODED = {
+    *(f"model.encoder.layers.0.self_attn.{part}" for part in ("qkv_proj", "q_proj", "k_proj", "v_proj", "out_proj")),
+    *(f"model.encoder.layers.0.mlp.{part}" for part in ("fc1", "fc2")),
+    *(f"model.decoder.layers.0.encoder_attn.{part}" for part in ("kv_proj", "k_proj", "v_proj")),
+}
+
+
+@pytest.fixture
+def parts_patched() -> Iterator[None]:
+    with put_back(LoRAModelManager):
+        adapter_rows.patch()
+        yield
+
+
+def test_vllm_itself_computes_encoded_frames_with_the_adapters_of_tokens(make_real_manager: Any) -> None:
+    """Where this fails, vLLM has a mapping for Whisper: compare `adapter_rows._with_parts`, which could go then."""
+    manager = make_real_manager("whisper", LRUCacheWorkerLoRAManager)._adapter_manager
+    of_frames = manager.modules["model.encoder.layers.0.mlp.fc1"]
+    assert of_frames.punica_wrapper is manager.modules["model.decoder.layers.0.mlp.fc1"].punica_wrapper
+
+
+@pytest.mark.usefixtures("parts_patched")
+def test_an_encoder_and_what_attends_to_it_need_the_flag(unadapted: Any, make_real_manager: Any) -> None:
+    found = unadapted("whisper")
+    assert {name for name, why in found.items() if why is Unadapted.TOWER} == ENCODED
+    places = set(describe(make_real_manager("whisper")._adapter_manager).places)
+    cross = "model.decoder.layers.0.encoder_attn."
+    assert {name for name in places if name.startswith(cross)} == {f"{cross}q_proj", f"{cross}out_proj"}
+
+
+@pytest.mark.usefixtures("parts_patched", "small_budget")
+def test_with_the_flag_encoder_and_cross_attention_have_rows_of_their_own(make_real_manager: Any) -> None:
+    manager = make_real_manager("whisper", LRUCacheWorkerLoRAManager, **TOWER)._adapter_manager
+    wrappers = manager.punica_wrapper_mapping
+    assert describe(manager).unadapted.keys().isdisjoint(ENCODED)
+    parts = {"model.encoder.": "model.encoder", "model.decoder.": "model.decoder"}
+    for name, module in manager.modules.items():
+        part = next(part for start, part in parts.items() if name.startswith(start))
+        assert module.punica_wrapper is wrappers[name if name.endswith(".kv_proj") else part]
+    assert len({id(wrapper) for wrapper in wrappers.values()}) == 3
+
+
+@pytest.mark.usefixtures("parts_patched")
+def test_a_connector_below_a_tower_has_not_the_rows_of_the_tower(make_real_manager: Any) -> None:
+    manager = make_real_manager("idefics3", LRUCacheWorkerLoRAManager)._adapter_manager
+    manager.mm_mapping.connector = ["model.text_model.layers.0.mlp"]
+    assert manager._get_punica_wrapper("model.text_model.layers.0.mlp.down_proj") is None
+    assert manager._get_punica_wrapper("model.text_model.layers.0.self_attn.o_proj") is not None
 
 
 @pytest.mark.usefixtures("small_budget")
