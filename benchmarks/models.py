@@ -47,7 +47,7 @@ loaded by `lora_lru_manager` and computed by `lora_kernels`, all of a model's in
 greedy tokens must be the reference's; of an embedder or a classifier, all numbers to 0.0001. `make test-models` shows
 the same, and compares verdicts with vLLM's own loading on generated adapters.
 
-vLLM {vllm} on {cpu}, PEFT {peft}, Transformers {transformers}, {date}, commit `{commit}`.
+The last run, perhaps of some architectures alone: vLLM {vllm} on {cpu}, PEFT {peft}, Transformers {transformers}, {date}, commit `{commit}`.
 """
 _LEGEND = """
 | cell | what |
@@ -68,7 +68,8 @@ model has not; attention alone; the same with rsLoRA; the same with `rank_patter
 and `alpha_pattern`; embeddings and head, of those that vLLM adapts; the router of a mixture of experts, and its
 experts, as PEFT's `target_parameters`. A mixture of experts is computed with `--lora-target-modules` that leave
 its experts out; ERNIE 4.5's chooses them without a bias, of which vLLM's CPU build (0.32) takes no notice. Models
-without a class in Transformers have adapters made from what the engine says of its modules.
+without a class in Transformers have adapters made from what the engine says of its modules. Whisper transcribes a tone,
+with `--enable-tower-connector-lora`.
 """
 
 

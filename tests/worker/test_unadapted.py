@@ -92,7 +92,7 @@ def test_an_encoder_and_what_attends_to_it_need_the_flag(unadapted: Any, make_re
 
 
 @pytest.mark.usefixtures("parts_patched", "small_budget")
-def test_with_the_flag_encoder_and_cross_attention_have_rows_of_their_own(make_real_manager: Any) -> None:
+def test_with_the_flag_encoded_frames_have_their_own_rows(make_real_manager: Any) -> None:
     manager = make_real_manager("whisper", LRUCacheWorkerLoRAManager, **TOWER)._adapter_manager
     wrappers = manager.punica_wrapper_mapping
     assert describe(manager).unadapted.keys().isdisjoint(ENCODED)
@@ -104,7 +104,7 @@ def test_with_the_flag_encoder_and_cross_attention_have_rows_of_their_own(make_r
 
 
 @pytest.mark.usefixtures("parts_patched")
-def test_a_connector_below_a_tower_has_not_the_rows_of_the_tower(make_real_manager: Any) -> None:
+def test_a_connector_has_not_the_rows_around_it(make_real_manager: Any) -> None:
     manager = make_real_manager("idefics3", LRUCacheWorkerLoRAManager)._adapter_manager
     manager.mm_mapping.connector = ["model.text_model.layers.0.mlp"]
     assert manager._get_punica_wrapper("model.text_model.layers.0.mlp.down_proj") is None
