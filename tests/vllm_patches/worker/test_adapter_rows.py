@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker.gpu.lora_utils import LoraState
 
@@ -36,12 +37,15 @@ class State:
 @pytest.fixture
 def prepare_inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`prepare_inputs(runner, rows)` as a patched runner does it: vLLM's own needs a device and a model."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu import model_runner
+
+    GPUModelRunner = model_runner.GPUModelRunner
 
     def prepared(self: Any, rows: list[int]) -> Any:
-        return SimpleNamespace(cu_num_logits_np=np.cumsum([0, *rows]))
+        return SimpleNamespace(cu_num_logits_np=np.cumsum([0, *rows]), req_ids=["2", "1", "0"])
 
-    with put_back(GPUModelRunner, LoraState):
+    monkeypatch.setattr(model_runner, "set_active_mm_loras", model_runner.set_active_mm_loras)  # to be put back
+    with put_back(GPUModelRunner, LoraState, LoRAModelManager):
         monkeypatch.setattr(GPUModelRunner, "prepare_inputs", prepared)
         for _ in range(2):
             adapter_rows.patch()
@@ -76,6 +80,32 @@ def test_each_row_of_logits_has_the_adapter_of_its_request(
     prepare_inputs(state, rows)
     assert state.inputs() == (expected, *unchanged[1:])
     assert state.inputs() == unchanged  # rows are those of one batch
+
+
+@pytest.mark.parametrize("is_encoder_decoder", [True, False])
+def test_adapters_of_audios_are_named_in_the_order_of_encoding(prepare_inputs: Any, is_encoder_decoder: bool) -> None:
+    """An encoder-decoder model encodes in the order of the batch, a model with a tower in the scheduler's."""
+    from vllm.v1.worker.gpu import model_runner
+
+    state = State()
+    prepare_inputs(state, [1, 1, 1])
+    named: list[Any] = []
+    feature = SimpleNamespace(modality="audio", data=None, mm_position=SimpleNamespace(get_num_embeds=lambda: 2))
+    model_runner.set_active_mm_loras(
+        model=SimpleNamespace(
+            config=SimpleNamespace(is_encoder_decoder=is_encoder_decoder),
+            get_mm_lora_token_counts=lambda **given: (given["num_mm_embeds"], None),
+        ),
+        lora_manager=SimpleNamespace(
+            supports_tower_connector_lora=lambda: True, set_active_adapters=lambda _, mapping: named.append(mapping)
+        ),
+        encoder_cache=SimpleNamespace(mm_features={name: [feature] for name in "012"}),
+        req_id_to_index={"0": 0, "1": 1, "2": 2},
+        lora_state=state.lora_state,
+        scheduled_encoder_inputs={"0": [0], "2": [0]},
+    )
+    (mapping,) = named
+    assert mapping.index_mapping == ((8, 8, 7, 7) if is_encoder_decoder else (7, 7, 8, 8))
 
 
 def test_a_process_without_a_runner_imports_none(tmp_path: Path) -> None:
