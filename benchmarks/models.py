@@ -47,7 +47,8 @@ loaded by `lora_lru_manager` and computed by `lora_kernels`, all of a model's in
 greedy tokens must be the reference's; of an embedder or a classifier, all numbers to 0.0001. `make test-models` shows
 the same, and compares verdicts with vLLM's own loading on generated adapters.
 
-The last run, perhaps of some architectures alone: vLLM {vllm} on {cpu}, PEFT {peft}, Transformers {transformers}, {date}, commit `{commit}`.
+The last run, perhaps of some architectures alone: vLLM {vllm} on {cpu}, PEFT {peft}, Transformers {transformers},
+{date}, commit `{commit}`.
 """
 _LEGEND = """
 | cell | what |

@@ -54,7 +54,8 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, **kwargs: Any) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self._operators = _operators(torch.device(device))
-        self._rows = Batch(max_num_batched_tokens, self.max_loras, device, self._operators, refuses=True)
+        self._rows = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
+        self._rows.host[4] = 1  # logits of prompts have more rows than are sampled
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._has_layers = False
         self._some_by_vllm = False

@@ -94,6 +94,9 @@ class SlotRanks:
     def __getitem__(self, slot: int) -> tuple[int, ...]:
         return self._ranks[slot]
 
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self._ranks)
+
     def stamp(self, slot: int) -> int:
         """Return a number that no earlier content of this slot had."""
         return self._stamps[slot]

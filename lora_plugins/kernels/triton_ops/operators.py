@@ -38,12 +38,10 @@ class Batch:
             refused.
     """
 
-    def __init__(
-        self, max_rows: int, slots: int, device: Any, operators: Operators | None = None, *, refuses: bool = False
-    ) -> None:
+    def __init__(self, max_rows: int, slots: int, device: Any, operators: Operators | None = None) -> None:
         """Make room for `max_rows` rows, computed by `operators`, or by the `Operators` of `use` where None."""
         self.chunks = Chunks(max_rows, slots, device)
-        self.host = torch.tensor([0, 0, -1, operators.number if operators else _WHAT_IS_IN_USE, int(refuses)])
+        self.host = torch.tensor([0, 0, -1, operators.number if operators else _WHAT_IS_IN_USE, 0])
 
     def cut(self, slot_of_row: Any, slots_in_use: set[int], *, base_rows: bool) -> None:
         """Take a new batch.
@@ -246,11 +244,7 @@ def lora_linear(
                 _compute(y[:1], x[:1], module, known, chunks, plan, scale, add_inputs=add_inputs)
         return
     module, known = operators.module(a, b, output_slices, offset)
-    if (
-        batch[4]
-        and x.shape[0] > batch[0]
-        and (not known.host or any(any(known.host[slot]) for slot in range(module.slots)))
-    ):
+    if batch[4] and x.shape[0] > batch[0] and (not known.host or any(map(any, known.host))):
         refuse_more_rows(x.shape[0], batch[0])
     x = _rows(x, module)
     if operators.takes_dense_path(y, x, batch):

@@ -71,10 +71,9 @@ def _with_parts(original: Any) -> Any:
         model = self.model
         language = getattr(model, "_language_model_names", ())
         if len(language) == 1 and not hasattr(model, "get_mm_mapping"):
-            of_frames = list(_of_encoded_frames(model))
-            keys = MultiModelKeys.from_string_field(language, of_frames, model._tower_model_names)  # noqa: SLF001
+            keys = MultiModelKeys(language, list(_of_encoded_frames(model)), model._tower_model_names)  # noqa: SLF001
             model.get_mm_mapping = lambda: keys
-            if of_frames:
+            if keys.connector:
                 # An encoder has a row for each frame, and so has the cross-attention of a decoder.
                 model.supports_tower_connector_lora = True
                 model.get_mm_lora_token_counts = lambda *, num_mm_embeds, **_: (num_mm_embeds, num_mm_embeds)
