@@ -113,6 +113,8 @@ def watch(module: Any) -> WatchedLayer | None:
 def refuse_more_rows(rows: int, mapped: int) -> None:
     """Refuse to compute an adapted layer of more rows than vLLM has named adapters for, but for a padded batch.
 
+    While vLLM records a graph of whole batches, its context has no size of the batch, and nobody reads the results.
+
     Raises:
         IncompatibleAdapter: rows of unknown requests, such as an encoder's.
 
@@ -123,8 +125,9 @@ def refuse_more_rows(rows: int, mapped: int) -> None:
     """
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
-    batch = get_forward_context().batch_descriptor if is_forward_context_available() else None
-    if rows > mapped and (batch is None or rows > batch.num_tokens):
+    is_in_step = is_forward_context_available()
+    batch = get_forward_context().batch_descriptor if is_in_step else None
+    if rows > mapped and (not is_in_step or (batch is not None and rows > batch.num_tokens)):
         raise IncompatibleAdapter(
             f"a layer of {rows} rows, of which vLLM names the adapters of {mapped}",
             expected="an adapter's name for each row",
