@@ -107,6 +107,8 @@ class Planner:
         self.state = PlannerState(slots, cache, self.stats, order or QueueOrder())
         self._patience_s = patience_s
         self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # by ids that are given once
+        # The ids that loaded adapters succeed once `move` is called, and the adapters, by the adapters' ids.
+        self._succeeded: dict[int, tuple[int, AdapterSpec]] = {}
         self._is_changed = False
         self._planned_in = (False, False)  # whether a pause held, and stopped all, at the last plan
         self._look_at = float("inf")
@@ -149,6 +151,7 @@ class Planner:
         The request gets the current generation of its engine id, whatever path the spec has, as in vLLM, unless the
         spec `is_other`. If that generation cannot be loaded, the one before answers, unless the request `is_bound`.
         """
+        self.move(spec.engine_id, now)  # API servers name the id only once they have decided for the move
         adapter = self._generation(spec, begins=is_other)
         error = self._refusals.get(spec.engine_id) or self.state.cache.why_never_fits(adapter, self.state.staying)
         if error is not None:
@@ -227,15 +230,19 @@ class Planner:
         *,
         is_other: bool = False,
         moves: bool = False,
+        succeeds: int | None = None,
         wants_slot: bool = False,
         needs_slot: bool = False,
     ) -> Future[None]:
         """Load an adapter into host memory without a request, and perhaps into a slot (`LoadCall`).
 
         A path unlike the current generation's, or `is_other`, begins another generation, pinned if the current is.
-        With `moves`, running requests go on with the new generation's weights from one step on. The future raises a
+        With `moves`, running requests go on with the new generation's weights from one step on. `succeeds`: the engine
+        id whose requests `move` has go on with the adapter; before, nothing of that id changes. The future raises a
         LoRAPluginsError where the adapter cannot be loaded.
         """
+        if succeeds is not None:
+            self._succeeded[spec.engine_id] = succeeds, spec
         known = self.state.known(spec.engine_id)
         adapter = self._generation(spec, begins=is_other or (known is not None and known.spec.path != spec.path))
         is_pinned = known is not None and known.is_pinned
@@ -250,6 +257,27 @@ class Planner:
                 adapter.calls.append(LoadCall(Future(), order, needs_slot=True))
         self._changed(adapter, now)
         return future
+
+    def move(self, engine_id: int, now: float) -> None:
+        """Have requests of the id that a loaded adapter `succeeds` go on with its weights, from one step on.
+
+        Later requests of that id get the adapter too, and a pin goes over to it. A request for the adapter may come
+        before the call, and does the same.
+        """
+        state, (succeeded, spec) = self.state, self._succeeded.pop(engine_id, (None, None))
+        if succeeded is None or spec is None:
+            return
+        state.generations.follow(succeeded, spec)
+        state.cache.known_bytes.pop(succeeded, None)
+        if (old := state.known(succeeded)) is None:
+            return
+        adapter, is_pinned = self._generation(spec, begins=False), old.is_pinned
+        adapter.replaces, adapter.moves, adapter.is_pinned = old, True, adapter.is_pinned or is_pinned
+        if is_pinned or not adapter.is_loaded:  # evicted since the load
+            adapter.calls.append(LoadCall(Future(), state.queue_order.of_call(now), needs_slot=is_pinned))
+        self._retire(old, now)
+        self._changed(adapter, now)
+        self._undo_pin_of_last_slot(adapter, now)
 
     def given(self, changes: Iterable[Change], now: float) -> Future[None]:
         """Take up adapters that workers were given, or had to remove, past the plan: each is a new generation."""
@@ -333,6 +361,7 @@ class Planner:
         not given again, so later requests for the id are refused, or served, in the same way.
         """
         state = self.state
+        self._succeeded.pop(engine_id, None)
         # An id may come back with other weights: its next generation gets a key that batches have never seen.
         if is_last:
             self._refusals[engine_id] = refusal or self._refusals.get(engine_id)  # a refusal stays
@@ -459,10 +488,10 @@ class Planner:
         # Of a retired id nobody knows the last weights: a request from before may have the path of earlier weights.
         has_had_others = is_retired and state.generations.key_of(engine_id) != engine_id
         is_other = has_had_others if evicted is None else evicted[0].path != spec.path
-        if begins or is_other:
+        if begins or is_other or state.generations.key_of(engine_id) in state.adapters:  # with another id's weights
             state.generations.begin(engine_id)
         key = state.generations.key_of(engine_id)
-        weights_key = state.generations.weights_key_of(key)
+        weights_key = state.generations.weights_key_of(engine_id)
         adapter = Adapter(spec, key, weights_key=weights_key, is_retired=is_retired, replaces=replaces)
         state.adapters[key] = adapter
         if not is_retired:

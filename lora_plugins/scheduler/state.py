@@ -108,7 +108,9 @@ class PlannerState:
 
     def known(self, engine_id: int) -> Adapter | None:
         """Return the current generation, if used, loaded, or wanted."""
-        return self.adapters.get(self.generations.key_of(engine_id))
+        adapter = self.adapters.get(self.generations.key_of(engine_id))
+        # The key of an id whose requests have moved may be in use by the other id.
+        return adapter if adapter is not None and adapter.spec.engine_id == engine_id else None
 
     def of_name(self, name: str) -> list[Adapter]:
         """Return all generations of a name."""
@@ -217,8 +219,7 @@ class PlannerState:
         if before.residency is ABSENT:
             self.cache.reserve(before.key, size_bytes)
         self.cache.loaded(before.key, adapter.spec, size_bytes, adapter.load_s)
-        before.spec, before.weights_key = adapter.spec, adapter.key
-        self.generations.move(before.key, adapter.key)
+        before.spec, before.weights_key, before.is_retired = adapter.spec, adapter.key, adapter.is_retired
         before.load_s, before.rank, before.is_instant = adapter.load_s, adapter.rank, adapter.is_instant
         before.residency = LOADED
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
@@ -229,7 +230,10 @@ class PlannerState:
         self.touched[adapter] = None
 
     def _restore(self, adapter: Adapter, before: Adapter, *, has_same: bool = False) -> None:
-        """Have requests that wait for `adapter` wait for `before`, if they may, or if `before` `has_same` weights."""
+        """Have requests that wait for `adapter` wait for `before`, if they may, or if `before` `has_same` weights.
+
+        Requests that named another id than the id of `before` may not.
+        """
         engine_id, adapter.replaces = before.spec.engine_id, None
         self.adapters[before.key] = before
         # A third generation may replace the second already: the third then replaces the first.
@@ -237,11 +241,12 @@ class PlannerState:
         if later is not None:
             later.replaces = before
         else:
-            self.generations.restore(engine_id, before.key)
+            self.generations.restore(engine_id, before.key, before.weights_key)
             if not before.is_retired:
                 self.current[engine_id] = before
                 self.cache.known_bytes[engine_id] = before.spec, self.cache.expected_bytes(before.spec)
-        for request_id in [it for it, held in adapter.held.items() if has_same or not held.is_bound]:
+        may_wait = adapter.spec.engine_id == engine_id
+        for request_id in [it for it, held in adapter.held.items() if has_same or (may_wait and not held.is_bound)]:
             self.hold_elsewhere(adapter, before, request_id)
         self.touched[before] = None
 

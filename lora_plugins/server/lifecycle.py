@@ -167,22 +167,20 @@ class Lifecycle:
         async with self.server.vllm.lock(name), self.ending_block(name, seen):
             adapter = self._present(name, expects)
             with updating(self.server, adapter):
-                # Requests that move do not go back, so the pin of their engine id comes first.
-                async with self._pinning(adapter, pins=pins and moves and adapter.is_served):
-                    version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                    if pins and version.digest == adapter.digest:  # served already, perhaps without a pin
-                        await self._pin(adapter)
-                    return await change(
-                        self.server,
-                        adapter,
-                        version,
-                        None,
-                        version.digest,
-                        moves=moves,
-                        pins=pins,
-                        kept_versions=kept_versions,
-                        is_noted=adapter.is_served,
-                    )
+                version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
+                if pins and version.digest == adapter.digest:  # served already, perhaps without a pin
+                    await self._pin(adapter)
+                return await change(
+                    self.server,
+                    adapter,
+                    version,
+                    None,
+                    version.digest,
+                    moves=moves,
+                    pins=pins,
+                    kept_versions=kept_versions,
+                    is_noted=adapter.is_served,
+                )
 
     def check_pushed(self, name: str, expects: str | None) -> None:
         """Refuse a push before reading its bytes.
@@ -450,21 +448,6 @@ class Lifecycle:
                 await self.planner.pin(request, uri=adapter.uri)
             adapter.is_pinned = True
             self.server.on_change()
-
-    @asynccontextmanager
-    async def _pinning(self, adapter: ServedAdapter, *, pins: bool) -> AsyncIterator[None]:
-        """Inside, the adapter is pinned; a failure inside undoes the pin. Without `pins`, nothing happens."""
-        if not pins or adapter.is_pinned:
-            yield
-            return
-        await self._pin(adapter)
-        try:
-            yield
-        except BaseException:
-            adapter.is_pinned = False
-            self.server.on_change()
-            await self.planner.unpin(adapter.engine_id)
-            raise
 
     def _present(self, name: str, expects: str | None = None) -> ServedAdapter:
         """The adapter served now, in the version expected, or a new one to load; with the name's lock."""

@@ -97,20 +97,20 @@ class PlannerClient:
         *,
         uri: str | None = None,
         wants_slot: bool = True,
-        moves: bool = False,
+        succeeds: int | None = None,
         is_noted: bool = False,
     ) -> None:
         """Bring an adapter into every engine's host memory, and into a slot where one is idle.
 
-        `uri`: the adapter's place, for workers that lack the files; None where the name is enough. `moves`: running
-        requests with the adapter's id go on with the new weights. `is_noted`: the caller emits the event of a failure,
+        `uri`: the adapter's place, for workers that lack the files; None where the name is enough. `succeeds`: the
+        engine id whose requests `move` has go on with the adapter. `is_noted`: the caller emits the event of a failure,
         under a stage of its own.
 
         Raises:
             LoRAPluginsError: an engine cannot load the adapter.
         """
         try:
-            answers = await self._answers("lora_plugins_load", self._spec(request, uri), wants_slot, moves)
+            answers = await self._answers("lora_plugins_load", self._spec(request, uri), wants_slot, succeeds)
         except LoRAPluginsError as error:
             if not is_noted:
                 self._events.emit(NotServed("load", request.lora_name, error))
@@ -120,6 +120,10 @@ class PlannerClient:
         if loads:
             size_bytes, load_s = (max(values) for values in zip(*loads, strict=True))
             self._events.emit(AdapterLoaded(request.lora_name, request.lora_path, size_bytes, load_s))
+
+    async def move(self, engine_id: int) -> None:
+        """Have requests of the id that an adapter `succeeds`, which every engine has loaded, go on with the adapter."""
+        await self._typed(type(None), "lora_plugins_move", engine_id)
 
     async def pin(self, request: Any, *, uri: str | None = None) -> None:
         """Keep an adapter in every engine's host memory, and in a slot.

@@ -9,7 +9,7 @@ cache keys hold the adapter's path (0.30: see lora_request.py).
 
 from __future__ import annotations
 
-import copy
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +23,7 @@ from lora_plugins.events import AdapterSwapped, NotServed
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path, is_from
 from lora_plugins.server.api_server import ApiServer
+from lora_plugins.server.background import background
 from lora_plugins.server.registry import ServedAdapter, gone_from_source
 from lora_plugins.store.layout import respelt
 
@@ -92,20 +93,14 @@ async def change(
     if is_same:
         reason = ChangeReason.REPAIRED
         path = respelt(old.lora_path)  # another spelling: cached prefixes of the damaged weights must not be found
-    # With `moves` the engine id stays, so the planner applies the new weights to running requests.
-    if moves:
-        # The same engine id and name, with the new path.
-        request = copy.copy(old)
-        request.lora_path = path
-    else:
-        request = server.vllm.new_request(adapter.name, path)
+    request = server.vllm.new_request(adapter.name, path)
+    succeeds = old.lora_int_id if moves else None
     try:
-        await server.planner.load(request, uri=uri, wants_slot=old is None, moves=moves, is_noted=is_noted)
-        if pins and not moves:  # with `moves`, the planner pins the successor of a pinned version
+        await server.planner.load(request, uri=uri, wants_slot=old is None, succeeds=succeeds, is_noted=is_noted)
+        if pins and not (moves and adapter.is_pinned):  # a move takes the pin along
             await server.planner.pin(request, uri=uri)
     except BaseException:
-        if not moves:  # else the planner goes on with the old weights
-            server.retire(request.lora_int_id)
+        server.retire(request.lora_int_id)
         server.release(adapter.name, *leased)
         raise
     # After a swap back to an earlier version the list has the version no longer: the end of the one lease would end the
@@ -123,10 +118,14 @@ async def change(
         if used_at is not None:
             server.planner.used_at[adapter.engine_id] = used_at
         server.release(adapter.name, *previous[kept_versions:])
-        if not moves:
+        if moves:
+            moving = background(server.planner.move(request.lora_int_id))
+        else:
             server.retire(old.lora_int_id)
         server.events.emit(AdapterSwapped(adapter.name, old_words, _in_words(adapter), time.perf_counter() - started))
     server.on_change()
+    if moves:
+        await asyncio.shield(moving)  # the change has been made, even if the caller leaves
     return VersionChange(before, adapter.digest, reason)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lora_plugins.store.layout import key_of
+from lora_plugins.vllm_patches.engine_core.request import is_in_store
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
@@ -51,7 +52,7 @@ def _hash(self: Any) -> int:
 def _of_path(original: Any) -> Any:
     """The key of a tower's work on an image gets the adapter's path, which changes with the adapter's bytes.
 
-    Only with `--enable-tower-connector-lora`.
+    Outside the store the path may stay, and the key gets the id of the load. Only with `--enable-tower-connector-lora`.
 
     Why: vLLM's has its name: a new version would be given what the old one's tower has seen.
     Until: vLLM's key changes with the adapter's version.
@@ -59,8 +60,10 @@ def _of_path(original: Any) -> Any:
 
     def _get_mm_identifier(self: Any, mm_hash: str, lora_request: Any) -> str:
         identifier: str = original(self, mm_hash, lora_request)
+        path = lora_request.lora_path
+        load = [] if is_in_store(path) else [str(lora_request.lora_int_id)]
         # A tower without adapters has the image's own key; an operator's path may be no part of a file's name.
-        return identifier if identifier == mm_hash else f"{key_of(lora_request.lora_path)}:{identifier}"
+        return identifier if identifier == mm_hash else f"{key_of(path, *load)}:{identifier}"
 
     return _get_mm_identifier
 

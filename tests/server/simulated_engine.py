@@ -19,7 +19,18 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Report, Slots
+from lora_plugins.scheduler.messages import (
+    Activate,
+    Activated,
+    Command,
+    Evict,
+    Failed,
+    Load,
+    Loaded,
+    Move,
+    Report,
+    Slots,
+)
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
@@ -66,6 +77,11 @@ class Worker:
                     assert key in self.loaded
                     self._own(slot, None)
                     self._write(key, slot, job, now)
+                case Move(key, source):
+                    assert source in self.loaded
+                    self.loaded = self.loaded - {source} | {key}
+                    self.paths[key] = self.paths.pop(source)
+                    self.slots = {slot: owner for slot, owner in self.slots.items() if owner != source}
                 case Evict(key):
                     self.paths.pop(key, None)
                     self.loaded.discard(key)
@@ -144,19 +160,24 @@ class SimulatedEngine:
             answer = await asyncio.shield(asyncio.wrap_future(answer))
         return {0: pickle.loads(pickle.dumps(answer))}
 
-    async def run(self, request: Any, seconds: float = 0.0, request_id: str | None = None) -> None:
-        """What becomes of a request: held, begun, and finished after some time; or refused, or ended."""
+    async def run(self, request: Any, seconds: float = 0.0, request_id: str | None = None) -> str:
+        """What becomes of a request: held, begun, and finished after some time; or refused, or ended.
+
+        Returns the path of the weights that the request began with.
+        """
         request_id = request_id or f"request-{next(self._numbers)}"
         began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        spec = self._core.scheduler.specs.of(request)
+        spec, is_other = self._core.scheduler.specs.adapter_for_request(request)
         now = time.monotonic()
-        self.planner.arrived(spec, request_id, began, now, order=place_at_end(self.planner, now))
+        order = place_at_end(self.planner, now)
+        self.planner.arrived(spec, request_id, began, now, is_other=is_other, order=order)
         self._go_on()
         try:
             await began
-            self._runs(request)
+            path = self._weights_of(request_id)
             await asyncio.sleep(seconds)
-            self._runs(request)
+            self._weights_of(request_id)
+            return path
         finally:
             self.planner.ended([request_id], time.monotonic())
             self._go_on()
@@ -171,10 +192,12 @@ class SimulatedEngine:
     def is_running(self, request_id: str) -> bool:
         return any(request_id in adapter.running for adapter in self.planner.state.in_flight)
 
-    def _runs(self, request: Any) -> None:
-        """What the planner is for: a batch never meets an adapter that is not in a slot, with the weights asked for."""
-        assert request.lora_int_id in self.worker.slots.values()
-        assert self.worker.paths[request.lora_int_id] == request.lora_path
+    def _weights_of(self, request_id: str) -> str:
+        """What the planner is for: a batch never meets an adapter that is not in a slot, with its present weights."""
+        adapter = self.planner.state.of_request[request_id]
+        assert adapter.key in self.worker.slots.values()
+        assert self.worker.paths[adapter.key] == adapter.spec.path
+        return adapter.spec.path
 
     def _go_on(self) -> None:
         self._has_news.set()

@@ -71,13 +71,14 @@ def test_what_a_tower_has_seen_is_keyed_by_path() -> None:
     def identifiers(*, with_towers: bool) -> list[str]:
         processor = object.__new__(InputProcessor)
         processor.lora_config = SimpleNamespace(enable_tower_connector_lora=with_towers)
-        return [processor._get_mm_identifier("image", one) for one in (None, old, new, again)]
+        return [processor._get_mm_identifier("image", one) for one in (None, old, new, again, *elsewhere)]
 
-    old, new, again = request(1, "/store/aa"), request(2, "/store/bb"), request(3, "/store/aa")
+    aa, bb = "/store/" + "a" * 64, "/store/" + "b" * 64
+    old, new, again, *elsewhere = (request(n, path) for n, path in enumerate((aa, bb, aa, "/aa", "/aa"), 1))
     distinguish_and_restore()
-    none, of_old, of_new, of_again = identifiers(with_towers=True)
+    none, of_old, of_new, of_again, *of_elsewhere = identifiers(with_towers=True)
     assert none == "image"
-    assert len({none, of_old, of_new}) == 3
+    assert len({none, of_old, of_new, *of_elsewhere}) == 5, "outside the store, each load is of its own"
     assert of_again == of_old, "after a rollback it is there still"
     assert "/" not in of_old, "it is part of a file's name where encoders' outputs are transferred"
     assert set(identifiers(with_towers=False)) == {"image"}

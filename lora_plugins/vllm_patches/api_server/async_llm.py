@@ -27,7 +27,7 @@ from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import NotServed, RequestServed
-from lora_plugins.process import moves_running, this_process
+from lora_plugins.process import this_process
 from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response import Response, present, together
@@ -170,7 +170,7 @@ async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:
             if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
                 return await original(client, taken)
             uri = None if taken is lora_request else place_by_path(lora_request.lora_path)
-            await planner_of(client).load(taken, uri=uri, wants_slot=False, moves=moves_running())
+            await planner_of(client).load(taken, uri=uri, wants_slot=False)
     return True
 
 

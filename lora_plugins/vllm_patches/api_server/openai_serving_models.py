@@ -124,7 +124,7 @@ class _LoadsByPath(_Client):
         try:
             async with self._lifecycle.ending_block(name, self.seen_block) if is_for_request() else nullcontext():
                 if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find the files
-                    await planner_of(self._under).load(request, wants_slot=False, moves=moves)
+                    await planner_of(self._under).load(request, wants_slot=False)
         except LoRAPluginsError as error:
             self.error = error
             raise
@@ -140,7 +140,7 @@ class _LoadsInBackground(_Client):
             return bool(await self._under.add_lora(request))
         async with snapshots_of(self._under).adding(request) as taken:
             uri = None if taken is request else place_by_path(request.lora_path)
-            load = planner_of(self._under).load(taken, uri=uri, moves=moves_running())
+            load = planner_of(self._under).load(taken, uri=uri)
         # An error raised here would not reach the caller: vLLM logs it and asks the next resolver (`except
         # BaseException` in `resolve_lora`, 0.32).
         background(self._loading(load, request))

@@ -52,8 +52,8 @@ def patch() -> None:
 
 
 @utility
-def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -> Future[Outcome] | Outcome:
-    """Load an adapter into host memory, and into an idle slot; running requests of its id move with `moves`."""
+def _load(self: Any, spec: AdapterSpec, wants_slot: bool, succeeds: int | None = None) -> Future[Outcome] | Outcome:
+    """Load an adapter into host memory, and into an idle slot; `_move` then moves requests of the id it `succeeds`."""
     planner = _planner(self)
     planned, state = self.scheduler.specs.complete(spec), planner.state
     # Before the load: afterwards a load and a hit look alike.
@@ -66,9 +66,15 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, moves: bool = False) -
             return answer
         return Outcome(state.cache.expected_bytes(adapter.spec), None if was_loaded else adapter.load_s)
 
-    load = planner.load(planned, time.monotonic(), wants_slot=wants_slot, moves=moves)
+    load = planner.load(planned, time.monotonic(), moves=moves_running(), succeeds=succeeds, wants_slot=wants_slot)
     answer: Future[Outcome] | Outcome = then(answer_of(self, load), with_size)
     return answer
+
+
+@utility
+def _move(self: Any, engine_id: int) -> None:
+    """Have requests of the id that a loaded adapter succeeds go on with the adapter."""
+    _planner(self).move(engine_id, time.monotonic())
 
 
 @utility
@@ -296,5 +302,5 @@ def _planner(core: Any) -> Planner:
     return planner
 
 
-_UTILITIES = (_load, _pin, _unpin, _retire, _pause, _paused, _resume, _end_api_server, _residency, _figures)
+_UTILITIES = (_load, _move, _pin, _unpin, _retire, _pause, _paused, _resume, _end_api_server, _residency, _figures)
 _METHODS = (_add_lora, _remove_lora, _pin_lora, _list_loras, _collective_rpc, _sleep, _wake_up)

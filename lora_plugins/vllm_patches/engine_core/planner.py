@@ -78,7 +78,11 @@ class AdapterSpecs:
         return self.complete(spec, is_inplace=is_inplace(lora_request))
 
     def complete(self, spec: AdapterSpec, *, is_inplace: bool = False) -> AdapterSpec:
-        """Return a spec with size and URI; later requests come without a URI, so the URI is remembered."""
+        """Return a spec with size and URI; later requests come without a URI, so the URI is remembered.
+
+        Where the requests of its id have moved, the spec is of the adapter that they have moved to.
+        """
+        spec = self._state.generations.successor_of(spec.engine_id) or spec
         if spec.uri is not None:
             self.uris[spec.engine_id] = spec.uri
         known = self._state.current.get(spec.engine_id)
@@ -94,14 +98,15 @@ class AdapterSpecs:
         As in vLLM, the id decides, whatever the path. With a known id and another name the request means another
         adapter, if its path holds files. An evicted adapter stays known, so its path may be gone.
         """
-        known = self._state.known(lora_request.lora_int_id)
+        successor = self._state.generations.successor_of(lora_request.lora_int_id)
+        known = self._state.known(lora_request.lora_int_id if successor is None else successor.engine_id)
         if is_inplace(lora_request):
             return self.of(lora_request), self.is_other(lora_request)
         if known is not None and known.spec.name == lora_request.lora_name:
             return known.spec, False
         spec = self.of(lora_request)
         if not (spec.size_bytes or spec.lora_request is not None):
-            return self.known(lora_request.lora_int_id) or spec, False
+            return self.known(spec.engine_id) or spec, False
         return spec, known is not None and known.spec.path != spec.path
 
     def is_other(self, lora_request: Any) -> bool:

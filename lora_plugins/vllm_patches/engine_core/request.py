@@ -127,8 +127,7 @@ def path_of(adapter: Adapter) -> str:
 
 def _path_of(spec: AdapterSpec, weights: int) -> str:
     """Return a path that no other weights have: outside the store, with the key of the load that read the path."""
-    is_enough = is_in_store(spec.path) or weights == spec.engine_id
-    return spec.path if is_enough else f"{spec.path}#{weights}"
+    return spec.path if is_in_store(spec.path) else f"{spec.path}#{weights}"
 
 
 def patch_offloading() -> None:

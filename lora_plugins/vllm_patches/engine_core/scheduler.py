@@ -197,7 +197,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         generations, key = self.planner.state.generations, session.lora_request.lora_int_id
         spec = self.specs.known(generations.engine_id_of(key))
         is_current = spec is not None and generations.key_of(spec.engine_id) == key
-        if spec is None or not is_current or not has_weights(session, spec, generations.weights_key_of(key)):
+        if spec is None or not is_current or not has_weights(session, spec, generations.weights_key_of(spec.engine_id)):
             self.planner.state.refuse(session, _replaced(session))
         else:
             self._waits(session, spec, order, is_other=False)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -17,6 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load, Slots, to_plain
+from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.messages import VERSIONS, error_in
 from tests.scheduler.simulated import held_count
 from tests.vllm_patches.engine_bed import BLOCK, adapter, make_scheduler, request
@@ -292,9 +294,9 @@ class World:
         if kind == "load":
             self.versions[lora] += 1
             spec = AdapterSpec(lora, f"adapter-{lora}", self.lora_request(lora).lora_path, size_bytes=100)
-            return core.lora_plugins_load(
-                to_plain(spec), choose.random() < 0.5, self.has["moves"] and choose.random() < 0.7
-            )
+            moves, wants_slot = self.has["moves"] and choose.random() < 0.7, choose.random() < 0.5
+            with mock.patch.object(engine_core, "moves_running", return_value=moves):
+                return core.lora_plugins_load(to_plain(spec), wants_slot)
         if kind == "remove":
             return core.remove_lora(lora)
         if kind == "retire":

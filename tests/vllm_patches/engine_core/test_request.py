@@ -222,3 +222,19 @@ def test_moved_and_evicted_weights_keep_their_keys(bed) -> None:
         engine.run()
     begin(engine, asked("b", path, prompt=36))
     assert from_cache(engine, "b") == 0
+
+
+@pytest.mark.parametrize("has_new_id", [True, False], ids=["as our API server", "as add_lora"])
+def test_a_load_in_place_at_an_unchanged_path_finds_no_earlier_prefix(bed, has_new_id: bool) -> None:
+    """Only workers find the path, and another's weights lie there by the second load."""
+    engine, path = bed(max_loras=2, max_cpu_loras=4), "/workers/hand"
+    planner = engine.scheduler.planner
+    for lora, name in ((7, "before"), (8 if has_new_id else 7, "after")):
+        planner.load(AdapterSpec(lora, "adapter-7", path, size_bytes=100), time.monotonic(), is_other=name == "after")
+        one = asked(name, path, lora, prompt=36, tokens=2)
+        one.lora_request.lora_name = "adapter-7"
+        one.block_hashes.clear()
+        one.update_block_hashes()
+        begin(engine, one)
+        engine.run()
+    assert from_cache(engine, "after") == 0
