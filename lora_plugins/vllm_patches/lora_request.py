@@ -60,10 +60,11 @@ def _of_path(original: Any) -> Any:
 
     def _get_mm_identifier(self: Any, mm_hash: str, lora_request: Any) -> str:
         identifier: str = original(self, mm_hash, lora_request)
+        if identifier == mm_hash:  # a tower without adapters
+            return identifier
         path = lora_request.lora_path
         load = [] if is_in_store(path) else [str(lora_request.lora_int_id)]
-        # A tower without adapters has the image's own key; an operator's path may be no part of a file's name.
-        return identifier if identifier == mm_hash else f"{key_of(path, *load)}:{identifier}"
+        return f"{key_of(path, *load)}:{identifier}"  # an operator's path may be no part of a file's name
 
     return _get_mm_identifier
 

@@ -34,6 +34,7 @@ from lora_plugins.scheduler.messages import (
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
+from lora_plugins.server.planner_client import Ask
 from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.planner import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler
@@ -231,3 +232,13 @@ class SimulatedEngine:
         for began, error in refused:
             if not began.done():
                 began.set_exception(error)
+
+
+def ask_all(engines: Sequence[SimulatedEngine]) -> Ask:
+    """What a `PlannerClient` wants of several engines, as with data parallelism."""
+
+    async def ask(utility: str, arguments: tuple[Any, ...]) -> Mapping[int, Any]:
+        answers = await asyncio.gather(*(engine.ask(utility, arguments) for engine in engines))
+        return {number: answer[0] for number, answer in enumerate(answers)}
+
+    return ask

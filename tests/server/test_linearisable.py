@@ -47,6 +47,7 @@ from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionCha
 from lora_plugins.settings import Settings
 from tests.linearisability import Operation, is_linearisable, told
 from tests.repetitions import times
+from tests.server.simulated_engine import SimulatedEngine, ask_all
 from tests.server.world import FakeResolver, FakeStore, Request, Version, World
 from tests.virtual_time import run_in_virtual_time
 
@@ -215,8 +216,13 @@ class Servers:
         self.store = self.resolver.store
         self.world = world = World(resolver=self.resolver, drain_timeout_s=0.3, delay_s=rng.choice([0.001, 0.02]))
         self.engine, self.planner = world.engine, world.planner
-        self.engine.worker.broken = InvalidAdapter("made so")
-        self.engine.worker.broken_paths = set()
+        self.engines = [self.engine]
+        if rng.random() < 0.4:
+            self.engines.append(SimulatedEngine(delay_s=rng.choice([0.001, 0.02])))
+            self.planner._ask = ask_all(self.engines)
+        for engine in self.engines:
+            engine.worker.broken = InvalidAdapter("made so")
+            engine.worker.broken_paths = set()
         self.leader = Leader(
             lambda request: {"engine_id": request.lora_int_id, "path": request.lora_path}, lambda _: None
         )
@@ -304,8 +310,8 @@ class Servers:
         assert task is not None
         async with copies.using(request) as taken:
             self.planner.used(taken)
-            await self.engine.run(taken, seconds, request_id)
-        return Path(taken.lora_path).name
+            path = await self.rng.choice(self.engines).run(taken, seconds, request_id)
+        return Path(path).name
 
 
 @dataclass
@@ -358,10 +364,13 @@ class History:
         kinds = ["load", "load from", "push", "unload", "block", "roll_back", "refresh", "poll", "pin", "unpin"]
         kinds += ["ask"] * 6 + ["prefetch", "declare", "pause", "resume", "push if"]
         kinds += ["relieve"] * 3 * self.evicts
-        kind = rng.choice(kinds)
+        kind, moves = rng.choice(kinds), rng.random() < 0.4
 
         def of(work: Callable[[], Coroutine[Any, Any, Answer]], leads_to: Any, **more: bool) -> Doing:
             return Doing(f"{kind} {name}", name, work, leads_to, **more)
+
+        def in_mode(doing: Doing) -> Doing:
+            return replace(doing, what=f"{doing.what}{' in flight' * moves}")
 
         match kind:
             case "load":
@@ -372,14 +381,18 @@ class History:
                 digest = f"{name}-{next(self.numbers)}"
                 pins, is_broken = rng.random() < 0.3, self.fails and rng.random() < 0.3
                 if is_broken:
-                    self.servers.engine.worker.broken_paths.add(f"/store/{digest}")  # type: ignore[union-attr]
+                    broken = rng.sample(self.servers.engines, rng.randint(1, len(self.servers.engines)))
+                    for engine in broken:
+                        engine.worker.broken_paths.add(f"/store/{digest}")  # type: ignore[union-attr]
                 adapter = self.registry.get(name)
                 expects = adapter.digest if adapter is not None and kind == "push if" else None
                 push = of(
-                    lambda: lifecycle.take(name, _pushed(name, digest), expects=expects, pins=pins),
+                    lambda: lifecycle.take(name, _pushed(name, digest), expects=expects, moves=moves, pins=pins),
                     lambda answer, _, state: self._pushed(answer, state, digest, expects, pins=pins),
                 )
-                return replace(push, what=f"{push.what} {digest}{' pins' * pins}{f' if {expects}' * bool(expects)}")
+                return in_mode(
+                    replace(push, what=f"{push.what} {digest}{' pins' * pins}{f' if {expects}' * bool(expects)}")
+                )
             case "unload":
                 return of(lambda: lifecycle.unload(name, block=False, timeout_s=rng.choice([0, 5])), self._unloaded)
             case "block":
@@ -389,9 +402,9 @@ class History:
                     is_written=False,
                 )
             case "roll_back":
-                return of(lambda: lifecycle.roll_back(name), self._rolled_back)
+                return in_mode(of(lambda: lifecycle.roll_back(name, moves=moves), self._rolled_back))
             case "refresh":
-                return of(lambda: lifecycle.refresh(name), self._refreshed)
+                return in_mode(of(lambda: lifecycle.refresh(name, moves=moves), self._refreshed))
             case "poll":
                 return of(lambda: lifecycle.poll(name), self._polled, is_admin=False)
             case "pin":
@@ -658,14 +671,17 @@ class History:
             self.look(name, in_the_end=True)
             assert is_linearisable(self.operations[name], State()), f"no order explains\n{told(self.operations[name])}"
         left: dict[str, object] = {}
-        steps = {servers.engine._stepping, asyncio.current_task()}
+        steps = {*(engine._stepping for engine in servers.engines), asyncio.current_task()}
         left["tasks"] = asyncio.all_tasks() - before - steps
         left["locks"] = [name for name in NAMES if servers.world.server.lock(name).locked()]
         left["draining"], left["paused"] = registry.draining, registry.paused
         left["flights"] = len(self.lifecycle.resolving)
         served = {it.name: it for it in registry.all()}
-        left["in workers"] = servers.world.in_workers - {it.digest for it in served.values()}
-        left["pins"] = servers.engine.pinned ^ {it.engine_id for it in served.values() if it.is_pinned}
+        pinned = {it.engine_id for it in served.values() if it.is_pinned}
+        for number, engine in enumerate(servers.engines):
+            in_workers = {Path(path).name for path in engine.worker.paths.values()}
+            left[f"in workers {number}"] = in_workers - {it.digest for it in served.values()}
+            left[f"pins {number}"] = engine.pinned ^ pinned
         needed = {(digest.digest, it.name) for it in served.values() for digest in it.versions}
         left["leases"] = _leases(servers.store) - needed
         on_disk = {
