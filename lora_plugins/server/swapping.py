@@ -5,6 +5,9 @@ the old version, and replaces the old version in the table in one step: running 
 every later request gets the new version. When the last request of the old version has left, engines remove the old
 version from slots and host memory. Requests of the new version never match cached prefixes of the old, because vLLM's
 cache keys hold the adapter's path (0.30: see lora_request.py).
+
+A change in flight (`moves`) is the same, and then one more call: running requests of the old version go on with the new
+version, and so do requests that took the old version from the table before. A load that fails changes nothing.
 """
 
 from __future__ import annotations

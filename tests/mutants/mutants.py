@@ -243,9 +243,16 @@ MUTANTS = (
     Mutant(
         "server: the version before stays loaded",
         "lora_plugins/server/swapping.py",
-        "        if not moves:\n            server.retire(old.lora_int_id)\n",
+        "        else:\n            server.retire(old.lora_int_id)\n",
         "",
         ("tests/server/test_swapping.py",),
+    ),
+    Mutant(
+        "scheduler: a request for the next version waits for the move",
+        "lora_plugins/scheduler/planner.py",
+        "        self.move(spec.engine_id, now)  # API servers name the id only once they have decided for the move\n",
+        "",
+        ("tests/vllm_patches/engine_core/test_moves_between_ids.py",),
     ),
     Mutant(
         "server: a load takes no lock of its name",

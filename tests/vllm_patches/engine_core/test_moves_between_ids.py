@@ -67,7 +67,7 @@ def evict(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_what_runs_goes_on_in_its_slot_with_the_other_weights(bed: Any, slots: int) -> None:
+def test_what_runs_goes_on_in_its_slot(bed: Any, slots: int) -> None:
     engine = bed(max_loras=slots, max_cpu_loras=4)
     one = asked("a", V1, 7, tokens=24)
     begin(engine, one)
@@ -90,7 +90,7 @@ def test_what_runs_goes_on_in_its_slot_with_the_other_weights(bed: Any, slots: i
     assert [ask(engine, f"again-{lora}", path, lora) for lora, path in ((8, V2), (7, V1))] == [V2, V2]
 
 
-def test_a_load_that_is_taken_back_changes_nothing(bed: Any) -> None:
+def test_a_load_retired_before_its_move_changes_nothing(bed: Any) -> None:
     """Another engine could not load the version, or the caller has left: the API server retires the new id."""
     engine = bed(max_loras=2, max_cpu_loras=4)
     begin(engine, asked("a", V1, 7, tokens=24))

@@ -225,7 +225,7 @@ def test_moved_and_evicted_weights_keep_their_keys(bed) -> None:
 
 
 @pytest.mark.parametrize("has_new_id", [True, False], ids=["as our API server", "as add_lora"])
-def test_a_load_in_place_at_an_unchanged_path_finds_no_earlier_prefix(bed, has_new_id: bool) -> None:
+def test_a_load_in_place_finds_no_earlier_prefix(bed, has_new_id: bool) -> None:
     """Only workers find the path, and another's weights lie there by the second load."""
     engine, path = bed(max_loras=2, max_cpu_loras=4), "/workers/hand"
     planner = engine.scheduler.planner
