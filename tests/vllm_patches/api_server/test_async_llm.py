@@ -215,7 +215,7 @@ async def test_a_load_goes_to_the_planner_and_is_waited_for() -> None:
     assert await client.add_lora(request()) is True
     ((utility, spec, *how),) = client.engine_core.asked
     assert (utility, spec["name"], spec["path"]) == ("lora_plugins_load", "sql", "/store/aa")
-    assert how == [False, False], "answered as soon as it is in host memory; its request asks for the slot"
+    assert how == [False, None], "answered as soon as it is in host memory; its request asks for the slot"
     assert asyncio.get_running_loop().time() == 1
     assert client.own == []
 
