@@ -230,7 +230,8 @@ def test_a_load_in_place_finds_no_earlier_prefix(bed, has_new_id: bool) -> None:
     engine, path = bed(max_loras=2, max_cpu_loras=4), "/workers/hand"
     planner = engine.scheduler.planner
     for lora, name in ((7, "before"), (8 if has_new_id else 7, "after")):
-        planner.load(AdapterSpec(lora, "adapter-7", path, size_bytes=100), time.monotonic(), is_other=name == "after")
+        is_other = name == "after" and not has_new_id
+        planner.load(AdapterSpec(lora, "adapter-7", path, size_bytes=100), time.monotonic(), is_other=is_other)
         one = asked(name, path, lora, prompt=36, tokens=2)
         one.lora_request.lora_name = "adapter-7"
         one.block_hashes.clear()
