@@ -335,6 +335,8 @@ class History:
         self.lifecycle, self.registry = servers.lifecycle, servers.registry
         self.operations: dict[str, list[Operation[State]]] = {name: [] for name in NAMES}
         self.published: dict[str, list[tuple[float, str]]] = {name: [] for name in NAMES}
+        # Versions that requests may have moved to; and names of which a change in flight lacks an answer.
+        self.moved_to: set[str] = set()
         self.evicts = self.rng.random() < 0.4
         self.fails = self.rng.random() < 0.3
         self.cuts = self.rng.random() < 0.6
@@ -476,8 +478,10 @@ class History:
             return [state] if state.digest is None else []
         return [replace(State(), is_blocked=state.is_blocked)] if state.digest is not None or answer == Left() else []
 
-    def _blocked(self, answer: Answer, *_: Any) -> Iterable[State]:
-        return [State(is_blocked=True)] if isinstance(answer, bool | Left) else []
+    def _blocked(self, answer: Answer, _: frozenset[str], state: State) -> Iterable[State]:
+        if isinstance(answer, Left):  # perhaps before the unload, which the next poll makes
+            return [State(is_blocked=True), replace(state, is_blocked=True)]
+        return [State(is_blocked=True)] if isinstance(answer, bool) else []
 
     def _rolled_back(self, answer: Answer, _: frozenset[str], state: State) -> Iterable[State]:
         if isinstance(answer, Left):
@@ -524,7 +528,9 @@ class History:
         if isinstance(answer, Exception):
             return [*self._again(found, state), *(loaded if state.digest is None else [])]
         if state.digest is None:
-            return [it for it in loaded if it.digest == answer]
+            # It may load the name, wait through a pause, and answer with what came in flight meanwhile.
+            has_moved = not self.moved_to.isdisjoint((answer, answer.rpartition("-")[0]))
+            return [it for it in loaded if it.digest == answer or has_moved]
         return [it for it in self._again(found, state) if it.digest == answer]
 
     def _prefetched(self, answer: Answer, found: frozenset[str], state: State) -> Iterable[State]:
@@ -557,6 +563,8 @@ class History:
         except LoRAPluginsError as error:
             answer = error
         ended = math.inf if answer == Left() else self.now
+        if doing.what.endswith("in flight"):
+            self.moved_to.add(answer.after if isinstance(answer, VersionChange) else doing.name)
         operation = Operation[State](
             f"{doing.what}: {answer if not isinstance(answer, VersionChange) else (answer.before, answer.after)}"
             f"{f' (has left at wait {cut})' if answer == Left() else ''}",
