@@ -45,7 +45,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "inspect": ("inspect ./out/checkpoint-500", "inspect hf://org/repo@main --json", "inspect team/sql"),
     "pull": ("pull team/sql 'other/*'", "pull s3://bucket/loras/sql", "pull --file adapters.txt --quiet"),
-    "ls": ("ls --json", "ls --remote", "ls --server --url http://gpu-7:8000", "ls --watch"),
+    "ls": ("ls --json", "ls --remote", "ls --server --url http://gpu-7:8000"),
     "verify": ("verify", "verify 583503f503f1", "verify 'team/*'"),
     "gc": ("gc --dry-run --max-bytes 20GB", "gc"),
     "rm": ("rm team/sql", "rm 'old/*' --dry-run", "rm 583503f503f1"),

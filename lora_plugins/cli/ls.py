@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.live import Live
 
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import Exit, UsageProblem, exit_of
@@ -19,7 +16,7 @@ from lora_plugins.cli.names import list_names, require_sources, sources_of_envir
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, table, table_above
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.cli.store import StoreView
-from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings
 
 _WIDE = 90  # characters of a terminal, for all columns to be readable; a narrower terminal goes without some
@@ -36,26 +33,17 @@ def ls(
         str, typer.Option("--base-model", help="With --remote: what {base_model_name} stands for in S3_PATH_TEMPLATE.")
     ] = "",
     server: Annotated[bool, typer.Option("--server", help="List what a server that runs lora_admin serves.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="As --server, again and again.")] = False,
-    interval_s: Annotated[
-        float, typer.Option("--interval", min=0.1, help="With --watch: seconds between two looks.")
-    ] = 2.0,
     url: ServerUrl = DEFAULT_URL,
     timeout_s: Timeout = 5.0,
-) -> Result | None:
+) -> Result:
     """List what the store, the sources or a server has."""
-    if remote and (server or watch):
-        raise UsageProblem("--remote is for sources, and --server and --watch are for a server")
-    if not server and not watch:
+    if remote and server:
+        raise UsageProblem("--remote is for sources, and --server is for a server")
+    if not server:
         view = StoreView(Settings.from_env())
         return _remote(view, base_model) if remote else _stored(view)
-    client = AdminClient(url, timeout_s)
-    listed = client.adapters()
-    if not watch:
-        return _served(output, listed, url)
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the watch
-        _watch(output, client, listed, interval_s)
-    return None
+    listed = AdminClient(url, timeout_s).adapters()
+    return Result(listed.model_dump(mode="json", exclude={"next"}), [_view(listed, url, output.console.width)])
 
 
 def _stored(view: StoreView) -> Result:
@@ -110,37 +98,6 @@ def _remote(view: StoreView, base_model: str) -> Result:
     cells = [(row["name"], row["source"], " ".join(short(digest) for digest in row["stored"])) for row in adapters]
     shown = table_above(("name", "source", "in the store"), cells)
     return Result({"adapters": adapters, "count": len(adapters), "sources": answers}, [*shown, *ends], code)
-
-
-def _served(output: Output, listed: AdapterList, url: str) -> Result:
-    return Result(listed.model_dump(mode="json", exclude={"next"}), [_view(listed, url, output.console.width)])
-
-
-def _watch(output: Output, client: AdminClient, listed: AdapterList, interval_s: float) -> NoReturn:
-    """Look again and again.
-
-    On a terminal, a server that no longer answers is reported and asked again; in a pipe, `ls` ends.
-    """
-    if output.as_json or not output.console.is_terminal:
-        while True:
-            result = _served(output, listed, client.url)
-            if output.as_json:
-                output.json(result.fields, compact=True)
-            else:
-                output.show(Result({}, [*result.shown, line()]))
-            time.sleep(interval_s)
-            listed = client.adapters()
-    with Live(
-        _view(listed, client.url, output.console.width), console=output.console, auto_refresh=False, screen=True
-    ) as live:
-        while True:
-            time.sleep(interval_s)
-            outage: list[Any] = []
-            try:
-                listed = client.adapters()
-            except SourceUnavailable as error:
-                outage = [line(str(error), "bold red")]
-            live.update(Group(_view(listed, client.url, output.console.width), *outage), refresh=True)
 
 
 def _view(listed: AdapterList, url: str, width: int) -> Group:

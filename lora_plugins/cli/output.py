@@ -121,9 +121,9 @@ class Output:
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn.get().split("\n")[:-1]))
         sys.stdout.flush()
 
-    def json(self, value: Any, *, compact: bool = False) -> None:
+    def json(self, value: Any) -> None:
         """Print an object on stdout."""
-        sys.stdout.write(json.dumps(value, indent=None if compact else 2) + "\n")
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
         sys.stdout.flush()
 
     def progress(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`ls --server` and `ls --watch`: servers that answer, deny, lack the admin API, talk nonsense, or are not there."""
+"""`ls --server`: servers that answer, deny, lack the admin API, talk nonsense, or are not there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests.cli.admin_server import admin_server
-from tests.cli.common import Terminal, golden, outside
+from tests.cli.common import golden
 
 ADAPTER = {
     "lora_name": "team/sql",
@@ -55,14 +55,12 @@ class Server:
         self.status = 200
         self.body = json.dumps(LIST).encode()
         self.seen: list[tuple[str, str | None]] = []
-        self.looks_until_it_fails: int | None = None
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 server.seen.append((self.path, self.headers["Authorization"]))
-                worn_out = server.looks_until_it_fails is not None and len(server.seen) > server.looks_until_it_fails
-                self.send_response(500 if worn_out else server.status)
+                self.send_response(server.status)
                 self.end_headers()
                 self.wfile.write(server.body)
 
@@ -157,39 +155,6 @@ def test_no_address_of_a_server(cli, url):
     done = cli("ls", "--server", "--url", url)
     done.assert_no_traceback()
     assert done.code == 2
-
-
-def test_watching_survives_an_outage_until_ctrl_c(cli, server):
-    with Terminal(
-        cli, "ls", "--watch", "--interval", "0.1", "--url", server.url, env={"TERM": "xterm", "COLUMNS": "100"}
-    ) as shown:
-        shown.wait_for("team/sql")
-        server.status = 500
-        shown.wait_for("answers HTTP 500")
-        server.status = 200
-        server.body = json.dumps({"loras": [], "count": 0}).encode()
-        shown.wait_for("0 adapters")
-        shown.type("\x03")
-        assert shown.end() == 0
-    assert "Traceback" not in shown.text
-
-
-def test_watching_in_a_pipe_prints_a_table_at_every_look(server):
-    server.looks_until_it_fails = 4
-    done = outside("ls", "--watch", "--interval", "0.1", "--url", server.url, env={})
-    assert done.code == 4
-    assert done.out.count("team/sql") == 4
-    assert "answers HTTP 500" in done.err
-
-
-def test_watching_prints_json_lines_until_the_server_ends(server):
-    server.looks_until_it_fails = 4
-    done = outside("ls", "--watch", "--json", "--interval", "0.1", "--url", server.url, env={})
-    *looks, error = done.out.split("\n", done.out.count('{"loras"'))
-    assert len(looks) == 4
-    assert all(json.loads(look) == LIST for look in looks)
-    assert json.loads(error)["error"]["code"] == "L006"
-    assert done.code == 4
 
 
 @pytest.mark.parametrize(
