@@ -256,7 +256,7 @@ def _unloading(original: Any) -> Any:
             return error
         with as_http():
             await lifecycle.remove(name)
-        await lifecycle.written()
+        background(lifecycle.written())  # a trainer does not wait for the disk, as in vLLM
         return f"Success: LoRA adapter '{name}' removed successfully."  # vLLM's words
 
     return unload_lora_adapter
