@@ -35,6 +35,7 @@ _GAUGES = (
     ("host_max_adapters", "Adapters that fit the host cache (--max-cpu-loras)"),
     ("host_bytes", "Bytes of adapters in host memory, of the worker that holds most"),
     ("host_max_bytes", "LORA_PLUGINS_HOST_MAX_BYTES, where it is set"),
+    ("is_paused", "1 while vLLM's /pause holds all requests of the engine"),
 )
 
 

@@ -202,6 +202,7 @@ class PlannerFigures:
     host_max_bytes: int | None
     loaded: tuple[AdapterState, ...]
     stats: Stats
+    is_paused: bool = False  # the whole engine, by vLLM's own pause
 
 
 def to_plain(message: Any) -> Any:

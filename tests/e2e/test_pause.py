@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +19,9 @@ from lora_plugins.client import pause as pause_everywhere
 from lora_plugins.client import resume as resume_everywhere
 from testbed.events import events
 from testbed.models import PROMPT
+from testbed.pages import blocks
 from testbed.reference import Reference
+from tests.e2e.admin import KEY
 from tests.e2e.conftest import OneSlot
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, is_held, seen
 from tests.e2e.test_in_flight import body, tokens_of, view_of
@@ -127,6 +132,42 @@ def test_one_adapter_is_paused_and_all_others_run(
     assert (stream.error, stream.finish_reason) == (None, "abort" if mode == "abort" else "length")
     assert stream.tokens == long_answers["sql"][: len(stream.tokens)]
     assert len(stream.tokens) == TOKENS or mode == "abort"
+
+
+def test_the_pause_of_a_dead_trainer_is_seen_and_ended(one_slot: OneSlot) -> None:
+    page = Path("docs/guides/rl.md").read_text()
+    (command,) = (block.text for block in blocks(page) if block.first.startswith("curl") and "/resume" in block.text)
+    folders = [one_slot.publish(f"of-trl-{number}", "sql", number) for number in (1, 2)]
+
+    async def until_its_end() -> list[int]:
+        async with one_slot.client() as client:
+            for number, folder in enumerate(folders, 1):
+                body = {"lora_name": f"trl-policy-v{number}", "lora_path": str(folder)}
+                assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+            assert await is_paused(client) == (False, 0.0)
+            assert (await client.post("/pause", params={"mode": "keep"})).status_code == 200
+            kept = asyncio.create_task(tokens_of(client, "trl-policy-v1"))
+            await seen(lambda: is_held(client, "trl-policy-v1"))
+            await asyncio.sleep(1.1)  # a scrape asks the engine once in a second
+            assert await is_paused(client) == (True, 1.0)
+            env = {**os.environ, "LORA_PLUGINS_URL": one_slot.server.url, "KEY": KEY, "LORA_PLUGINS_ADMIN_KEY": KEY}
+            env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), env["PATH"]))
+            run = await asyncio.create_subprocess_exec("bash", "-euc", command, env=env)
+            assert await run.wait() == 0
+            await asyncio.sleep(1.1)
+            assert await is_paused(client) == (False, 0.0)
+            names = [row["lora_name"] for row in (await client.get("/v1/loras")).json()["loras"]]
+            assert not [name for name in names if name.startswith("trl-policy-")]
+            return await kept
+
+    assert asyncio.run(until_its_end()) == one_slot.bed.answers["sql"]
+
+
+async def is_paused(client: httpx.AsyncClient) -> tuple[bool, float]:
+    """What the list and what the metric says."""
+    page = (await client.get("/metrics")).text
+    (line,) = (line for line in page.splitlines() if line.startswith("lora_plugins_is_paused{"))
+    return (await client.get("/v1/loras")).json()["is_paused"], float(line.split()[-1])
 
 
 @pytest.mark.parametrize("running", ["finish", "inflight"])

@@ -9,7 +9,7 @@ are called with `lora_plugins_step`.
 Touches:
     vllm.v1.engine.core:
         EngineCore{scheduler, model_executor, add_lora(self, lora_request), remove_lora(self, lora_id),
-            abort_requests(self, request_ids), pin_lora(self, lora_id), list_loras(self),
+            abort_requests(self, request_ids), pin_lora(self, lora_id), list_loras(self), is_scheduler_paused(self),
             collective_rpc(self, method, timeout, args, kwargs)}
     vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, load_inplace}
     vllm.v1.executor.abstract: Executor.collective_rpc(self, method, timeout, args, ...)
@@ -172,6 +172,7 @@ def _figures(self: Any) -> PlannerFigures:
         host_max_bytes=cache.max_bytes,
         loaded=tuple(_state(state, adapter) for adapter in state.adapters.values() if adapter.is_loaded),
         stats=state.stats,
+        is_paused=self.is_scheduler_paused(),
     )
 
 
