@@ -11,8 +11,9 @@ from testbed.frameworks.versions import Files
 Run = Callable[[Engine, Files], AsyncIterator[tuple[str, Said]]]
 LLM, ASYNC, ASYNC_TP, SERVE = "LLM", "AsyncLLM", "AsyncLLM, two workers", "vllm serve"
 SET_FIRST, SET_LAST = "LLM, classes set first", "LLM, classes set last"
-WITHOUT_LORA, OF_TRL = "LLM without LoRA", "TRL's own class"
-KINDS = (LLM, ASYNC, ASYNC_TP, SERVE, SET_FIRST, SET_LAST, WITHOUT_LORA, OF_TRL)
+WITHOUT_LORA, OF_TRL, OF_VERL = "LLM without LoRA", "TRL's own class", "AsyncLLM, verl's own extension"
+KINDS = (LLM, ASYNC, ASYNC_TP, SERVE, SET_FIRST, SET_LAST, WITHOUT_LORA, OF_TRL, OF_VERL)
+PACKAGED = (OF_TRL, OF_VERL)  # with code from `packages`
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ ALL = (LLM, ASYNC, ASYNC_TP)
 OWN = "vLLM's own calls"
 FORMS = (
     *_on(ALL, "verl", "workers:verl", "workers remove and add tensors; requests with a stub path"),
+    *_on((OF_VERL,), "verl", "of_verl:updated_by_its_extension", "0.9.1's own code, `simon_lora_path`",
+         right=("base", "v1", "v2")),
     *_on((LLM,), "ms-swift", "tensors:swift_in_process", "`add_lora` of tensors in place, in this process"),
     *_on(ALL, "ms-swift", "workers:swift_server", "workers add tensors in place; requests with a stub path"),
     *_on((LLM,), "verl", "tensors:in_the_request", "tensors in the request, vLLM's loader patched"),

@@ -11,13 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from testbed.bed import CACHE
 from testbed.frameworks.engines import Engine, Offline, Said, text_of
+from testbed.frameworks.packages import FOLDER
 from testbed.frameworks.versions import MAX_TOKENS, PROMPT, Files
 from testbed.reference import Reference
-
-# `pip install --target` there, without dependencies: trl datasets pandas pyarrow dill multiprocess xxhash
-TRL = CACHE.parent / "frameworks" / "trl"
 
 
 class WithoutLoRA(Offline):
@@ -56,7 +53,7 @@ class OfTRL(Offline):
     """TRL's own class for generation, which makes an `LLM` in the trainer's process."""
 
     def __init__(self, **settings: Any) -> None:
-        sys.path.append(str(TRL))
+        sys.path.append(str(FOLDER))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

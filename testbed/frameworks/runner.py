@@ -25,6 +25,7 @@ from testbed.frameworks.forms import (
     FORMS,
     LLM,
     OF_TRL,
+    OF_VERL,
     SERVE,
     SET_FIRST,
     SET_LAST,
@@ -54,9 +55,11 @@ def make(kind: str, base: str, url: str) -> Engine:
     if kind == LLM:
         return Offline(**settings)
     from testbed.frameworks.merged import OfTRL, WithoutLoRA
+    from testbed.frameworks.of_verl import OfVerl
     from testbed.frameworks.other_manager import SetFirst, SetLast
 
-    return {SET_FIRST: SetFirst, SET_LAST: SetLast, WITHOUT_LORA: WithoutLoRA, OF_TRL: OfTRL}[kind](**settings)
+    kinds = {SET_FIRST: SetFirst, SET_LAST: SetLast, WITHOUT_LORA: WithoutLoRA, OF_TRL: OfTRL, OF_VERL: OfVerl}
+    return kinds[kind](**settings)
 
 
 async def take_through(engine: Engine, form: Form, files: Files, answers: dict[str, list[int]]) -> dict[str, Any]:

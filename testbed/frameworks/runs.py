@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.forking_vllm import fork
-from testbed.frameworks.forms import ASYNC, ASYNC_TP, FORMS, SERVE
+from testbed.frameworks.forms import ASYNC, ASYNC_TP, FORMS, OF_VERL, SERVE
 from testbed.frameworks.runner import MARK, run_forms
 from testbed.frameworks.versions import RANK, Versions
 from testbed.server import outer_environment, vllm_server
@@ -62,7 +62,7 @@ def _in_a_process(
     question: dict[str, Any], versions: Versions, home: Path, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
     output = home / f"output-{len(list(home.iterdir()))}"
-    is_async = question["kind"] in {ASYNC, ASYNC_TP}
+    is_async = question["kind"] in {ASYNC, ASYNC_TP, OF_VERL}
     more = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_async))}
     arguments = ["runner", json.dumps(question)]
     process = fork("testbed.frameworks.runner:main", arguments, environment={**environment, **more}, output=output)

@@ -1,0 +1,1 @@
+"""Programs that run beside a framework's packages (`testbed.frameworks.packages`), each in a process of its own."""
