@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,18 @@ from testbed.server import Server, outer_environment, vllm_server
 
 PLUGINS = {"ours": "lora_plugins", "stock": ""}
 STALENESS = (0, 2)
-TOKENS = 160  # of a rollout: it outlives several versions
+TOKENS = 96  # of a rollout: it outlives several versions
 SYNC_GOAL, UNLOAD_GOAL_S = 1.2, 0.020
 IDLE, IN_USE = 60, 20  # unloads beside streams
-# 36 blocks of 32 tokens are fewer than eight rollouts need.
+# 26 blocks of 32 tokens are fewer than eight rollouts need.
 ARGUMENTS = ("--max-model-len", "512", "--max-num-batched-tokens", "512", "--block-size", "32",
-             "--num-gpu-blocks-override", "36", "--max-lora-rank", "8", "--enable-lora",
+             "--num-gpu-blocks-override", "26", "--max-lora-rank", "8", "--enable-lora",
              "--disable-uvicorn-access-log")  # fmt: skip
 LONGEST_S = 600.0
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(base: Path, home: Path, arm: str, *arguments: str, program: str | None = None) -> Iterator[Server]:
     """A server of an arm, as these frameworks' guides start theirs."""
     home.mkdir(parents=True)
@@ -71,7 +71,7 @@ def serving(base: Path, home: Path, arm: str, *arguments: str, program: str | No
         yield server
 
 
-def program(name: str, *arguments: object, log: Path) -> tuple[int, str]:
+async def program(name: str, *arguments: object, log: Path) -> tuple[int, str]:
     """Run one of `programs` beside the frameworks' packages; its exit status, and its last line on stdout."""
     env = {
         **outer_environment(), **ONE_THREAD, "PYTHONPATH": f"{ROOT}{os.pathsep}{frameworks()}", "HF_HUB_OFFLINE": "1",
@@ -79,13 +79,20 @@ def program(name: str, *arguments: object, log: Path) -> tuple[int, str]:
     }  # fmt: skip
     command = [sys.executable, "-P", "-m", f"benchmarks.frameworks.programs.{name}", *map(str, arguments)]
     with log.open("wb") as errors:
-        done = subprocess.run(
-            command, env=env, cwd=log.parent, stdout=subprocess.PIPE, stderr=errors, check=False, timeout=LONGEST_S
+        process = await asyncio.create_subprocess_exec(
+            *command, env=env, cwd=log.parent, stdout=asyncio.subprocess.PIPE, stderr=errors, start_new_session=True
         )
-    lines = done.stdout.decode().splitlines() or [""]
-    if done.returncode:
-        print(f"{name} ended with {done.returncode}:\n" + log.read_text(errors="replace")[-2000:], flush=True)
-    return done.returncode, lines[-1]
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), LONGEST_S)
+    except TimeoutError:
+        said = b""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # TRL has a process of its own for rollouts
+    status = await process.wait()
+    if status:
+        print(f"{name} ended with {status}:\n" + log.read_text(errors="replace")[-2000:], flush=True)
+    return status, (said.decode().splitlines() or [""])[-1]
 
 
 def preemptions(server: Server) -> int:
@@ -107,8 +114,7 @@ async def train(server: Server, base: Path, home: Path, staleness: int, steps: i
     home.mkdir()
     async with Recorder(server.url, home / "kept", slots).running() as recorder:
         arguments = (recorder.url, base, home / "out", steps, staleness, TOKENS)
-        status, _ = await asyncio.to_thread(program, "trl_trainer", *arguments, log=home / "trl.log")
-        recorder.status = status
+        recorder.status, _ = await program("trl_trainer", *arguments, log=home / "trl.log")
     return recorder
 
 
@@ -126,7 +132,8 @@ def trl(arms: Sequence[str], base: Path, home: Path, steps: int) -> Iterator[dic
                 clear(server)
             kept = next((folder / str(STALENESS[-1]) / "kept").iterdir(), None)
             if slots > 1 and kept is not None:
-                _, said = program("trl_client", server.url, kept, IDLE, IN_USE, log=folder / "client.log")
+                unloads = program("trl_client", server.url, kept, IDLE, IN_USE, log=folder / "client.log")
+                _, said = asyncio.run(unloads)
                 yield {"program": "TRL's VLLMClient", "arm": arm, **json.loads(said or "{}")}
         for staleness, recorder, preempted in runs:
             out = folder / str(staleness) / "out" / ".vllm_lora"
@@ -156,7 +163,8 @@ def clients(arms: Sequence[str], versions: Versions, home: Path) -> Iterator[dic
         ) as server:
             for name, title in names.items():
                 given = (server.url, versions.base, versions.root / "v1", versions.root / "v2", folder / f"{name}-out")
-                status, line = program(name, *given, json.dumps(PROMPT), LONG, log=folder / f"{name}.log")
+                calls = program(name, *given, json.dumps(PROMPT), LONG, log=folder / f"{name}.log")
+                status, line = asyncio.run(calls)
                 said = json.loads(line) if status == 0 else {"said": {}}
                 found = {
                     step: sorted({whose(answer, versions.answers) for answer in answers})
@@ -246,6 +254,7 @@ def main() -> int:
     parser.add_argument("--arms", default="ours,stock")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive a time limit
     began, arms = time.monotonic(), options.arms.split(",")
     try:
         frameworks()

@@ -1,7 +1,7 @@
 """verl's own code in the workers: its extension, its `TensorLoRARequest`, its loader and its transfer of tensors.
 
 What is not verl's: nothing waits for a CUDA device, which CPUs lack. And its loader calls `get_unstacked_mapper`, which
-vLLM has under another name since 0.31 or earlier: verl 0.9.1 alone fails there, without our plugins too.
+vLLM 0.30 to 0.33 have under another name: verl 0.9.1 fails there by itself, without our plugins too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page on first requests: nginx, set up by the page, waits for a server that is silent for more than a minute."""
+"""nginx as two pages set it up: it waits for a first request, and it adds the key that a trainer does not send."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from threading import Thread
 import httpx
 import pytest
 
+from testbed.bed import Bed
+from testbed.pages import blocks
 from testbed.server import reserved_port
+from tests.e2e.servers import admin_server
 from tests.walkthroughs import debian
-from tests.walkthroughs.reader import Do, Reader, Step, Walk, left_out
+from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, left_out
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -34,7 +37,7 @@ FIRST_REQUEST = Walk(
     ],
     {"127.0.0.1:8000": ("127.0.0.1:{upstream}", "a slow server of this test")},
 )
-SERVERS = """
+HTTP = """
 daemon off;
 pid {folder}/pid;
 events {{}}
@@ -45,10 +48,14 @@ http {{
     fastcgi_temp_path {folder}/fastcgi;
     uwsgi_temp_path {folder}/uwsgi;
     scgi_temp_path {folder}/scgi;
-    server {{ listen 127.0.0.1:{port}; include {folder}/location.conf; }}
-    server {{ listen 127.0.0.1:{plain}; location / {{ proxy_pass http://127.0.0.1:{upstream}; }} }}
+    include {folder}/servers.conf;
 }}
 """
+SERVERS = """
+server {{ listen 127.0.0.1:{port}; include {folder}/location.conf; }}
+server {{ listen 127.0.0.1:{plain}; location / {{ proxy_pass http://127.0.0.1:{upstream}; }} }}
+"""
+KEY = "administrators"
 
 
 class Slow(BaseHTTPRequestHandler):
@@ -80,6 +87,7 @@ def upstream() -> Iterator[int]:
 @contextmanager
 def nginx(folder: Path, url: str) -> Iterator[None]:
     program = debian.folder_of(*debian.NGINX) / "nginx"
+    (folder / "nginx.conf").write_text(HTTP.format(folder=folder))
     command = [program, "-e", "stderr", "-p", folder, "-c", folder / "nginx.conf"]
     tried = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False, timeout=60)
     assert tried.returncode == 0, tried.stderr
@@ -101,7 +109,7 @@ def test_nginx_waits_for_a_first_request(tmp_path: Path, upstream: int) -> None:
         pass  # nginx sets no SO_REUSEPORT
     values = {"upstream": str(upstream)}
     Reader(FIRST_REQUEST, tmp_path, {}, values, "").read()
-    (tmp_path / "nginx.conf").write_text(SERVERS.format(folder=tmp_path, port=port, plain=plain, upstream=upstream))
+    (tmp_path / "servers.conf").write_text(SERVERS.format(folder=tmp_path, port=port, plain=plain, upstream=upstream))
     url, without = f"http://127.0.0.1:{port}/v1", f"http://127.0.0.1:{plain}/v1"
     with nginx(tmp_path, f"{url}/warm"), ThreadPoolExecutor() as pool:
         cold, given_up = (pool.submit(httpx.get, f"{at}/cold", timeout=SILENT_S + 30) for at in (url, without))
@@ -110,3 +118,29 @@ def test_nginx_waits_for_a_first_request(tmp_path: Path, upstream: int) -> None:
         assert arrived[-1] - arrived[0] > BETWEEN_TOKENS_S / 2, "tokens arrive one by one"
         assert cold.result().status_code == 200
         assert given_up.result().status_code == 504
+
+
+def test_nginx_adds_the_key_for_a_trainers_address(tmp_path: Path, bed: Bed) -> None:
+    (text,) = (block.text for block in blocks((ROOT / "docs/guides/rl.md").read_text()) if block.first == "server {")
+    with reserved_port() as port:
+        pass
+    url, trainer = f"http://127.0.0.1:{port}", httpx.HTTPTransport(local_address="127.0.0.2")
+    with admin_server(bed, tmp_path, LORA_PLUGINS_ADMIN_KEY=KEY) as server:
+        for stands, here in (
+            ("10.0.0.5:8001", f"127.0.0.1:{port}"), ("10.0.0.7", "127.0.0.2"),
+            ("http://127.0.0.1:8000", server.url), ("Bearer KEY", f"Bearer {KEY}"),
+        ):  # fmt: skip
+            assert stands in text
+            text = text.replace(stands, here)
+        (tmp_path / "servers.conf").write_text(text)
+        load = {"lora_name": "trl-policy-v1", "lora_path": str(bed.adapters / "sql"), "load_inplace": False}
+        ask = {"model": "trl-policy-v1", "prompt": "SELECT", "max_tokens": 2}
+        calls = (
+            ("/pause?mode=keep", None), ("/v1/load_lora_adapter", load), ("/resume", None), ("/v1/completions", ask),
+            ("/v1/unload_lora_adapter", {"lora_name": "trl-policy-v1"}),
+        )  # fmt: skip
+        with nginx(tmp_path, url), httpx.Client(base_url=url, transport=trainer, timeout=60) as client:
+            assert client.get("/server_info", params={"config_format": "json"}).status_code == 200
+            assert [client.post(path, json=body).status_code for path, body in calls] == [200] * len(calls)
+            assert httpx.post(f"{url}/v1/load_lora_adapter", json=load).status_code == 403, "not the trainer's address"
+            assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=load).status_code == 401, "past nginx, no key"

@@ -19,7 +19,7 @@ from testbed.reference import Reference
 from testbed.s3 import s3_server
 from testbed.server import SMALL_ENGINE, reserved_port
 from tests.e2e.servers import BLOCKS
-from tests.walkthroughs.reader import ROOT, Do, Step, Walk, reading
+from tests.walkthroughs.reader import ROOT, Do, Step, Walk, left_out, reading
 
 pytestmark = [
     pytest.mark.nightly,
@@ -37,6 +37,11 @@ FORM = 'curl -fsS -X PUT $LORA_PLUGINS_URL/v1/loras/policy -H "Authorization: Be
 PAUSED_PUSH = "from lora_plugins.client import pause, push, resume"
 PAUSE = "lora-plugins pause policy --mode keep"
 FROM_S3 = "aws s3 cp --recursive policy-12 s3://adapters/policy/12"
+TRL_SERVER = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_PLUGINS=lora_plugins \\"
+DEAD_TRAINER = (
+    'curl -fsS -X POST "$LORA_PLUGINS_URL/resume" -H "Authorization: Bearer $KEY"'
+    " && lora-plugins unload 'trl-policy-v*'"
+)
 ADDED = " ".join((*SMALL_ENGINE, *BLOCKS))
 
 RL = Walk(
@@ -52,6 +57,10 @@ RL = Walk(
         Step(PAUSED_PUSH),
         Step(PAUSE),
         Step(FROM_S3),
+        left_out(TRL_SERVER, "make test-trainers runs it", "524d3dc5"),
+        left_out("from peft import LoraConfig", "make test-trainers runs it", "6b0c5aad"),
+        left_out(DEAD_TRAINER, "tests/e2e/test_pause.py runs it"),
+        left_out("server {", "test_proxy.py runs it", "ec46c0d9"),
     ],
     {
         "vllm serve BASE": (

@@ -63,7 +63,7 @@ def main(url: str, base: str, folder: str, steps: int, staleness: int, tokens: i
     rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
     arguments = AsyncGRPOConfig(
         folder, vllm_server_base_url=url, max_steps=steps, max_staleness=staleness, max_completion_length=tokens,
-        per_device_train_batch_size=4, num_generations=4, max_inflight_tasks=8, token_budget=1024, learning_rate=3e-3,
+        per_device_train_batch_size=4, num_generations=4, max_inflight_tasks=8, token_budget=600, learning_rate=3e-3,
         gradient_accumulation_steps=1, gradient_checkpointing=False, use_cpu=True, bf16=False, report_to="none",
         save_strategy="no", logging_steps=1, seed=steps,
     )  # fmt: skip
