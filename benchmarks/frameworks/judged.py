@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class Sync:
     began_s: float
     ended_s: float
     unload_s: float | None
+    seconds: Mapping[str, float]  # of each call; the rest is the trainer's own
 
 
 def syncs(calls: Sequence[Call]) -> Iterator[Sync]:
@@ -32,8 +33,8 @@ def syncs(calls: Sequence[Call]) -> Iterator[Sync]:
     begins = [place for place, call in enumerate(of_syncs) if call.path == PAUSE]
     for begin, end in zip(begins, [*begins[1:], len(of_syncs)], strict=True):
         last = of_syncs[end - 1]
-        unload_s = last.seconds if last.path == UNLOAD else None
-        yield Sync(of_syncs[begin].began_s, last.ended_s, unload_s)
+        seconds = {call.path: round(call.seconds, 4) for call in of_syncs[begin:end]}
+        yield Sync(of_syncs[begin].began_s, last.ended_s, seconds.get(UNLOAD), seconds)
 
 
 def fault_of(call: Call) -> str | None:
@@ -71,7 +72,8 @@ def figures(calls: Sequence[Call]) -> dict[str, Any]:
             call.began_s < unloaded.get(call.body["model"], 0.0) < call.ended_s for call in answered
         ),
         "sync_s": [round(one.ended_s - one.began_s, 4) for one in with_unload],
-        "unload_s": [round(one.unload_s or 0.0, 4) for one in with_unload],
+        "unload_s": [one.unload_s for one in with_unload],
+        "calls_s": [one.seconds for one in handed],
         "digests": {name: sorted(map(str, said)) for name, said in sorted(digests.items())},
         "mean_tokens": round(
             statistics.fmean(len(it.answer["choices"][0]["token_ids"]) for it in answered if it.status == 200), 1
