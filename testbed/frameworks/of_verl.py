@@ -51,7 +51,7 @@ class OfVerl(Async):
         super().__init__(**{**settings, "worker_extension_cls": _EXTENSION, "max_loras": 1})
 
     async def update(self, directory: str) -> None:
-        """As `vllm_rollout.py`, `update_weights`, of a trainer whose base weights are there already."""
+        """As its rollout's `update_weights`, where the base weights are there already."""
         _import_from_folder()
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
@@ -66,7 +66,7 @@ class OfVerl(Async):
 
 
 async def updated_by_its_extension(engine: Engine, files: Files) -> AsyncIterator[tuple[str, Said]]:
-    """Requests as `vllm_async_server.py` makes them: an adapter only where `list_loras` has the id, and a stub path."""
+    """Requests as its server makes them: with an adapter only where `list_loras` has the id, and with a stub path."""
     assert isinstance(engine, OfVerl)
     _import_from_folder()
     from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH

@@ -45,7 +45,7 @@ TROUBLED = {
     "digest": None,
     "last_error": {"code": "L005", "message": "[L005] found no JSON.", "at": 1.0},
 }
-LIST = {"loras": [TROUBLED, ADAPTER], "count": 2, "declared": None}
+LIST = {"loras": [TROUBLED, ADAPTER], "count": 2, "is_paused": False, "declared": None}
 
 
 class Server:

@@ -1,6 +1,7 @@
 """ART's service loads a step and prunes the step before, beside rollouts of it: URL BASE V1 V2 FOLDER PROMPT TOKENS.
 
-`UnslothService`, whose vLLM is the server at URL: it is not asked to start one, nor to train. Prints a line of JSON.
+The service of art/unsloth/service.py, whose vLLM is the server at URL: it is asked neither to start one nor to train.
+Prints a line of JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SkyRL's client hands over two versions at one path, the second beside rollouts: URL BASE V1 V2 FOLDER PROMPT TOKENS.
 
-As its workers do (`fsdp_worker.py`, `_save_lora_adapters_and_sync`), and its asynchronous trainer, between a pause with
-`keep` and a resume. Prints a line of JSON.
+As its workers do (workers/fsdp/fsdp_worker.py), and its asynchronous trainer, between a pause with `keep` and a resume.
+Prints a line of JSON.
 """
 
 from __future__ import annotations
