@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
@@ -51,7 +51,7 @@ class Lifecycle:
         self.server = server
         self.registry, self.planner = server.registry, server.planner
         self.copies = copies or Copies(server)
-        self.written: Callable[[], Awaitable[None]] = _nothing
+        self.written: Callable[[], Coroutine[Any, Any, None]] = _nothing
         self.resolving: SingleFlight[str, Any] = SingleFlight()
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
