@@ -125,6 +125,7 @@ def test_nginx_adds_the_key_for_a_trainers_address(tmp_path: Path, bed: Bed) -> 
     with reserved_port() as port:
         pass
     url, trainer = f"http://127.0.0.1:{port}", httpx.HTTPTransport(local_address="127.0.0.2")
+    (tmp_path / "adapters").mkdir()
     with admin_server(bed, tmp_path, LORA_PLUGINS_ADMIN_KEY=KEY) as server:
         for stands, here in (
             ("10.0.0.5:8001", f"127.0.0.1:{port}"), ("10.0.0.7", "127.0.0.2"),
