@@ -73,18 +73,12 @@ class ApiServer:
         """Do as the planner's `retire`: engines evict the adapter once no request uses it; the caller does not wait."""
         background(self.planner.retire(engine_id, refusal))
 
-    async def drain(
-        self, adapter: ServedAdapter, refusal: LoRAPluginsError | None = None, timeout_s: float | None = None
-    ) -> bool:
+    def drain(self, adapter: ServedAdapter) -> asyncio.Task[None]:
         """Free slots, host memory and leases of an adapter outside the registry, once its last request has left.
 
-        Requests that were accepted before end by themselves. With a `refusal`, those that are left after `timeout_s`
-        are ended, and those that have not run are refused. Returns whether all is free; if not, all will be free as
-        soon as the last request has left.
+        Requests that were accepted before end by themselves. Returns what is done when all is free.
         """
-        started, aborted = time.perf_counter(), 0
-        # Before the first await: `needs` must see the adapter without a gap.
-        self.registry.draining[adapter.engine_id] = adapter
+        started = time.perf_counter()
 
         async def free() -> None:
             await self.planner.retire(adapter.engine_id)
@@ -92,7 +86,7 @@ class ApiServer:
                 # Before `release`, which keeps the versions of draining adapters.
                 del self.registry.draining[adapter.engine_id]
                 leases = self.release(adapter.name, *adapter.versions)
-            self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, aborted))
+            self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, adapter.ended))
             await asyncio.gather(*leases)
 
         async def end_rollbacks() -> None:
@@ -101,20 +95,31 @@ class ApiServer:
                 previous, adapter.previous = adapter.previous, []
                 self.release(adapter.name, *previous)
 
-        task = background(free())
+        # At once: `needs` must see the adapter without a gap.
+        self.registry.draining[adapter.engine_id] = adapter
+        task = adapter.freeing = background(free())
         background(end_rollbacks())
         if adapter.name in self.registry.paused:
             self.registry.paused.discard(adapter.name)
             background(self.planner.resume(adapter.name))
+        return task
+
+    async def end(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float) -> bool:
+        """End the requests of a draining adapter that are left after `timeout_s`; those that have not run are refused.
+
+        Returns whether all is free; if not, all will be free as soon as the last request has left.
+        """
+        if (task := adapter.freeing) is None:
+            return True
         # asyncio.wait, unlike wait_for, does not cancel the task at its time-out: the engines must free the slot
         # anyway.
-        done, _ = await asyncio.wait([task], timeout=None if refusal is None else timeout_s)
+        done, _ = await asyncio.wait([task], timeout=timeout_s)
         if not done:
             self.retire(adapter.engine_id, refusal)
             # A task too, so that the engines refuse first: what waits after the refusal has run before.
             state = (await background(self.planner.states()))(adapter.engine_id)
             left = [*state.running, *state.held]
-            aborted = len(left)
+            adapter.ended += len(left)
             await self.vllm.abort(left)
             done, _ = await asyncio.wait([task], timeout=ABORT_S)
         return bool(done)

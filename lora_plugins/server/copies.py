@@ -13,8 +13,9 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,15 @@ class Copies:
 
     async def has(self, name: str, version: ResolvedAdapter) -> bool:
         """Whether the store still has a version with sound bytes; leases the version for the name if so."""
-        loop = asyncio.get_running_loop()
-        leasing = loop.run_in_executor(None, self._store.acquire_sound, version.digest, name)
+        return await self._lease(version.digest, name, lambda: self._server.forget(name, version))
+
+    async def _lease(self, digest: str, holder: Hashable, end: Callable[[], object]) -> bool:
+        """Lease the copy of a digest, if its bytes are sound; `end` ends the lease of a caller who has left."""
+        leasing = asyncio.get_running_loop().run_in_executor(None, self._store.acquire_sound, digest, holder)
         try:
             return await asyncio.shield(leasing) is not None
         except asyncio.CancelledError:  # the thread goes on, perhaps behind an unload of the name
-            leasing.add_done_callback(lambda _: self._server.forget(name, version))
+            leasing.add_done_callback(lambda _: end())
             raise
 
     async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> VersionChange:
@@ -238,7 +242,7 @@ class Copies:
             is_busy = state.held or state.running or self._server.vllm.lock(adapter.name).locked()
             if not (adapter.is_pinned or is_busy) and self._registry.get(adapter.name) is adapter:
                 self._registry.remove(adapter.name)
-                unloading.append(background(self._server.drain(adapter)))
+                unloading.append(self._server.drain(adapter))
         if unloading:
             self._server.on_change()
             await asyncio.wait(unloading, timeout=ABORT_S)  # a request may have come since the look
@@ -263,7 +267,10 @@ class Copies:
             async with self._server.vllm.lock(request.lora_name):
                 adapter = self._registry.get(request.lora_name)
                 if adapter is None or adapter.version is None:
-                    return request  # unloaded meanwhile; the engine may have the weights
+                    # Unloaded meanwhile; the engine may have the weights, or else reads the copy, if there is one.
+                    with suppress(LoRAPluginsError):
+                        await self._lease(digest, holder, partial(self._store.release, holder, request.lora_path))
+                    return request
                 if not await self._is_had(adapter):
                     return adapter.request  # the engine has the weights in memory and need not read the copy
                 request = adapter.request

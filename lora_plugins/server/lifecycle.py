@@ -222,7 +222,8 @@ class Lifecycle:
         if is_blocked and (before := self.registry.remove(name)) is not None:
             # The block's own unload has not come yet, and the engines refuse what it retires.
             self.server.retire(before.engine_id, blocked(name))
-            background(self.server.drain(before, blocked(name), self.server.drain_timeout_s))
+            self.server.drain(before)
+            background(self.server.end(before, blocked(name), self.server.drain_timeout_s))
         yield
         blocks = self.registry.blocked
         with store_errors():
@@ -303,11 +304,12 @@ class Lifecycle:
         blocks, refusal = self.registry.blocked, blocked(name)
         # Before the first await: a request that comes now must not resolve the name again.
         blocks.hold(name)
-        served = [adapter for adapter in self.registry.all() if name in (adapter.name, adapter.name.partition("@")[0])]
-        for adapter in served:
+        known = [*self.registry.all(), *self.registry.draining.values()]
+        known = [adapter for adapter in known if name in (adapter.name, adapter.name.partition("@")[0])]
+        for adapter in known:
             self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
         # The name itself too: a load under way may put it into the table while the lock is awaited.
-        names = {name, *(adapter.name for adapter in served)}
+        names = {name, *(adapter.name for adapter in known)}
         freeing = [background(self._free(one, refusal, timeout_s, if_blocked=True)) for one in names]
         with store_errors():
             await asyncio.to_thread(blocks.write, name)
@@ -323,7 +325,7 @@ class Lifecycle:
         async with self._served(name) as adapter:
             self.registry.remove(name)
             self.server.on_change()
-            background(self.server.drain(adapter))
+            self.server.drain(adapter)
 
     def load_failed(self, request: Any) -> None:
         """Stop serving a resolved adapter that is in vLLM's table, but that the engine could not load.
@@ -472,22 +474,26 @@ class Lifecycle:
         *,
         if_blocked: bool = False,
     ) -> bool | None:
-        """Unload exactly this name, as `unload` does; None where the name is not served.
+        """Unload exactly this name, as `unload` does; None where there is nothing to unload.
 
-        With `if_blocked`, the name stays where a load under way has ended the name's block.
+        With `if_blocked`, what drains of the name is ended too, and the name stays where a load under way has ended the
+        name's block.
         """
         async with self.server.vllm.lock(name):
             if if_blocked and name not in self.registry.blocked:
                 return None
             _require_version(name, self.registry.get(name), expects)
-            adapter = self.registry.remove(name)
-        if adapter is None:
-            return None
-        self.server.on_change()
+            if (adapter := self.registry.remove(name)) is not None:
+                self.server.drain(adapter)
+                self.server.on_change()
+        draining = [adapter] if adapter is not None else []
         if if_blocked:
-            self.server.retire(adapter.engine_id, refusal)
+            draining = [it for it in self.registry.draining.values() if it.name == name]
+            for it in draining:
+                self.server.retire(it.engine_id, refusal)
         timeout_s = self.server.drain_timeout_s if timeout_s is None else timeout_s
-        return await self.server.drain(adapter, refusal, timeout_s)
+        ended = await asyncio.gather(*(self.server.end(it, refusal, timeout_s) for it in draining))
+        return all(ended) if draining else None
 
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
         if adapter.version is None:

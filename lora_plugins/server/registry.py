@@ -7,6 +7,7 @@ has another request for the name.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ class ServedAdapter:
         is_damaged: the store's copy was found damaged, and is fetched and loaded again before the next request.
         is_only_copy: at the last question, the source had no version, or only another version that cannot be served.
         last_error: the last error, and its time in seconds since 1970.
+        freeing: of an unloaded adapter, what is done when all is free. ended: requests that the unload has ended.
     """
 
     name: str
@@ -46,6 +48,8 @@ class ServedAdapter:
     is_damaged: bool = False
     is_only_copy: bool = False
     last_error: tuple[LoRAPluginsError, float] | None = None
+    freeing: asyncio.Task[None] | None = None
+    ended: int = 0
 
     @property
     def is_served(self) -> bool:

@@ -137,8 +137,10 @@ class Snapshots:
     def refused(self, taken: Any, error: LoRAPluginsError) -> None:
         """Note an engine's refusal of a request from `of`; one that would come again restores the id's former copy."""
         kept = self._kept.get(taken.lora_int_id)
-        is_lasting = isinstance(error, InvalidAdapter | IncompatibleAdapter | AdapterNotFound)
-        if not is_lasting or kept is None or (kept.version and str(kept.version.path) != taken.lora_path):
+        if kept is None or (kept.version is not None and str(kept.version.path) != taken.lora_path):
+            return
+        is_gone = kept.version is None and isinstance(error, AdapterNotFound)  # the workers have the adapter no more
+        if not (is_gone or isinstance(error, InvalidAdapter | IncompatibleAdapter)):
             return
         if kept.before is None:
             self.forget(taken.lora_int_id)

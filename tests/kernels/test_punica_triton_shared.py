@@ -23,6 +23,7 @@ from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithShardedLoR
 from vllm.lora.utils import from_layer
 from vllm.model_executor.layers import linear
 
+from tests.kernels.common import padded_to
 from tests.kernels.experts_layer import experts_layer
 from tests.kernels.test_punica_triton import IN, LINEAR, OUT
 from tests.kernels.triton_layers import (
@@ -54,6 +55,13 @@ COLUMN: dict[str, tuple[type, tuple[int, ...]]] = {
 @pytest.fixture(scope="module", autouse=True)
 def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with one_process(tmp_path_factory.mktemp("distributed") / "rendezvous"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def padded() -> Iterator[None]:
+    """Inputs have a row of padding."""
+    with padded_to(len(MIXED) + 1):
         yield
 
 

@@ -89,6 +89,20 @@ async def test_a_late_request_for_an_unloaded_adapter_leaves_nothing(block: bool
 
 
 @runs
+async def test_a_takedown_reaches_what_drains() -> None:
+    """vLLM's own unload has taken the name away, and ends nothing."""
+    world = World(slots=1)
+    _, held = await one_runs_and_one_is_held(world)
+    for name in ("sql", "chat"):
+        await world.lifecycle.remove(name)
+        assert [adapter.name for adapter in world.lifecycle.registry.draining.values()][-1] == name
+        assert await world.lifecycle.unload(name, block=True, timeout_s=1)
+    with pytest.raises(AdapterNotFound):
+        await held
+    assert (world.server.aborted, world.in_workers) == (["running"], set())
+
+
+@runs
 async def test_a_swap_refuses_nobody() -> None:
     world = World(slots=1)
     running, held = await one_runs_and_one_is_held(world)

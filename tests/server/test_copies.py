@@ -16,7 +16,14 @@ import pytest
 
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api import routes
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
+from lora_plugins.errors import (
+    AdapterNotFound,
+    InvalidAdapter,
+    LoRAPluginsError,
+    NoFreeSlot,
+    OutOfMemory,
+    SourceUnavailable,
+)
 from lora_plugins.events import StoreDamaged
 from lora_plugins.server import copies, pushing
 from lora_plugins.server.copies import watch
@@ -293,6 +300,7 @@ async def test_what_was_unloaded_meanwhile_is_the_engines_to_answer(make_bed) ->
     await bed.world.lifecycle.unload("sql", block=False)
     async with bed.copies.using(request) as taken:
         assert taken is request
+    await bed.world.settled()
     assert not bed.resolver.store.leases.holders(Path(request.lora_path).name)
 
 
@@ -566,3 +574,22 @@ async def test_spellings_of_digests_are_served_in_bounds(make_bed, monkeypatch) 
     await running
     await bed.world.lifecycle.load_version(names[0])
     assert await bed.world.ask(names[0]) == str(adapter.version.path)
+
+
+@runs
+async def test_a_request_picked_before_an_unload_keeps_its_copy(make_bed) -> None:
+    """vLLM has taken the name's request from its table, and makes tokens of the prompt."""
+    bed = make_bed()
+    adapter = await bed.load()
+    world, store = bed.world, bed.resolver.store
+    picked = world.table.lora_requests["sql"]
+    await world.lifecycle.remove("sql")
+    await world.settled()
+    bed.source.answers["chat"] = adapter_files(revision="chat")
+    store.max_bytes = int(1.5 * adapter.version.size_bytes)
+    async with world.lifecycle.copies.using(picked):
+        with pytest.raises(LoRAPluginsError):
+            await world.load("chat")
+        assert adapter.version.path.exists()
+    await world.load("chat")
+    assert not adapter.version.path.exists()

@@ -124,6 +124,10 @@ PATCHES = (
         "vllm.lora.layers.vocab_parallel_embedding:VocabParallelEmbeddingWithLoRA.forward",
         (_STATE, "_in_one_row.<locals>.forward"),
     ),
+    *(
+        Patched(f"vllm.lora.model_manager:LoRAModelManager.{symbol}", (_STATE, f"{code}.<locals>.{symbol}"))
+        for symbol, code in (("_init_punica_wrapper", "_with_parts"), ("_get_punica_wrapper", "_of_the_innermost_part"))
+    ),
     Patched("vllm.platforms:Platform.get_punica_wrapper", (_PUNICA, "use_wrapper.<locals>.<lambda>")),
     Patched(
         "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping", (_PUNICA, "_registering.<locals>.set_mapping")
@@ -145,6 +149,8 @@ PATCHES = (
 ELSEWHERE = {
     (_PUNICA, "_of_our_kernels.<locals>.compute_hash"),  # with torch.compile: tests/vllm_patches/worker
     (_PUNICA, "_at_once.<locals>.activate_adapter"),  # without lora_lru_manager
+    # With audios or images: tests/vllm_patches/worker/test_adapter_rows.py.
+    (_STATE, "_in_the_order_of_encoding.<locals>.set_active_mm_loras"),
 }
 
 

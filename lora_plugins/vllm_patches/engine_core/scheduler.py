@@ -195,7 +195,9 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def _arrives_again(self, session: Any, order: Order) -> None:
         """Have a session wait for the weights that it began with: its KV cache is of them."""
         generations, key = self.planner.state.generations, session.lora_request.lora_int_id
-        spec = self.specs.known(generations.engine_id_of(key))
+        spec, path = self.specs.known(engine_id := generations.engine_id_of(key)), weights_path(session)
+        if spec is None and is_in_store(path):  # unloaded between two parts
+            spec = self.specs.complete(AdapterSpec(engine_id, session.lora_request.lora_name, path))
         is_current = spec is not None and generations.key_of(spec.engine_id) == key
         if spec is None or not is_current or not has_weights(session, spec, generations.weights_key_of(spec.engine_id)):
             self.planner.state.refuse(session, _replaced(session))

@@ -164,3 +164,17 @@ def test_a_part_that_comes_in_vllms_pause_keeps_its_adapter(bed: Callable[..., E
         assert runs <= engine.scheduler.planner.state.of_request.keys()
     engine.run()
     assert len(engine.tokens_of("s")) == 23
+
+
+def test_a_session_goes_on_after_an_unload_between_two_parts(bed: Any) -> None:
+    engine = bed()
+    begin = asked("a", prompt=8, tokens=5, resumable=True)
+    engine.scheduler.add_request(begin)
+    engine.run()
+    engine.scheduler.planner.retire(7, time.monotonic(), is_last=True)
+    engine.run()
+    assert engine.in_memory == set()
+    engine.scheduler.add_request(asked("a", prompt=3, tokens=5, resumable=True))
+    engine.run()
+    assert len(engine.tokens_of("a")) == 10
+    assert engine.in_memory == set()
