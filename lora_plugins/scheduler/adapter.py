@@ -172,8 +172,8 @@ class Adapter:
 
     @property
     def is_unevictable(self) -> bool:
-        """Whether the adapter must stay in host memory: pinned, or without files to load again for requests."""
-        return self.is_pinned or (self.spec.given > 0 and bool(self.held or self.stopped or not self.is_retired))
+        """Whether the adapter must stay in host memory: pinned, or not retired and without files to load again."""
+        return self.is_pinned or (self.spec.given > 0 and not self.is_retired)
 
     @property
     def is_used(self) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
-from lora_plugins.scheduler.messages import Change, Command, Load
+from lora_plugins.scheduler.messages import Change, Load
 from tests.scheduler.simulated import (
     Pause,
     Request,
@@ -237,27 +236,3 @@ def test_each_removal_is_answered_beside_a_request_refused_just_before() -> None
     removals.append(planner.retire(1, engine.now))
     engine.run(60)
     assert all(removal.done() for removal in removals)
-
-
-def test_tensors_that_were_removed_stay_for_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can load them again."""
-    engine, carried_out = engine_with(slots=1, max_adapters=2), list[Command]()
-    carry_out = engine.workers.carry_out
-
-    def noting(commands: Iterable[Command], now: float) -> None:
-        carried_out.extend(commands)
-        carry_out(commands, now)
-
-    monkeypatch.setattr(engine.workers, "carry_out", noting)
-    engine.submit(5, tokens=400)
-    engine.run(8)
-    given = replace(spec(7), given=1)
-    engine.planner.load(given, engine.now)
-    engine.run(8)
-    first = engine.submit(1, tokens=5)  # waits for room
-    engine.run(1)
-    waiting = engine.submit(given, tokens=5)
-    engine.planner.retire(7, engine.now)
-    engine.run_until_idle()
-    assert (first.ended_at is not None, waiting.ended_at is not None) == (True, True)
-    assert [command.key for command in carried_out if isinstance(command, Load)].count(7) == 1
