@@ -30,7 +30,7 @@ from lora_plugins.settings import environment
 
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
 _OWN = (doctor, why, inspect, pull, ls, verify, gc, rm, push, compare, explain)
-_COMMANDS: Sequence[Callable[..., Result | None]] = (*_OWN, *(verb.command() for verb in VERBS))
+_COMMANDS: Sequence[Callable[..., Result]] = (*_OWN, *(verb.command() for verb in VERBS))
 # By Typer's error: Typer suggests a name that is spelt alike.
 _FORMER = {
     "No such command 'resolve'": "'resolve' is now 'why': lora-plugins why NAME (--no-server: the sources alone)"
@@ -159,7 +159,7 @@ def _os_error(output: Output, error: OSError) -> Exit:
     return _error(output, mapped)
 
 
-def _printing(function: Callable[..., Result | None]) -> Callable[..., Exit | BaseException]:
+def _printing(function: Callable[..., Result]) -> Callable[..., Exit | BaseException]:
     """Return a command that prints its result, with the options of every command."""
     own = dict(introspection.signature(function, eval_str=True).parameters)
     needs_output = own.pop("output", None) is not None
@@ -167,8 +167,7 @@ def _printing(function: Callable[..., Result | None]) -> Callable[..., Exit | Ba
     def command(**given: Any) -> Exit | BaseException:
         output = Output(quiet=given.pop("quiet"), as_json=given.pop("as_json"))
         try:
-            result = function(output, **given) if needs_output else function(**given)
-            return Exit.OK if result is None else output.show(result)
+            return output.show(function(output, **given) if needs_output else function(**given))
         except (Exception, KeyboardInterrupt, CancelledError) as error:  # noqa: BLE001 - `run` handles it
             return error  # a raised interrupt or closed pipe would be Typer's to handle
 
