@@ -119,30 +119,43 @@ class Lifecycle:
                     await change(self.server, served, version, uri, None)
         return served
 
-    async def load_by_path(self, request: Any, *, moves: bool = False) -> bool:
-        """Serve the adapter now at the path of a request that vLLM will put into its table; with the name's lock.
+    async def load_by_path(
+        self, name: str, path: str, base_name: str | None = None, *, moves: bool = False
+    ) -> VersionChange:
+        """Serve the adapter now at a path, or what only workers find there; with the name's lock.
 
-        A served name is swapped. Returns False where the path has no adapter, or only workers can find the adapter.
+        A served name is swapped. `base_name`: as in `ServedAdapter`.
 
         Raises:
             LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
         """
-        name, path = request.lora_name, place_by_path(request.lora_path)
-        request.load_inplace = False  # else workers read the files at each request; the copy's path fixes the bytes
-        adapter = self._present(name)
+        adapter, place = self._present(name), place_by_path(path)
+        adapter.base_name = base_name or adapter.base_name
         with updating(self.server, adapter):
-            version = await self.server.resolver.snapshot(name, path, self.server.vllm.base_path)
-            if version is None and not adapter.is_served:
-                return False
-            place = (None, None) if version is None else (path, version.digest)
+            version = await self.server.resolver.snapshot(name, place, self.server.vllm.base_path)
+            uri, held = (None, None) if version is None else (place, version.digest)
             is_noted = adapter.is_served
-            await change(self.server, adapter, version, *place, given=request, moves=moves, is_noted=is_noted)
-        # vLLM puts `request` into its table after this call: it must have the id and the path of the version by then.
-        served = adapter.request
-        request.lora_int_id, request.lora_path = served.lora_int_id, served.lora_path
-        adapter.request = request
-        self.registry.put(adapter)
-        return True
+            return await change(self.server, adapter, version, uri, held, path=path, moves=moves, is_noted=is_noted)
+
+    async def resolve(self, name: str) -> Any:
+        """Serve a name that a source has, and return vLLM's request for the name; None where no source has the name.
+
+        The load goes on in the background: requests wait in the scheduler.
+
+        Raises:
+            LoRAPluginsError: the adapter cannot be served.
+        """
+        server = self.server
+        async with server.vllm.lock(name):
+            if (served := self.registry.get(name)) is not None:
+                return served.request
+            if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
+                return None
+            request = server.vllm.new_request(name, str(version.path))
+            self.registry.put(ServedAdapter(name, request, version))
+            background(self._loading(request))
+        server.on_change()
+        return request
 
     async def take(
         self,
@@ -327,19 +340,19 @@ class Lifecycle:
             self.server.on_change()
             self.server.drain(adapter)
 
-    def load_failed(self, request: Any) -> None:
-        """Stop serving a resolved adapter that is in vLLM's table, but that the engine could not load.
-
-        Otherwise the name would be listed, and refused at every request.
-        """
-        adapter = self.registry.get(request.lora_name)
-        # Another version has taken the name meanwhile; the failure is not of that version.
-        if adapter is None or adapter.request is not request:
-            return
-        self.registry.remove(adapter.name)
-        self.server.release(adapter.name, *adapter.versions)
-        self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
-        self.server.on_change()
+    async def _loading(self, request: Any) -> None:
+        """Load a resolved adapter, and serve the adapter no longer where the engine cannot load it."""
+        try:
+            await self.planner.load(request)
+        except LoRAPluginsError:  # the adapter's requests are answered with the error
+            adapter = self.registry.get(request.lora_name)
+            # Another version has taken the name meanwhile; the failure is not of that version.
+            if adapter is None or adapter.request is not request:
+                return
+            self.registry.remove(adapter.name)
+            self.server.release(adapter.name, *adapter.versions)
+            self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
+            self.server.on_change()
 
     async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
         """Look for a new version at the source and swap to the new version.

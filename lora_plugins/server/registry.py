@@ -29,6 +29,7 @@ class ServedAdapter:
         request: vLLM's `LoRARequest`, with which new requests enter the engine; None before the first load.
         version: None for an adapter that only the workers have, past this package's resolvers.
         uri: the place that the operator gave, or the path that vLLM's own call named; None where the name is enough.
+        base_name: the served name of the base model that vLLM's own call named; None for the first.
         previous: versions for a rollback, the latest first; leased in the store.
         held_digest: the fixed digest: after a rollback, a load by path, a push, or a declared digest.
         is_pinned: stays in host memory and a slot.
@@ -42,6 +43,7 @@ class ServedAdapter:
     request: Any = None
     version: ResolvedAdapter | None = None
     uri: str | None = None
+    base_name: str | None = None
     previous: list[ResolvedAdapter] = field(default_factory=list)
     held_digest: str | None = None
     is_pinned: bool = False

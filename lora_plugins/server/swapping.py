@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 from lora_plugins.adapter.names import why_absent
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
@@ -67,7 +66,7 @@ async def change(
     uri: str | None,
     held_digest: str | None,
     *,
-    given: Any = None,
+    path: str = "",
     moves: bool = False,
     pins: bool = False,
     again: bool = False,
@@ -76,11 +75,10 @@ async def change(
 ) -> VersionChange:
     """Have new requests for a name enter the engine with `version`, leased for the name; with the name's lock.
 
-    Without a version, with the files that workers find at the path of `given`, one of vLLM's requests. `uri` and
-    `held_digest` become those of `adapter`, which may be new. With `moves`, running requests go on with the new version
-    too, from one step on. `pins`: another version than the served one is pinned. The version served already is loaded
-    only with `again`, after damage to its copy. `kept_versions` of the earlier versions stay. `is_noted`: as in
-    `PlannerClient.load`.
+    Without a version, with the files that workers find at `path`. `uri` and `held_digest` become those of `adapter`,
+    which may be new. With `moves`, running requests go on with the new version too, from one step on. `pins`: another
+    version than the served one is pinned. The version served already is loaded only with `again`, after damage to its
+    copy. `kept_versions` of the earlier versions stay. `is_noted`: as in `PlannerClient.load`.
 
     Raises:
         LoRAPluginsError: the version cannot be loaded; the old version goes on, and the lease has ended.
@@ -92,11 +90,11 @@ async def change(
         _note_found(server, adapter, version, uri, held_digest)
         return VersionChange(before, before, ChangeReason.UNCHANGED)
     leased = [] if version is None else [version]
-    path = str(version.path) if version else given.lora_path
+    path = path if version is None else str(version.path)
     if is_same:
         reason = ChangeReason.REPAIRED
         path = respelt(old.lora_path)  # another spelling: cached prefixes of the damaged weights must not be found
-    request = server.vllm.new_request(adapter.name, path)
+    request = server.vllm.new_request(adapter.name, path, adapter.base_name)
     succeeds = old.lora_int_id if moves else None
     try:
         await server.planner.load(request, uri=uri, wants_slot=old is None, succeeds=succeeds, is_noted=is_noted)

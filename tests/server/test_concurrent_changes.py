@@ -176,11 +176,8 @@ async def test_unloading_frees_a_concurrent_load_in_place(monkeypatch: pytest.Mo
     async with world.server.lock("sql"):
         task = unload("sql")
         await asyncio.sleep(0.01)
-        request = world.server.new_request("sql", "/by/hand")
         world.resolver.has["/by/hand"] = Version("hand")
-        in_place = SimpleNamespace(**vars(request), load_inplace=True)
-        assert await world.lifecycle.load_by_path(in_place)
-        world.table.lora_requests["sql"] = in_place
+        await world.lifecycle.load_by_path("sql", "/by/hand")
     assert "removed successfully" in await task
     await world.settled()
     assert (world.in_workers, world.resolver.leased, world.lifecycle.registry.draining) == (set(), set(), {})

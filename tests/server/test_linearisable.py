@@ -35,7 +35,6 @@ from lora_plugins.events import Events
 from lora_plugins.resolvers.single_flight import NameLocks, SingleFlight
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.server.api_server import ApiServer
-from lora_plugins.server.background import background
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.leader import Frame, Leader
 from lora_plugins.server.lifecycle import Lifecycle
@@ -279,21 +278,9 @@ class Servers:
                 task.cancel()
 
     async def resolve(self, name: str) -> Any:
-        """As `vllm_patches/api_server/openai_serving_models.py` around vLLM's `resolve_lora`."""
+        """As `vllm_patches/api_server/openai_serving_models.py` in the place of vLLM's `resolve_lora`."""
         self.registry.blocked.refuse(name)
-        return await self.lifecycle.resolving.run(name, lambda: self._resolve(name))
-
-    async def _resolve(self, name: str) -> Any:
-        async with self.world.server.lock(name):
-            if (served := self.leader.table.get(name)) is not None:
-                return served
-            version = (await self.resolver.look_up(name, "/base")).version()
-            assert version is not None
-            request = self.world.server.new_request(name, str(version.path))
-            background(self.planner.load(request))
-            self.leader.table[name] = request
-        self.lifecycle.server.on_change()
-        return request
+        return await self.lifecycle.resolving.run(name, lambda: self.lifecycle.resolve(name))
 
     async def ask(self, name: str, seconds: float, where: int) -> str:
         """A client's request of the leader, or of a follower; returns the digest of the weights."""

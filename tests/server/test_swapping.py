@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.events import AdapterSwapped, NotServed
 from lora_plugins.server.registry import ServedAdapter
+from lora_plugins.server.swapping import ChangeReason, VersionChange
 from tests.server.world import Version, World, serving
 from tests.virtual_time import runs
 
 ELSEWHERE = "/only/on/workers/adapter"
 
 
-@dataclass
-class InPlace:
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-    load_inplace: bool = True
-
-
-async def load_in_place(world: World, name: str, path: str) -> bool:
-    """What vLLM's endpoint does: the id that the name has, and the table once the engine has it."""
+async def load_in_place(world: World, name: str, path: str) -> VersionChange:
+    """What vLLM's endpoint does."""
     async with world.server.lock(name):
-        before = world.table.lora_requests.get(name)
-        request = InPlace(name, 99 if before is None else before.lora_int_id, path)
-        taken = await world.lifecycle.load_by_path(request)
-        if taken:
-            world.table.lora_requests[name] = request
-        assert not request.load_inplace, "vLLM 0.32 keeps the request with its flag"
-        return taken
+        return await world.lifecycle.load_by_path(name, path)
 
 
 def served(world: World, name: str = "sql") -> ServedAdapter:
@@ -51,7 +37,7 @@ async def gone(world: World) -> None:
 async def test_what_lies_at_a_path_is_served_as_a_version() -> None:
     world = World()
     world.resolver.has["/by/hand"] = Version("aa")
-    assert await load_in_place(world, "sql", "/by/hand")
+    await load_in_place(world, "sql", "/by/hand")
     adapter = served(world)
     assert (adapter.version, adapter.given_path) == (world.resolver.has["/by/hand"], "/by/hand")
     assert adapter.held_digest == "aa"
@@ -70,7 +56,7 @@ async def test_new_files_at_the_same_path_are_a_swap() -> None:
         await asyncio.sleep(0.001)
     world.resolver.has["/by/hand"] = Version("bb")
     assert await world.ask("sql") == "/store/aa", "files that change underneath change nothing"
-    assert await load_in_place(world, "sql", "/by/hand")
+    await load_in_place(world, "sql", "/by/hand")
     assert (await world.ask("sql"), served(world).held_digest) == ("/store/bb", "bb")
     assert served(world).engine_id != old_id
     assert await running == "/store/aa", "the weights that it began with"
@@ -89,7 +75,7 @@ async def test_the_same_files_again_change_nothing() -> None:
     world.resolver.has["/by/hand"] = Version("aa")
     await load_in_place(world, "sql", "/by/hand")
     engine_id = served(world).engine_id
-    assert await load_in_place(world, "sql", "/by/hand")
+    assert (await load_in_place(world, "sql", "/by/hand")).reason is ChangeReason.UNCHANGED
     assert (served(world).engine_id, served(world).request) == (engine_id, world.table.lora_requests["sql"])
     assert (await world.ask("sql"), world.worker.loads.total(), world.told) == ("/store/aa", 1, [])
 
@@ -134,7 +120,7 @@ async def test_what_was_pinned_is_pinned_again(path: str) -> None:
     world.resolver.has["/by/hand"] = Version("bb")
     await serving(world, "aa")
     await world.lifecycle.pin("sql")
-    assert await load_in_place(world, "sql", path)
+    await load_in_place(world, "sql", path)
     assert served(world).is_pinned
     await world.settled()
     assert world.engine.pinned == {served(world).engine_id}
@@ -147,17 +133,17 @@ async def test_what_was_pinned_is_pinned_again(path: str) -> None:
 async def test_what_only_workers_have_takes_a_versions_place() -> None:
     world = World()
     await serving(world, "aa")
-    assert await load_in_place(world, "sql", ELSEWHERE)
+    await load_in_place(world, "sql", ELSEWHERE)
     assert (await world.ask("sql"), served(world).version, served(world).held_digest) == (ELSEWHERE, None, None)
     await gone(world)
     assert world.in_workers == {"adapter"}
     world.resolver.has["/by/hand"] = Version("bb")
-    assert await load_in_place(world, "sql", "/by/hand")
+    await load_in_place(world, "sql", "/by/hand")
     assert await world.ask("sql") == "/store/bb"
 
 
 @runs
 async def test_a_new_names_directory_elsewhere_is_left_to_workers() -> None:
     world = World()
-    assert not await load_in_place(world, "sql", ELSEWHERE)
-    assert (world.told, world.worker.paths) == ([], {})
+    await load_in_place(world, "sql", ELSEWHERE)
+    assert (await world.ask("sql"), served(world).version, served(world).given_path) == (ELSEWHERE, None, None)

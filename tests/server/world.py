@@ -182,8 +182,8 @@ class Server:
     def lock(self, name: str) -> asyncio.Lock:
         return self.locks[name]
 
-    def new_request(self, name: str, path: str) -> Request:
-        return Request(name, next(self.ids), path)
+    def new_request(self, name: str, path: str, base_name: str | None = None) -> Request:
+        return Request(name, next(self.ids), path, base_name)
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids

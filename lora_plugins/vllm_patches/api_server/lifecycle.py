@@ -86,7 +86,7 @@ class _Server:
     def lock(self, name: str) -> Any:
         return self._models.lora_resolver_lock[name]
 
-    def new_request(self, name: str, path: str) -> Any:
+    def new_request(self, name: str, path: str, base_name: str | None = None) -> Any:
         from vllm.lora.request import LoRARequest
 
         if isinstance(this_process().role, Follower):
@@ -95,7 +95,7 @@ class _Server:
             lora_name=name,
             lora_int_id=self._models.lora_id_counter.inc(1),
             lora_path=path,
-            base_model_name=self._models.base_model_paths[0].name,
+            base_model_name=base_name or self._models.base_model_paths[0].name,
         )
 
     async def abort(self, request_ids: list[str]) -> None:

@@ -1,7 +1,7 @@
 """vLLM's table of served models: our lifecycle sees what vLLM resolves, loads and unloads, and frees the adapters.
 
-Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/serving.py, 0.30 to 0.33), each once. Loads
-reach the planner by the engine client: vLLM's code runs over a copy of the table with ours in the client's place.
+Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/serving.py, 0.30 to 0.33), each once. Our
+sources are asked before the resolvers of other packages, whose answers vLLM's own code loads.
 
 Loads run in the background where a name is resolved, and a failed load is answered with our status and text. What lies
 at a path is copied into the store and served as any version; a load in place becomes a swap.
@@ -10,8 +10,7 @@ Touches:
     vllm.entrypoints.openai.models.serving:
         OpenAIServingModels{engine_client, lora_resolvers, init_static_loras(self), resolve_lora(self, lora_name),
             __init__(self, engine_client, base_model_paths, lora_modules),
-            load_lora_adapter(self, request, base_model_name)}
-    vllm.entrypoints.serve.lora.protocol: LoadLoRAAdapterRequest{load_inplace}
+            load_lora_adapter(self, request, base_model_name), _check_load_lora_adapter_request(self, request)}
     vllm.entrypoints.serve.engine.protocol: ErrorResponse{error} ErrorInfo{code}
 Why: vLLM drops the text of the error (load_lora_adapter: and answers 500), and it loads in place in the engine's loop,
     under what runs; files at a path may change or go. It says the same of every unknown name.
@@ -22,31 +21,27 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Coroutine
 from contextlib import nullcontext
 from typing import Any
 
 from lora_plugins.adapter.names import misspelt, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import as_http, http_error
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
+from lora_plugins.errors import AdapterNotFound
 from lora_plugins.process import moves_running, this_process
-from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.server.background import background
 from lora_plugins.server.follower import Follower
-from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.limits import NO_LIMIT
 from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
-from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of, snapshots_of
+from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.base_serving import default_adapters, may_use, near_names
 from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
-from lora_plugins.vllm_patches.api_server.lora_resolver import begin_serving, end_with_engine
+from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver, begin_serving, end_with_engine
 from lora_plugins.vllm_patches.api_server.model_card import card_of
 from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leader, take_role
 from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
-from lora_plugins.vllm_patches.wrapping import Over, wrap
-from lora_plugins.worker.lora_request import is_vllms
+from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
@@ -70,6 +65,8 @@ def _making(original: Any) -> Any:
             process.tables.add(self)
             know_tokenizer(self.engine_client.renderer, self.engine_client.model_config)
             begin_serving(self, process)
+        if is_planned(self.engine_client):  # our sources are asked by the lifecycle
+            self.lora_resolvers = [it for it in self.lora_resolvers if not isinstance(it, LoRAPluginsResolver)]
 
     return made
 
@@ -90,69 +87,6 @@ def _starting(original: Any) -> Any:
     return init_static_loras
 
 
-class _Client(Over):
-    """The engine client for vLLM's table of models while vLLM adds an adapter: loads are ours."""
-
-    def __init__(self, models: Any, lifecycle: Lifecycle) -> None:
-        super().__init__(models.engine_client)
-        self._lifecycle = lifecycle
-
-    def in_place_of(self, models: Any) -> Any:
-        """Return a copy of the table, over the same adapters, that asks this client."""
-        asking = copy.copy(models)
-        asking.engine_client = self
-        return asking
-
-
-class _LoadsByPath(_Client):
-    """Serves the files at a path as a version.
-
-    Attributes:
-        error: why the adapter cannot be served; vLLM keeps the text only.
-        seen_block: the name's block as the load was asked for, see `block_to_end`.
-    """
-
-    error: LoRAPluginsError | None = None
-    seen_block: str | None = None
-
-    async def add_lora(self, request: Any) -> bool:
-        """Load as vLLM does; vLLM puts the request into its table afterwards.
-
-        An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for an end.
-        """
-        moves, name = moves_running(), request.lora_name
-        try:
-            async with self._lifecycle.ending_block(name, self.seen_block) if is_for_request() else nullcontext():
-                if not await self._lifecycle.load_by_path(request, moves=moves):  # only workers may find the files
-                    await planner_of(self._under).load(request, wants_slot=False)
-        except LoRAPluginsError as error:
-            self.error = error
-            raise
-        return True
-
-
-class _LoadsInBackground(_Client):
-    """Answers before the load: the resolved request waits for the load in the scheduler."""
-
-    async def add_lora(self, request: Any) -> bool:
-        """Load as vLLM does; a load that fails takes the adapter out of the table again."""
-        if not is_vllms(request):  # it may hold weights, which only vLLM's own call brings to the workers
-            return bool(await self._under.add_lora(request))
-        async with snapshots_of(self._under).adding(request) as taken:
-            uri = None if taken is request else place_by_path(request.lora_path)
-            load = planner_of(self._under).load(taken, uri=uri)
-        # An error raised here would not reach the caller: vLLM logs it and asks the next resolver (`except
-        # BaseException` in `resolve_lora`, 0.32).
-        background(self._loading(load, request))
-        return True
-
-    async def _loading(self, load: Coroutine[Any, Any, None], request: Any) -> None:
-        try:
-            await load
-        except LoRAPluginsError:  # the adapter's request is answered with the error
-            self._lifecycle.load_failed(request)
-
-
 def _loading_by_path(original: Any) -> Any:
     """Load by path, and answer errors with our status; vLLM answers 500 where `add_lora` raises.
 
@@ -160,22 +94,22 @@ def _loading_by_path(original: Any) -> Any:
     changes weights under running requests; with ours, the call is a swap like any other, unless the settings say so.
     """
 
-    async def load_lora_adapter(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def load_lora_adapter(self: Any, request: Any, base_model_name: str | None = None) -> Any:
         await require_admin()
         if not is_planned(self.engine_client):
-            return await original(self, request, *args, **kwargs)
-        lifecycle = lifecycle_of(self)
-        client = _LoadsByPath(self, lifecycle)
-        if is_for_request():
-            with as_http():
-                client.seen_block = lifecycle.block_to_end(request.lora_name)
-        result = await original(client.in_place_of(self), request, *args, **kwargs)
-        if client.error is not None:
-            raise http_error(client.error, shows_paths=True)  # the caller has named the path
-        # vLLM's own checks return an ErrorResponse.
-        if not hasattr(result, "error"):
-            await lifecycle.written()
-        return result
+            return await original(self, request, base_model_name)
+        lifecycle, name = lifecycle_of(self), request.lora_name
+        with as_http(shows_paths=True):  # the caller has named the path
+            # An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for an end.
+            seen = lifecycle.block_to_end(name) if is_for_request() else None
+            async with self.lora_resolver_lock[name]:
+                if (error := await self._check_load_lora_adapter_request(request)) is not None:
+                    return error
+                async with lifecycle.ending_block(name, seen) if is_for_request() else nullcontext():
+                    base = base_model_name if base_model_name and self.is_base_model(base_model_name) else None
+                    await lifecycle.load_by_path(name, request.lora_path, base, moves=moves_running())
+        background(lifecycle.written())  # a trainer does not wait for the disk, as in vLLM
+        return f"Success: LoRA adapter '{name}' added successfully."  # vLLM's words
 
     return load_lora_adapter
 
@@ -183,7 +117,7 @@ def _loading_by_path(original: Any) -> Any:
 def _resolving(original: Any) -> Any:
     """Resolve, and answer a name that no resolver has with the name's fault, where the name itself shows the fault.
 
-    vLLM says "does not exist" of every such name. Our resolver does not raise: another resolver may have other names.
+    vLLM says "does not exist" of every such name.
     A default adapter that was unloaded comes back by an operator's call alone: a source's would answer for everybody.
     """
 
@@ -220,8 +154,9 @@ async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
     lifecycle, share = lifecycle_of(models), share_of_request()
 
     async def resolve() -> Any:
-        # A shallow copy shares `lora_requests` and `lora_resolver_lock`: vLLM's code writes the table itself.
-        result = await original(_LoadsInBackground(models, lifecycle).in_place_of(models), lora_name)
+        if (request := await lifecycle.resolve(lora_name)) is not None:
+            return request
+        result = await original(models, lora_name)  # of other packages' resolvers
         if hasattr(result, "error"):
             adapter = await lifecycle.load_version(lora_name)
             return result if adapter is None else adapter.request

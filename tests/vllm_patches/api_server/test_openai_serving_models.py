@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,23 +39,15 @@ class EngineClient:
         return True
 
 
-class NoSnapshots:
-    """Of what is not loaded by the endpoint."""
+class OthersResolver:
+    """Another package's: it has every name."""
 
-    @asynccontextmanager
-    async def adding(self, request: Any) -> AsyncIterator[Any]:
-        yield request
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
-
-class Resolver:
-    """Ours, as far as vLLM sees it."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        version = await self._world.resolver.resolve(lora_name, base_model_name)
-        return None if version is None else LoRARequest(lora_name, 1, str(version.path))
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest:
+        self.asked.append(lora_name)
+        return LoRARequest(lora_name, 1, f"/others/{lora_name}")
 
 
 class Models(OpenAIServingModels):
@@ -67,15 +57,15 @@ class Models(OpenAIServingModels):
         self.engine_client = EngineClient(lora)
         self.lora_requests = world.table.lora_requests
         self.lora_resolver_lock = world.server.locks
-        self.lora_resolvers = [Resolver(world)]
+        self.lora_resolvers: list[Any] = []
         self.lora_id_counter = SimpleNamespace(inc=lambda _: next(world.server.ids))
         self.model_config = SimpleNamespace(model="/base", max_model_len=64)
         self.base_model_paths = [SimpleNamespace(name="base")]
         self.registry = SimpleNamespace(is_base_model=world.server.is_base_model)
 
-    async def load(self, name: str, path: str, *, in_place: bool = False) -> Any:
+    async def load(self, name: str, path: str, base: str | None = None, *, in_place: bool = False) -> Any:
         request = SimpleNamespace(lora_name=name, lora_path=path, load_inplace=in_place, is_3d_lora_weight=False)
-        return await self.load_lora_adapter(request)
+        return await self.load_lora_adapter(request, base_model_name=base)
 
     async def unload(self, name: str) -> Any:
         return await self.unload_lora_adapter(SimpleNamespace(lora_name=name))
@@ -90,8 +80,6 @@ def of_this_world(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def known(world: World) -> World:
         monkeypatch.setattr(openai_serving_models, "lifecycle_of", lambda _: world.lifecycle)
-        monkeypatch.setattr(openai_serving_models, "planner_of", lambda _: world.planner)
-        monkeypatch.setattr(openai_serving_models, "snapshots_of", lambda _: NoSnapshots())
         return world
 
     return known
@@ -108,6 +96,35 @@ async def test_a_resolved_name_is_served_and_known(of_this_world: Any) -> None:
     assert (served.request, served.version) == (request, Version("aa"))
     assert world.written == 1, "it will be there after a restart"
     assert models.engine_client.own == []
+
+
+@runs
+async def test_other_packages_resolvers_are_asked_after_our_sources(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models, others = Models(world), OthersResolver()
+    models.lora_resolvers = [others]
+    world.resolver.has["sql"] = Version("aa")
+    assert (await models.resolve_lora("sql")).lora_path == "/store/aa"
+    assert others.asked == []
+    assert (await models.resolve_lora("theirs")).lora_path == "/others/theirs"
+    assert (others.asked, [it.lora_name for it in models.engine_client.own]) == (["theirs"], ["theirs"])
+    served = world.lifecycle.registry.get("theirs")
+    assert (served.request.lora_path, served.version) == ("/others/theirs", None)
+
+
+@runs
+async def test_the_base_models_name_of_a_load_outlives_swaps(of_this_world: Any) -> None:
+    world = of_this_world(World())
+    models = Models(world)
+    models.base_model_paths.append(SimpleNamespace(name="base"))
+    world.resolver.has["/by/hand"] = Version("aa")
+    await models.load("mine", "/by/hand", "base")
+    assert world.table.lora_requests["mine"].base_model_name == "base"
+    world.resolver.has["/by/hand"] = Version("bb")
+    await world.lifecycle.refresh("mine")
+    assert world.table.lora_requests["mine"].base_model_name == "base"
+    await models.load("other", "/by/hand", "unknown")
+    assert world.table.lora_requests["other"].base_model_name is None, "as vLLM: not a name of this server's"
 
 
 @runs
@@ -333,7 +350,7 @@ async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
     assert await running == "/workers/hand-1", "the weights that it began with"
     await world.settled()
     assert world.in_workers == {"hand-2"}
-    assert world.written == 1, "a first load of what only workers find is not written down"
+    assert world.written == 2
 
 
 @runs
@@ -356,12 +373,12 @@ async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
 
 
 @runs
-async def test_an_unload_does_not_wait_for_the_disk(of_this_world: Any) -> None:
+async def test_loads_and_unloads_do_not_wait_for_the_disk(of_this_world: Any) -> None:
     world = of_this_world(World())
     models = Models(world)
-    await models.load("mine", "/by/hand")
     world.lifecycle.written = asyncio.Event().wait
     async with asyncio.timeout(1):
+        await models.load("mine", "/by/hand")
         await models.unload("mine")
     await world.settled()
     assert (world.in_workers, world.table.lora_requests) == (set(), {})
@@ -375,7 +392,6 @@ async def test_without_lora_everything_is_vllms_own(of_this_world: Any, monkeypa
         raise AssertionError("there is no planner")
 
     monkeypatch.setattr(openai_serving_models, "lifecycle_of", nobody)
-    monkeypatch.setattr(openai_serving_models, "planner_of", nobody)
     models = Models(world, lora=None)
     assert (await models.resolve_lora("sql")).error.code == 404
     assert (await models.unload("sql")).error.code == 404
