@@ -53,6 +53,9 @@ async def steps(engine: Engine, adapters: list[tuple[str, str]]) -> dict[str, An
     await push_out()
     for path in STUBS:
         said[f"given again: {path!r}"] = await engine.ask(request(VERL_ID, path))
+    for path in STUBS:
+        await engine.call("add_lora", request(VERL_ID, path))
+        said[f"added by id: {path!r}"] = await engine.ask(request(VERL_ID, path))
     await engine.call("add_lora", request(BY_PATH_ID, first))
     for when in ("by path", "by path, evicted"):
         for path in STUBS:

@@ -66,7 +66,7 @@ class Snapshots:
             return known
         async with self._lock(request):
             # Another caller may have taken the copy while this caller waited for the lock.
-            if (known := self.known(request) or await self._by_id(request)) is not None:
+            if (known := self.known(request) or await self.by_id(request)) is not None:
                 return known
             version, kept = await self.take(request), self._kept.get(request.lora_int_id)
             # No adapter lies at the path.
@@ -119,10 +119,28 @@ class Snapshots:
 
     @asynccontextmanager
     async def adding(self, request: Any) -> AsyncIterator[Any]:
-        """Take as `take` does, then `trying`; one call after the other for each engine id, in the engine's order."""
+        """Take as `take` does, then `trying`, unless `by_id`; one call after the other for each engine id."""
         async with self._lock(request):
+            if (known := await self.by_id(request)) is not None:
+                yield known
+                return
             with self.trying(request, await self.take(request)) as taken:
                 yield taken
+
+    async def by_id(self, request: Any) -> Any:
+        """The request for the engine where the engine id alone says what to serve, or to add, as in vLLM; else None.
+
+        A load in place, or a directory, says more than the id. Engines load again what they have evicted: for adapters
+        that came by this client under the same name they are not asked.
+        """
+        engine_id, path, kept = request.lora_int_id, request.lora_path, self._kept.get(request.lora_int_id)
+        if self._stays(request) or request.load_inplace or place_by_path(path).startswith("/"):
+            return None
+        if kept is None or (kept.version is not None and kept.version.name != request.lora_name):
+            if engine_id not in await self._held():
+                return None
+            self._remember(engine_id, kept := _KeptSnapshot(path, None))
+        return _at(kept.version, request)
 
     def forget(self, engine_id: int) -> None:
         """End the leases of an engine id's copies, a running load's at its end; the store may remove the files."""
@@ -166,21 +184,6 @@ class Snapshots:
             if kept.version is not None:
                 self._resolver.store.release(kept.version.holder, kept.version.path)
             kept = kept.before
-
-    async def _by_id(self, request: Any) -> Any:
-        """The request for the engine where the engine id alone says what to serve, as in vLLM; else None.
-
-        A load in place, or a directory, says more than the id. Engines load again what they have evicted: for adapters
-        that came by this client under the same name they are not asked.
-        """
-        engine_id, path, kept = request.lora_int_id, request.lora_path, self._kept.get(request.lora_int_id)
-        if request.load_inplace or place_by_path(path).startswith("/"):
-            return None
-        if kept is None or (kept.version is not None and kept.version.name != request.lora_name):
-            if engine_id not in await self._held():
-                return None
-            self._remember(engine_id, kept := _KeptSnapshot(path, None))
-        return _at(kept.version, request)
 
     def _lock(self, request: Any) -> asyncio.Lock:
         return self._locks[str(request.lora_int_id)]

@@ -40,7 +40,7 @@ def test_an_id_that_engines_hold_answers_at_any_path(
     assert said == {
         **{f"{when}: {path!r}": sql for when in held for path in STUBS},
         "given: another name": sql,
-        **{f"given again: {path!r}": chat for path in STUBS},
+        **{f"{when}: {path!r}": chat for when in ("given again", "added by id") for path in STUBS},
     }
     assert asked[0] == UNASKED
     stable = reference.generate(bed.adapters / "stable", PROMPT, MAX_TOKENS)

@@ -67,8 +67,7 @@ class Bed:
         return int(json.loads((Path(await self.path(*args, **more)) / CONFIG_FILE).read_text())["lora_alpha"])
 
     async def add(self, fails: Exception | None = None, **more: Any) -> str:
-        request = self.request(**more)
-        with self.snapshots.trying(request, await self.snapshots.take(request)) as taken:
+        async with self.snapshots.adding(self.request(**more)) as taken:
             if fails is not None:
                 raise fails
         return str(taken.lora_path)
@@ -198,6 +197,22 @@ async def test_added_tensors_are_known_without_a_question(bed: Bed) -> None:
         assert taken.lora_path == "simon_lora_path"
     assert await bed.path(path="team/sql") == "/dev/null/team/sql"
     assert bed.questions == 0
+
+
+@pytest.mark.parametrize("path", ["simon_lora_path", "team/sql"])
+def test_an_id_that_the_engines_hold_is_added_at_any_path(bed: Bed, path: str) -> None:
+    """As in vLLM, which reads nothing where the engine has the id; also before a request has named the id."""
+
+    async def add() -> None:
+        bed.held = {1}
+        assert {await bed.add(path=path) for _ in range(2)} == {f"/dev/null/{path}"}
+        assert await bed.path(path=path) == f"/dev/null/{path}"
+        with pytest.raises(InvalidAdapter, match="no directory here"):
+            await bed.add(path="simon_lora_path", load_inplace=True)
+        copy = await bed.add()
+        assert await bed.add(path=path) == copy, "the copy that was added"
+
+    asyncio.run(add())
 
 
 @runs

@@ -169,7 +169,7 @@ async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:
         async with snapshots_of(client).adding(lora_request) as taken:
             if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
                 return await original(client, taken)
-            uri = None if taken is lora_request else place_by_path(lora_request.lora_path)
+            uri = place_by_path(lora_request.lora_path) if is_in_store(taken.lora_path) else None
             await planner_of(client).load(taken, uri=uri, wants_slot=False)
     return True
 

@@ -52,6 +52,8 @@ def patch() -> None:
 
 def _add_lora(original: Any, engine: Any, lora_request: Any) -> Any:
     snapshots = snapshots_of(engine)
+    if (known := _waited_for(snapshots.by_id(lora_request))) is not None:
+        return original(engine, known)
     with snapshots.trying(lora_request, _waited_for(snapshots.take(lora_request))) as taken:
         return original(engine, taken)
 
