@@ -50,6 +50,14 @@ class ApiServer:
     drain_timeout_s: float = 60.0
     on_change: Callable[[], None] = lambda: None
 
+    async def engine_path(self, name: str, version: ResolvedAdapter) -> str:
+        """`Store.engine_path` of a version leased for a name; where the caller leaves, the lease ends."""
+        try:
+            return await asyncio.to_thread(self.resolver.store.engine_path, version.digest)
+        except BaseException:
+            self.release(name, version)
+            raise
+
     def release(self, name: str, *versions: ResolvedAdapter) -> list[asyncio.Future[None]]:
         """End the leases of versions that the name no longer needs; return what is done when their files are gone."""
         # A running request, or a rollback, may still need the files.

@@ -126,8 +126,11 @@ class Copies:
                 newest = await self._newest_sound(adapter, held)
                 # A name loaded by its path stays at the bytes read there, and the poller leaves the name alone.
                 place = adapter.uri, held if adapter.given_path is None else newest.digest
-                again = adapter.is_damaged
-                made = await change(self._server, adapter, newest, *place, moves=moves, again=again, is_noted=True)
+                path = await self._server.engine_path(adapter.name, newest)
+                if adapter.is_damaged and adapter.request.lora_path == path:
+                    # Sound again, as somebody wrote to the files and back: the engines may have read what was between.
+                    await asyncio.to_thread(self._store.note_replaced, newest.digest)
+                made = await change(self._server, adapter, newest, *place, moves=moves, is_noted=True)
         except LoRAPluginsError as error:
             # An outage does not prove that the source has lost the version; an answer about the adapter does.
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)

@@ -151,7 +151,7 @@ class Lifecycle:
                 return served.request
             if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
                 return None
-            request = server.vllm.new_request(name, str(version.path))
+            request = server.vllm.new_request(name, await server.engine_path(name, version))
             self.registry.put(ServedAdapter(name, request, version))
             background(self._loading(request))
         server.on_change()

@@ -27,7 +27,6 @@ from lora_plugins.resolvers.sources.uri import is_by_path, is_from
 from lora_plugins.server.api_server import ApiServer
 from lora_plugins.server.background import background
 from lora_plugins.server.registry import ServedAdapter, gone_from_source
-from lora_plugins.store.layout import respelt
 
 KEPT_VERSIONS = 2
 
@@ -69,7 +68,6 @@ async def change(
     path: str = "",
     moves: bool = False,
     pins: bool = False,
-    again: bool = False,
     kept_versions: int = KEPT_VERSIONS,
     is_noted: bool = False,
 ) -> VersionChange:
@@ -77,8 +75,8 @@ async def change(
 
     Without a version, with the files that workers find at `path`. `uri` and `held_digest` become those of `adapter`,
     which may be new. With `moves`, running requests go on with the new version too, from one step on. `pins`: another
-    version than the served one is pinned. The version served already is loaded only with `again`, after damage to its
-    copy. `kept_versions` of the earlier versions stay. `is_noted`: as in `PlannerClient.load`.
+    version than the served one is pinned. The version served already is loaded again only where its copy was damaged.
+    `kept_versions` of the earlier versions stay. `is_noted`: as in `PlannerClient.load`.
 
     Raises:
         LoRAPluginsError: the version cannot be loaded; the old version goes on, and the lease has ended.
@@ -86,14 +84,13 @@ async def change(
     started, old, before = time.perf_counter(), adapter.request, adapter.digest
     reason = ChangeReason.LOADED if old is None else ChangeReason.SWAPPED
     moves, pins, old_words = moves and old is not None, pins or adapter.is_pinned, _in_words(adapter)
-    if (is_same := version is not None and before == version.digest) and not again:
-        _note_found(server, adapter, version, uri, held_digest)
-        return VersionChange(before, before, ChangeReason.UNCHANGED)
     leased = [] if version is None else [version]
-    path = path if version is None else str(version.path)
-    if is_same:
-        reason = ChangeReason.REPAIRED
-        path = respelt(old.lora_path)  # another spelling: cached prefixes of the damaged weights must not be found
+    if version is not None:
+        path = await server.engine_path(adapter.name, version)
+        if before == version.digest and old.lora_path == path:
+            _note_found(server, adapter, version, uri, held_digest)
+            return VersionChange(before, before, ChangeReason.UNCHANGED)
+        reason = ChangeReason.REPAIRED if before == version.digest else reason
     request = server.vllm.new_request(adapter.name, path, adapter.base_name)
     succeeds = old.lora_int_id if moves else None
     try:
@@ -135,7 +132,7 @@ def _note_found(
 ) -> None:
     """Note where the version served already was found, and whether it is fixed now."""
     is_written = (adapter.version, adapter.uri, adapter.held_digest) == (version, uri, held_digest)
-    adapter.version, adapter.last_error, adapter.is_only_copy = version, None, False
+    adapter.version, adapter.last_error, adapter.is_only_copy, adapter.is_damaged = version, None, False, False
     adapter.uri, adapter.held_digest = uri, held_digest
     if not is_written:
         server.on_change()

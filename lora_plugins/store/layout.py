@@ -10,6 +10,7 @@
 <root>/.processes/<process>     heartbeat of each process that uses the store
 <root>/.uses/<digest>           its modification time is the adapter's last use
 <root>/.damaged/<digest>        set by `verify`: to be fetched again, and the first to go
+<root>/.replaced/<digest>       a byte for each copy of the digest that was found damaged
 <root>/.served/<key>.<key>.json  what a replica of one base model served last; touched while the replica lives
 <root>/.blocked/<key>.json      a name that every server refuses until it is loaded again
 <root>/.pressure                touched where a fetch found no room for leases of other processes
@@ -46,7 +47,7 @@ _SETTLED_NS = 2_000_000_000  # clock ticks of file systems reach 2 s (FAT): two 
 _THREADS = 8
 _FOLDERS = (
     *("index", "tmp", "locks", "leases", "processes"),
-    *("uses", "damaged", "served", "blocked"),
+    *("uses", "damaged", "replaced", "served", "blocked"),
 )
 _MADE_AGAIN = tuple(name for name in _FOLDERS if name != "blocked")  # an empty `.blocked` would end all blocks
 _unremoved: set[Path] = set()  # what `discard` could not remove, say from a read-only store or without a descriptor
@@ -115,8 +116,7 @@ class Layout:
         folder, _, name = path.rpartition("/")
         if not is_digest(name):
             return None
-        # A replaced copy has another spelling, because keys of cached prefixes hold the path.
-        while folder.endswith("/."):  # see `respelt`
+        while folder.endswith("/."):  # see `Store.engine_path`
             folder = folder.removesuffix("/.")
         return name if folder == str(self.root) else None
 
@@ -171,12 +171,6 @@ class Published:
             digests = self._layout.digests()
             self._listed = changed_ns, digests
         return digests[bisect_left(digests, prefix) : bisect_left(digests, prefix + _AFTER_ALL_DIGITS)]
-
-
-def respelt(path: str) -> str:
-    """Another spelling of an adapter's path, which no earlier load of the adapter had."""
-    folder, _, name = path.rpartition("/")
-    return f"{folder}/./{name}"
 
 
 def files_bytes(directory: Path | str) -> int:

@@ -304,6 +304,8 @@ class Store:
         target, mark = self.layout.adapter(digest), self._mark(digest)
         identity = identity_of(arrived)
         if target.exists() and not self._is_whole(digest):
+            if not mark.exists():
+                self.note_replaced(digest)
             os.rename(target, damaged)
         try:
             os.rename(arrived, target)
@@ -328,6 +330,23 @@ class Store:
     def digest_at(self, path: str) -> str | None:
         """The digest of the adapter at `path`; None where `path` is no adapter of this store."""
         return self.layout.digest_of(path)
+
+    def engine_path(self, digest: str) -> str:
+        """The path by which engines load an adapter now: another spelling after each copy that was found damaged.
+
+        Keys of cached prefixes hold the path, so prefixes that were computed with damaged weights are not found. For a
+        thread.
+        """
+        try:
+            replaced = self._replaced(digest).stat().st_size
+        except OSError:
+            replaced = 0
+        return f"{self.layout.root}/{'./' * replaced}{digest}"
+
+    def note_replaced(self, digest: str) -> None:
+        """Have `engine_path` return another path from here on, in all processes."""
+        with self._replaced(digest).open("ab") as file:
+            file.write(b".")
 
     def share(self, path: str, holder: Hashable) -> bool:
         """Lease the adapter at `path` for `holder` too, if this process has leased the adapter; takes microseconds."""
@@ -440,6 +459,8 @@ class Store:
         if self.on_damage is not None:
             self.on_damage(digest)
         with self.leases.guard(digest):
+            if not self.is_marked(digest):
+                self.note_replaced(digest)
             self._mark(digest).touch()
         return False
 
@@ -520,6 +541,9 @@ class Store:
 
     def _mark(self, digest: str) -> Path:
         return self.layout.folder("damaged") / digest
+
+    def _replaced(self, digest: str) -> Path:
+        return self.layout.folder("replaced") / digest
 
     def _sweep(self) -> None:
         """Remove files and directories that dead processes have left."""

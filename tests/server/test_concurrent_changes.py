@@ -253,7 +253,7 @@ async def test_a_load_that_its_client_leaves_is_written_down() -> None:
     let_threads_take(0.05)
     written = world.written
     load = asyncio.create_task(world.lifecycle.load("sql"))
-    await asyncio.sleep(0.06)
+    await asyncio.sleep(0.16)
     assert world.lifecycle.registry.get("sql") is not None
     load.cancel()
     await asyncio.sleep(1)

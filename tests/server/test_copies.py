@@ -30,6 +30,7 @@ from lora_plugins.server.copies import watch
 from lora_plugins.server.limits import Share
 from lora_plugins.server.pushing import Pushes
 from lora_plugins.server.registry import ServedAdapter
+from lora_plugins.server.swapping import ChangeReason
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.eviction import damaged_in
 from lora_plugins.store.store import Store
@@ -142,6 +143,34 @@ async def test_what_another_server_has_replaced_is_loaded_again(make_bed) -> Non
     assert loads(bed) == 2
     await bed.copies.look()
     assert (loads(bed), bed.source.fetched) == (2, ["sql"])
+
+
+@runs
+async def test_a_refresh_finds_what_another_server_has_replaced(make_bed) -> None:
+    """Before this server has looked after its copies."""
+    bed = make_bed()
+    adapter = await bed.load()
+    path = await bed.world.ask("sql")
+    bed.damage(adapter)
+    assert not bed.verify(adapter)
+    await RecordingResolver(bed.root, FakeSource("s3", {"sql": GOOD})).resolve("sql", "/base")
+    assert (await bed.world.lifecycle.refresh("sql")).reason is ChangeReason.REPAIRED
+    assert (await bed.world.ask("sql") != path, loads(bed)) == (True, 2)
+    assert (await bed.world.lifecycle.refresh("sql")).reason is ChangeReason.UNCHANGED
+
+
+@runs
+async def test_damage_repaired_while_unserved_leaves_no_prefix(make_bed) -> None:
+    bed = make_bed()
+    adapter = await bed.load()
+    path = await bed.world.ask("sql")
+    bed.damage(adapter)
+    await bed.world.lifecycle.unload("sql", block=False)
+    assert not bed.verify(adapter)
+    await bed.world.load("sql")
+    again = await bed.world.ask("sql")
+    assert (again != path, content(Path(again))) == (True, GOOD), "or prefixes of damaged weights are found"
+    assert bed.resolver.store.digest_at(again) == adapter.digest
 
 
 @runs

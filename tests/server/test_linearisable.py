@@ -107,6 +107,9 @@ class Store(FakeStore):
         for digest, holder, _ in leases:
             self.release(holder, digest)
 
+    def engine_path(self, digest: str) -> str:
+        return f"/store/{digest}"
+
     def is_leased(self, name: str, path: Path) -> bool:
         return name in self.holders.get(path.name, ())
 

@@ -200,7 +200,7 @@ async def test_added_tensors_are_known_without_a_question(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize("path", ["simon_lora_path", "team/sql"])
-def test_an_id_that_the_engines_hold_is_added_at_any_path(bed: Bed, path: str) -> None:
+def test_a_held_id_is_added_at_any_path(bed: Bed, path: str) -> None:
     """As in vLLM, which reads nothing where the engine has the id; also before a request has named the id."""
 
     async def add() -> None:

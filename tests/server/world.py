@@ -79,6 +79,9 @@ class FakeStore:
     def has(self, path: Path) -> bool:
         return True
 
+    def engine_path(self, digest: str) -> str:
+        return f"/store/{digest}"
+
     def share(self, path: str, holder: Hashable) -> bool:
         return True
 
