@@ -21,6 +21,7 @@ from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.resolvers.sources.uri import place_by_path
 
 REMEMBERED = 10_000
+_NOWHERE = "/dev/null/"  # nothing lies below
 Held = Callable[[], Awaitable[Collection[int]]]
 
 
@@ -192,8 +193,13 @@ class Snapshots:
         return not self._is_vllms(request) or self._resolver.store.layout.digest_of(request.lora_path) is not None
 
 
+def only_engines_have(taken: Any) -> bool:
+    """Whether a request that `Snapshots` has returned names an adapter by its id alone: no file can be loaded."""
+    return bool(taken.lora_path.startswith(_NOWHERE))
+
+
 def _at(version: ResolvedAdapter | None, request: Any) -> Any:
     found = copy.copy(request)
-    # Nothing lies below /dev/null. Workers would take a relative path to the Hub, past every check.
-    found.lora_path = f"/dev/null/{request.lora_path}" if version is None else str(version.path)
+    # Workers would take a relative path to the Hub, past every check.
+    found.lora_path = f"{_NOWHERE}{request.lora_path}" if version is None else str(version.path)
     return found

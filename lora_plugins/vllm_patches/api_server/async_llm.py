@@ -31,7 +31,7 @@ from lora_plugins.process import this_process
 from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.server.planner_client import Ask, PlannerClient
 from lora_plugins.server.response import Response, present, together
-from lora_plugins.server.snapshots import Snapshots
+from lora_plugins.server.snapshots import Snapshots, only_engines_have
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
 from lora_plugins.vllm_patches.messages import VERSIONS, error_of_output
 from lora_plugins.vllm_patches.wrapping import where, wrap
@@ -167,6 +167,8 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
 async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:
     with as_http():
         async with snapshots_of(client).adding(lora_request) as taken:
+            if only_engines_have(taken):
+                return True
             if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
                 return await original(client, taken)
             uri = place_by_path(lora_request.lora_path) if is_in_store(taken.lora_path) else None

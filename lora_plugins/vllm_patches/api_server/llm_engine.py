@@ -27,6 +27,7 @@ from cachetools import LRUCache
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
+from lora_plugins.server.snapshots import only_engines_have
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, removing, snapshots_of
 from lora_plugins.vllm_patches.messages import error_in, error_of_output
 from lora_plugins.vllm_patches.wrapping import where, wrap
@@ -53,7 +54,7 @@ def patch() -> None:
 def _add_lora(original: Any, engine: Any, lora_request: Any) -> Any:
     snapshots = snapshots_of(engine)
     if (known := _waited_for(snapshots.by_id(lora_request))) is not None:
-        return original(engine, known)
+        return only_engines_have(known) or original(engine, known)
     with snapshots.trying(lora_request, _waited_for(snapshots.take(lora_request))) as taken:
         return original(engine, taken)
 
