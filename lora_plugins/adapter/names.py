@@ -117,10 +117,14 @@ def near(text: str, names: Iterable[str]) -> list[str]:
     """Return the `names` nearest to one that nobody has, three at most.
 
     Near are names that differ in one place, by two characters at most, letter case and `_` for `-` aside: a pass over
-    1,000 names takes a few milliseconds at most, where difflib needs ten times as long.
+    1,000 names takes a few milliseconds at most, where difflib needs ten times as long. Nearest is the text without its
+    first segment or its `:tag`, as clients of other servers write names (`openai/sql`, `sql:latest`).
     """
     folded = _folded(text)
-    found = [(-alike, name) for name in names if (alike := _alike(folded, _folded(name)))]
+    untagged = folded.rpartition(":")[0] or folded
+    bare = {untagged, *(it.partition("/")[2] for it in (folded, untagged))}
+    compared = ((name, _folded(name)) for name in names)
+    found = [(-alike, name) for name, it in compared if (alike := MAX_CHARACTERS * (it in bare) or _alike(folded, it))]
     return [name for _, name in heapq.nsmallest(3, found)]
 
 

@@ -178,6 +178,8 @@ def test_a_base_models_name_before_a_name_is_seen(text, rest):
         ("ab", ["b", "ac", "xy"], []),
         ("sql", ["pirate", "haiku"], []),
         ("aaa", [f"aaa{letter}" for letter in "edcba"], ["aaaa", "aaab", "aaac"]),
+        *((text, ["haiku", "pirate"], ["pirate"]) for text in ("lora/pirate", "openai/Pirate", "pirate:latest")),
+        ("openai/team/sql:v1", ["team/sql", "sql", "openai/team/sql:v2"], ["team/sql", "openai/team/sql:v2"]),
     ],
 )
 def test_near_names_differ_in_one_place(text, names, found):
