@@ -11,6 +11,8 @@ raised `from None`: message and address may carry a signed URL.
 from __future__ import annotations
 
 import errno
+import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +22,8 @@ from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavail
 from lora_plugins.resolvers.sources.source import VersionChanged
 
 _MAX_WAIT_S = 30.0
+# Of OpenSSL's reasons: others, such as a damaged record, may pass.
+_NEVER_BEGINS = re.compile(r"CERTIFICATE|VERSION|UNKNOWN_CA")
 
 
 class FailureKind(Enum):
@@ -40,7 +44,7 @@ class FailureKind(Enum):
     NO_CREDENTIALS = ("no usable credentials", "provide credentials to the server, or set anonymous access", False)
     BAD_REQUEST = ("a request that cannot be made", "check endpoint, region and client configuration", False)
     REFUSED = ("{source} that refuses the request", "check endpoint, region and bucket", False)
-    TLS = ("a TLS connection that cannot be trusted", "check the endpoint's certificate and the CA bundle", False)
+    TLS = ("a TLS connection that cannot be trusted", "name its CA's file in SSL_CERT_FILE (S3: AWS_CA_BUNDLE)", False)
     BUSY = ("{source} that asks to slow down", "ask again later", True)
     SERVER = ("{source} that fails", "ask again later; look at its health", True)
     TIMEOUT = ("{source} that does not answer in time", "check the network and the endpoint", True)
@@ -131,6 +135,17 @@ def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -
         if kind is not None:
             return kind
     return None
+
+
+def untrusted(error: BaseException | None) -> BaseException | None:
+    """The error below a client's own that TLS never begins: a certificate, or the file of trusted certificates."""
+    while error is not None:
+        # Where the file of trusted certificates is missing, Python's error names no file.
+        is_bundle = isinstance(error, FileNotFoundError) and error.errno is not None and error.filename is None
+        if is_bundle or (isinstance(error, ssl.SSLError) and _NEVER_BEGINS.search(str(error))):
+            break
+        error = error.__cause__ or error.__context__
+    return error
 
 
 _BY_STATUS = table_of(
@@ -242,6 +257,8 @@ def diagnose(error: BaseException) -> Failure:
             kind = FailureKind.BROKEN_ANSWER
         return Failure(kind, detail, retry_after_s)
     kind = kind_of_type(type(error)) or FailureKind.UNKNOWN
+    if kind is FailureKind.UNREACHABLE and untrusted(error):
+        kind = FailureKind.TLS
     if isinstance(error, OSError) and kind is FailureKind.UNREACHABLE and error.errno in _PERMANENT_OS_ERRORS:
         kind = FailureKind.BAD_REQUEST
     return Failure(kind, name)

@@ -5,6 +5,7 @@ MISSING   404 with the Hub's own error code         absent, or VersionChanged wh
 HIDDEN    401 for a repository: missing or private  L006 where an entry names the repository, else absent; while
                                                     fetching, VersionChanged
 OFFLINE   HF_HUB_OFFLINE                            what the Hub's cache holds, else L006
+TLS       a certificate, or the file of trusted     L006 at once
 REFUSED   an answer that is not the Hub's           L006
 others                                              L006, after retries where they may help
 ```
@@ -15,7 +16,8 @@ from __future__ import annotations
 from huggingface_hub import errors as hub
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.resolvers.sources.errors import Failure, FailureKind, kind_of, kind_of_status, retry_after, table_of
+from lora_plugins.resolvers.sources import errors as remote
+from lora_plugins.resolvers.sources.errors import Failure, FailureKind, kind_of, kind_of_status, table_of
 
 _OF_HTTPX = table_of(
     {
@@ -62,8 +64,10 @@ def diagnose(error: BaseException) -> Failure:
     name = type(error).__name__
     if isinstance(error, hub.HfHubHTTPError):
         status = error.response.status_code
-        wait_s = retry_after(error.response.headers.get("Retry-After"))
+        wait_s = remote.retry_after(error.response.headers.get("Retry-After"))
         return Failure(_kind_of_answer(error, status), f"{name}, HTTP {status}", wait_s)
+    if (cause := remote.untrusted(error)) is not None:
+        return Failure(FailureKind.TLS, type(cause).__name__)
     return Failure(kind_of_type(type(error)) or FailureKind.UNKNOWN, name)
 
 
@@ -73,6 +77,7 @@ def is_local(error: BaseException) -> bool:
         isinstance(error, OSError)
         and error.errno is not None
         and not isinstance(error, (ConnectionError, TimeoutError, hub.HfHubHTTPError))
+        and remote.untrusted(error) is None
     )
 
 
@@ -98,6 +103,10 @@ def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
         FailureKind.REFUSED: (
             f"an answer that is not the Hub's for {where}",
             "check HF_ENDPOINT, proxies and firewalls",
+        ),
+        FailureKind.TLS: (
+            f"{FailureKind.TLS.found}, for {where}",
+            "check HF_ENDPOINT; SSL_CERT_FILE names a file with a company's own CA, and REQUESTS_CA_BUNDLE is not read",
         ),
     }
     found, remedy = said.get(
