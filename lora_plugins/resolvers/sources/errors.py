@@ -41,6 +41,11 @@ class FailureKind(Enum):
         "renew them: files and profiles are read again, AWS_SESSION_TOKEN only at a restart",
         False,
     )
+    WRONG_KEY = ("credentials that are not accepted", "correct them: files and profiles are read again", False)
+    ACCOUNT = ("{source} that has closed the account", "settle it with the account's provider", False)
+    CLOCK = ("a clock that differs from that of {source}", "set this machine's clock, such as by NTP", False)
+    ARCHIVED = ("an archived object", "restore the object, or copy it to a storage class that is read at once", False)
+    ENCRYPTED = ("an encrypted object whose key is not to be had", "enable its key, and grant kms:Decrypt", False)
     NO_CREDENTIALS = ("no usable credentials", "provide credentials to the server, or set anonymous access", False)
     BAD_REQUEST = ("a request that cannot be made", "check endpoint, region and client configuration", False)
     REFUSED = ("{source} that refuses the request", "check endpoint, region and bucket", False)
@@ -186,13 +191,20 @@ class ObjectChanged(Exception):
     """An answer with another version of the object."""
 
 
-# Kinds of S3's own error codes, where the status shows less.
+# Kinds of S3's own error codes, where the status shows less; `KMS` stands for others of this family.
 _BY_CODE = table_of(
     {
         FailureKind.EXPIRED: "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired",
         FailureKind.NO_BUCKET: "NoSuchBucket",
-        FailureKind.BUSY: "SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests",
-        FailureKind.DENIED: "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken RequestTimeTooSkewed",
+        FailureKind.BUSY: """
+            SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests KMS.ThrottlingException
+            """,
+        FailureKind.WRONG_KEY: "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidSecurity",
+        FailureKind.ACCOUNT: "AccountProblem AllAccessDisabled NotSignedUp InvalidPayer UserSuspended",
+        FailureKind.CLOCK: "RequestTimeTooSkewed",
+        FailureKind.ARCHIVED: "InvalidObjectState ObjectNotInActiveTierError",
+        FailureKind.ENCRYPTED: "KMS",
+        FailureKind.SERVER: "KMS.KMSInternalException KMS.DependencyTimeoutException KMS.KeyUnavailableException",
         FailureKind.MISSING: "NoSuchKey NoSuchVersion NotFound",
         FailureKind.TIMEOUT: "RequestTimeout",
     }
@@ -251,7 +263,7 @@ def diagnose(error: BaseException) -> Failure:
     if answer is not None:
         status, code, retry_after_s = answer
         detail = f"HTTP {status} {code}" if code and code != str(status) else f"HTTP {status}"
-        kind = _BY_CODE.get(code) or kind_of_status(status)
+        kind = _BY_CODE.get(code) or _BY_CODE.get(code.partition(".")[0]) or kind_of_status(status)
         # A proxy's 404 must not turn into "no such adapter".
         if kind is FailureKind.MISSING and _must_have_code(error) and code in ("", str(status)):
             kind = FailureKind.BROKEN_ANSWER
