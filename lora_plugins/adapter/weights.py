@@ -237,10 +237,9 @@ def _check_ranks(pairs: Iterable[LoraPair]) -> None:
         of_a, of_b = pair.a.shape[0], pair.b.shape[1]
         if (of_a, of_b) != (pair.rank, pair.rank):
             is_part = of_b == pair.rank and pair.rank % of_a == 0  # FSDP2 divides rows, which are A's ranks
+            together = "put the adapter_config.json and the weights of the same training run together"
             raise InvalidAdapter(
                 f"rank {of_a} in '{pair.a.name}' and {of_b} in '{pair.b.name}'",
                 expected=f"rank {pair.rank} in both, by the configuration",
-                remedy=NOT_GATHERED
-                if is_part
-                else "put the adapter_config.json and the weights of the same training run together",
+                remedy=NOT_GATHERED if is_part else together,
             )

@@ -27,9 +27,7 @@ WRAPPERS: Mapping[str, str] = {
 FROM_MERGEKIT = "if mergekit-extract-lora made it, extract it again with --embed-lora --skip-undecomposable"
 
 # `param.data` of a partitioned parameter is empty (deepspeed/runtime/zero/partition_parameters.py); FSDP's is flat.
-NOT_GATHERED = (
-    "gather it before saving (DeepSpeed's ZeRO-3: stage3_gather_16bit_weights_on_model_save; FSDP: FULL_STATE_DICT)"
-)
+NOT_GATHERED = "gather it before saving (ZeRO-3: stage3_gather_16bit_weights_on_model_save; FSDP: FULL_STATE_DICT)"
 
 # Where a program that keeps a folder for each adapter of a model has PEFT's configuration of the first.
 DEFAULT = "default/adapter_config.json"

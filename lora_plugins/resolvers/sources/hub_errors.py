@@ -73,12 +73,8 @@ def diagnose(error: BaseException) -> Failure:
 
 def is_local(error: BaseException) -> bool:
     """Whether the local file system failed, as with a full disk; the store explains such errors."""
-    return (
-        isinstance(error, OSError)
-        and error.errno is not None
-        and not isinstance(error, (ConnectionError, TimeoutError, hub.HfHubHTTPError))
-        and remote.untrusted(error) is None
-    )
+    is_remote = isinstance(error, (ConnectionError, TimeoutError, hub.HfHubHTTPError)) or remote.untrusted(error)
+    return isinstance(error, OSError) and error.errno is not None and not is_remote
 
 
 def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
@@ -100,10 +96,7 @@ def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
         FailureKind.HIDDEN: (f"a repository that is missing or private, {where}", f"check its name, and {sign_in}"),
         FailureKind.DENIED: (f"a Hub that denies {where}", f"{sign_in}; an expired token is refused everywhere"),
         FailureKind.OFFLINE: (f"offline mode, and {where} not whole in the Hub's cache", ""),
-        FailureKind.REFUSED: (
-            f"an answer that is not the Hub's for {where}",
-            "check HF_ENDPOINT, proxies and firewalls",
-        ),
+        FailureKind.REFUSED: (f"an answer that is not the Hub's for {where}", "check HF_ENDPOINT, proxies, firewalls"),
         FailureKind.TLS: (
             f"{FailureKind.TLS.found}, for {where}",
             "check HF_ENDPOINT; SSL_CERT_FILE names a file with a company's own CA, and REQUESTS_CA_BUNDLE is not read",
