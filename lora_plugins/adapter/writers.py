@@ -62,6 +62,12 @@ WRITERS = (
         keys=r"(^|\.)unembed_tokens\.|\.experts\.w[123]\.lora_[AB]\.weight$",
     ),
     Writer(
+        "a tower or connector of a multimodal model, as Unsloth trains by default",
+        "serve it with the base model that it was trained on and --enable-tower-connector-lora, or train it without "
+        "(finetune_vision_layers=False)",
+        keys=r"(^|\.)(vision_tower|audio_tower|vision_model|visual|embed_vision|embed_audio)\..+\.weight$",
+    ),
+    Writer(
         "MLX's form (mlx-lm)",
         "merge it into its model with mlx_lm.fuse and serve that, or write PEFT's form: lora_A and lora_B are lora_a "
         "and lora_b transposed, r is rank, lora_alpha is scale * rank",

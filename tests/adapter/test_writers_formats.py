@@ -100,6 +100,29 @@ def test_quantised_tensors_are_told_what_to_do(adapter, dtype):
     assert "BF16" in error.remedy
 
 
+# --- towers, which a server of the text model does not have
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear",  # Gemma 4: each layer is inside a clipping one
+        "model.audio_tower.layers.0.self_attn.q_proj.linear",
+        "model.visual.blocks.0.attn.qkv",
+        "model.embed_vision.embedding_projection",
+    ],
+)
+@pytest.mark.parametrize("beside", [{}, weights()], ids=["alone", "beside the text model"])
+def test_a_tower_is_named_with_its_trainers_option(tmp_path, module, beside):
+    """`FastVisionModel.get_peft_model` of Unsloth trains towers unless it is told not to."""
+    directory = put(tmp_path, adapter_files(beside | pair(module, 4, 8, 8)))
+    with pytest.raises(IncompatibleAdapter, match="a tower or connector of a multimodal model") as caught:
+        verify_adapter(directory, base_of(MODULES.places), Settings())
+    assert f"'{module}'" in caught.value.found
+    for text in ("finetune_vision_layers=False", "--enable-tower-connector-lora"):
+        assert text in caught.value.remedy
+
+
 # --- tensors that a trainer has spread over its processes and not gathered
 
 
