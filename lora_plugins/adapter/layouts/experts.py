@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from lora_plugins.adapter.config import CONFIG_FILE, LAYOUT_KEY
@@ -40,6 +41,7 @@ _GROUPED = {
 FIRST_PRESENT = (0, 19, 1)  # of PEFT, with the present layout
 _STACKED, _OLD = "stacked experts", "experts of PEFT before 0.19.1"
 _MEGATRON, _TINKER = "Megatron-Bridge's experts", "Tinker's experts"
+_FORMS = (_STACKED, _OLD, _MEGATRON, _TINKER)
 
 
 class _View(NamedTuple):
@@ -61,6 +63,30 @@ class _Grouped(NamedTuple):
     pair: LoraPair
     a: _View
     b: _View
+
+
+def check_ranks(pairs: Iterable[LoraPair], names: Names) -> None:
+    """Refuse experts that fit with another rank than the configuration's.
+
+    Raises:
+        IncompatibleAdapter: names the rank, and the line of the configuration that says so.
+    """
+    for pair in paced(pairs):
+        head, mark, rest = pair.module.partition(".experts")
+        is_one, shape = rest.count(".") == 2, pair.a.shape  # `.0.up_proj`
+        experts = names.experts(head + mark) if mark and not (is_one and shape[0] == pair.rank) else None
+        if experts is None:
+            continue
+        rank = shape[0] if is_one else shape[1] if len(shape) == 3 else shape[0] // experts.count
+        role, its = _ROLES.get(rest.rpartition(".")[2], ""), replace(pair, rank=rank)
+        fits = _fits(0, role, its, experts) if is_one else any(_read(its, experts, form) for form in _FORMS)
+        if fits and rank != pair.rank:
+            raise IncompatibleAdapter(
+                f"experts '{pair.module}' of rank {rank}",
+                expected=f"rank {pair.rank}, by the configuration",
+                remedy=f'put "rank_pattern": {{"experts.*": {rank}}} into {CONFIG_FILE}, if the trainer has divided r '
+                "by the active experts (NeMo Automodel, Megatron-Bridge)",
+            )
 
 
 def exchanged(pairs: Iterable[LoraPair], names: Names) -> frozenset[str]:
@@ -125,7 +151,7 @@ def regroup(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 def _read(pair: LoraPair, experts: Experts, form: str) -> tuple[str, _Grouped] | None:
     """Return the matrix that a pair holds of all experts, and the pair's views; None for other shapes."""
     count, rank, shapes = experts.count, pair.rank, (pair.a.shape, pair.b.shape)
-    for role in _GROUPED[pair.module.rpartition(".")[2]]:
+    for role in _GROUPED.get(pair.module.rpartition(".")[2], ()):
         inputs, outputs = _sizes(role, experts)
         if form == _STACKED and shapes == ((count * rank, inputs), (outputs, rank * count)):
             a, b = _View(pair.a, (count, rank, inputs)), _View(pair.b, (outputs, rank, count), (2, 0, 1))
