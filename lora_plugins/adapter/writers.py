@@ -62,6 +62,12 @@ WRITERS = (
         keys=r"(^|\.)unembed_tokens\.|\.experts\.w[123]\.lora_[AB]\.weight$",
     ),
     Writer(
+        "Megatron-Bridge's experts of three dimensions",
+        "serve it with the base model that it was trained on; where all experts share a side "
+        "(experts_shared_outer_loras), the engine must take a pair for each expert",
+        keys=r"\.experts\.(gate_up_proj|down_proj)\.lora_[AB]\.weight$",
+    ),
+    Writer(
         "a tower or connector of a multimodal model, as Unsloth trains by default",
         "serve it with the base model that it was trained on and --enable-tower-connector-lora, or train it without "
         "(finetune_vision_layers=False)",

@@ -8,8 +8,9 @@ vllm/lora/model_manager.py, 0.32; the second function unstacks for engines of bo
 PEFT before 0.19.1 took a parameter `(experts, out, in)` for `(experts, in, out)`, so its A is what B is now
 (`ParamWrapper` in peft/tuners/lora/layer.py, 0.18.0 and 0.21.2; huggingface/peft#3165). Megatron-Bridge saves three
 dimensions under the parameters' own names (`_convert_moe_experts_lora_to_vllm` of SkyRL 0.3.0 describes the form), and
-Tinker under `experts.w1`, `.w2` and `.w3`, where a side with a single matrix is shared by all experts
-(`expand_expert_lora_tensors` in tinker_cookbook/weights/_merge.py).
+Tinker under `experts.w1`, `.w2` and `.w3`; a side with a single matrix is shared by all experts
+(`expand_expert_lora_tensors` in tinker_cookbook/weights/_merge.py). NeMo Automodel saves experts without gate_proj in
+PEFT's old layout, with w1 alone as w13 (`_convert_lora_to_paramwrapper` in components/moe/state_dict_mixin.py).
 """
 
 from __future__ import annotations
@@ -142,9 +143,10 @@ def regroup(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         # A pair of another shape, or two of the same matrix: leave the layer to `check_landing`.
         if len(found) != len(its):
             continue
-        if ExpertFormat.PER_EXPERT in experts.formats and len(experts.names) == 3:
+        is_shared = any(1 == view.shape[view.axes[0]] < experts.count for _, *views in found.values() for view in views)
+        if ExpertFormat.PER_EXPERT in experts.formats and experts.names:
             yield its, list(_one_by_one(module, found, experts)), f"{form} split into a pair each"
-        elif ExpertFormat.STACKED in experts.formats and form in (_OLD, _MEGATRON):
+        elif ExpertFormat.STACKED in experts.formats and form in (_OLD, _MEGATRON) and not is_shared:
             yield its, list(_restacked(module, found, experts)), f"{form} stacked"
 
 
@@ -158,8 +160,7 @@ def _read(pair: LoraPair, experts: Experts, form: str) -> tuple[str, _Grouped] |
         elif form == _OLD and shapes == ((count * rank, outputs), (inputs, rank * count)):
             a, b = _View(pair.b, (inputs, rank, count), (2, 1, 0)), _View(pair.a, (count, rank, outputs), (0, 2, 1))
         elif form in (_MEGATRON, _TINKER) and (shapes[0][1:], shapes[1][1:]) == ((rank, inputs), (outputs, rank)):
-            counts = {shapes[0][0], shapes[1][0]}
-            if counts != {count} and (form == _MEGATRON or counts != {1, count}):
+            if {shapes[0][0], shapes[1][0]} not in ({count}, {1, count}):
                 continue
             a, b = _View(pair.a, pair.a.shape), _View(pair.b, pair.b.shape)
         else:
@@ -171,12 +172,14 @@ def _read(pair: LoraPair, experts: Experts, form: str) -> tuple[str, _Grouped] |
 def _sizes(role: str, experts: Experts) -> tuple[int, int]:
     """Return the inputs and outputs of one expert's matrix."""
     inner, hidden = experts.intermediate_size, experts.hidden_size
-    return {"w2": (inner, hidden), "w13": (hidden, 2 * inner)}.get(role, (hidden, inner))
+    return {"w2": (inner, hidden), "w13": (hidden, inner * len(_rows_in_w13(experts)))}.get(role, (hidden, inner))
 
 
 def _rows_in_w13(experts: Experts) -> dict[str, Slice]:
     """Return which rows of w13's B belong to w1 and to w3."""
     inner = experts.intermediate_size
+    if experts.names and "w3" not in experts.names:  # without gate_proj
+        return {"w1": (0, inner, 1)}
     step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
     return {"w1": (0, step * inner, step), "w3": (begin_of_w3, 2 * inner, step)}
 

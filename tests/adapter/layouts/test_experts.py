@@ -301,6 +301,65 @@ def test_the_said_pattern_matches_no_shared_experts():
     assert [ranks(f"model.layers.0.{name}", PatternBudget()) for name in names] == [2, 2, 8, 8]
 
 
+# --- experts without gate_proj (Nemotron), and with sides that all experts share
+
+
+def gateless(kind=ExpertFormat.PER_EXPERT):
+    names = {"w1": "up_proj", "w2": "down_proj"}
+    places = {
+        f"{MODULE}.{expert}.{name}": ModulePlace(MODULE, ModuleKind.EXPERTS, *SIZES[role], part=role)
+        for expert, (role, name) in product(range(COUNT), names.items())
+    }
+    experts = {MODULE: Experts(COUNT, HIDDEN, INNER, (kind,), names)}
+    return dataclasses.replace(
+        BASE, max_rank=None, model=Model(ModelModules("Tiny", "0.32.0", places, experts=experts), read_name)
+    )
+
+
+@pytest.mark.parametrize("form", ["stacked", "exchanged", "grouped"])
+def test_stacked_experts_without_gate_proj_become_a_pair_each(tmp_path, form):
+    """`_convert_lora_to_paramwrapper` of NeMo Automodel writes `exchanged`; B of w13 has the rows of up_proj alone."""
+    tensors = pair(f"{MODULE}.base_layer", RANK * COUNT, HIDDEN, INNER) | stacked("w2")
+    saved = {"stacked": lambda it: it, "exchanged": exchanged, "grouped": grouped}[form](tensors)
+    _, made, target = convert(tmp_path, saved, gateless(), r=RANK, lora_alpha=6, target_modules=[])
+    assert len(made) == 2 * 2 * COUNT
+    for expert in range(COUNT):
+        for name, old in (("up_proj", f"{MODULE}.base_layer"), ("down_proj", MODULE)):
+            found = delta(made, f"{MODULE}.{expert}.{name}", target / CONFIG_FILE)
+            assert np.array_equal(found, delta_of_expert(tensors, old, expert) * 3)
+
+
+@pytest.mark.parametrize("parts", [("gate_up_proj.lora_A", "down_proj.lora_B"), ("gate_up_proj.lora_A",)])
+def test_sides_that_all_experts_share_are_given_to_each(tmp_path, parts):
+    """Megatron-Bridge with shared outer matrices, as SGLang reads them (`experts_shared_outer_loras`)."""
+    tensors = grouped(stacked("w13", "w2"))
+    tensors = {name: its[:1] if any(part in name for part in parts) else its for name, its in tensors.items()}
+    base = base_of(ExpertFormat.PER_EXPERT)
+    _, made, target = convert(tmp_path, tensors, base, r=RANK, lora_alpha=6, target_modules=[])
+    for expert in range(COUNT):
+        of = {
+            name: [
+                its[expert if len(its) > 1 else 0].astype(float)
+                for side in "AB"
+                for its in [tensors[f"{PEFT}{MODULE}.{name}.lora_{side}.weight"]]
+            ]
+            for name in ("gate_up_proj", "down_proj")
+        }
+        w13, w2 = (b @ a * 3 for a, b in of.values())
+        found = {role: delta(made, f"{MODULE}.{expert}.{name}", target / CONFIG_FILE) for role, name in NAMES.items()}
+        assert np.array_equal(np.concatenate([found["w1"], found["w3"]]), w13)
+        assert np.array_equal(found["w2"], w2)
+
+
+def test_shared_sides_are_named_where_the_engine_stacks(tmp_path):
+    tensors = {
+        name: its[:1] if ".gate_up_proj.lora_A" in name else its for name, its in grouped(stacked("w13", "w2")).items()
+    }
+    with pytest.raises(IncompatibleAdapter, match="Megatron-Bridge's experts") as caught:
+        verify_adapter(put(tmp_path, adapter_files(tensors, r=RANK)), base_of(ExpertFormat.STACKED), Settings())
+    assert "experts_shared_outer_loras" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     "other",
     [
