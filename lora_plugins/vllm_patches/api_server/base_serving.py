@@ -206,7 +206,7 @@ def _refuse_unread_fields(_serving: Any, request: Any, adapter: Any) -> Any:
 
 
 def _unread(field: str, value: Any) -> IncompatibleAdapter:
-    shown = json.dumps(value, ensure_ascii=False)[:200]
+    shown = json.dumps(value, ensure_ascii=False, default=str)[:200]
     name = value[0] if isinstance(value, list) else value
     if isinstance(name, dict):
         name = name.get("lora_name") or name.get("name") or name.get("id")

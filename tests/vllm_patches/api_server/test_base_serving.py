@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from http import HTTPStatus
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, UploadFile
 from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
 from vllm.entrypoints.openai.chat_completion import protocol as chat
@@ -222,6 +223,13 @@ def test_an_adapter_beside_the_bases_name_is_refused(field: str, value: Any) -> 
 def test_a_number_of_an_adapter_is_no_name_to_send() -> None:
     request = completion.CompletionRequest(model="base", prompt="x", lora_int_id=1)
     with pytest.raises(VLLMClientError, match=r'"lora_int_id": 1.*send the adapter.s name as the "model"'):
+        serving()._maybe_get_adapters(request)
+
+
+def test_a_file_in_such_a_field_is_refused_too() -> None:
+    """Of a form, as transcriptions are asked for."""
+    request = completion.CompletionRequest(model="base", prompt="x", adapter=UploadFile(BytesIO(b"x"), filename="sql"))
+    with pytest.raises(VLLMClientError, match=r'"adapter": "UploadFile'):
         serving()._maybe_get_adapters(request)
 
 
