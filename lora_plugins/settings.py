@@ -108,8 +108,9 @@ class Settings:
     brings them, always the `base` model's, or `strict`: the base model's, and a refusal for adapters that bring others
     ([chats](../guides/chat.md))."""
     adapter_fields: str = required("LORA_PLUGINS_ADAPTER_FIELDS", choice("refuse", "ignore"), "refuse")
-    """A request for the base model that names an adapter in a field of other servers (`lora_adapter`, `adapter_id`,
-    `lora_path`, `lora_name`): `refuse` it, or `ignore` the field as vLLM does."""
+    """A request for the base model that names an adapter in a field of other servers (`adapter_id`, `lora_name`,
+    `lora_request`, `adapters` and the like, also in `parameters`, `extra_body` and `nvext`): `refuse` it, or `ignore`
+    the field as vLLM does."""
     link_roots: tuple[Path, ...] = required("LORA_PLUGINS_LINK_ROOTS", PATHS, "")
     """Directories, separated by commas, to which symlinks below the root may lead too; `/`: anywhere
     ([links](../guides/sources.md#a-directory))."""

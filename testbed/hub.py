@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import ssl
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,8 +57,8 @@ class Hub(Listener):
     `page_size` cuts listings into pages; with `redirects`, large files come from another origin, as from a CDN.
     """
 
-    def __init__(self, *, page_size: int = 1000, redirects: bool = False) -> None:
-        super().__init__(self._handle)
+    def __init__(self, *, page_size: int = 1000, redirects: bool = False, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(self._handle, tls)
         self.page_size = page_size
         self.redirects = redirects
         self.users: dict[str, str] = {}
@@ -315,9 +316,9 @@ class Hub(Listener):
 
 
 @contextmanager
-def local_hub(*, page_size: int = 1000, redirects: bool = False) -> Iterator[Hub]:
+def local_hub(*, page_size: int = 1000, redirects: bool = False, tls: ssl.SSLContext | None = None) -> Iterator[Hub]:
     """Run a Hub until the block ends."""
-    hub = Hub(page_size=page_size, redirects=redirects)
+    hub = Hub(page_size=page_size, redirects=redirects, tls=tls)
     hub.start()
     try:
         yield hub

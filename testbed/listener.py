@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,14 +18,19 @@ _BACKLOG = 1024
 
 
 class Listener:
-    """Serve `handler` while the `with` block runs; `refuse` takes the port down and brings it up again."""
+    """Serve `handler` while the `with` block runs; `refuse` takes the port down and brings it up again.
 
-    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
-        self._handler = handler
+    With `tls` the URL is of `localhost`, as certificates name it.
+    """
+
+    def __init__(
+        self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._handler, self._tls = handler, tls
         # Bound but never listening: the port stays ours during an outage, and connecting to it is refused.
         self._reservation = _bound(0)
         self.port = int(self._reservation.getsockname()[1])
-        self.url = f"http://{HOST}:{self.port}"
+        self.url = f"http://{HOST}:{self.port}" if tls is None else f"https://localhost:{self.port}"
         self._thread = threading.Thread(target=self._run, name=f"listener-{self.port}", daemon=True)
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,7 +90,9 @@ class Listener:
     async def _open(self) -> None:
         if self._listening is None:
             self._socket = _bound(self.port)
-            self._listening = await self._loop.create_server(self._web, sock=self._socket, backlog=_BACKLOG)
+            self._listening = await self._loop.create_server(
+                self._web, sock=self._socket, backlog=_BACKLOG, ssl=self._tls
+            )
 
     async def _close(self) -> None:
         if self._listening is not None:

@@ -244,13 +244,11 @@ def _check_sizes(pair: ReadPair, place: ModulePlace, about: str) -> None:
 
 def _more_words(inputs: int, outputs: int, place: ModulePlace) -> int:
     """Return how many words were added, if added words alone keep a head or an embedding from fitting; otherwise 0."""
-    words = {ModuleKind.HEAD: (inputs, outputs), ModuleKind.EMBEDDING: (outputs, inputs)}
-    known = {
-        ModuleKind.HEAD: (place.in_features, place.out_features),
-        ModuleKind.EMBEDDING: (place.out_features, place.in_features),
-    }
-    (hidden, count), (its_hidden, its_count) = words.get(place.kind, (0, 0)), known.get(place.kind, (0, 0))
-    return max(0, count - its_count) if hidden == its_hidden and its_count is not None else 0
+    (hidden, its_hidden), (count, its_count) = (inputs, place.in_features), (outputs, place.out_features)
+    if place.kind is ModuleKind.EMBEDDING:
+        (hidden, its_hidden), (count, its_count) = (count, its_count), (hidden, its_hidden)
+    is_of_words = place.kind in (ModuleKind.HEAD, ModuleKind.EMBEDDING) and hidden == its_hidden
+    return max(0, count - its_count) if is_of_words and its_count is not None else 0
 
 
 def _two_for_one(name: str, one: ReadPair, other: ReadPair) -> IncompatibleAdapter:

@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Any, BinaryIO, TypeGuard
 
 from lora_plugins.adapter.pace import paced
-from lora_plugins.adapter.writers import foreign_bytes
+from lora_plugins.adapter.writers import NOT_GATHERED, foreign_bytes
 from lora_plugins.errors import InvalidAdapter
 
 LENGTH_BYTES = 8
@@ -72,7 +72,7 @@ def read_header(file: BinaryIO, file_bytes: int | None) -> tuple[TensorInfo, ...
     start = LENGTH_BYTES + header_bytes
     tensors = [_tensor(name, entry, start) for name, entry in paced(_entries(data))]
     if not tensors:
-        raise _broken("no tensors", "at least one pair of lora_A and lora_B")
+        raise InvalidAdapter("no tensors", expected="at least one pair of lora_A and lora_B", remedy=NOT_GATHERED)
     tensors.sort(key=attrgetter("begin"))
     _check_layout(tensors, start, file_bytes)
     return tuple(tensors)
@@ -227,8 +227,8 @@ def _tensor(name: str, entry: Any, start: int) -> TensorInfo:
         raise error
     if not (_whole_numbers(shape) and all(shape) and 1 <= len(shape) <= 8):
         error = _broken(f"shape {str(shape)[:60]} of tensor '{name}'", "one to eight sizes above 0")
-        if shape == [0]:  # `param.data` of a partitioned parameter (deepspeed/runtime/zero/partition_parameters.py)
-            error.remedy = "gather it before saving (DeepSpeed's ZeRO-3: stage3_gather_16bit_weights_on_model_save)"
+        if isinstance(shape, list) and 0 in shape:
+            error.remedy = NOT_GATHERED
         raise error
     if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
         raise _broken(f"data_offsets {str(offsets)[:60]} of tensor '{name}'", "a begin and an end")

@@ -17,7 +17,7 @@ from lora_plugins.adapter.config import AdapterConfig, unsupported, without_effe
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.writers import FROM_MERGEKIT, foreign_key, unwrapped
+from lora_plugins.adapter.writers import FROM_MERGEKIT, NOT_GATHERED, foreign_key, unwrapped
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
@@ -194,11 +194,12 @@ def _pair(module: str, sides: dict[str, TensorInfo], rank: int, alpha: float, is
         )
     pair = LoraPair(module, sides["A"], sides["B"], rank, alpha, is_looked_up)
     for tensor in (pair.a, pair.b):
-        if len(tensor.shape) != 2 and not pair.is_experts:
+        is_flat = len(tensor.shape) == 1
+        if is_flat or (len(tensor.shape) != 2 and not pair.is_experts):
             raise IncompatibleAdapter(
                 f"shape {list(tensor.shape)} of tensor '{tensor.name}'",
                 expected="two dimensions",
-                remedy="leave convolutions out of target_modules",
+                remedy=NOT_GATHERED if is_flat else "leave convolutions out of target_modules",
             )
     return pair
 
@@ -233,9 +234,12 @@ def _check_ranks(pairs: Iterable[LoraPair]) -> None:
     for pair in paced(pairs):
         if pair.is_experts:
             continue  # only the model says how many experts a tensor stacks
-        if (pair.a.shape[0], pair.b.shape[1]) != (pair.rank, pair.rank):
+        of_a, of_b = pair.a.shape[0], pair.b.shape[1]
+        if (of_a, of_b) != (pair.rank, pair.rank):
+            is_part = of_b == pair.rank and pair.rank % of_a == 0  # FSDP2 divides rows, which are A's ranks
+            together = "put the adapter_config.json and the weights of the same training run together"
             raise InvalidAdapter(
-                f"rank {pair.a.shape[0]} in '{pair.a.name}' and {pair.b.shape[1]} in '{pair.b.name}'",
+                f"rank {of_a} in '{pair.a.name}' and {of_b} in '{pair.b.name}'",
                 expected=f"rank {pair.rank} in both, by the configuration",
-                remedy="put the adapter_config.json and the weights of the same training run together",
+                remedy=NOT_GATHERED if is_part else together,
             )

@@ -26,6 +26,9 @@ WRAPPERS: Mapping[str, str] = {
 # mergekit/scripts/extract_lora.py, 0.1.5: without the options, norms and embeddings are saved whole.
 FROM_MERGEKIT = "if mergekit-extract-lora made it, extract it again with --embed-lora --skip-undecomposable"
 
+# `param.data` of a partitioned parameter is empty (deepspeed/runtime/zero/partition_parameters.py); FSDP's is flat.
+NOT_GATHERED = "gather it before saving (ZeRO-3: stage3_gather_16bit_weights_on_model_save; FSDP: FULL_STATE_DICT)"
+
 # Where a program that keeps a folder for each adapter of a model has PEFT's configuration of the first.
 DEFAULT = "default/adapter_config.json"
 
@@ -57,6 +60,18 @@ WRITERS = (
         "convert it with tinker_cookbook.weights.build_lora_adapter(base_model=..., adapter_path=..., "
         "output_path=...); experts alone are also served with --enable-moe-shared-loras",
         keys=r"(^|\.)unembed_tokens\.|\.experts\.w[123]\.lora_[AB]\.weight$",
+    ),
+    Writer(
+        "Megatron-Bridge's experts of three dimensions",
+        "serve it with the base model that it was trained on; where all experts share a side "
+        "(experts_shared_outer_loras), the engine must take a pair for each expert",
+        keys=r"\.experts\.(gate_up_proj|down_proj)\.lora_[AB]\.weight$",
+    ),
+    Writer(
+        "a tower or connector of a multimodal model, as Unsloth trains by default",
+        "serve it with the base model that it was trained on and --enable-tower-connector-lora, or train it without "
+        "(finetune_vision_layers=False)",
+        keys=r"(^|\.)(vision_tower|audio_tower|vision_model|visual|embed_vision|embed_audio)\..+\.weight$",
     ),
     Writer(
         "MLX's form (mlx-lm)",

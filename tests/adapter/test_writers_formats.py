@@ -100,6 +100,71 @@ def test_quantised_tensors_are_told_what_to_do(adapter, dtype):
     assert "BF16" in error.remedy
 
 
+# --- towers, which a server of the text model does not have
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear",  # Gemma 4: each layer is inside a clipping one
+        "model.audio_tower.layers.0.self_attn.q_proj.linear",
+        "model.visual.blocks.0.attn.qkv",
+        "model.embed_vision.embedding_projection",
+    ],
+)
+@pytest.mark.parametrize("beside", [{}, weights()], ids=["alone", "beside the text model"])
+def test_a_tower_is_named_with_its_trainers_option(tmp_path, module, beside):
+    """`FastVisionModel.get_peft_model` of Unsloth trains towers unless it is told not to."""
+    directory = put(tmp_path, adapter_files(beside | pair(module, 4, 8, 8)))
+    with pytest.raises(IncompatibleAdapter, match="a tower or connector of a multimodal model") as caught:
+        verify_adapter(directory, base_of(MODULES.places), Settings())
+    assert f"'{module}'" in caught.value.found
+    for text in ("finetune_vision_layers=False", "--enable-tower-connector-lora"):
+        assert text in caught.value.remedy
+
+
+# --- tensors that a trainer has spread over its processes and not gathered
+
+
+def spread(part):
+    """The tensors of a whole adapter as a process of FSDP or ZeRO-3 holds them."""
+    return {name: part(name, np.ascontiguousarray(tensor)) for name, tensor in weights().items()}
+
+
+NOT_GATHERED = {
+    "flat": spread(lambda _, tensor: tensor.reshape(-1)),
+    "half of flat": spread(lambda _, tensor: tensor.reshape(-1)[: tensor.size // 2]),
+    "experts, flat": {
+        f"{PEFT}model.layers.0.mlp.experts.0.up_proj.lora_{side}.weight": np.ones(32, "float32") for side in "AB"
+    },
+    "half of A's rows": spread(lambda name, tensor: tensor[:2] if ".lora_A." in name else tensor),
+    "half of all rows": spread(lambda _, tensor: tensor[: len(tensor) // 2]),
+    "no tensor at all": {},
+    "tensors of another process": spread(lambda _, tensor: tensor[:0]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_GATHERED)
+def test_tensors_that_were_not_gathered_are_named(adapter, case):
+    """As `get_peft_model_state_dict` meets them under `summon_full_params` or `GatheredParameters` left out."""
+    (adapter / WEIGHTS_FILE).write_bytes(safetensors(NOT_GATHERED[case]))
+    with pytest.raises((InvalidAdapter, IncompatibleAdapter)) as caught:
+        verify_adapter(adapter, base_of(MODULES.places), Settings())
+    for text in ("gather", "stage3_gather_16bit_weights_on_model_save", "FULL_STATE_DICT"):
+        assert text in caught.value.remedy
+
+
+@pytest.mark.parametrize("case", ["a convolution", "weights of two trainings"])
+def test_other_shapes_are_not_said_to_be_spread(adapter, case):
+    tensors = weights()
+    name = next(name for name in tensors if ".lora_A." in name)
+    odd = np.ones((4, 8, 3), "float32") if case == "a convolution" else np.ones((3, tensors[name].shape[1]), "float32")
+    (adapter / WEIGHTS_FILE).write_bytes(safetensors(tensors | {name: odd}))
+    with pytest.raises((InvalidAdapter, IncompatibleAdapter)) as caught:
+        verify_adapter(adapter, base_of(MODULES.places), Settings())
+    assert "gather" not in caught.value.remedy
+
+
 # --- a vocabulary with words added in training
 
 

@@ -6,7 +6,6 @@ import asyncio
 import http.server
 import json
 import ssl
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from lora_plugins.cli.server import AdminClient
 from lora_plugins.client import CallFailed, wait_served
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.ray.server_process import ServerProcess
+from tests.certificates import self_signed
 
 DIGEST = "a" * 64
 ELSEWHERE = "server.invalid:8000"
@@ -149,13 +149,7 @@ def test_servers_here_and_elsewhere_are_asked_together(proxy: Listening, listen:
 
 
 def test_certificates_of_the_environment_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    )
-    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    certificate, context = self_signed(tmp_path)
     server = Listening(context)
     url = f"https://localhost:{server.port}"
     try:

@@ -25,10 +25,12 @@ def test_a_base_models_name_before_an_adapters_is_explained(world: World, mark: 
     assert 'ask for "model": "sql"' in answer.error
 
 
-@pytest.mark.parametrize("field", ["lora_adapter", "adapter_id", "lora_path", "lora_name"])
+@pytest.mark.parametrize("field", ["lora_adapter", "lora_request", "parameters.adapter_id", "nvext.adapter"])
 def test_an_adapter_in_a_field_of_other_servers_is_refused(world: World, field: str) -> None:
     def asked(model: str, value: str) -> httpx.Response:
-        body = {"model": model, "prompt": PROMPT, "max_tokens": 1, field: value}
+        holder, _, name = field.rpartition(".")
+        held = {holder: {name: value}} if holder else {name: value}
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 1, **held}
         return httpx.post(f"{world.server.url}/v1/completions", json=body, timeout=60)
 
     refused = asked(world.base, "sql")

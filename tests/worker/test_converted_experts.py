@@ -20,7 +20,6 @@ from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.vllm_patches.model_modules import model_of
 from lora_plugins.worker.model_modules import describe
 from tests.worker.real_models import (
-    CONFIGS,
     configuration,
     held_in,
     manager_of,
@@ -65,17 +64,26 @@ def test_slots_hold_what_vllms_own_conversion_writes(base: Path, tmp_path: Path,
     assert all(wanted[place].any() for place in wanted), "the adapter fills every module"
 
 
-def test_each_expert_computes_what_peft_computes(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of", "block", "parts"),
+    [
+        ("qwen3-moe", "layers.0.mlp.experts", {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}),
+        ("nemotron-h", "layers.0.mixer.experts", {"up_proj": ["up_proj"], "down_proj": ["down_proj"]}),  # no gate_proj
+    ],
+)
+def test_each_expert_computes_what_peft_computes(
+    make_real_manager: Any, tmp_path: Path, of: str, block: str, parts: Any
+) -> None:
     """An adapter that PEFT saves of Transformers 5's stacked parameters."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
-    plain = manager_of(configuration(tmp_path, "qwen3-moe"), LRUCacheWorkerLoRAManager)
-    config = json.loads((tmp_path / "qwen3-moe" / "config.json").read_text())
+    plain = make_real_manager(of, LRUCacheWorkerLoRAManager)
+    config = json.loads((tmp_path / of / "config.json").read_text())
     config.pop("architectures")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    parameters = [f"experts.{name}" for name in parts]
     peft = get_peft_model(
         model, LoraConfig(r=RANK, lora_alpha=12, target_modules=["q_proj"], target_parameters=parameters)
     )
@@ -84,14 +92,12 @@ def test_each_expert_computes_what_peft_computes(base: Path, tmp_path: Path) -> 
             torch.nn.init.normal_(parameter)
     peft.save_pretrained(str(tmp_path / "peft"))
     made = convert(tmp_path / "peft", tmp_path / "converted", plain)
-    outer = peft.base_model.model.model.layers[0].mlp.experts
+    outer = peft.base_model.model.get_submodule(f"model.{block}")
     deltas = {wrapper.parameter_name: wrapper.get_delta_weight("default") for wrapper in (outer, outer.base_layer)}
-    experts = CONFIGS["qwen3-moe"]["num_experts"]
-    for expert in range(experts):
-        prefix = f"base_model.model.model.layers.0.mlp.experts.{expert}"
-        ours = {
-            name: 3 * made[f"{prefix}.{name}.lora_B.weight"] @ made[f"{prefix}.{name}.lora_A.weight"]
-            for name in ("gate_proj", "up_proj", "down_proj")
-        }
-        torch.testing.assert_close(torch.cat([ours["gate_proj"], ours["up_proj"]]), deltas["gate_up_proj"][expert])
-        torch.testing.assert_close(ours["down_proj"], deltas["down_proj"][expert])
+    for expert in range(describe(plain._adapter_manager).experts[f"model.{block}"].count):
+        prefix = f"base_model.model.model.{block}.{expert}"
+        for parameter, names in parts.items():
+            ours = [
+                3 * made[f"{prefix}.{name}.lora_B.weight"] @ made[f"{prefix}.{name}.lora_A.weight"] for name in names
+            ]
+            torch.testing.assert_close(torch.cat(ours), deltas[parameter][expert])

@@ -52,8 +52,10 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
 
     Raises:
         InvalidAdapter: two pairs of the adapter are for one module of the engine.
+        IncompatibleAdapter: experts of another rank than the configuration's, or of an unknown layout.
     """
     names = Names(config, model)
+    experts.check_ranks(weights.pairs, names)
     names.exchanged = experts.exchanged(weights.pairs, names)
     if names.exchanged:  # every rule writes the present layout
         config = replace(config, peft_version=experts.FIRST_PRESENT)

@@ -8,14 +8,16 @@ vllm/lora/model_manager.py, 0.32; the second function unstacks for engines of bo
 PEFT before 0.19.1 took a parameter `(experts, out, in)` for `(experts, in, out)`, so its A is what B is now
 (`ParamWrapper` in peft/tuners/lora/layer.py, 0.18.0 and 0.21.2; huggingface/peft#3165). Megatron-Bridge saves three
 dimensions under the parameters' own names (`_convert_moe_experts_lora_to_vllm` of SkyRL 0.3.0 describes the form), and
-Tinker under `experts.w1`, `.w2` and `.w3`, where a side with a single matrix is shared by all experts
-(`expand_expert_lora_tensors` in tinker_cookbook/weights/_merge.py).
+Tinker under `experts.w1`, `.w2` and `.w3`; a side with a single matrix is shared by all experts
+(`expand_expert_lora_tensors` in tinker_cookbook/weights/_merge.py). NeMo Automodel saves experts without gate_proj in
+PEFT's old layout, with w1 alone as w13 (`_convert_lora_to_paramwrapper` in components/moe/state_dict_mixin.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from lora_plugins.adapter.config import CONFIG_FILE, LAYOUT_KEY
@@ -40,6 +42,7 @@ _GROUPED = {
 FIRST_PRESENT = (0, 19, 1)  # of PEFT, with the present layout
 _STACKED, _OLD = "stacked experts", "experts of PEFT before 0.19.1"
 _MEGATRON, _TINKER = "Megatron-Bridge's experts", "Tinker's experts"
+_FORMS = (_STACKED, _OLD, _MEGATRON, _TINKER)
 
 
 class _View(NamedTuple):
@@ -61,6 +64,30 @@ class _Grouped(NamedTuple):
     pair: LoraPair
     a: _View
     b: _View
+
+
+def check_ranks(pairs: Iterable[LoraPair], names: Names) -> None:
+    """Refuse experts that fit with another rank than the configuration's.
+
+    Raises:
+        IncompatibleAdapter: names the rank, and the line of the configuration that says so.
+    """
+    for pair in paced(pairs):
+        head, mark, rest = pair.module.partition(".experts")
+        is_one, shape = rest.count(".") == 2, pair.a.shape  # `.0.up_proj`
+        experts = names.experts(head + mark) if mark and not (is_one and shape[0] == pair.rank) else None
+        if experts is None:
+            continue
+        rank = shape[0] if is_one else shape[1] if len(shape) == 3 else shape[0] // experts.count
+        role, its = _ROLES.get(rest.rpartition(".")[2], ""), replace(pair, rank=rank)
+        fits = _fits(0, role, its, experts) if is_one else any(_read(its, experts, form) for form in _FORMS)
+        if fits and rank != pair.rank:
+            raise IncompatibleAdapter(
+                f"experts '{pair.module}' of rank {rank}",
+                expected=f"rank {pair.rank}, by the configuration",
+                remedy=f'put "rank_pattern": {{"experts.*": {rank}}} into {CONFIG_FILE}, if the trainer has divided r '
+                "by the active experts (NeMo Automodel, Megatron-Bridge)",
+            )
 
 
 def exchanged(pairs: Iterable[LoraPair], names: Names) -> frozenset[str]:
@@ -116,24 +143,24 @@ def regroup(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         # A pair of another shape, or two of the same matrix: leave the layer to `check_landing`.
         if len(found) != len(its):
             continue
-        if ExpertFormat.PER_EXPERT in experts.formats and len(experts.names) == 3:
+        is_shared = any(1 == view.shape[view.axes[0]] < experts.count for _, *views in found.values() for view in views)
+        if ExpertFormat.PER_EXPERT in experts.formats and experts.names:
             yield its, list(_one_by_one(module, found, experts)), f"{form} split into a pair each"
-        elif ExpertFormat.STACKED in experts.formats and form in (_OLD, _MEGATRON):
+        elif ExpertFormat.STACKED in experts.formats and form in (_OLD, _MEGATRON) and not is_shared:
             yield its, list(_restacked(module, found, experts)), f"{form} stacked"
 
 
 def _read(pair: LoraPair, experts: Experts, form: str) -> tuple[str, _Grouped] | None:
     """Return the matrix that a pair holds of all experts, and the pair's views; None for other shapes."""
     count, rank, shapes = experts.count, pair.rank, (pair.a.shape, pair.b.shape)
-    for role in _GROUPED[pair.module.rpartition(".")[2]]:
+    for role in _GROUPED.get(pair.module.rpartition(".")[2], ()):
         inputs, outputs = _sizes(role, experts)
         if form == _STACKED and shapes == ((count * rank, inputs), (outputs, rank * count)):
             a, b = _View(pair.a, (count, rank, inputs)), _View(pair.b, (outputs, rank, count), (2, 0, 1))
         elif form == _OLD and shapes == ((count * rank, outputs), (inputs, rank * count)):
             a, b = _View(pair.b, (inputs, rank, count), (2, 1, 0)), _View(pair.a, (count, rank, outputs), (0, 2, 1))
         elif form in (_MEGATRON, _TINKER) and (shapes[0][1:], shapes[1][1:]) == ((rank, inputs), (outputs, rank)):
-            counts = {shapes[0][0], shapes[1][0]}
-            if counts != {count} and (form == _MEGATRON or counts != {1, count}):
+            if {shapes[0][0], shapes[1][0]} not in ({count}, {1, count}):
                 continue
             a, b = _View(pair.a, pair.a.shape), _View(pair.b, pair.b.shape)
         else:
@@ -145,12 +172,14 @@ def _read(pair: LoraPair, experts: Experts, form: str) -> tuple[str, _Grouped] |
 def _sizes(role: str, experts: Experts) -> tuple[int, int]:
     """Return the inputs and outputs of one expert's matrix."""
     inner, hidden = experts.intermediate_size, experts.hidden_size
-    return {"w2": (inner, hidden), "w13": (hidden, 2 * inner)}.get(role, (hidden, inner))
+    return {"w2": (inner, hidden), "w13": (hidden, inner * len(_rows_in_w13(experts)))}.get(role, (hidden, inner))
 
 
 def _rows_in_w13(experts: Experts) -> dict[str, Slice]:
     """Return which rows of w13's B belong to w1 and to w3."""
     inner = experts.intermediate_size
+    if experts.names and "w3" not in experts.names:  # without gate_proj
+        return {"w1": (0, inner, 1)}
     step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
     return {"w1": (0, step * inner, step), "w3": (begin_of_w3, 2 * inner, step)}
 

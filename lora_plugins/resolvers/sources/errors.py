@@ -11,6 +11,8 @@ raised `from None`: message and address may carry a signed URL.
 from __future__ import annotations
 
 import errno
+import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -32,15 +34,16 @@ class FailureKind(Enum):
     GATED = ("a gated repository", "accept its terms on its page on the Hub", False)
     OFFLINE = ("offline mode", "unset HF_HUB_OFFLINE, or run 'hf download' where there is a network", False)
     DENIED = ("{source} that denies access", "grant the credentials the right to list and read", False)
-    EXPIRED = (
-        "credentials that have expired",
-        "renew them: files and profiles are read again, AWS_SESSION_TOKEN only at a restart",
-        False,
-    )
+    EXPIRED = ("credentials that have expired", "renew them: files and profiles are read again", False)
+    WRONG_KEY = ("credentials that are not accepted", "correct them: files and profiles are read again", False)
+    ACCOUNT = ("{source} that has closed the account", "settle it with the account's provider", False)
+    CLOCK = ("a clock that differs from that of {source}", "set this machine's clock, such as by NTP", False)
+    ARCHIVED = ("an archived object", "restore the object, or copy it to a storage class that is read at once", False)
+    ENCRYPTED = ("an encrypted object whose key is not to be had", "enable its key, and grant kms:Decrypt", False)
     NO_CREDENTIALS = ("no usable credentials", "provide credentials to the server, or set anonymous access", False)
     BAD_REQUEST = ("a request that cannot be made", "check endpoint, region and client configuration", False)
     REFUSED = ("{source} that refuses the request", "check endpoint, region and bucket", False)
-    TLS = ("a TLS connection that cannot be trusted", "check the endpoint's certificate and the CA bundle", False)
+    TLS = ("a TLS connection that cannot be trusted", "name its CA's file in SSL_CERT_FILE (S3: AWS_CA_BUNDLE)", False)
     BUSY = ("{source} that asks to slow down", "ask again later", True)
     SERVER = ("{source} that fails", "ask again later; look at its health", True)
     TIMEOUT = ("{source} that does not answer in time", "check the network and the endpoint", True)
@@ -88,14 +91,11 @@ class Failure:
         kind = self.kind
         text = found or kind.found.format(source=source)
         text = f"{text} ({self.detail})" if self.detail else text
-        remedy = remedy or kind.remedy
-        if kind is FailureKind.MISSING:
-            return AdapterNotFound(text, expected=expected, remedy=remedy, file=file)
-        if kind is FailureKind.CHANGED:
-            return VersionChanged(text, expected=expected, remedy=remedy, file=file)
-        error_type = Transient if kind.is_retryable else RemoteFailure
-        error = error_type(text, expected=expected, remedy=remedy, file=file)
-        error.kind = kind
+        answers = {FailureKind.MISSING: AdapterNotFound, FailureKind.CHANGED: VersionChanged}
+        error_type = answers.get(kind) or (Transient if kind.is_retryable else RemoteFailure)
+        error = error_type(text, expected=expected, remedy=remedy or kind.remedy, file=file)
+        if isinstance(error, RemoteFailure):
+            error.kind = kind
         if isinstance(error, Transient) and self.retry_after_s:
             # Wait half a minute at most, whatever the source asks for.
             error.wait_s = min(self.retry_after_s, _MAX_WAIT_S)
@@ -131,6 +131,16 @@ def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -
         if kind is not None:
             return kind
     return None
+
+
+def untrusted(error: BaseException | None) -> BaseException | None:
+    """The error below a client's own that TLS never begins: a certificate, or the file of trusted certificates."""
+    # Other reasons of OpenSSL's, such as a damaged record, may pass. Of a missing file Python's error has no name.
+    is_certificate = isinstance(error, ssl.SSLError) and re.search(r"CERTIFICATE|VERSION|UNKNOWN_CA", str(error))
+    is_bundle = isinstance(error, FileNotFoundError) and error.errno is not None and error.filename is None
+    if error is None or is_certificate or is_bundle:
+        return error
+    return untrusted(error.__cause__ or error.__context__)
 
 
 _BY_STATUS = table_of(
@@ -171,13 +181,17 @@ class ObjectChanged(Exception):
     """An answer with another version of the object."""
 
 
-# Kinds of S3's own error codes, where the status shows less.
+# Kinds of S3's own error codes, where the status shows less; of KMS's too, which begin with `KMS.`.
 _BY_CODE = table_of(
     {
         FailureKind.EXPIRED: "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired",
         FailureKind.NO_BUCKET: "NoSuchBucket",
         FailureKind.BUSY: "SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests",
-        FailureKind.DENIED: "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken RequestTimeTooSkewed",
+        FailureKind.WRONG_KEY: "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidSecurity",
+        FailureKind.ACCOUNT: "AccountProblem AllAccessDisabled NotSignedUp InvalidPayer UserSuspended",
+        FailureKind.CLOCK: "RequestTimeTooSkewed",
+        FailureKind.ARCHIVED: "InvalidObjectState ObjectNotInActiveTierError",
+        FailureKind.SERVER: "KMSInternalException DependencyTimeoutException KeyUnavailableException",
         FailureKind.MISSING: "NoSuchKey NoSuchVersion NotFound",
         FailureKind.TIMEOUT: "RequestTimeout",
     }
@@ -236,12 +250,15 @@ def diagnose(error: BaseException) -> Failure:
     if answer is not None:
         status, code, retry_after_s = answer
         detail = f"HTTP {status} {code}" if code and code != str(status) else f"HTTP {status}"
-        kind = _BY_CODE.get(code) or kind_of_status(status)
+        others = FailureKind.ENCRYPTED if code.startswith("KMS.") else kind_of_status(status)
+        kind = _BY_CODE.get(code.removeprefix("KMS."), others)
         # A proxy's 404 must not turn into "no such adapter".
         if kind is FailureKind.MISSING and _must_have_code(error) and code in ("", str(status)):
             kind = FailureKind.BROKEN_ANSWER
         return Failure(kind, detail, retry_after_s)
     kind = kind_of_type(type(error)) or FailureKind.UNKNOWN
+    if kind is FailureKind.UNREACHABLE and untrusted(error):
+        kind = FailureKind.TLS
     if isinstance(error, OSError) and kind is FailureKind.UNREACHABLE and error.errno in _PERMANENT_OS_ERRORS:
         kind = FailureKind.BAD_REQUEST
     return Failure(kind, name)

@@ -5,6 +5,7 @@ MISSING   404 with the Hub's own error code         absent, or VersionChanged wh
 HIDDEN    401 for a repository: missing or private  L006 where an entry names the repository, else absent; while
                                                     fetching, VersionChanged
 OFFLINE   HF_HUB_OFFLINE                            what the Hub's cache holds, else L006
+TLS       a certificate, or the file of trusted     L006 at once
 REFUSED   an answer that is not the Hub's           L006
 others                                              L006, after retries where they may help
 ```
@@ -15,7 +16,8 @@ from __future__ import annotations
 from huggingface_hub import errors as hub
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.resolvers.sources.errors import Failure, FailureKind, kind_of, kind_of_status, retry_after, table_of
+from lora_plugins.resolvers.sources import errors as remote
+from lora_plugins.resolvers.sources.errors import Failure, FailureKind, kind_of, kind_of_status, table_of
 
 _OF_HTTPX = table_of(
     {
@@ -62,18 +64,17 @@ def diagnose(error: BaseException) -> Failure:
     name = type(error).__name__
     if isinstance(error, hub.HfHubHTTPError):
         status = error.response.status_code
-        wait_s = retry_after(error.response.headers.get("Retry-After"))
+        wait_s = remote.retry_after(error.response.headers.get("Retry-After"))
         return Failure(_kind_of_answer(error, status), f"{name}, HTTP {status}", wait_s)
+    if (cause := remote.untrusted(error)) is not None:
+        return Failure(FailureKind.TLS, type(cause).__name__)
     return Failure(kind_of_type(type(error)) or FailureKind.UNKNOWN, name)
 
 
 def is_local(error: BaseException) -> bool:
     """Whether the local file system failed, as with a full disk; the store explains such errors."""
-    return (
-        isinstance(error, OSError)
-        and error.errno is not None
-        and not isinstance(error, (ConnectionError, TimeoutError, hub.HfHubHTTPError))
-    )
+    is_remote = isinstance(error, (ConnectionError, TimeoutError, hub.HfHubHTTPError)) or remote.untrusted(error)
+    return isinstance(error, OSError) and error.errno is not None and not is_remote
 
 
 def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
@@ -95,9 +96,10 @@ def map_error(error: Exception, where: str, *, has_token: bool) -> Exception:
         FailureKind.HIDDEN: (f"a repository that is missing or private, {where}", f"check its name, and {sign_in}"),
         FailureKind.DENIED: (f"a Hub that denies {where}", f"{sign_in}; an expired token is refused everywhere"),
         FailureKind.OFFLINE: (f"offline mode, and {where} not whole in the Hub's cache", ""),
-        FailureKind.REFUSED: (
-            f"an answer that is not the Hub's for {where}",
-            "check HF_ENDPOINT, proxies and firewalls",
+        FailureKind.REFUSED: (f"an answer that is not the Hub's for {where}", "check HF_ENDPOINT, proxies, firewalls"),
+        FailureKind.TLS: (
+            f"{FailureKind.TLS.found}, for {where}",
+            "check HF_ENDPOINT; SSL_CERT_FILE names a file with a company's own CA, and REQUESTS_CA_BUNDLE is not read",
         ),
     }
     found, remedy = said.get(

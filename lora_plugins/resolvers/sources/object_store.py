@@ -191,12 +191,12 @@ class ObjectSource:
             raise VersionChanged("other files than before", expected="the located ones", remedy="ask again")
 
     def _note(self, error: LoRAPluginsError) -> None:
-        """Have expired credentials read again; name the variable that is at fault, and a web server as one."""
+        """Have credentials that are no longer good read again; name the variable at fault, and a web server as one."""
         if not isinstance(error, RemoteFailure):
             return
-        if error.kind is FailureKind.EXPIRED and isinstance(self._files, S3Files):
+        if error.kind in (FailureKind.EXPIRED, FailureKind.WRONG_KEY) and isinstance(self._files, S3Files):
             self._files.forget_credentials()
-            if self._files.has_static_token:
+            if self._files.has_static_token and error.kind is FailureKind.EXPIRED:
                 error.found = error.found.replace("credentials that have", "an AWS_SESSION_TOKEN that has")
                 error.remedy = _NEVER_READ_AGAIN
         elif self._is_bare and _HOW_READ not in error.remedy:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import re
 from typing import Any
 
 from lora_plugins.adapter.names import near
@@ -28,8 +30,9 @@ from lora_plugins.vllm_patches.api_server.async_llm import is_planned, lora_conf
 from lora_plugins.vllm_patches.messages import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
-# Of production-stack, Text Generation Inference, LoRAX and SGLang.
-_FIELDS_OF_OTHERS = ("lora_adapter", "adapter_id", "lora_path", "lora_name")
+# Of production-stack, Text Generation Inference, LoRAX, SGLang, llama.cpp; `lora_request` is of vLLM's `LLM.generate`.
+_FIELD_OF_OTHERS = re.compile(r"(lora|adapter)s?(_?(adapter|name|path|request|(int_?)?id)s?)?", re.IGNORECASE)
+_HOLDERS = ("parameters", "extra_body", "nvext")  # of Text Generation Inference, a client's call sent as JSON, Dynamo
 _MOST_COMPARED = 1_000  # names: a few milliseconds of the event loop at most
 
 
@@ -189,20 +192,30 @@ def _refuse_unloaded(serving: Any, request: Any) -> None:
 
 
 def _refuse_unread_fields(_serving: Any, request: Any, adapter: Any) -> Any:
-    """Refuse a request for the base model with an adapter in a field of other servers, which vLLM does not read."""
+    """Refuse a request for the base model with an adapter in a field of other servers, which vLLM does not read.
+
+    vLLM's own fields are never among `model_extra`.
+    """
     if adapter is None and this_process().settings.adapter_fields == "refuse":
         given = getattr(request, "model_extra", None) or {}
-        for name in _FIELDS_OF_OTHERS:
-            if given.get(name):
-                value = str(given[name])[:200]
-                raise http_error(
-                    IncompatibleAdapter(
-                        f'"{name}": "{value}", which vLLM does not read: the base model would answer',
-                        expected="the adapter's name as the model",
-                        remedy=f'send "model": "{value}", or set LORA_PLUGINS_ADAPTER_FIELDS=ignore',
-                    )
-                ) from None
+        for prefix, held in (("", given), *((f"{name}.", given.get(name)) for name in _HOLDERS)):
+            for name, value in held.items() if isinstance(held, dict) else ():
+                if value and value != request.model and _FIELD_OF_OTHERS.fullmatch(name):
+                    raise http_error(_unread(prefix + name, value)) from None
     return adapter
+
+
+def _unread(field: str, value: Any) -> IncompatibleAdapter:
+    shown = json.dumps(value, ensure_ascii=False, default=str)[:200]
+    name = value[0] if isinstance(value, list) else value
+    if isinstance(name, dict):
+        name = name.get("lora_name") or name.get("name") or name.get("id")
+    send = f'"model": "{name[:200]}"' if isinstance(name, str) else 'the adapter\'s name as the "model"'
+    return IncompatibleAdapter(
+        f'"{field}": {shown}, which vLLM does not read: the base model would answer',
+        expected="the adapter's name as the model",
+        remedy=f"send {send}, or set LORA_PLUGINS_ADAPTER_FIELDS=ignore",
+    )
 
 
 def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:

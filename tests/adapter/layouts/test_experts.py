@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from itertools import product
 
 import numpy as np
@@ -12,11 +14,12 @@ from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace
+from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import convert, delta
-from tests.make import BASE, PEFT, adapter_files, pair, put, read_name
+from tests.make import BASE, PEFT, adapter_files, config_bytes, pair, put, read_name
 
 COUNT, HIDDEN, INNER, RANK = 3, 8, 6, 2
 MODULE = "model.layers.0.mlp.experts"
@@ -250,6 +253,111 @@ def test_stacked_experts_of_other_shapes_are_refused(tmp_path, tensors):
     original = put(tmp_path, adapter_files(tensors, r=RANK))
     with pytest.raises(IncompatibleAdapter):
         verify_adapter(original, base_of(ExpertFormat.PER_EXPERT), Settings())
+
+
+# --- experts of another rank, as trainers save them that divide `r` by the active experts
+
+
+def grouped(tensors):
+    """As Megatron-Bridge saves stacked experts: three dimensions under the parameters' own names."""
+    made = {}
+    for old, name in ((f"{MODULE}.base_layer", "gate_up_proj"), (MODULE, "down_proj")):
+        if (a := tensors.get(f"{PEFT}{old}.lora_A.weight")) is not None:
+            b = tensors[f"{PEFT}{old}.lora_B.weight"]
+            made[f"{PEFT}{MODULE}.{name}.lora_A.weight"] = a.reshape(COUNT, RANK, -1)
+            made[f"{PEFT}{MODULE}.{name}.lora_B.weight"] = b.reshape(len(b), RANK, COUNT).transpose(2, 0, 1)
+    return made
+
+
+FORMS = {
+    "stacked": lambda: stacked("w13", "w2"),
+    "exchanged": lambda: exchanged(stacked("w13", "w2")),
+    "grouped": lambda: grouped(stacked("w13", "w2")),
+    "one by one": per_expert,
+}
+
+
+@pytest.mark.parametrize("kind", [ExpertFormat.PER_EXPERT, ExpertFormat.STACKED])
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_of_another_rank_are_served_as_their_refusal_says(tmp_path, form, kind):
+    config = {"r": 4 * RANK, "lora_alpha": 6, "target_modules": "all-linear"}
+    with pytest.raises(IncompatibleAdapter) as caught:
+        verify_adapter(put(tmp_path / "as-saved", adapter_files(FORMS[form](), **config)), base_of(kind), Settings())
+    assert f"rank {RANK}" in caught.value.found
+    assert f"rank {4 * RANK}" in caught.value.expected
+    assert "UNMATCHED" not in caught.value.remedy, "which would serve it without its experts"
+    said = json.loads("{" + re.search(r'"rank_pattern": \{[^}]+\}', caught.value.remedy)[0] + "}")
+    mended = put(tmp_path / "mended", adapter_files(FORMS[form](), **config, **said))
+    verified = verify_adapter(mended, base_of(kind), Settings())
+    config = (verified.conversion or verified).config
+    w2 = f"{MODULE}.0.down_proj" if kind is ExpertFormat.PER_EXPERT else f"{MODULE}.down_proj"
+    rank, alpha = config.ranks()(w2, PatternBudget()), config.alphas()(w2, PatternBudget())
+    assert (rank, config.scaling(rank, alpha)) == (RANK, 6 / RANK)
+
+
+def test_the_said_pattern_matches_no_shared_experts():
+    ranks = parse_config(config_bytes(r=8, rank_pattern={"experts.*": 2})).ranks()
+    names = ("mlp.experts.0.up_proj", "mlp.experts.gate_up_proj", "mlp.shared_experts.up_proj", "mlp.shared_expert.w1")
+    assert [ranks(f"model.layers.0.{name}", PatternBudget()) for name in names] == [2, 2, 8, 8]
+
+
+# --- experts without gate_proj (Nemotron), and with sides that all experts share
+
+
+def gateless(kind=ExpertFormat.PER_EXPERT):
+    names = {"w1": "up_proj", "w2": "down_proj"}
+    places = {
+        f"{MODULE}.{expert}.{name}": ModulePlace(MODULE, ModuleKind.EXPERTS, *SIZES[role], part=role)
+        for expert, (role, name) in product(range(COUNT), names.items())
+    }
+    experts = {MODULE: Experts(COUNT, HIDDEN, INNER, (kind,), names)}
+    return dataclasses.replace(
+        BASE, max_rank=None, model=Model(ModelModules("Tiny", "0.32.0", places, experts=experts), read_name)
+    )
+
+
+@pytest.mark.parametrize("form", ["stacked", "exchanged", "grouped"])
+def test_stacked_experts_without_gate_proj_become_a_pair_each(tmp_path, form):
+    """`_convert_lora_to_paramwrapper` of NeMo Automodel writes `exchanged`; B of w13 has the rows of up_proj alone."""
+    tensors = pair(f"{MODULE}.base_layer", RANK * COUNT, HIDDEN, INNER) | stacked("w2")
+    saved = {"stacked": lambda it: it, "exchanged": exchanged, "grouped": grouped}[form](tensors)
+    _, made, target = convert(tmp_path, saved, gateless(), r=RANK, lora_alpha=6, target_modules=[])
+    assert len(made) == 2 * 2 * COUNT
+    for expert in range(COUNT):
+        for name, old in (("up_proj", f"{MODULE}.base_layer"), ("down_proj", MODULE)):
+            found = delta(made, f"{MODULE}.{expert}.{name}", target / CONFIG_FILE)
+            assert np.array_equal(found, delta_of_expert(tensors, old, expert) * 3)
+
+
+@pytest.mark.parametrize("parts", [("gate_up_proj.lora_A", "down_proj.lora_B"), ("gate_up_proj.lora_A",)])
+def test_sides_that_all_experts_share_are_given_to_each(tmp_path, parts):
+    """Megatron-Bridge with shared outer matrices, as SGLang reads them (`experts_shared_outer_loras`)."""
+    tensors = grouped(stacked("w13", "w2"))
+    tensors = {name: its[:1] if any(part in name for part in parts) else its for name, its in tensors.items()}
+    base = base_of(ExpertFormat.PER_EXPERT)
+    _, made, target = convert(tmp_path, tensors, base, r=RANK, lora_alpha=6, target_modules=[])
+    for expert in range(COUNT):
+        of = {
+            name: [
+                its[expert if len(its) > 1 else 0].astype(float)
+                for side in "AB"
+                for its in [tensors[f"{PEFT}{MODULE}.{name}.lora_{side}.weight"]]
+            ]
+            for name in ("gate_up_proj", "down_proj")
+        }
+        w13, w2 = (b @ a * 3 for a, b in of.values())
+        found = {role: delta(made, f"{MODULE}.{expert}.{name}", target / CONFIG_FILE) for role, name in NAMES.items()}
+        assert np.array_equal(np.concatenate([found["w1"], found["w3"]]), w13)
+        assert np.array_equal(found["w2"], w2)
+
+
+def test_shared_sides_are_named_where_the_engine_stacks(tmp_path):
+    tensors = {
+        name: its[:1] if ".gate_up_proj.lora_A" in name else its for name, its in grouped(stacked("w13", "w2")).items()
+    }
+    with pytest.raises(IncompatibleAdapter, match="Megatron-Bridge's experts") as caught:
+        verify_adapter(put(tmp_path, adapter_files(tensors, r=RANK)), base_of(ExpertFormat.STACKED), Settings())
+    assert "experts_shared_outer_loras" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,11 @@ LASTING: dict[str, tuple[Fault, str, tuple[str, ...]]] = {
     "500": (faults.server_error(), "", ("HTTP 500", "InternalError")),
     "denied": (faults.denied(), "", ("denies", "HTTP 403", "AccessDenied")),
     "expired (400)": (faults.expired_token(), "", ("expired", "renew")),
+    "a wrong clock": (faults.s3_error(403, "RequestTimeTooSkewed", "m"), "", ("clock", "NTP", "RequestTimeTooSkewed")),
+    "archived": (faults.s3_error(403, "InvalidObjectState", "m"), WEIGHTS_PATH, ("archived", "restore", WEIGHTS_FILE)),
+    "a disabled key": (faults.s3_error(400, "KMS.DisabledException", "m"), WEIGHTS_PATH, ("encrypted", "kms:Decrypt")),
+    "a wrong key": (faults.s3_error(403, "InvalidAccessKeyId", "m"), "", ("not accepted", "InvalidAccessKeyId")),
+    "a suspended account": (faults.s3_error(403, "UserSuspended", "m"), "", ("account", "UserSuspended")),
     "not XML": (faults.status(200, b"<html>"), LIST, ("fails",)),
     "a page in the place of a LIST": (faults.status(200, PAGE), LIST, ("malformed", "proxies")),
     "nothing in the place of a LIST": (faults.status(200, b""), LIST, ("malformed", "proxies")),
@@ -136,8 +141,12 @@ def test_etags_are_not_compared_where_the_check_is_off(bed: Bed) -> None:
     assert served[WEIGHTS_FILE] != FILES[WEIGHTS_FILE]
 
 
+REFUSED = {"expired": faults.expired_token(), "not accepted": faults.s3_error(403, "InvalidAccessKeyId", "m")}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
 @pytest.mark.parametrize("expires", ["look-up", "fetch"])
-def test_renewed_credentials_are_read_again(bed: Bed, tmp_path: Path, monkeypatch, expires: str) -> None:
+def test_renewed_credentials_are_read_again(bed: Bed, tmp_path: Path, monkeypatch, expires: str, refused: str) -> None:
     def write(key: str) -> None:
         text = f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\naws_session_token = {key}\n"
         (tmp_path / "credentials").write_text(text)
@@ -149,9 +158,11 @@ def test_renewed_credentials_are_read_again(bed: Bed, tmp_path: Path, monkeypatc
     write("OLD")
     env = {name: text for name, text in bed.s3.env(bed.proxy.url).items() if "KEY" not in name}
     source = bed.source(storage_options=s3_storage_options(env))
-    bed.proxy.plan(faults.expired_token(), path="" if expires == "look-up" else WEIGHTS_PATH, times=None)
-    with pytest.raises(SourceUnavailable, match=r"expired.*files and profiles are read again"):
+    bed.proxy.plan(REFUSED[refused], path="" if expires == "look-up" else WEIGHTS_PATH, times=None)
+    with pytest.raises(SourceUnavailable, match=rf"{refused}.*files and profiles are read again"):
         bed.serve(source)
+    for is_refused in (True, False):
+        bed.proxy.refuse(is_refused)  # other ranges of the failed fetch may still be on their way
     bed.proxy.clear()
     bed.proxy.forget()
     write("NEW")

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib
 import pickle
+import ssl
 from types import ModuleType
 
 import pytest
@@ -130,6 +131,20 @@ def test_each_failure_has_its_kind_and_error(error, kind):
     ours = mapped(error)
     assert isinstance(ours, AdapterNotFound if kind is FailureKind.MISSING else RemoteFailure)
     assert (backoff(ours) is True) is kind.is_retryable
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", FailureKind.TLS),
+        ("[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca", FailureKind.TLS),
+        ("[SSL: DECRYPTION_FAILED_OR_BAD_RECORD_MAC] bad record mac", FailureKind.UNREACHABLE),
+    ],
+)
+def test_a_damaged_record_passes_and_a_certificate_does_not(reason, kind):
+    error = HTTP.ReadError("x")
+    error.__context__ = ssl.SSLError(1, reason)
+    assert diagnose(error).kind is kind
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from http import HTTPStatus
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, UploadFile
 from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
 from vllm.entrypoints.openai.chat_completion import protocol as chat
@@ -19,7 +20,7 @@ from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import VLLMNotFoundError
+from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 
 from lora_plugins.api.access.policy import Policy
@@ -193,6 +194,71 @@ def test_an_adapter_that_policy_withholds_is_not_said(patched: Process, store: P
     assert client_of(one).post("/", json=body).headers[HEADER] == OLD
     patched.policy = Policy.read(policy)
     assert HEADER not in client_of(one).post("/", json=body).headers
+
+
+# --- fields of other servers ---
+
+REQUEST = {"lora_name": "sql", "lora_int_id": 1, "lora_path": "/adapters/sql"}
+FIELDS: list[tuple[str, Any]] = [
+    *((name, "sql") for name in ("lora_adapter", "adapter_id", "lora_path", "lora_name", "adapter_name", "adapter")),
+    *((name, "sql") for name in ("lora", "lora_id", "loraName", "adapter_path")),
+    *((name, REQUEST) for name in ("lora_request", "lora", "adapter")),
+    *((name, [value]) for name in ("adapters", "loras", "adapter_ids") for value in ("sql", {"name": "sql"})),
+    *((f"{holder}.adapter_id", "sql") for holder in ("parameters", "extra_body", "nvext")),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), FIELDS)
+def test_an_adapter_beside_the_bases_name_is_refused(field: str, value: Any) -> None:
+    holder, _, name = field.rpartition(".")
+    held = {name: value}
+    request = completion.CompletionRequest(model="base", prompt="x", **({holder: held} if holder else held))
+    said = f'"{field}": {json.dumps(value)}'.replace("/adapters/sql", "<path>")
+    with pytest.raises(VLLMClientError) as refused:
+        serving(sql="/adapters/sql")._maybe_get_adapters(request)
+    for text in ("L003", said, 'send "model": "sql"', "LORA_PLUGINS_ADAPTER_FIELDS=ignore"):
+        assert text in str(refused.value)
+
+
+def test_a_number_of_an_adapter_is_no_name_to_send() -> None:
+    request = completion.CompletionRequest(model="base", prompt="x", lora_int_id=1)
+    with pytest.raises(VLLMClientError, match=r'"lora_int_id": 1.*send the adapter.s name as the "model"'):
+        serving()._maybe_get_adapters(request)
+
+
+def test_a_file_in_such_a_field_is_refused_too() -> None:
+    """Of a form, as transcriptions are asked for."""
+    request = completion.CompletionRequest(model="base", prompt="x", adapter=UploadFile(BytesIO(b"x"), filename="sql"))
+    with pytest.raises(VLLMClientError, match=r'"adapter": "UploadFile'):
+        serving()._maybe_get_adapters(request)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"adapter_id": "sql"}, "adapter": "sql"}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"adapter": "", "lora": None, "adapters": [], "lora_request": {}, "lora_id": 0, "parameters": {"lora": False}},
+        {"adapter_name": "base", "extra_body": {"lora_name": "base"}},
+        {"tools": [TOOL]},
+        {"metadata": {"adapter": "sql"}, "chat_template_kwargs": {"adapter": "sql"}, "vllm_xargs": {"adapter": "sql"}},
+        {"parameters": "adapter", "extra_body": ["adapter"], "lora_scale": 0.5, "adapters_seen": 3},
+    ],
+    ids=["empty", "the base model's name", "tools", "vLLM's own fields", "others"],
+)
+def test_fields_that_name_no_adapter_are_answered(body: dict[str, Any]) -> None:
+    request = chat.ChatCompletionRequest(model="base", messages=[{"role": "user", "content": "x"}], **body)
+    assert serving(sql="/adapters/sql")._maybe_get_adapters(request) is None
+
+
+def test_fields_are_ignored_beside_an_adapter_and_by_setting(patched: Process) -> None:
+    one, more = serving(sql="/adapters/sql"), {"lora": "chat", "nvext": {"lora": "chat"}}
+    picked = one._maybe_get_adapters(completion.CompletionRequest(model="sql", prompt="x", **more))
+    assert picked is not None
+    assert picked.lora_name == "sql"
+    patched.settings = Settings(store_dir=patched.settings.store_dir, adapter_fields="ignore")
+    assert one._maybe_get_adapters(completion.CompletionRequest(model="base", prompt="x", **more)) is None
 
 
 # --- streams ---
