@@ -59,7 +59,7 @@ _MEANING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class VerbCall:
     """What is asked of a server for each name.
 
     Attributes:
@@ -73,7 +73,7 @@ class Change:
     if_match: str | None = None
 
 
-def load(*, uri: _Uri = None, if_match: _IfMatch = None) -> Change:
+def load(*, uri: _Uri = None, if_match: _IfMatch = None) -> VerbCall:
     """Serve adapters, from the server's sources or from URIs.
 
     A pattern is a name here, as the server's list has only names that are loaded.
@@ -88,10 +88,10 @@ def load(*, uri: _Uri = None, if_match: _IfMatch = None) -> Change:
         source = AdapterSource(uri=place) if (place := uri or one.uri) else None
         return LoadAdapterRequest(lora_name=one.name, source=source)
 
-    return Change("POST ", VersionStatus, body, if_match)
+    return VerbCall("POST ", VersionStatus, body, if_match)
 
 
-def unload(*, block: _Block = False, drain_s: _Drain = None) -> Change:
+def unload(*, block: _Block = False, drain_s: _Drain = None) -> VerbCall:
     """Serve adapters no longer, once their requests have ended.
 
     Examples:
@@ -99,10 +99,10 @@ def unload(*, block: _Block = False, drain_s: _Drain = None) -> Change:
         unload 'team/*' --drain 5
         unload team/sql --block
     """
-    return Change("DELETE /{name}" + _query(block="true" if block else None, timeout_s=drain_s))
+    return VerbCall("DELETE /{name}" + _query(block="true" if block else None, timeout_s=drain_s))
 
 
-def refresh(*, if_match: _IfMatch = None) -> Change:
+def refresh(*, if_match: _IfMatch = None) -> VerbCall:
     """Look for new versions at the sources now, and swap to them.
 
     Examples:
@@ -110,10 +110,10 @@ def refresh(*, if_match: _IfMatch = None) -> Change:
         refresh '*' --json
         refresh team/sql --if-match d97bd125c00b
     """
-    return Change("POST /{name}/refresh", VersionStatus, if_match=if_match)
+    return VerbCall("POST /{name}/refresh", VersionStatus, if_match=if_match)
 
 
-def rollback(*, to: _To = None, if_match: _IfMatch = None) -> Change:
+def rollback(*, to: _To = None, if_match: _IfMatch = None) -> VerbCall:
     """Go back to the version before, until the next refresh or push.
 
     Examples:
@@ -124,54 +124,54 @@ def rollback(*, to: _To = None, if_match: _IfMatch = None) -> Change:
     def body(_: AskedName) -> BaseModel | None:
         return None if to is None else RollbackRequest(digest=to)
 
-    return Change("POST /{name}/rollback", VersionStatus, body, if_match)
+    return VerbCall("POST /{name}/rollback", VersionStatus, body, if_match)
 
 
-def pin() -> Change:
+def pin() -> VerbCall:
     """Keep adapters in host memory and in slots.
 
     Examples:
         pin team/sql team/poet
     """
-    return Change("POST /{name}/pin")
+    return VerbCall("POST /{name}/pin")
 
 
-def unpin() -> Change:
+def unpin() -> VerbCall:
     """Let pinned adapters be evicted like any other.
 
     Examples:
         unpin '*'
     """
-    return Change("POST /{name}/unpin")
+    return VerbCall("POST /{name}/unpin")
 
 
-def prefetch() -> Change:
+def prefetch() -> VerbCall:
     """Bring adapters into host memory before they are asked for.
 
     Examples:
         prefetch team/sql team/poet
         prefetch --file adapters.txt
     """
-    return Change("POST /{name}/prefetch")
+    return VerbCall("POST /{name}/prefetch")
 
 
-def pause(*, mode: _Mode = None) -> Change:
+def pause(*, mode: _Mode = None) -> VerbCall:
     """Hold the requests of adapters until a resume.
 
     Examples:
         pause policy
         pause policy --mode keep
     """
-    return Change("POST /{name}/pause" + _query(mode=mode))
+    return VerbCall("POST /{name}/pause" + _query(mode=mode))
 
 
-def resume() -> Change:
+def resume() -> VerbCall:
     """Have the requests of paused adapters go on.
 
     Examples:
         resume policy
     """
-    return Change("POST /{name}/resume")
+    return VerbCall("POST /{name}/resume")
 
 
 def _of_verbs(
@@ -188,38 +188,38 @@ def _of_verbs(
     """The options of every verb."""
 
 
-def _verb(change_of: Callable[..., Change]) -> Callable[..., Result]:
+def _verb(call_of: Callable[..., VerbCall]) -> Callable[..., Result]:
     """Return the command of a verb, which asks for a few names at once; a failure keeps no other from being asked."""
 
     def command(
         output: Output, names: list[str] | None, file: Path | None, url: str, timeout_s: float, **options: Any
     ) -> Result:
-        client, asked, change = AdminClient(url, timeout_s), wanted(names, file), change_of(**options)
+        client, asked, call = AdminClient(url, timeout_s), wanted(names, file), call_of(**options)
         given = [name for name in _OF_ONE if options.get(name) is not None]
         if given and (len(asked) != 1 or (given[0] == "uri" and asked[0].uri is not None)):
             raise UsageProblem(f"--{given[0].replace('_', '-')} is for one name: each of several has its own")
         found: Sequence[AskedName | LoRAPluginsError] = asked
-        if change_of is not load:  # a pattern is a name to load
+        if call_of is not load:  # a pattern is a name to load
             found = expand(asked, lambda: [adapter.lora_name for adapter in client.adapters().loras], client.url)
-        ask = partial(_ask, client, change)
+        ask = partial(_ask, client, call)
         threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="lora-plugins-admin")
         try:
             answers = [*counted(output, threads.map(ask, found), len(found), "asked")]
         finally:  # once the command is interrupted, nobody waits for the other answers
             threads.shutdown(wait=False, cancel_futures=True)
-        return _changed(change.answer, answers, client.url)
+        return _changed(call.answer, answers, client.url)
 
-    return with_parameters(command, change_of, _of_verbs)
+    return with_parameters(command, call_of, _of_verbs)
 
 
-def _ask(client: AdminClient, change: Change, one: AskedName | LoRAPluginsError) -> AdapterStatus | LoRAPluginsError:
+def _ask(client: AdminClient, call: VerbCall, one: AskedName | LoRAPluginsError) -> AdapterStatus | LoRAPluginsError:
     if isinstance(one, LoRAPluginsError):
         return one
     try:
-        body = change.body(one)
-        expected = None if change.if_match is None else client.whole_digest(one.name, change.if_match)
-        method, path = change.route.format(name=quote(one.name)).split(" ")
-        return client.ask(change.answer, method, path, body, if_match=expected)
+        body = call.body(one)
+        expected = None if call.if_match is None else client.whole_digest(one.name, call.if_match)
+        method, path = call.route.format(name=quote(one.name)).split(" ")
+        return client.ask(call.answer, method, path, body, if_match=expected)
     except ValidationError as error:
         first = error.errors()[0]
         said = _MEANING[first["type"]].format_map(first.get("ctx", {}))
@@ -229,8 +229,8 @@ def _ask(client: AdminClient, change: Change, one: AskedName | LoRAPluginsError)
         return error
 
 
-_CHANGES: Sequence[Callable[..., Change]] = (load, unload, refresh, rollback, pin, unpin, prefetch, pause, resume)
-VERBS = [_verb(change_of) for change_of in _CHANGES]
+_CALLS: Sequence[Callable[..., VerbCall]] = (load, unload, refresh, rollback, pin, unpin, prefetch, pause, resume)
+VERBS = [_verb(call_of) for call_of in _CALLS]
 
 
 def _query(**options: Any) -> str:
