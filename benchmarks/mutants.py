@@ -14,14 +14,13 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS, keep
-from lora_plugins.cli.at_fault import ByPeft, at_fault
-from lora_plugins.cli.compare import PROMPTS, CompletionServer
-from lora_plugins.cli.judging import AS_BASE, OK, OUT, UNSEEN, Trained, judge
+from lora_plugins.cli.at_fault import ByPeft, Trained, at_fault
+from lora_plugins.cli.compare import AS_BASE, OK, OUT, PROMPTS, UNSEEN, CompletionServer, judge
 from lora_plugins.errors import LoRAPluginsError
 from testbed.models import build_adapter, build_base
 from testbed.mutants import HIDDEN, LAYERS, SOURCES, Mutant, build
@@ -63,7 +62,7 @@ class Trainer:
         """The model with the adapter, and its answers to the prompts of the command."""
         if source not in self._models:
             model = ByPeft(self._paths[source], None)
-            self._models[source] = model, model.trained(PROMPTS)
+            self._models[source] = model, list(map(model.trained, PROMPTS))
         return self._models[source]
 
 
@@ -82,10 +81,10 @@ def examined(server: CompletionServer, base: str, mutant: Mutant, trainer: Train
     verdicts = {one.verdict for one in rows}
     if OK in verdicts and verdicts <= {OK, UNSEEN}:
         return row
-    causes: Sequence[str] = sorted(verdicts)
+    says = "; ".join(sorted(verdicts))
     if verdicts & {OUT, AS_BASE} and mutant.name.endswith("-0"):  # one place of each fault says enough
-        causes = at_fault(trained, served, LIMIT * floor[0], model)
-    return dataclasses.replace(row, outcome="caught", says="; ".join(causes))
+        says = at_fault(trained, served, LIMIT * floor[0], model)
+    return dataclasses.replace(row, outcome="caught", says=says)
 
 
 def measure(only: str) -> list[Row]:

@@ -1,6 +1,6 @@
 """LoRA adapters for vLLM, found, verified and served by name.
 
-Importing this package imports neither vLLM nor torch; `lora_plugins.ledger` lists the symbols of vLLM that we touch.
+Importing this package imports neither vLLM nor torch; `make ledger` lists the symbols of vLLM that we touch.
 """
 
 from lora_plugins.adapter.names import AdapterName

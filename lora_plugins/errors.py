@@ -211,6 +211,10 @@ KINDS: Mapping[type[LoRAPluginsError], ErrorKind] = {
     SlowBody: ErrorKind.REFUSAL,
     RateExceeded: ErrorKind.REFUSAL,
 }
+_BY_NAME: Mapping[str, type[LoRAPluginsError]] = {
+    "LoRAPluginsError": LoRAPluginsError,
+    **{kind.__name__: kind for kind in KINDS},
+}
 # For `isinstance`: errors about an adapter itself, true until the adapter changes.
 OfAdapter = tuple(error for error, kind in KINDS.items() if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE))
 
@@ -226,10 +230,12 @@ def is_remembered(error: LoRAPluginsError) -> bool:
 
 
 def error_of(plain: dict[str, str]) -> LoRAPluginsError:
-    """Return the error whose `plain()` is `plain`."""
-    fields = dict(plain)
-    kind: type[LoRAPluginsError] = globals()[fields.pop("kind")]
-    return kind(**fields)
+    """Return the error whose `plain()` is `plain`; keys that this release does not know are left out.
+
+    Raises:
+        KeyError: the kind or a text is missing, or this release knows no such kind.
+    """
+    return _BY_NAME[plain["kind"]](**{name: plain[name] for name in _FIELDS})
 
 
 @contextmanager

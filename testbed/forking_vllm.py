@@ -285,18 +285,8 @@ def import_vllm() -> None:
     for module in IMPORTED_LATER:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    _check_ledger()
     with contextlib.suppress(ImportError):
         _read_service_models()
-
-
-def _check_ledger() -> None:
-    """Have the doctor find vLLM's sources parsed: more than a second of a core for each that does so itself."""
-    from lora_plugins.ledger import check, symbols
-
-    if (sources := check.installed()) is not None:
-        for symbol in symbols():
-            check.check(symbol, sources)
 
 
 def _read_service_models() -> None:

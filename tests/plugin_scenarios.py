@@ -43,9 +43,9 @@ def discovered(name: str, order: str) -> list[importlib.metadata.EntryPoint]:
 def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
     os.environ.update(scenario["env"])
     if scenario["vllm"]:
-        from lora_plugins.ledger import check as ledger_check
+        from lora_plugins.vllm_patches import sources
 
-        ledger_check.installed = lambda: Path(scenario["vllm"])
+        sources.installed = lambda: Path(scenario["vllm"])
     points = discovered(scenario["name"], scenario["order"])
     found = importlib.metadata.entry_points
     importlib.metadata.entry_points = lambda group: points if group == DEFAULT_PLUGINS_GROUP else found(group=group)

@@ -55,7 +55,11 @@ def test_good_adapters_pass(tmp_path, checked):
 @pytest.mark.parametrize(
     ("files", "env", "said"),
     [
-        ({"adapter_model.safetensors": b"cut"}, {}, "[L005] file 'adapter_model.safetensors': found "),
+        (
+            {"adapter_model.safetensors": b"cut"},
+            {},
+            "[L005] adapter 'adapters/bad', file 'adapter_model.safetensors': found ",
+        ),
         ({}, {"MAX_LORA_RANK": "2"}, "has rank 4, the server takes 2"),
         ({}, {"BASE_MODEL": "acme/other"}, "is for acme/base-8b, not for acme/other"),
     ],

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins import ledger, plugin_names
+from lora_plugins import plugin_names
 from lora_plugins.cli.app import EXAMPLES
 from lora_plugins.resolvers.sources.configured import ENTRY_POINTS
 from lora_plugins.settings import VARIABLES
+from tools import ledger
 from tools.check_links import FENCE
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""Compare the ledger of vLLM symbols (`lora_plugins.ledger`) with vLLM's sources, without importing vLLM.
+"""Compare the ledger of vLLM symbols (`tools/ledger/`) with vLLM's sources, without importing vLLM.
 
     python tools/check_ledger.py [DIRECTORY ...]
 
@@ -12,17 +12,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lora_plugins.ledger import Patch, entries
-from lora_plugins.ledger.check import check, version
-from lora_plugins.ledger.check import installed as installed_sources
+sys.path.insert(0, str(Path(__file__).parents[1]))  # called as a program, this folder alone is on the path
+
+from lora_plugins.vllm_patches import sources as vllm_sources
+from tools.ledger import Patch, entries
+from tools.ledger.check import check
 
 
 def installed() -> Path:
     """Where the installed vLLM's sources are; it is not imported."""
-    found = installed_sources()
+    found = vllm_sources.installed()
     if found is None:
         raise SystemExit("no vLLM is installed; name a directory with its sources")
     return found
+
+
+def version(sources: Path) -> str:
+    """The release of the sources."""
+    release = vllm_sources.release_of(sources)
+    return f"vllm {release}" if release else f"vllm in {sources}"
 
 
 def main(arguments: Sequence[str], ledger: Mapping[str, Sequence[Patch]] | None = None) -> int:

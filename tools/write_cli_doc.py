@@ -33,8 +33,8 @@ def cell(text: str) -> str:
 
 
 def rows(command: Any, context: Any) -> Iterator[str]:
-    """A row for each argument and option, with what `--help` says of it."""
-    for each in command.get_params(context):
+    """A row for each argument, and then for each option, with what `--help` says of it."""
+    for each in sorted(command.get_params(context), key=lambda each: each.param_type_name != "argument"):
         record = each.get_help_record(context)
         if record is not None and each.name != "help":
             yield f"| `{cell(record[0])}` | {cell(record[1])} |\n"

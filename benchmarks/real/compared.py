@@ -13,8 +13,7 @@ from pathlib import Path
 
 from benchmarks.real.bed import MAX_RANK, NAME, OURS, SHIPPED, STOCK, TRAINED, Bed, Figure
 from lora_plugins.cli.at_fault import ByPeft
-from lora_plugins.cli.compare import PROMPTS
-from lora_plugins.cli.judging import OK
+from lora_plugins.cli.compare import OK, PROMPTS
 from lora_plugins.kernels.processor import this_processor
 
 SLOTS = ("--max-loras", "4", "--max-cpu-loras", "8", "--max-lora-rank", str(MAX_RANK))
@@ -40,7 +39,7 @@ def _trained(bed: Bed, name: str) -> Path:
     """What PEFT computes, as a trainer's file: PEFT's process ends before servers start."""
     path = bed.home / f"{name}.jsonl"
     model = ByPeft(SHIPPED / name, str(bed.base))
-    path.write_text("".join(json.dumps(asdict(one)) + "\n" for one in model.trained(PROMPTS)))
+    path.write_text("".join(json.dumps(asdict(one)) + "\n" for one in map(model.trained, PROMPTS)))
     return path
 
 

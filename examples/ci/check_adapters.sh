@@ -8,7 +8,7 @@ while IFS= read -r config; do
     adapter=$(dirname "$config")
     report=$(lora-plugins inspect "$adapter" --json) || true # exits with 1 for a refused adapter, with 7 for a whole one
     verdict=$(jq -r --arg base "${BASE_MODEL:-}" --argjson rank "${MAX_LORA_RANK:-0}" '
-        if .error then .error.message
+        .adapters[0] | if .error then .error.message
         elif $base != "" and .config.base_model != $base then "is for \(.config.base_model), not for \($base)"
         elif $rank > 0 and .config.max_rank > $rank then "has rank \(.config.max_rank), the server takes \($rank)"
         else "ok" end' <<<"$report")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
 
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 
@@ -48,6 +50,16 @@ def headers_of(error: LoRAPluginsError) -> dict[str, str]:
     return headers
 
 
+def body_of(error: LoRAPluginsError, status: int | None = None) -> dict[str, Any]:
+    """The body of an error: as vLLM writes errors, with the error's own fields under `lora_plugins`, for programs.
+
+    `status` is the answer's, where it is not the error's own.
+    """
+    http = HTTPStatus(status or error.http_status)
+    said = {"message": str(error), "type": http.phrase, "param": None, "code": http.value}
+    return {"error": {**said, "lora_plugins": {"code": error.code, **error.plain()}}}
+
+
 @contextmanager
 def as_http(*, shows_paths: bool = False) -> Iterator[None]:
     """Inside, errors of this package become HTTP, as `http_error` says."""
@@ -64,7 +76,12 @@ def without_paths(text: str) -> str:
 
 
 def for_clients(error: LoRAPluginsError) -> str:
-    """An error's text without the server's paths and places; its adapter's name stays as the client has written it."""
+    """An error's text for callers who see no paths of the server."""
+    return str(hidden(error))
+
+
+def hidden(error: LoRAPluginsError) -> LoRAPluginsError:
+    """The error without the server's paths and places; its adapter's name stays as the client has written it."""
     # Rebuild the error from its fields, because the name of an adapter may look like a path and must stay.
     fields = {name: text if name == _SHOWN else without_paths(text) for name, text in error.fields().items()}
-    return str(type(error)(**{**fields, "place": ""}))
+    return type(error)(**{**fields, "place": ""})

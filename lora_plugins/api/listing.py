@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from lora_plugins.adapter.pace import paced
+from lora_plugins.api.access.principals import shown
 from lora_plugins.api.models import (
     AdapterList,
     AdapterView,
@@ -138,7 +139,7 @@ def _view(
         pinned=adapter.is_pinned,
         pinned_digest=adapter.held_digest,
         previous_digests=[kept.digest for kept in adapter.previous],
-        last_error=error and LastError(code=error[0].code, message=str(error[0]), at=error[1]),
+        last_error=error and LastError(code=error[0].code, message=str(shown(error[0])), at=error[1]),
         **known,
     )
 

@@ -1,27 +1,29 @@
 """The routes of the admin API; `lora_plugins.server.lifecycle` does the work.
 
-`access/administrators.py` decides who may call them. Errors have vLLM's shape, with this package's code in the message.
+`access/administrators.py` decides who may call them. Errors have vLLM's shape, with this package's code in the message
+and the error's fields beside.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi import Body as InBody
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
 from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, Chat
 from lora_plugins.api.access.policy import Principal
-from lora_plugins.api.access.principals import principal_of_request, require_admin, share_of_request
-from lora_plugins.api.http_errors import as_http, http_error
+from lora_plugins.api.access.principals import principal_of_request, require_admin, share_of_request, shown
+from lora_plugins.api.http_errors import body_of, headers_of
 from lora_plugins.api.listing import MAX_LIMIT, json_of, list_of, view_of
 from lora_plugins.api.models import (
     AdapterList,
@@ -46,7 +48,25 @@ from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.store.layout import is_digest
 
-router = APIRouter(prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)])
+
+class _Route(APIRoute):
+    """A route that answers our errors itself: vLLM's own answer has no place for the error's fields."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except LoRAPluginsError as error:
+                return JSONResponse(body_of(shown(error)), error.http_status, headers_of(error))
+
+        return answer
+
+
+router = APIRouter(
+    prefix="/v1/loras", tags=["LoRA adapters"], dependencies=[Depends(require_admin)], route_class=_Route
+)
 
 
 def _lifecycle(request: Request) -> Lifecycle:
@@ -106,18 +126,10 @@ def _ms(seconds: float) -> float:
 
 
 @asynccontextmanager
-async def _as_http() -> AsyncIterator[float]:
-    """Inside, errors of this package become HTTP; yields the start of the call, by `time.perf_counter`."""
-    with as_http(shows_paths=True):
-        yield time.perf_counter()
-
-
-@asynccontextmanager
 async def _changing(lifecycle: Lifecycle) -> AsyncIterator[float]:
-    """Do as `_as_http`, and end only once what is served is written down: a kill forgets no answered change."""
-    async with _as_http() as began:
-        yield began
-        await lifecycle.written()
+    """End only once what is served is written down: a kill forgets no answered change; yields the start of the call."""
+    yield time.perf_counter()
+    await lifecycle.written()
 
 
 @asynccontextmanager
@@ -231,17 +243,14 @@ async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
     """One adapter, as in the list."""
     view = await view_of(lora_name, lifecycle)
     if view is None:
-        raise http_error(lifecycle.registry.not_served(lora_name))  # 404 as vLLM answers for unknown models
+        raise lifecycle.registry.not_served(lora_name)
     if view.path is not None:
         view.chat = await _chat_view(view.path, lifecycle)
     return view
 
 
 async def _chat_view(path: str, lifecycle: Lifecycle) -> ChatView | None:
-    try:
-        chat = await lifecycle.server.resolver.chats.read(path)
-    except LoRAPluginsError as error:
-        raise http_error(error) from None
+    chat = await lifecycle.server.resolver.chats.read(path)
     if chat == Chat():
         return None
     return ChatView(
@@ -271,8 +280,8 @@ async def unload(
     """
     principal = principal_of_request.get()
     if block and principal is not None and principal.is_pusher and lifecycle.registry.get(lora_name) is None:
-        raise http_error(lifecycle.registry.not_served(lora_name))
-    async with _as_http() if block else _changing(lifecycle):  # a block is on disk by itself
+        raise lifecycle.registry.not_served(lora_name)
+    async with nullcontext() if block else _changing(lifecycle):  # a block is on disk by itself
         is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s, expects=_expected(if_match))
     done = "unloaded and blocked" if block else "unloaded"
     if is_free:
@@ -313,8 +322,7 @@ async def pause(
     ] = PauseMode.WAIT,
 ) -> AdapterStatus:
     """Hold new requests for a name until a resume; the answer comes once none runs. Other names run on."""
-    async with _as_http():
-        is_paused = await lifecycle.server.pause(lora_name, mode)
+    is_paused = await lifecycle.server.pause(lora_name, mode)
     if is_paused:
         return _status(lifecycle, lora_name, "paused")
     return _status(lifecycle, lora_name, "was resumed before its requests had ended", "resumed")
@@ -323,8 +331,7 @@ async def pause(
 @router.post("/{lora_name:path}/resume")
 async def resume(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
     """Let held requests of a paused name go on."""
-    async with _as_http():
-        was_paused = await lifecycle.server.resume(lora_name)
+    was_paused = await lifecycle.server.resume(lora_name)
     return _status(lifecycle, lora_name, "resumed" if was_paused else "was not paused")
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from asyncio import CancelledError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +21,7 @@ from lora_plugins.cli.explain import explain
 from lora_plugins.cli.inspect import inspect
 from lora_plugins.cli.lookup import pull
 from lora_plugins.cli.ls import ls
-from lora_plugins.cli.output import Output, Result, error_fields
+from lora_plugins.cli.output import Output, Result, error_fields, with_parameters
 from lora_plugins.cli.store import gc, rm, verify
 from lora_plugins.cli.verbs import VERBS, push
 from lora_plugins.cli.why import why
@@ -30,45 +30,8 @@ from lora_plugins.settings import environment
 
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
 _OWN = (doctor, why, inspect, pull, ls, verify, gc, rm, push, compare, explain)
-_COMMANDS: Sequence[Callable[..., Result]] = (*_OWN, *(verb.command() for verb in VERBS))
-# By Typer's error: Typer suggests a name that is spelt alike.
-_FORMER = {
-    "No such command 'resolve'": "'resolve' is now 'why': lora-plugins why NAME (--no-server: the sources alone)"
-}
-# Examples at the end of each command's help.
-EXAMPLES: Mapping[str, Sequence[str]] = {
-    "doctor": ("doctor", "doctor --url http://127.0.0.1:8000", "doctor --no-network --json"),
-    "why": (
-        "why team/sql --url http://gpu-7:8000",
-        "why 'team/*' --no-server --dry-run",
-        "why team/sql --base-model org/llama-8b --max-lora-rank 16",
-    ),
-    "inspect": ("inspect ./out/checkpoint-500", "inspect hf://org/repo@main --json", "inspect team/sql"),
-    "pull": ("pull team/sql 'other/*'", "pull s3://bucket/loras/sql", "pull --file adapters.txt --quiet"),
-    "ls": ("ls --json", "ls --remote", "ls --server --url http://gpu-7:8000"),
-    "verify": ("verify", "verify 583503f503f1", "verify 'team/*'"),
-    "gc": ("gc --dry-run --max-bytes 20GB", "gc"),
-    "rm": ("rm team/sql", "rm 'old/*' --dry-run", "rm 583503f503f1"),
-    "push": ("push ./out/checkpoint-500 policy", "push ./out policy --if-match d97bd125c00b --keep 8"),
-    "compare": (
-        "compare team/sql --peft ./out/checkpoint-500",
-        "compare policy --trainer logprobs.jsonl --url http://gpu-7:8000",
-    ),
-    "explain": ("explain L003",),
-    "load": (
-        "load team/sql",
-        "load sql --uri s3://bucket/loras/sql",
-        "load --file adapters.txt --url http://gpu-7:8000",
-    ),
-    "unload": ("unload team/sql", "unload 'team/*' --drain 5", "unload team/sql --block"),
-    "refresh": ("refresh team/sql", "refresh '*' --json", "refresh team/sql --if-match d97bd125c00b"),
-    "rollback": ("rollback team/sql", "rollback team/sql --to 583503f503f1"),
-    "pin": ("pin team/sql team/poet",),
-    "unpin": ("unpin '*'",),
-    "prefetch": ("prefetch team/sql team/poet", "prefetch --file adapters.txt"),
-    "pause": ("pause policy", "pause policy --mode keep"),
-    "resume": ("resume policy",),
-}
+_COMMANDS: Sequence[Callable[..., Result]] = (*_OWN, *VERBS)
+EXAMPLES: dict[str, list[str]] = {}  # by command, from its docstring
 
 app = typer.Typer(
     name="lora-plugins",
@@ -104,8 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         message = getattr(error, "format_message", None)  # an error of Typer's
         if message is not None:
             # Typer has pydantic convert values, whose words say nothing to a user.
-            text = str(message()).replace("Value error, ", "").replace("Input should", "it should")
-            return _usage(output, next((now for former, now in _FORMER.items() if text.startswith(former)), text))
+            return _usage(output, str(message()).replace("Value error, ", "").replace("Input should", "it should"))
         if "--debug" in arguments:
             traceback.print_exception(error, file=sys.stderr)
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -133,7 +95,6 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _error(output: Output, error: LoRAPluginsError) -> Exit:
     output.error(error_fields(error))
-    output.say_how_to_explain([error.code])
     return exit_of(error)
 
 
@@ -161,8 +122,7 @@ def _os_error(output: Output, error: OSError) -> Exit:
 
 def _printing(function: Callable[..., Result]) -> Callable[..., Exit | BaseException]:
     """Return a command that prints its result, with the options of every command."""
-    own = dict(introspection.signature(function, eval_str=True).parameters)
-    needs_output = own.pop("output", None) is not None
+    needs_output = "output" in introspection.signature(function).parameters
 
     def command(**given: Any) -> Exit | BaseException:
         output = Output(quiet=given.pop("quiet"), as_json=given.pop("as_json"))
@@ -171,11 +131,7 @@ def _printing(function: Callable[..., Result]) -> Callable[..., Exit | BaseExcep
         except (Exception, KeyboardInterrupt, CancelledError) as error:  # noqa: BLE001 - `run` handles it
             return error  # a raised interrupt or closed pipe would be Typer's to handle
 
-    common = introspection.signature(_common, eval_str=True).parameters.values()
-    options = [option.replace(kind=option.KEYWORD_ONLY) for option in (*own.values(), *common)]
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__signature__ = introspection.Signature(options)  # type: ignore[attr-defined]
-    return command
+    return with_parameters(command, function, _common, leaves_out=("output",))
 
 
 def _common(
@@ -189,9 +145,11 @@ def _common(
 
 
 for _command in _COMMANDS:
+    _help, _, _examples = (introspection.getdoc(_command) or "").partition("\n\nExamples:\n")
+    EXAMPLES[_command.__name__] = [example.strip() for example in _examples.splitlines()]
     # Typer keeps the lines of a paragraph that begins with \b.
-    _lines = "\n".join(("\b", "Examples:", *(f"  lora-plugins {example}" for example in EXAMPLES[_command.__name__])))
-    app.command(epilog=_lines)(_printing(_command))
+    _lines = "\n".join(("\b", "Examples:", *(f"  lora-plugins {one}" for one in EXAMPLES[_command.__name__])))
+    app.command(_command.__name__, help=_help, epilog=_lines)(_printing(_command))
 
 
 def _print_version(value: bool) -> None:

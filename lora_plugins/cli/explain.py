@@ -15,7 +15,11 @@ PAGE = Path(__file__).with_name("errors.md")  # `plain` of docs/reference/errors
 
 
 def explain(code: Annotated[str, typer.Argument(help="The code of an error, such as L003.")]) -> Result:
-    """Say what the code of an error means, and what to do."""
+    """Say what the code of an error means, and what to do.
+
+    Examples:
+        explain L003
+    """
     page, code = PAGE.read_text(encoding="utf-8"), code.strip("[]").upper()
     rows = {row[0]: row for row in re.findall(r"^\| (L\d{3}) \| `(\w+)` \| (.*) \| (.*) \|$", page, re.MULTILINE)}
     if code not in rows:

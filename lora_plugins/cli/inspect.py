@@ -32,17 +32,9 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import LoraPair, pair_weights
 from lora_plugins.adapter.writers import by_keys
 from lora_plugins.cli import Exit, exit_of
-from lora_plugins.cli.base_model import (
-    BasePath,
-    MaxRank,
-    ServedNames,
-    compared_with,
-    read_base,
-    why_not_compared,
-    would_be_served,
-)
+from lora_plugins.cli.base_model import compared_with, on_base, why_not_compared, would_be_served
 from lora_plugins.cli.lookup import bring
-from lora_plugins.cli.names import NamesFile, is_pattern, is_several, together, wanted
+from lora_plugins.cli.names import NamesFile, is_pattern, listed, wanted
 from lora_plugins.cli.output import Output, Result, error_fields, line, number, short, size
 from lora_plugins.cli.store import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
@@ -51,19 +43,20 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """The readable facts of an adapter, and its error if the adapter has an error."""
 
-    config: AdapterConfig | None
-    tensors: tuple[TensorInfo, ...]
-    pairs: tuple[LoraPair, ...]
-    verified: VerifiedAdapter | None
-    error: LoRAPluginsError | None
+    config: AdapterConfig | None = None
+    tensors: tuple[TensorInfo, ...] = ()
+    pairs: tuple[LoraPair, ...] = ()
+    verified: VerifiedAdapter | None = None
+    error: LoRAPluginsError | None = None
     warnings: tuple[str, ...] = ()
     chat: Chat = field(default_factory=Chat)
 
 
+@on_base
 def inspect(
     output: Output,
     adapters: Annotated[
@@ -72,14 +65,16 @@ def inspect(
     ] = None,
     *,
     file: NamesFile = None,
-    base_model: BasePath = None,
-    served_model_name: ServedNames = None,
-    max_lora_rank: MaxRank = None,
+    settings: Settings,
+    base: BaseModel | None,
 ) -> Result:
-    """Say what adapters are, and whether they would be served."""
-    settings = Settings.from_env()
-    base = read_base(settings, base_model, served_model_name, max_lora_rank)
-    is_list = is_several(adapters, file)
+    """Say what adapters are, and whether they would be served.
+
+    Examples:
+        inspect ./out/checkpoint-500
+        inspect hf://org/repo@main --json
+        inspect team/sql
+    """
     answers: list[Result] = []
     for asked in wanted(adapters, file):
         text = asked.uri or asked.name
@@ -87,19 +82,16 @@ def inspect(
         try:
             with describing(adapter=shown if "://" in text else ""):
                 places = _find(output, settings, text)
-            is_list = is_list or len(places) > 1
             for path, uri in places:
                 looked = _look(path, settings, base)
-                if is_list and looked.error is not None:
+                if looked.error is not None:
                     looked.error.adapter = looked.error.adapter or (shown if len(places) == 1 else uri or str(path))
                 answers.append(_result(path, uri, looked, base))
         except LoRAPluginsError as error:
-            if not is_list:
-                raise
             if not os.path.isabs(error.file):  # a whole path says enough
                 error.adapter = error.adapter or shown
             answers.append(_nothing(shown, error))
-    return together(answers, is_list=is_list, blank_between=True)
+    return listed(answers, blank_between=True)
 
 
 def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str | None]]:
@@ -123,31 +115,21 @@ def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str
         with suppress(AdapterNotFound):
             return [_stored(view, entry.digest) for entry in view.select(text)]
     path = path.absolute()
-    if not path.is_dir():
-        remedy = "give the adapter's directory, a URI with '://', or a name or digest that 'lora-plugins ls' shows"
-        is_there = path.exists()
-        raise AdapterNotFound(
-            "no directory, but a file" if is_there else "no such directory",
-            expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
-            remedy=f"lora-plugins inspect {quote(str(path.parent))}" if is_there else remedy,
-            file=str(path),
-        )
-    _require_readable(path)
-    return [(path, None)]
-
-
-def _require_readable(path: Path) -> None:
-    """Refuse a directory that this user may not list or enter.
-
-    Raises:
-        SourceUnavailable: the file system denies or fails.
-    """
-    try:
-        os.listdir(path)
-        os.stat(path / os.curdir)
-    except OSError as error:
-        with describing(file=str(path)):
+    with describing(file=str(path)):
+        if not path.is_dir():
+            remedy = "give the adapter's directory, a URI with '://', or a name or digest that 'lora-plugins ls' shows"
+            is_there = path.exists()
+            raise AdapterNotFound(
+                "no directory, but a file" if is_there else "no such directory",
+                expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
+                remedy=f"lora-plugins inspect {quote(str(path.parent))}" if is_there else remedy,
+            )
+        try:
+            os.listdir(path)
+            os.stat(path / os.curdir)
+        except OSError as error:  # this user may not list or enter it
             raise map_os_error(error) from None
+    return [(path, None)]
 
 
 def _stored(view: StoreView, digest: str) -> tuple[Path, str]:
@@ -157,29 +139,28 @@ def _stored(view: StoreView, digest: str) -> tuple[Path, str]:
 
 def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
     """Verify the adapter, and read every readable part, whatever else is wrong."""
-    config: AdapterConfig | None = None
-    tensors: tuple[TensorInfo, ...] = ()
-    pairs: tuple[LoraPair, ...] = ()
+    found = Found()
     # Each part by itself: a broken configuration must not hide the tensors, nor the reverse.
     with suppress(LoRAPluginsError), open_regular(_of_source(path, CONFIG_FILE)) as (file, _):
-        config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
+        found.config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
     with suppress(LoRAPluginsError):
         # A look never opens a pickle, whatever a server may serve.
         weights = choose_weights(_files(path), replace(settings, allow_pickle=False))
         with open_weights(path, weights) as opened:
-            tensors = tuple(tensor for _, _, some in opened for tensor in some)
-    if config is not None and tensors:
-        with suppress(LoRAPluginsError):
-            pairs = pair_weights(tensors, config).pairs
-    chat = Chat()
-    if settings.adapter_chat.reads_files:
-        with suppress(LoRAPluginsError):
-            chat = read_chat(path)
-    named = () if config is None or base is None else warnings_of(config, base, settings.base_match)
+            found.tensors = tuple(tensor for _, _, some in opened for tensor in some)
+    with suppress(LoRAPluginsError):
+        if found.config is not None and found.tensors:
+            found.pairs = pair_weights(found.tensors, found.config).pairs
+    with suppress(LoRAPluginsError):
+        if settings.adapter_chat.reads_files:
+            found.chat = read_chat(path)
+    if found.config is not None and base is not None:
+        found.warnings = warnings_of(found.config, base, settings.base_match)
     try:
-        return Found(config, tensors, pairs, verify_adapter(path, base, settings), None, named, chat)
+        found.verified = verify_adapter(path, base, settings)
     except LoRAPluginsError as error:
-        return Found(config, tensors, pairs, None, _of_folder(path) or error, named, chat)
+        found.error = _of_folder(path) or error
+    return found
 
 
 def _of_folder(path: Path) -> AdapterNotFound | None:
@@ -219,23 +200,23 @@ def _nothing(name: str, error: LoRAPluginsError) -> Result:
 
 
 def _result(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> Result:
-    fields = _fields(path, uri, found, base)
+    fields, code, style = _fields(path, uri, found, base), Exit.OK, "bold green"
     lines = [line(text) for text in _lines(fields, found, base)]
     if found.error is not None:
         fields |= {"verdict": "refused", "error": error_fields(found.error)}
         return Result(fields, [*lines, line("verdict      would be refused", "bold red"), found.error])
-    reason = why_not_compared(base, _files(path))
-    if reason:
-        fields["verdict"] = "not compared"
-        end = line(f"verdict      whole, and not compared: {reason}", "bold yellow")
-        return Result(fields, [*lines, end], Exit.NOT_COMPARED)
-    rank = 0 if found.config is None else found.config.max_rank
-    return Result(fields, [*lines, line(f"verdict      {would_be_served(base, rank)}", "bold green")])
+    said = would_be_served(base, 0 if found.config is None else found.config.max_rank)
+    if reason := why_not_compared(base, _files(path)):
+        fields["verdict"], code, style = "not compared", Exit.NOT_COMPARED, "bold yellow"
+        said = f"whole, and not compared: {reason}"
+    return Result(fields, [*lines, line(f"verdict      {said}", style)], code)
 
 
 def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -> dict[str, Any]:
     files = {name: _of_source(path, name).stat().st_size for name in _files(path) if (path / name).is_file()}
-    verified, conversion = found.verified, found.verified.conversion if found.verified else None
+    conversion, converted, chat = found.verified.conversion if found.verified else None, None, found.chat
+    with suppress(InvalidAdapter):
+        converted = Manifest.read(path).converted  # the store's changes, and the original's digest
     modules = None if base is None or base.model is None else len(base.model.modules.places)
     return {
         "path": str(path),
@@ -245,42 +226,19 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "config": None if found.config is None else _config(found.config),
         "dtypes": dict(Counter(tensor.dtype for tensor in found.tensors)),
         "modules": [_module(pair) for pair in found.pairs],
-        "chat": _chat(found.chat),
+        "chat": {
+            "template": chat.template is not None,
+            "eos_token": chat.special_tokens.get("eos_token"),
+            "end_ids": list(chat.end_ids),
+            "added_tokens": {token.text: token.id for token in chat.added_tokens},
+        },
         "base": None if base is None else {"path": base.path, "modules": modules, "max_rank": base.max_rank},
         "verdict": "served",
-        "notes": list(verified.notes) if verified else [],
+        "notes": list(found.verified.notes) if found.verified else [],
         "warnings": list(found.warnings),
         "to_convert": list(conversion.changes) if conversion else [],
-        "converted": _converted(path),
+        "converted": None if converted is None else asdict(converted),
     }
-
-
-def _config(config: AdapterConfig) -> dict[str, Any]:
-    return {
-        "base_model": config.base_model,
-        "rank": config.rank,
-        "max_rank": config.max_rank,
-        "alpha": config.alpha,
-        "rslora": config.use_rslora,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
-        "target_modules": sorted(config.targets) if isinstance(config.targets, frozenset) else config.targets,
-    }
-
-
-def _chat(chat: Chat) -> dict[str, Any]:
-    eos_token = chat.special_tokens.get("eos_token")
-    return {"template": chat.template is not None, "eos_token": eos_token, "end_ids": list(chat.end_ids)} | {
-        "added_tokens": {token.text: token.id for token in chat.added_tokens}
-    }
-
-
-def _converted(path: Path) -> dict[str, Any] | None:
-    """Return the store's changes of the adapter, and the original's digest."""
-    with suppress(InvalidAdapter):
-        converted = Manifest.read(path).converted
-        return None if converted is None else asdict(converted)
-    return None
 
 
 def _module(pair: LoraPair) -> dict[str, Any]:
@@ -288,39 +246,40 @@ def _module(pair: LoraPair) -> dict[str, Any]:
     return {"module": pair.module, **shapes, "dtype": pair.a.dtype}
 
 
+def _config(config: AdapterConfig) -> dict[str, Any]:
+    targets = sorted(config.targets) if isinstance(config.targets, frozenset) else config.targets
+    patterns = {"rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern)}
+    same = {name: getattr(config, name) for name in ("base_model", "rank", "max_rank", "alpha")}
+    return {**same, "rslora": config.use_rslora, **patterns, "target_modules": targets}
+
+
 def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iterator[str]:
     yield f"adapter      {fields['uri'] or fields['path']}"
     files = ", ".join(f"{file['name']} {size(file['size_bytes'])}" for file in fields["files"])
     yield f"files        {files or 'none'}"
-    config = found.config
-    if config is not None:
+    if (config := found.config) is not None:
         yield f"base model   {config.base_model or 'not named'}"
         patterns = f", up to {config.max_rank} by rank_pattern" if config.max_rank != config.rank else ""
         yield f"rank         {config.rank}{patterns}, alpha {config.alpha:g}{', rsLoRA' if config.use_rslora else ''}"
-    form = by_keys(tensor.name for tensor in found.tensors)
-    if form is not None:
+    if (form := by_keys(tensor.name for tensor in found.tensors)) is not None:
         yield f"recognised   {form.name}"
     if fields["dtypes"]:
         yield "tensors      " + ", ".join(f"{count} {dtype}" for dtype, count in sorted(fields["dtypes"].items()))
-    if fields["modules"]:
-        kinds = Counter(module["module"].rpartition(".")[2] for module in fields["modules"])
-        yield f"modules      {len(fields['modules'])}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    chat = fields["chat"]
-    brings = ["a template"] if chat["template"] else []
-    brings += [f"eos token {chat['eos_token']}"] if chat["eos_token"] else []
-    brings += [f"end ids {' '.join(map(str, chat['end_ids']))}"] if chat["end_ids"] else []
-    added = found.chat.added_tokens
-    brings += [f"{number(len(added), 'added token')} with the base model's: {few(added)}"] if added else []
-    yield f"chat         {', '.join(brings) or 'nothing of its own'}"
-    if base is None:
-        yield "compared with no base model (--base-model)"
-    else:
-        yield f"compared with {base.path}: {compared_with(base)}"
-    converted = fields["converted"]
-    if converted is not None:
-        original = short(converted["original_digest"])
-        yield f"converted    from {original}: {', '.join(converted['changes'])}"
+    if found.pairs:
+        kinds = Counter(pair.module.rpartition(".")[2] for pair in found.pairs)
+        yield f"modules      {len(found.pairs)}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    chat, added = fields["chat"], found.chat.added_tokens
+    brings = [
+        "a template" if chat["template"] else "",
+        f"eos token {chat['eos_token']}" if chat["eos_token"] else "",
+        f"end ids {' '.join(map(str, chat['end_ids']))}" if chat["end_ids"] else "",
+        f"{number(len(added), 'added token')} with the base model's: {few(added)}" if added else "",
+    ]
+    yield f"chat         {', '.join(filter(None, brings)) or 'nothing of its own'}"
+    to = "no base model (--base-model)" if base is None else f"{base.path}: {compared_with(base)}"
+    yield f"compared with {to}"
+    if (done := fields["converted"]) is not None:
+        yield f"converted    from {short(done['original_digest'])}: {', '.join(done['changes'])}"
     if fields["to_convert"]:
         yield f"to convert   {', '.join(fields['to_convert'])}; the store does so when it is served"
-    for head in ("warning", "note"):
-        yield from (f"{head:12} {text}" for text in fields[f"{head}s"])
+    yield from (f"{head:12} {text}" for head in ("warning", "note") for text in fields[f"{head}s"])

@@ -18,12 +18,11 @@ from lora_plugins.cli.names import (
     AskedName,
     NamesFile,
     expand,
-    is_several,
+    listed,
     malformed,
     names_of_environment,
     require_sources,
     sources_of_environment,
-    together,
     wanted,
 )
 from lora_plugins.cli.output import FetchBars, Output, Result, line, size
@@ -98,14 +97,10 @@ class WouldFetch:
 
     def as_json(self) -> dict[str, Any]:
         """The fields of `located`."""
-        return {
-            "source": self.adapter.source,
-            "uri": self.adapter.uri,
-            "version": self.adapter.version,
-            "files": [{"name": file.name, "size_bytes": file.size_bytes} for file in self.adapter.files],
-            "size_bytes": self.size_bytes,
-            "stored": None if self.stored is None else str(self.stored),
-        }
+        same = {name: getattr(self.adapter, name) for name in ("source", "uri", "version")}
+        files = [{"name": file.name, "size_bytes": file.size_bytes} for file in self.adapter.files]
+        stored = None if self.stored is None else str(self.stored)
+        return {**same, "files": files, "size_bytes": self.size_bytes, "stored": stored}
 
 
 def look_up(
@@ -134,7 +129,7 @@ def look_up(
     sources = sources_of_environment(settings)
     if len(uris) < len(asked):
         require_sources(sources)
-    bars = FetchBars(output, asked[0].text if len(asked) == 1 else "", len(asked))
+    bars = FetchBars(output, len(asked))
     events, turns = Events(bars.on_event), asyncio.Semaphore(_AT_ONCE)
     unsaid = [before_fetch] if before_fetch else []
     events.add(lambda event: output.progress(unsaid.pop()) if unsaid and isinstance(event, FetchStarted) else None)
@@ -231,12 +226,18 @@ def pull(
         str, typer.Option("--base-model", help="What {base_model_name} stands for in S3_PATH_TEMPLATE.")
     ] = "",
 ) -> Result:
-    """Bring adapters into the store, verified."""
+    """Bring adapters into the store, verified.
+
+    Examples:
+        pull team/sql 'other/*'
+        pull s3://bucket/loras/sql
+        pull --file adapters.txt --quiet
+    """
     settings = Settings.from_env()
     asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_model), "the sources")
     pulled = [one if isinstance(one, LoRAPluginsError) else _look_up_of(one) for one in asked]
     look_up(output, settings, [one for one in pulled if isinstance(one, LookUp)], base_model)
-    return together([_result(one) for one in pulled], is_list=is_several(names, file))
+    return listed(map(_result, pulled))
 
 
 def bring(output: Output, settings: Settings, uri: str) -> Stored:
@@ -269,18 +270,9 @@ def _result(pulled: LookUp | LoRAPluginsError) -> Result | LoRAPluginsError:
         return error
     found, manifest, elapsed_s = stored.adapter, stored.manifest, pulled.elapsed_s
     bytes_s = manifest.size_bytes / elapsed_s if stored.facts.fetched else None
-    fields = {
-        "name": found.name,
-        "source": found.source,
-        "uri": manifest.uri,
-        "version": found.version,
-        "digest": manifest.digest,
-        "path": str(found.path),
-        "size_bytes": manifest.size_bytes,
-        "fetched": stored.facts.fetched,
-        "elapsed_s": elapsed_s,
-        "bytes_s": bytes_s,
-    }
+    fields = {name: getattr(found, name) for name in ("name", "source", "version")}
+    fields |= {name: getattr(manifest, name) for name in ("uri", "digest", "size_bytes")}
+    fields |= {"path": str(found.path), "fetched": stored.facts.fetched, "elapsed_s": elapsed_s, "bytes_s": bytes_s}
     how = "was there" if bytes_s is None else f"fetched in {elapsed_s:.2f} s ({size(bytes_s)}/s)"
     said = f"{found.name}: {size(manifest.size_bytes)} from {manifest.uri}, {how}"
     return Result(fields, [line(said), line(str(found.path))])

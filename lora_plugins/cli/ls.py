@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
 
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import Exit, UsageProblem, exit_of
@@ -36,37 +35,34 @@ def ls(
     url: ServerUrl = DEFAULT_URL,
     timeout_s: Timeout = 5.0,
 ) -> Result:
-    """List what the store, the sources or a server has."""
+    """List what the store, the sources or a server has.
+
+    Examples:
+        ls --json
+        ls --remote
+        ls --server --url http://gpu-7:8000
+    """
     if remote and server:
         raise UsageProblem("--remote is for sources, and --server is for a server")
-    if not server:
-        view = StoreView(Settings.from_env())
-        return _remote(view, base_model) if remote else _stored(view)
-    listed = AdminClient(url, timeout_s).adapters()
-    return Result(listed.model_dump(mode="json", exclude={"next"}), [_view(listed, url, output.console.width)])
+    if server:
+        return _served(AdminClient(url, timeout_s).adapters(), url, output.console.width)
+    view = StoreView(Settings.from_env())
+    return _remote(view, base_model) if remote else _stored(view)
 
 
 def _stored(view: StoreView) -> Result:
     rows = [view.row(entry) for entry in reversed(view.entries())]
     total_bytes, max_bytes = sum(row["size_bytes"] for row in rows), view.settings.store_max_bytes
-    fields = {
-        "store": str(view.layout.root),
-        "adapters": rows,
-        "count": len(rows),
-        "size_bytes": total_bytes,
-        "max_bytes": max_bytes,
+    fields = {"store": str(view.layout.root), "adapters": rows, "count": len(rows)}
+    fields |= {"size_bytes": total_bytes, "max_bytes": max_bytes}
+    columns: Mapping[str, Callable[[dict[str, Any]], str]] = {
+        "digest": lambda row: short(row["digest"]),
+        "size": lambda row: size(row["size_bytes"]),
+        "used": lambda row: ago(row["used_at"]),
+        "leased": lambda row: f"by {row['leases']}" if row["leases"] else "",
+        "uri": lambda row: (row["uri"] or "?") + (" (damaged)" if row["damaged"] else ""),
     }
-    cells = [
-        (
-            short(row["digest"]),
-            size(row["size_bytes"]),
-            ago(row["used_at"]),
-            f"by {row['leases']}" if row["leases"] else "",
-            (row["uri"] or "?") + (" (damaged)" if row["damaged"] else ""),
-        )
-        for row in rows
-    ]
-    shown = table_above(("digest", "size", "used", "leased", "uri"), cells)
+    shown = table_above(tuple(columns), [[cell(row) for cell in columns.values()] for row in rows])
     budget = "" if max_bytes is None else f" of {size(max_bytes)}"
     end = line(f"{number(len(rows), 'adapter')}, {size(total_bytes)}{budget}, in {view.layout.root}")
     return Result(fields, [*shown, end])
@@ -100,7 +96,7 @@ def _remote(view: StoreView, base_model: str) -> Result:
     return Result({"adapters": adapters, "count": len(adapters), "sources": answers}, [*shown, *ends], code)
 
 
-def _view(listed: AdapterList, url: str, width: int) -> Group:
+def _served(listed: AdapterList, url: str, width: int) -> Result:
     adapters = sorted(
         listed.loras, key=lambda item: (-item.requests_in_flight, -item.requests_held, -(item.last_used_at or 0))
     )
@@ -114,7 +110,7 @@ def _view(listed: AdapterList, url: str, width: int) -> Group:
     heads = [head for head in _COLUMNS if width >= _WIDE or head not in _WIDE_ONLY]
     rows = [[_COLUMNS[head](item) for head in heads] for item in adapters]
     shown = [table(heads, rows)] if rows else []
-    return Group(line(", ".join(parts)), *shown)
+    return Result(listed.model_dump(mode="json", exclude={"next"}), [line(", ".join(parts)), *shown])
 
 
 def _marks(item: AdapterView) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ import typer
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli import UsageProblem, worst
-from lora_plugins.cli.output import Result, error_fields, line
+from lora_plugins.cli.output import Result, Shown, error_fields, line
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
 from lora_plugins.resolvers.sources.source import Listing, ListsNames, Source, place_in_order
@@ -50,11 +50,6 @@ def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
     if not found:
         raise UsageProblem("no names: give one or more, or --file" if file is None else f"--file {file}: no names")
     return list(dict.fromkeys(found))
-
-
-def is_several(names: Sequence[str] | None, file: Path | None) -> bool:
-    """Return whether to expect more than one answer: JSON is a list then."""
-    return file is not None or len(names or ()) != 1 or is_pattern((names or [""])[0])
 
 
 def is_pattern(text: str) -> bool:
@@ -153,36 +148,21 @@ def names_of_environment(settings: Settings, base_model_name: str, *, only_local
     return list(names)
 
 
-def together(answers: Sequence[Result | LoRAPluginsError], *, is_list: bool, blank_between: bool = False) -> Result:
-    """Return the answers for all names together: with `is_list` a list in JSON, otherwise the only answer.
-
-    Raises:
-        LoRAPluginsError: the only answer is an error.
-    """
-    if is_list:
-        first, *others = answers
-        between = [line()] if blank_between else []
-        spaced = [replace(one, shown=[*between, *one.shown]) if isinstance(one, Result) else one for one in others]
-        return listed([first, *spaced])
-    (only,) = answers
-    if isinstance(only, LoRAPluginsError):
-        raise only
-    return only
-
-
-def listed(answers: Iterable[Result | LoRAPluginsError], name_key: str = "name", **more: Any) -> Result:
-    """Return several answers as a single result, with their objects in a list."""
+def listed(
+    answers: Iterable[Result | LoRAPluginsError], name_key: str = "name", *, blank_between: bool = False, **more: Any
+) -> Result:
+    """Return the answers for all names as a single result, with their objects in a list: of one name too."""
     results = [
         Result({name_key: one.adapter, "error": error_fields(one)}, [one]) if isinstance(one, LoRAPluginsError) else one
         for one in answers
     ]
-    objects = [one.fields for one in results]
-    failed = sum("error" in fields for fields in objects)
-    return Result(
-        {**more, "adapters": objects, "count": len(objects), "failed": failed},
-        [item for one in results for item in one.shown],
-        worst(one.code for one in results),
-    )
+    failed = sum("error" in one.fields for one in results)
+    fields = {**more, "adapters": [one.fields for one in results], "count": len(results), "failed": failed}
+    shown: list[Shown] = []
+    for one in results:
+        shown += [line()] if blank_between and shown else []
+        shown += one.shown
+    return Result(fields, shown, worst(one.code for one in results))
 
 
 def _lines(file: Path) -> list[AskedName]:

@@ -9,8 +9,9 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Signature, signature
 from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
@@ -58,18 +59,19 @@ class Result:
     shown: Sequence[Shown]
     code: Exit = Exit.OK
 
-    @property
-    def codes(self) -> list[str]:
-        """The codes of all errors, shown or in the fields."""
-        lists = [value for value in self.fields.values() if isinstance(value, list)]
-        rows = [self.fields, *(row for rows in lists for row in rows if isinstance(row, dict))]
-        in_fields = [row["error"]["code"] for row in rows if isinstance(row.get("error"), dict)]
-        return in_fields + [item.code for item in self.shown if isinstance(item, LoRAPluginsError)]
 
-    @property
-    def exit(self) -> Exit:
-        """The worst exit code of all."""
-        return worst([self.code, *(exit_of(item) for item in self.shown if isinstance(item, LoRAPluginsError))])
+def with_parameters(
+    command: Callable[..., T], of: Callable[..., Any], more: Callable[..., Any], leaves_out: Sequence[str] = ()
+) -> Callable[..., T]:
+    """Return `command` with the name, the text and the parameters of `of`, and with the parameters of `more`.
+
+    Typer reads a command's options from its signature. `leaves_out` names the parameters that are no options.
+    """
+    found = [parameter for one in (of, more) for parameter in signature(one, eval_str=True).parameters.values()]
+    options = [one.replace(kind=one.KEYWORD_ONLY) for one in found if one.name not in leaves_out]
+    command.__name__, command.__doc__ = of.__name__, of.__doc__
+    command.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    return command
 
 
 class Output:
@@ -98,16 +100,16 @@ class Output:
 
     def show(self, result: Result) -> Exit:
         """Print the result in the form asked for; return the exit code."""
+        code = worst([result.code, *(exit_of(item) for item in result.shown if isinstance(item, LoRAPluginsError))])
         if self.as_json:
             self.json(result.fields)
-            return result.exit
+            return code
         for item in result.shown:
             if isinstance(item, LoRAPluginsError):
                 self.error(error_fields(item))
             elif not self.quiet:
                 self.draw(item)
-        self.say_how_to_explain(result.codes)
-        return result.exit
+        return code
 
     def draw(self, what: RenderableType) -> None:
         """Print anything that rich can draw; in a pipe without the blanks at the ends of lines."""
@@ -137,12 +139,6 @@ class Output:
             self.json({"error": error})
         else:
             self.errors.print(Text("error: ", style="bold red").append(printable(error["message"])), soft_wrap=True)
-
-    def say_how_to_explain(self, codes: Iterable[str]) -> None:
-        """Print the command that explains each code, once, at the end of the errors."""
-        if self.is_for_people:
-            for code in dict.fromkeys(codes):
-                self.errors.print(f"lora-plugins explain {code}")
 
 
 def error_fields(error: LoRAPluginsError) -> dict[str, str]:
@@ -220,12 +216,10 @@ def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else shutil.get_terminal_size((_WIDE, 25)).columns
     # With NO_COLOR, rich leaves out colours and keeps bold and dim, which are the same kind of codes.
-    is_plain = bool(environment().get("NO_COLOR"))
     return Console(
         stderr=stderr,
         width=width,
-        color_system=None if is_plain else "auto",
-        no_color=is_plain or None,
+        color_system=None if environment().get("NO_COLOR") else "auto",
         highlight=False,
         markup=False,
         emoji=False,
@@ -233,64 +227,50 @@ def _console(*, stderr: bool) -> Console:
 
 
 class FetchBars(Progress):
-    """A bar for each file that is on its way, and one for all; nothing in a pipe, with JSON or where silence is wanted.
+    """A bar for each adapter that is on its way; nothing in a pipe, with JSON or where silence is wanted.
 
-    `what` stands before the bar for all; of several `names`, how many are done does. Rich asks for the bars ten times a
-    second, and then they are brought up to date.
+    Of several `names`, a line says how many are done. Rich asks for the bars ten times a second, and then they are
+    brought up to date.
     """
 
-    def __init__(self, output: Output, what: str, names: int) -> None:
-        self._what, self._names = escape(printable(what)), names
-        self._fetches: list[tuple[FetchStarted, dict[str, TaskID]]] = []
-        self._overall: TaskID | None = None
-        self._ended_bytes = self._ended_names = 0
+    def __init__(self, output: Output, names: int) -> None:
+        self._fetches: dict[TaskID, FetchStarted] = {}
+        self._done, self._names, self._overall = 0, names, TaskID(-1)
         super().__init__(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=3)),
             BarColumn(bar_width=None, table_column=Column(ratio=2)),
-            DownloadColumn(table_column=Column(no_wrap=True)),
-            TransferSpeedColumn(table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(),
+            *(
+                kind(table_column=Column(no_wrap=True))
+                for kind in (DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)
+            ),
             console=output.errors,
             transient=True,
             expand=True,
             disable=not output.shows_progress,
         )
-        if names > 1:
-            self._overall = self.add_task("", total=None)
+        self._overall = self.add_task("", total=None, visible=names > 1)
 
     def on_event(self, event: Event) -> None:
         """Take up a fetch that begins; a hook for events."""
         if isinstance(event, FetchStarted):
-            if self._overall is None:
-                self._overall = self.add_task(self._what, total=None)
-            label = escape(printable(event.name))
-            bars = {name: self.add_task(f"  {label} {name}", total=size_bytes) for name, size_bytes in event.files}
-            self._fetches.append((event, bars))
+            total = sum(size_bytes for _, size_bytes in event.files)
+            self._fetches[self.add_task(escape(printable(event.name)), total=total)] = event
 
     def name_ended(self) -> None:
         """Count a name as done, in success or failure."""
-        self._ended_names += 1
+        self._done += 1
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """The bars as they are now."""
-        done = total = self._ended_bytes
-        for fetch, bars in list(self._fetches):
-            size_bytes = sum(size_bytes for _, size_bytes in fetch.files)
-            total += size_bytes
+        for bar, fetch in list(self._fetches.items()):
             arrived = arrived_bytes(fetch.directory, fetch.files)
             if arrived is None:
-                self._fetches.remove((fetch, bars))
-                self._ended_bytes += size_bytes
-                done += size_bytes
-                for bar in bars.values():
-                    self.remove_task(bar)
-                continue
-            done += sum(arrived.values())
-            for name, bar in bars.items():
-                self.update(bar, completed=arrived[name])
-        text = self._what if self._names < 2 else f"{self._ended_names} of {number(self._names, 'adapter')}"
-        if self._overall is not None:
-            self.update(self._overall, description=text, completed=done, total=total or None)
+                del self._fetches[bar]
+                self.remove_task(bar)
+            else:
+                self.update(bar, completed=sum(arrived.values()))
+        if self._overall in self.task_ids:
+            self.update(self._overall, description=f"{self._done} of {number(self._names, 'adapter')}")
         yield from super().get_renderables()
 
 

@@ -20,13 +20,13 @@ from lora_plugins.cli import UsageProblem
 from lora_plugins.client import is_here, is_sendable
 from lora_plugins.client.attempt import object_of, rows_of
 from lora_plugins.errors import (
-    KINDS,
     AdapterNotFound,
     InvalidAdapter,
     InvalidSettings,
     LoRAPluginsError,
     SourceUnavailable,
     VersionMismatch,
+    error_of,
 )
 from lora_plugins.settings import VARIABLES, environment
 from lora_plugins.store.layout import is_digest
@@ -38,13 +38,7 @@ VLLM_KEY = "VLLM_API_KEY"
 
 _PATH = "/v1/loras"
 _SHOWN_CHARACTERS = 300
-_ERROR = re.compile(
-    r"\[(?P<code>L\d{3})\] (?:(?:adapter '(?P<adapter>.*?)')?(?:, )?(?:file '(?P<file>.*?)')?: )?found (?P<found>.*?)"
-    r"(?:; expected (?P<expected>.*?))?(?:\. To fix: (?P<remedy>.*))?\.",
-    re.DOTALL,
-)
 _NUMBER = re.compile(r"\[Errno -?\d+\] ")  # of an error of the operating system
-_BY_CODE = {kind.code: kind for kind in KINDS}
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -177,11 +171,11 @@ class AdminClient:
     def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> bytes:
         answer = self.request(method, path, content=body, headers={"Accept": "application/json", **headers})
         if answer.is_error:
-            raise self._refusal(answer.status_code, _message(answer.content), path.partition("?")[0])
+            raise self._refusal(answer, path.partition("?")[0])
         return answer.content
 
-    def _refusal(self, status: int, message: str, path: str) -> LoRAPluginsError:
-        said = _error_of(message)
+    def _refusal(self, answer: httpx.Response, path: str) -> LoRAPluginsError:
+        (message, said), status = _said(object_of(answer.content)), answer.status_code
         if status in (401, 403):
             why = f": {said.found}" if said is not None else ""
             denied = f"a server at {self.url} that denies access (HTTP {status}{why})"
@@ -201,14 +195,11 @@ class AdminClient:
                 expected="one with the admin API, or a key that may use it",
                 remedy="name lora_admin and lora_lru_manager in the server's VLLM_PLUGINS",
             )
-        shown = f": {message[:_SHOWN_CHARACTERS]}" if message else ""
+        shown = f"HTTP {status}" + (f": {message[:_SHOWN_CHARACTERS]}" if message else "")
         if status in (400, 422):
-            return InvalidAdapter(f"a request that the server refuses (HTTP {status}{shown})")
-        return SourceUnavailable(
-            f"a server at {self.url} that answers HTTP {status}{shown}",
-            expected="HTTP 200",
-            remedy="look at the server's log",
-        )
+            return InvalidAdapter(f"a request that the server refuses ({shown})")
+        found, remedy = f"a server at {self.url} that answers {shown}", "look at the server's log"
+        return SourceUnavailable(found, expected="HTTP 200", remedy=remedy)
 
 
 def _of_replicas(answer: bytes) -> bytes:
@@ -219,30 +210,19 @@ def _of_replicas(answer: bytes) -> bytes:
     return json.dumps(rows[0]["body"]).encode()
 
 
-def _message(answer: bytes) -> str:
-    """Return the text of an error, or of the errors of replicas on Ray Serve."""
-    content = object_of(answer)
-    if not (rows := rows_of(content)):
-        return _text_of(content)
-    texts = {_text_of(row["body"]) for row in rows}
-    if len(texts) == 1:
-        return texts.pop()
-    # Only the beginning is shown, so the failures come first.
-    rows = sorted(rows, key=lambda row: int(row["status"]), reverse=True)
-    return "; ".join(f"replica {row['replica']}: {row['status']} {_text_of(row['body'])}".rstrip() for row in rows)
-
-
-def _text_of(content: Mapping[str, Any]) -> str:
-    """Return the text of an error's body: vLLM's `error.message`, or FastAPI's `detail`."""
+def _said(content: dict[str, Any]) -> tuple[str, LoRAPluginsError | None]:
+    """Return the text of an error's body, of vLLM's or FastAPI's form, and the error of ours in the body."""
+    if rows := rows_of(content):  # of replicas on Ray Serve
+        # Only the beginning is shown, so the failures come first.
+        said = [(row, *_said(row["body"])) for row in sorted(rows, key=lambda row: -row["status"])]
+        if len({text for _, text, _ in said}) == 1:
+            return said[0][1:]
+        return "; ".join(f"replica {row['replica']}: {row['status']} {text}".rstrip() for row, text, _ in said), None
     inner = content.get("error")
-    message = inner.get("message") if isinstance(inner, dict) else content.get("detail") or inner
-    return message if isinstance(message, str) else ""
-
-
-def _error_of(message: str) -> LoRAPluginsError | None:
-    """Return the error of ours that says `message`, or None."""
-    # Servers send our errors as text: read back, an error keeps its code, and so its exit code.
-    match = _ERROR.fullmatch(message)
-    fields = match.groupdict("") if match else {}
-    kind = _BY_CODE.get(fields.pop("code", ""))
-    return None if kind is None else kind(**fields)
+    body: dict[str, Any] = inner if isinstance(inner, dict) else {"message": content.get("detail") or inner}
+    message = body.get("message")
+    try:
+        ours = error_of(body["lora_plugins"])
+    except (KeyError, TypeError):  # of vLLM, or of a release with other errors
+        ours = None
+    return message if isinstance(message, str) else "", ours

@@ -15,19 +15,7 @@ from lora_plugins.adapter.names import MIN_PREFIX, is_prefix
 from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli import Exit, UsageProblem
 from lora_plugins.cli.names import NamesFile, is_pattern, wanted
-from lora_plugins.cli.output import (
-    Output,
-    Result,
-    ago,
-    counted,
-    error_fields,
-    line,
-    number,
-    short,
-    size,
-    table,
-    table_above,
-)
+from lora_plugins.cli.output import Output, Result, ago, counted, error_fields, line, number, short, size, table_above
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.resolvers.sources.templates import Template
 from lora_plugins.server.served_file import lately_served
@@ -73,11 +61,9 @@ class StoreView:
         try:
             return entries(self.layout)
         except OSError as error:
-            raise InvalidSettings(
-                f"a store below {root} that answers '{error.strerror or type(error).__name__}'",
-                expected="a directory that can be read",
-                remedy="set LORA_PLUGINS_STORE_DIR, or run as the server's user",
-            ) from error
+            found = f"a store below {root} that answers '{error.strerror or type(error).__name__}'"
+            remedy = "set LORA_PLUGINS_STORE_DIR, or run as the server's user"
+            raise InvalidSettings(found, expected="a directory that can be read", remedy=remedy) from error
 
     def holders(self, entry: Entry) -> list[str]:
         """Return the processes that have leased an adapter, in words."""
@@ -85,19 +71,12 @@ class StoreView:
 
     def row(self, entry: Entry) -> dict[str, Any]:
         """Return an adapter as JSON."""
-        manifest = entry.manifest
-        return {
-            "digest": entry.digest,
-            "name": self.name_of(entry),
-            "uri": manifest.uri if manifest else None,
-            "version": manifest.version if manifest else None,
-            "size_bytes": entry.size_bytes,
-            "fetched_at": manifest.fetched_at if manifest else None,
-            "used_at": entry.used_at or None,
-            "leases": len(self._leases.holders(entry.digest)),
-            "damaged": manifest is None or (self.layout.folder("damaged") / entry.digest).exists(),
-            "path": str(self.layout.adapter(entry.digest)),
-        }
+        manifest, damaged = entry.manifest, self.layout.folder("damaged") / entry.digest
+        of_manifest = {name: getattr(manifest, name, None) for name in ("uri", "version", "fetched_at")}
+        row = {"digest": entry.digest, "name": self.name_of(entry), "size_bytes": entry.size_bytes, **of_manifest}
+        row |= {"used_at": entry.used_at or None, "leases": len(self._leases.holders(entry.digest))}
+        is_damaged = manifest is None or damaged.exists()
+        return {**row, "damaged": is_damaged, "path": str(self.layout.adapter(entry.digest))}
 
     def name_of(self, entry: Entry) -> str | None:
         """Return the name by which the sources of the settings know an adapter; None without such a source."""
@@ -147,17 +126,14 @@ class StoreView:
         """Return the adapters that `select` finds for all names, each once, and an error for each name without a match.
 
         Raises:
-            AdapterNotFound: the only name has no match. UsageProblem: as `select` raises, or without names.
+            UsageProblem: as `select` raises, or without names.
         """
-        asked = wanted(names, file)
         found: dict[str, Entry] = {}
         errors: list[LoRAPluginsError] = []
-        for one in asked:
+        for one in wanted(names, file):
             try:
                 found.update((entry.digest, entry) for entry in self.select(one.name))
             except AdapterNotFound as error:
-                if len(asked) == 1:
-                    raise
                 errors.append(error)
         return list(found.values()), errors
 
@@ -171,27 +147,27 @@ def verify(
     *,
     file: NamesFile = None,
 ) -> Result:
-    """Hash what is in the store again; mark what is damaged."""
+    """Hash what is in the store again; mark what is damaged.
+
+    Examples:
+        verify
+        verify 583503f503f1
+        verify 'team/*'
+    """
     view = StoreView(Settings.from_env())
     chosen, errors = view.select_all(names, file) if names or file is not None else (view.entries(), [])
     adapters: list[dict[str, Any]] = []
-    rows: list[tuple[str, str]] = []
     for entry in counted(output, chosen, len(chosen), "hashed"):
         if not output.shows_progress or len(chosen) < 2:
             output.progress(f"hashing {short(entry.digest)}")
-        whole = view.store.verify(entry.digest)
-        adapters.append({"digest": entry.digest, "whole": whole})
-        rows.append((short(entry.digest), "whole" if whole else "damaged: replaced once it is fetched again"))
-    damaged = sum(not adapter["whole"] for adapter in adapters)
-    fields = {
-        "store": str(view.layout.root),
-        "adapters": adapters,
-        "count": len(adapters),
-        "damaged": damaged,
-        "errors": [error_fields(error) for error in errors],
-    }
+        adapters.append({"digest": entry.digest, "whole": view.store.verify(entry.digest)})
+    damaged = sum(not one["whole"] for one in adapters)
+    fields = {"store": str(view.layout.root), "adapters": adapters, "count": len(adapters), "damaged": damaged}
+    fields["errors"] = [error_fields(error) for error in errors]
+    said = {True: "whole", False: "damaged: replaced once it is fetched again"}
+    shown = table_above(("digest", "verdict"), [(short(one["digest"]), said[one["whole"]]) for one in adapters])
     end = line(f"{number(len(adapters), 'adapter')}, {damaged} damaged", "bold red" if damaged else "")
-    return Result(fields, [*errors, table(("digest", "verdict"), rows), end], Exit.WRONG if damaged else Exit.OK)
+    return Result(fields, [*errors, *shown, end], Exit.WRONG if damaged else Exit.OK)
 
 
 def gc(
@@ -208,6 +184,10 @@ def gc(
 
     Adapters that a running server has leased stay. So do those that a server has served in the last seven days, for its
     next start, unless the store exceeds LORA_PLUGINS_STORE_MAX_BYTES.
+
+    Examples:
+        gc --dry-run --max-bytes 20GB
+        gc
     """
     view = StoreView(Settings.from_env())
     budget = _budget(view.settings, max_bytes)
@@ -231,28 +211,28 @@ def gc(
     order = sorted(known, key=lambda entry: (entry.digest not in damaged, entry.digest in served))
     done = evict(order, budget, remove)
     kept = [entry for entry in done.leased if entry.digest in served and not rows[entry.digest]["leases"]]
-    groups = {"removed": done.removed, "leased": [one for one in done.leased if one not in kept], "served": kept}
+    leased = [entry for entry in done.leased if entry not in kept]
+    groups = {"removed": done.removed, "leased": leased, "served": kept}
+    ends = {"removed": _removed(dry_run), "leased": "stays: leased", "served": "stays: served lately"}
     fits = done.left_bytes <= budget
-    fields = {
-        "store": str(view.layout.root),
-        "dry_run": dry_run,
-        "max_bytes": budget,
-        "before_bytes": before_bytes,
-        "after_bytes": done.left_bytes,
-        "fits": fits,
-        **{name: [rows[entry.digest] for entry in some] for name, some in groups.items()},
-    }
-    removed = "would be removed" if dry_run else "removed"
-    ends = {"removed": removed, "leased": "stays: leased", "served": "stays: served lately"}
-    verdicts = [(entry, ago(entry.used_at), ends[name]) for name, some in groups.items() for entry in some]
-    cells = [(short(entry.digest), size(entry.size_bytes), used, said) for entry, used, said in verdicts]
+    fields = {"store": str(view.layout.root), "dry_run": dry_run, "max_bytes": budget, "before_bytes": before_bytes}
+    fields |= {"after_bytes": done.left_bytes, "fits": fits}
+    fields |= {name: [rows[entry.digest] for entry in some] for name, some in groups.items()}
+    cells = [
+        (short(entry.digest), size(entry.size_bytes), ago(entry.used_at), ends[name])
+        for name, some in groups.items()
+        for entry in some
+    ]
     shown = table_above(("digest", "size", "used", ""), cells)
-    end = line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}")
-    if fits:
-        return Result(fields, [*shown, end])
-    stays = "was served in the last 7 days: --all removes it too" if kept else "is leased by running servers"
-    why = line(f"what would still have to go {stays}", "bold red")
-    return Result(fields, [*shown, end, why], Exit.NO_ROOM)
+    shown.append(line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}"))
+    if not fits:
+        stays = "was served in the last 7 days: --all removes it too" if kept else "is leased by running servers"
+        shown.append(line(f"what would still have to go {stays}", "bold red"))
+    return Result(fields, shown, Exit.OK if fits else Exit.NO_ROOM)
+
+
+def _removed(dry_run: bool) -> str:
+    return "would be removed" if dry_run else "removed"
 
 
 def _budget(settings: Settings, text: str | None) -> int:
@@ -274,27 +254,26 @@ def rm(
     file: NamesFile = None,
     dry_run: DryRun = False,
 ) -> Result:
-    """Remove adapters from the store, unless they are in use."""
+    """Remove adapters from the store, unless they are in use.
+
+    Examples:
+        rm team/sql
+        rm 'old/*' --dry-run
+        rm 583503f503f1
+    """
     view = StoreView(Settings.from_env())
     found, errors = view.select_all(names, file)
-    done = "would be removed" if dry_run else "removed"
     rows: list[dict[str, Any]] = []
     cells: list[tuple[str, ...]] = []
     for entry in found:
         row, holders = view.row(entry), view.holders(entry)
         is_gone = not holders if dry_run else view.store.remove(entry.digest)
         rows.append({**row, "removed": is_gone, "holders": [] if is_gone else holders})
-        verdict = done if is_gone else f"stays: leased by {', '.join(holders) or 'another process'}"
-        cells.append((short(entry.digest), size(entry.size_bytes), verdict, row["uri"] or "?"))
+        said = _removed(dry_run) if is_gone else f"stays: leased by {', '.join(holders) or 'another process'}"
+        cells.append((short(entry.digest), size(entry.size_bytes), said, row["uri"] or "?"))
     removed = [row["size_bytes"] for row in rows if row["removed"]]
-    fields = {
-        "store": str(view.layout.root),
-        "dry_run": dry_run,
-        "adapters": rows,
-        "count": len(rows),
-        "removed_bytes": sum(removed),
-        "errors": [error_fields(error) for error in errors],
-    }
+    fields = {"store": str(view.layout.root), "dry_run": dry_run, "adapters": rows, "count": len(rows)}
+    fields |= {"removed_bytes": sum(removed), "errors": [error_fields(error) for error in errors]}
     shown = table_above(("digest", "size", "", "uri"), cells)
-    end = line(f"{number(len(removed), 'adapter')} {done}, {size(sum(removed))}")
+    end = line(f"{number(len(removed), 'adapter')} {_removed(dry_run)}, {size(sum(removed))}")
     return Result(fields, [*errors, *shown, end], Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
@@ -25,39 +25,29 @@ from lora_plugins.api.models import (
 )
 from lora_plugins.cli import UsageProblem
 from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, wanted
-from lora_plugins.cli.output import Output, Result, counted, short, table
+from lora_plugins.cli.output import Output, Result, counted, short, table, with_parameters
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.client.body import archive_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.pauses import PauseMode
 
 _AT_ONCE = 4
-
-_PATTERNS = "Names, or patterns in quotes for names on the server's list ('team/*')."
-_NO_PATTERNS = "Names; patterns stand for themselves here."
+_OF_ONE = ("uri", "to", "if_match")  # options for one name
 _IfMatch = Annotated[
     str | None, typer.Option("--if-match", help="Only if the served version's digest is this text, or begins so.")
 ]
-_OPTIONS: dict[str, Any] = {
-    "uri": Annotated[
-        str | None, typer.Option(help="Where the adapter lies, if not where its name says; for one name.")
-    ],
-    "block": Annotated[bool, typer.Option("--block", help="Refuse the names from here on, until they are loaded.")],
-    "drain_s": Annotated[
-        float | None,
-        typer.Option(
-            "--drain", min=0, help="Seconds that running requests have; LORA_PLUGINS_DRAIN_TIMEOUT_S without it."
-        ),
-    ],
-    "mode": Annotated[
-        PauseMode | None,
-        typer.Option(
-            help="Whether requests end by themselves, are aborted, or go on after the resume; wait without it."
-        ),
-    ],
-    "to": Annotated[str | None, typer.Option("--to", help="The kept version whose digest begins so; for one name.")],
-    "if_match": _IfMatch,
-}
+_Uri = Annotated[str | None, typer.Option(help="Where the adapter lies, if not where its name says; for one name.")]
+_Block = Annotated[bool, typer.Option("--block", help="Refuse the names from here on, until they are loaded.")]
+_Drain = Annotated[
+    float | None,
+    typer.Option("--drain", min=0, help="Seconds for running requests; LORA_PLUGINS_DRAIN_TIMEOUT_S without it."),
+]
+_To = Annotated[str | None, typer.Option("--to", help="The kept version whose digest begins so; for one name.")]
+_Mode = Annotated[
+    PauseMode | None,
+    typer.Option(help="Whether requests end by themselves, are aborted, or go on after the resume; wait without it."),
+]
+
 
 # What pydantic finds wrong with `LoadAdapterRequest` and `RollbackRequest`.
 _MEANING = {
@@ -69,148 +59,183 @@ _MEANING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
-    """One change of a server's adapters.
+class VerbCall:
+    """What is asked of a server for each name.
 
     Attributes:
-        name: of the command. says: its help. options: the verb's keys of `_OPTIONS`.
-        route: method and path of a name. answer: the type of the server's answer.
-        body: of the request for a name with these options. has_patterns: whether `team/*` stands for listed names.
+        route: method and path. answer: the type of the answer. body: makes the body, if any.
+        if_match: the digest that must be served, or its beginning.
     """
 
-    name: str
-    says: str
-    options: tuple[str, ...] = ()
+    route: str
     answer: type[AdapterStatus] = AdapterStatus
-    route: str = "POST /{name}/{verb}"
-    body: Callable[[AskedName, dict[str, Any]], BaseModel | None] = lambda _, __: None
-    has_patterns: bool = True
+    body: Callable[[AskedName], BaseModel | None] = lambda _: None
+    if_match: str | None = None
 
-    def command(self) -> Callable[..., Result]:
-        """Return the function behind the command, with the options of this verb."""
 
-        def run(output: Output, names: list[str] | None, file: Path | None, **given: Any) -> Result:
-            client = AdminClient(given.pop("url"), given.pop("timeout_s"))
-            return _change(output, client, self, wanted(names, file), given)
+def load(*, uri: _Uri = None, if_match: _IfMatch = None) -> VerbCall:
+    """Serve adapters, from the server's sources or from URIs.
 
-        run.__name__, run.__doc__ = self.name, self.says
-        says = _PATTERNS if self.has_patterns else _NO_PATTERNS
-        options = {
-            "output": (Output, inspect.Parameter.empty),
-            "names": (Annotated[list[str] | None, typer.Argument(help=says)], None),
-            "file": (NamesFile, None),
-            **{name: (_OPTIONS[name], False if name == "block" else None) for name in self.options},
-            "url": (ServerUrl, DEFAULT_URL),
-            "timeout_s": (Timeout, 600.0),
-        }
-        parameters = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-            for name, (kind, default) in options.items()
-        ]
-        # Typer reads the signature: each verb has its own options.
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return run
+    A pattern is a name here, as the server's list has only names that are loaded.
 
-    def ask(self, client: AdminClient, one: AskedName, options: dict[str, Any]) -> AdapterStatus:
-        """Send the change of one name to a server.
+    Examples:
+        load team/sql
+        load sql --uri s3://bucket/loras/sql
+        load --file adapters.txt --url http://gpu-7:8000
+    """
 
-        Raises:
-            UsageProblem: the name or an option cannot be right. LoRAPluginsError: the server's error.
-        """
+    def body(one: AskedName) -> BaseModel:
+        source = AdapterSource(uri=place) if (place := uri or one.uri) else None
+        return LoadAdapterRequest(lora_name=one.name, source=source)
+
+    return VerbCall("POST ", VersionStatus, body, if_match)
+
+
+def unload(*, block: _Block = False, drain_s: _Drain = None) -> VerbCall:
+    """Serve adapters no longer, once their requests have ended.
+
+    Examples:
+        unload team/sql
+        unload 'team/*' --drain 5
+        unload team/sql --block
+    """
+    return VerbCall("DELETE /{name}" + _query(block="true" if block else None, timeout_s=drain_s))
+
+
+def refresh(*, if_match: _IfMatch = None) -> VerbCall:
+    """Look for new versions at the sources now, and swap to them.
+
+    Examples:
+        refresh team/sql
+        refresh '*' --json
+        refresh team/sql --if-match d97bd125c00b
+    """
+    return VerbCall("POST /{name}/refresh", VersionStatus, if_match=if_match)
+
+
+def rollback(*, to: _To = None, if_match: _IfMatch = None) -> VerbCall:
+    """Go back to the version before, until the next refresh or push.
+
+    Examples:
+        rollback team/sql
+        rollback team/sql --to 583503f503f1
+    """
+
+    def body(_: AskedName) -> BaseModel | None:
+        return None if to is None else RollbackRequest(digest=to)
+
+    return VerbCall("POST /{name}/rollback", VersionStatus, body, if_match)
+
+
+def pin() -> VerbCall:
+    """Keep adapters in host memory and in slots.
+
+    Examples:
+        pin team/sql team/poet
+    """
+    return VerbCall("POST /{name}/pin")
+
+
+def unpin() -> VerbCall:
+    """Let pinned adapters be evicted like any other.
+
+    Examples:
+        unpin '*'
+    """
+    return VerbCall("POST /{name}/unpin")
+
+
+def prefetch() -> VerbCall:
+    """Bring adapters into host memory before they are asked for.
+
+    Examples:
+        prefetch team/sql team/poet
+        prefetch --file adapters.txt
+    """
+    return VerbCall("POST /{name}/prefetch")
+
+
+def pause(*, mode: _Mode = None) -> VerbCall:
+    """Hold the requests of adapters until a resume.
+
+    Examples:
+        pause policy
+        pause policy --mode keep
+    """
+    return VerbCall("POST /{name}/pause" + _query(mode=mode))
+
+
+def resume() -> VerbCall:
+    """Have the requests of paused adapters go on.
+
+    Examples:
+        resume policy
+    """
+    return VerbCall("POST /{name}/resume")
+
+
+def _of_verbs(
+    output: Output,
+    *,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Names; patterns in quotes ('team/*') stand for names on the server's list."),
+    ] = None,
+    file: NamesFile = None,
+    url: ServerUrl = DEFAULT_URL,
+    timeout_s: Timeout = 600.0,
+) -> None:
+    """The options of every verb."""
+
+
+def _verb(call_of: Callable[..., VerbCall]) -> Callable[..., Result]:
+    """Return the command of a verb, which asks for a few names at once; a failure keeps no other from being asked."""
+
+    def command(
+        output: Output, names: list[str] | None, file: Path | None, url: str, timeout_s: float, **options: Any
+    ) -> Result:
+        client, asked, call = AdminClient(url, timeout_s), wanted(names, file), call_of(**options)
+        given = [name for name in _OF_ONE if options.get(name) is not None]
+        if given and (len(asked) != 1 or (given[0] == "uri" and asked[0].uri is not None)):
+            raise UsageProblem(f"--{given[0].replace('_', '-')} is for one name: each of several has its own")
+        found: Sequence[AskedName | LoRAPluginsError] = asked
+        if call_of is not load:  # a pattern is a name to load
+            found = expand(asked, lambda: [adapter.lora_name for adapter in client.adapters().loras], client.url)
+        ask = partial(_ask, client, call)
+        threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="lora-plugins-admin")
         try:
-            body = self.body(one, options)
-        except ValidationError as error:
-            first = error.errors()[0]
-            said = _MEANING[first["type"]].format_map(first.get("ctx", {}))
-            raise UsageProblem(f"{first['loc'][-1]}: {said}") from None
-        expected = options.get("if_match")
-        if expected is not None:
-            expected = client.whole_digest(one.name, expected)
-        method, path = self.route.format(name=quote(one.name), verb=self.name).split(" ")
-        return client.ask(self.answer, method, path + _query(options), body, if_match=expected)
+            answers = [*counted(output, threads.map(ask, found), len(found), "asked")]
+        finally:  # once the command is interrupted, nobody waits for the other answers
+            threads.shutdown(wait=False, cancel_futures=True)
+        return _changed(call.answer, answers, client.url)
+
+    return with_parameters(command, call_of, _of_verbs)
 
 
-def _query(options: dict[str, Any]) -> str:
-    asked = {"block": "true" if options.get("block") else None}
-    asked |= {"timeout_s": options.get("drain_s"), "mode": options.get("mode")}
-    query = {name: value for name, value in asked.items() if value is not None}
-    return f"?{urlencode(query)}" if query else ""
-
-
-def _load(one: AskedName, options: dict[str, Any]) -> LoadAdapterRequest:
-    uri = options["uri"] or one.uri
-    return LoadAdapterRequest(lora_name=one.name, source=None if uri is None else AdapterSource(uri=uri))
-
-
-VERBS = (
-    Verb(
-        "load",
-        "Serve adapters, from the server's sources or from URIs.",
-        ("uri", "if_match"),
-        VersionStatus,
-        route="POST ",
-        body=_load,
-        has_patterns=False,
-    ),
-    Verb(
-        "unload",
-        "Serve adapters no longer, once their requests have ended.",
-        ("block", "drain_s"),
-        route="DELETE /{name}",
-    ),
-    Verb("refresh", "Look for new versions at the sources now, and swap to them.", ("if_match",), VersionStatus),
-    Verb(
-        "rollback",
-        "Go back to the version before, until the next refresh or push.",
-        ("to", "if_match"),
-        VersionStatus,
-        body=lambda _, options: None if options["to"] is None else RollbackRequest(digest=options["to"]),
-    ),
-    Verb("pin", "Keep adapters in host memory and in slots."),
-    Verb("unpin", "Let pinned adapters be evicted like any other."),
-    Verb("prefetch", "Bring adapters into host memory before they are asked for."),
-    Verb("pause", "Hold the requests of adapters until a resume.", ("mode",)),
-    Verb("resume", "Have the requests of paused adapters go on."),
-)
-
-
-def _change(
-    output: Output, client: AdminClient, verb: Verb, asked: Sequence[AskedName], options: dict[str, Any]
-) -> Result:
-    """Ask for every name, a few at once; a failure keeps no other name from being asked for."""
-    if options.get("uri") is not None and (len(asked) != 1 or asked[0].uri is not None):
-        raise UsageProblem("--uri is for one name; --file takes a URI behind each name")
-    for option in ("if_match", "to"):
-        if options.get(option) is not None and len(asked) != 1:
-            raise UsageProblem(f"--{option.replace('_', '-')} is for one name: each has digests of its own")
-    found: Sequence[AskedName | LoRAPluginsError] = asked
-    if verb.has_patterns:
-        found = expand(asked, lambda: [adapter.lora_name for adapter in client.adapters().loras], client.url)
-
-    def answer(one: AskedName | LoRAPluginsError) -> AdapterStatus | LoRAPluginsError:
-        if isinstance(one, LoRAPluginsError):
-            return one
-        try:
-            return verb.ask(client, one, options)
-        except LoRAPluginsError as error:
-            error.adapter = error.adapter or one.name
-            return error
-
-    threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="lora-plugins-admin")
+def _ask(client: AdminClient, call: VerbCall, one: AskedName | LoRAPluginsError) -> AdapterStatus | LoRAPluginsError:
+    if isinstance(one, LoRAPluginsError):
+        return one
     try:
-        answers = [*counted(output, threads.map(answer, found), len(found), "asked")]
-    finally:  # once the command is interrupted, nobody waits for the other answers
-        threads.shutdown(wait=False, cancel_futures=True)
-    together = listed(
-        [one if isinstance(one, LoRAPluginsError) else Result(one.model_dump(mode="json"), []) for one in answers],
-        "lora_name",
-        url=client.url,
-    )
-    rows = [row_of(one) for one in answers if not isinstance(one, LoRAPluginsError)]
-    versions = ("digest", "previous", "swapped", "took") if verb.answer is VersionStatus else ()
-    heads = ("name", *versions, "result")
-    tables = [table(heads, rows)] if rows else []
-    return Result(together.fields, [*tables, *together.shown], together.code)
+        body = call.body(one)
+        expected = None if call.if_match is None else client.whole_digest(one.name, call.if_match)
+        method, path = call.route.format(name=quote(one.name)).split(" ")
+        return client.ask(call.answer, method, path, body, if_match=expected)
+    except ValidationError as error:
+        first = error.errors()[0]
+        said = _MEANING[first["type"]].format_map(first.get("ctx", {}))
+        raise UsageProblem(f"{first['loc'][-1]}: {said}") from None
+    except LoRAPluginsError as error:
+        error.adapter = error.adapter or one.name
+        return error
+
+
+_CALLS: Sequence[Callable[..., VerbCall]] = (load, unload, refresh, rollback, pin, unpin, prefetch, pause, resume)
+VERBS = [_verb(call_of) for call_of in _CALLS]
+
+
+def _query(**options: Any) -> str:
+    query = urlencode({name: value for name, value in options.items() if value is not None})
+    return f"?{query}" if query else ""
 
 
 def push(
@@ -228,27 +253,40 @@ def push(
     url: ServerUrl = DEFAULT_URL,
     timeout_s: Timeout = 600.0,
 ) -> Result:
-    """Send an adapter to a server, as the next version of a name."""
+    """Send an adapter to a server, as the next version of a name.
+
+    Examples:
+        push ./out/checkpoint-500 policy
+        push ./out policy --if-match d97bd125c00b --keep 8
+    """
     if not (directory / CONFIG_FILE).is_file():
         raise UsageProblem(f"{directory}: no directory with {CONFIG_FILE}")
     client = AdminClient(url, timeout_s)
-    options = {"mode": "inflight"} if inflight else {}
-    options |= {"pin": "true"} if pin else {}
-    options |= {} if keep is None else {"keep": str(keep)}
-    path = f"/{quote(name)}" + (f"?{urlencode(options)}" if options else "")
-    expected = None if if_match is None else client.whole_digest(name, if_match)
+    path = f"/{quote(name)}" + _query(mode="inflight" if inflight else None, pin="true" if pin else None, keep=keep)
     body, headers = archive_of(directory)
-    status = client.ask(PushStatus, "PUT", path, body, if_match=expected, headers=headers)
-    heads = ("name", "digest", "previous", "swapped", "took", "result")
-    return Result(status.model_dump(mode="json"), [table(heads, [row_of(status)])])
+    try:
+        expected = None if if_match is None else client.whole_digest(name, if_match)
+        status = client.ask(PushStatus, "PUT", path, body, if_match=expected, headers=headers)
+    except LoRAPluginsError as error:
+        error.adapter = error.adapter or name
+        return _changed(PushStatus, [error], client.url)
+    return _changed(PushStatus, [status], client.url)
 
 
-def row_of(one: AdapterStatus) -> tuple[str, ...]:
+def _changed(kind: type[AdapterStatus], answers: Sequence[AdapterStatus | LoRAPluginsError], url: str) -> Result:
+    """Return a server's answers: a table of those that are of `kind`, and below the errors."""
+    heads = ("digest", "previous", "swapped", "took") if issubclass(kind, VersionStatus) else ()
+    rows = [_row(one) for one in answers if not isinstance(one, LoRAPluginsError)]
+    shown = [table(("name", *heads, "result"), rows)] if rows else []
+    results = [one if isinstance(one, LoRAPluginsError) else Result(one.model_dump(mode="json"), []) for one in answers]
+    together = listed(results, "lora_name", url=url)
+    return replace(together, shown=[*shown, *together.shown])
+
+
+def _row(one: AdapterStatus) -> tuple[str, ...]:
     """Return the name, the change of versions, and the server's sentence, without the name in front."""
     versions: tuple[str, ...] = ()
     if isinstance(one, VersionStatus):
-        digests = [short(digest) for digest in (one.digest, one.previous_digest)]
         took = f"{one.elapsed_ms:.0f} ms" if one.elapsed_ms < 9_999.5 else f"{one.elapsed_ms / 1000:.1f} s"
-        versions = *digests, "yes" if one.swapped else "no", took
-    result = one.message.removeprefix(f"LoRA adapter '{one.lora_name}' ").removesuffix(".")
-    return one.lora_name, *versions, result
+        versions = short(one.digest), short(one.previous_digest), "yes" if one.swapped else "no", took
+    return one.lora_name, *versions, one.message.removeprefix(f"LoRA adapter '{one.lora_name}' ").removesuffix(".")

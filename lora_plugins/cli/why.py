@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -14,25 +14,9 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import MISSPELT, misspelt, near, why_absent
 from lora_plugins.api.models import AdapterList, AdapterView, ServedState
 from lora_plugins.cli import Exit, exit_of
-from lora_plugins.cli.base_model import (
-    BasePath,
-    MaxRank,
-    ServedNames,
-    compared_with,
-    read_base,
-    why_not_compared,
-    would_be_served,
-)
-from lora_plugins.cli.lookup import LookUp, look_up
-from lora_plugins.cli.names import (
-    NamesFile,
-    expand,
-    is_several,
-    malformed,
-    names_of_environment,
-    together,
-    wanted,
-)
+from lora_plugins.cli.base_model import compared_with, on_base, why_not_compared, would_be_served
+from lora_plugins.cli.lookup import LookUp, Stored, look_up
+from lora_plugins.cli.names import NamesFile, expand, listed, malformed, names_of_environment, wanted
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, steps_table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
@@ -44,7 +28,6 @@ from lora_plugins.store.blocks import Blocks, blocked
 from lora_plugins.store.layout import Layout
 
 _VERDICTS = {
-    "not compared": "whole, and not compared",
     "found": "found, and nothing was fetched; without --dry-run it is verified too",
     "unknown": "no source has it; a request gets a 404",
     "refused": "would be refused",
@@ -67,17 +50,23 @@ class OfServer:
     `near`: names like one that nobody has, in words.
     """
 
-    steps: list[Step]
+    steps: list[Step] = field(default_factory=list)
     view: AdapterView | None = None
     is_blocked: bool = False
     near: str = ""
 
     @property
+    def state(self) -> ServedState | None:
+        """The name's state at the server."""
+        return None if self.view is None else self.view.state
+
+    @property
     def is_the_end(self) -> bool:
         """Whether a request for the name asks no source."""
-        return self.is_blocked or (self.view is not None and self.view.state is not ServedState.DRAINING)
+        return self.is_blocked or self.state not in (None, ServedState.DRAINING)
 
 
+@on_base
 def why(
     output: Output,
     names: Annotated[
@@ -94,24 +83,28 @@ def why(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Ask the sources and fetch nothing; the store stays as it is.")
     ] = False,
-    base_model: BasePath = None,
-    served_model_name: ServedNames = None,
-    max_lora_rank: MaxRank = None,
+    settings: Settings,
+    base: BaseModel | None,
 ) -> Result:
-    """Say whether names are served, by which version, and why not."""
-    settings = Settings.from_env()
-    base = read_base(settings, base_model, served_model_name, max_lora_rank)
+    """Say whether names are served, by which version, and why not.
+
+    Examples:
+        why team/sql --url http://gpu-7:8000
+        why 'team/*' --no-server --dry-run
+        why team/sql --base-model org/llama-8b --max-lora-rank 16
+    """
     base_path = "" if base is None else base.path
-    client = AdminClient(url, timeout_s)
     asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_path), "the sources")
     by_name = {one.name: LookUp(one.name, one.name) for one in asked if not isinstance(one, LoRAPluginsError)}
-    well_formed = {name: one for name, one in by_name.items() if malformed(name) is None}
-    said = {name: OfServer([]) for name in well_formed} if no_server else _ask(client, well_formed)
+    said = {name: OfServer() for name in by_name}
+    well_formed = [name for name in by_name if malformed(name) is None]
+    client = AdminClient(url, timeout_s)
+    if not no_server:
+        _ask(client, {name: said[name] for name in well_formed})
     blocks = Blocks(Layout(settings.store_dir))  # every server of the store heeds them
-    for name, of_server in said.items():
-        view = of_server.view
-        of_server.is_blocked = (view is not None and view.state is ServedState.BLOCKED) or name in blocks
-    rest = [one for name, one in well_formed.items() if not said[name].is_the_end]
+    for name in well_formed:
+        said[name].is_blocked = said[name].state is ServedState.BLOCKED or name in blocks
+    rest = [by_name[name] for name in well_formed if not said[name].is_the_end]
     labels: list[str] = []
     try:
         if rest:
@@ -122,46 +115,43 @@ def why(
             raise
         for one in rest:
             one.found.error = error
-    unknown = [one for one in rest if _is_unknown(one) and not said[one.name].near]
-    listed = names_of_environment(settings, base_path, only_local=True) if unknown else ()
-    for one in unknown:
-        if (like := misspelt(one.name, [name for name in near(one.name, listed) if name not in blocks])) is not None:
-            said[one.name].near = like.expected
-    warnings = [item._replace(check="vllm", state="warning") for item in resolvers_not_asked(settings)]
+    unknown = [one.name for one in rest if _is_unknown(one) and not said[one.name].near]
+    known = names_of_environment(settings, base_path, only_local=True) if unknown else ()
+    for name in unknown:
+        like = misspelt(name, [other for other in near(name, known) if other not in blocks])
+        said[name].near = "" if like is None else like.expected
+    not_asked = [item._replace(check="vllm", state="warning") for item in resolvers_not_asked(settings)]
 
     def answer(one: LookUp) -> Result:
-        of_server = said.get(one.name, OfServer([]))
-        begin = [] if of_server.is_the_end else warnings
-        return _result(one, of_server, [*begin, *_steps(one, of_server, labels, base)], base)
+        of_server = said[one.name]
+        answer = _Answer([] if of_server.is_the_end else [*not_asked])
+        answer.go(one, of_server, labels, base, is_resolved=not not_asked)
+        return _result(one, of_server, answer)
 
     answers = [one if isinstance(one, LoRAPluginsError) else answer(by_name[one.name]) for one in asked]
-    return together(answers, is_list=is_several(names, file), blank_between=True)
+    return listed(answers, blank_between=True)
 
 
-def _ask(client: AdminClient, names: Iterable[str]) -> Mapping[str, OfServer]:
+def _ask(client: AdminClient, names: Mapping[str, OfServer]) -> None:
     """Ask a server for names; a server that does not answer is asked no more."""
-    found = {name: OfServer([]) for name in names}
-    missing: list[str] = []
     try:
-        for name, one in found.items():
+        declared: dict[str, Any] | None = None
+        for name, one in names.items():
             try:
                 one.view = client.ask(AdapterView, "GET", f"/{quote(name)}")
                 one.steps += _steps_of_server(one.view, client.url)
             except AdapterNotFound as error:
-                missing.append(name)
                 one.near = error.expected if error.found == MISSPELT else ""
-        declared = client.ask(AdapterList, "GET", "?limit=1").declared if missing else None
-        declared_as = {} if declared is None else {it.lora_name: it for it in declared.loras}
-        for name in missing:
-            found[name].steps.append(Step("server", "no", f"{client.url} does not serve it"))
-            if (it := declared_as.get(name)) is not None:
-                found[name].steps.append(
-                    Step("declared", str(it.state), it.error or "in LORA_PLUGINS_ADAPTERS_FILE, and not loaded now")
-                )
+                one.steps.append(Step("server", "no", f"{client.url} does not serve it"))
+                if declared is None:
+                    listed = client.ask(AdapterList, "GET", "?limit=1").declared
+                    declared = {} if listed is None else {it.lora_name: it for it in listed.loras}
+                if (it := declared.get(name)) is not None:
+                    why = it.error or "in LORA_PLUGINS_ADAPTERS_FILE, and not loaded now"
+                    one.steps.append(Step("declared", str(it.state), why))
     except LoRAPluginsError as error:
-        for one in found.values():
+        for one in names.values():
             one.steps = one.steps or [Step("server", "no answer", error.found, error.remedy)]
-    return found
 
 
 def _steps_of_server(view: AdapterView, url: str) -> Iterator[Step]:
@@ -173,14 +163,14 @@ def _steps_of_server(view: AdapterView, url: str) -> Iterator[Step]:
         yield Step("version", "ok", f"{_version(view)}, {'' if view.rank is None else f'rank {view.rank}, '}{facts}")
     if view.chat is not None:
         template = "its own template" if view.chat.template else "the base model's template"
-        ends = [view.chat.end_token or "", *map(str, view.chat.end_ids)]
-        yield Step("chat", "ok", f"{template}; ends at {', '.join(filter(None, ends)) or 'the end of the base model'}")
+        ends = ", ".join(filter(None, (view.chat.end_token, *map(str, view.chat.end_ids))))
+        yield Step("chat", "ok", f"{template}; ends at {ends or 'the end of the base model'}")
     if view.pinned_digest:
-        stays = f"stays at {short(view.pinned_digest)}"
+        stays, then = f"stays at {short(view.pinned_digest)}", f"lora-plugins refresh {view.lora_name}"
         if view.source == PUSHED:
             yield Step("version", "ok", f"{stays}, which was pushed, until the next push")
         else:
-            yield Step("version", "warning", stays, f"lora-plugins refresh {view.lora_name} goes to the newest version")
+            yield Step("version", "warning", stays, f"{then} goes to the newest version")
     yield from (Step("base", "warning", text) for text in view.warnings)
     if view.last_error is not None:
         yield Step("error", "warning", f"{ago(view.last_error.at)}: {view.last_error.message}")
@@ -193,44 +183,84 @@ def _version(view: AdapterView) -> str:
     return f"{text} from {view.uri}" if view.uri else text
 
 
-def _steps(asked: LookUp, of_server: OfServer, labels: Sequence[str], base: BaseModel | None) -> Iterator[Step]:
-    """Yield the steps of a request for the name, up to its end; a name that no source can have ends as an error."""
-    if (fault := malformed(asked.name)) is not None:
-        asked.found.error = fault
-        yield Step("name", "failed", str(fault))
-        return
-    yield Step("name", "ok", "is well-formed")
-    yield from of_server.steps
-    if of_server.is_blocked:
-        asked.found.error = blocked(asked.name)
-        yield Step("block", "failed", str(asked.found.error), f"lora-plugins load {asked.name.partition('@')[0]}")
-    if of_server.is_the_end:
-        return
-    yield from (_step_of(label, asked.found.answers.get(label)) for label in labels)
-    if of_server.near and not (asked.stored or asked.would_fetch):
-        yield Step("spelling", "warning", f"perhaps {of_server.near} was meant")
-    if asked.found.error is not None and asked.found.error not in asked.found.answers.values():
-        place = _PLACES.get(exit_of(asked.found.error), "adapter")
-        yield Step(place, "failed", str(asked.found.error))
-    elif asked.would_fetch is not None:
-        located = asked.would_fetch
-        files = f"{number(len(located.adapter.files), 'file')}, {size(located.size_bytes)}"
-        would = f"would fetch {files}, from {located.adapter.uri}"
-        yield Step("store", "ok", would if located.stored is None else f"has it: {located.stored}")
-        yield Step("adapter", "not checked", "nothing is fetched with --dry-run")
-    elif asked.stored is not None:
-        event = asked.stored.facts
+@dataclass(slots=True)
+class _Answer:
+    """The steps of a request for a name, up to its end; then the verdict, in words too, and the exit code."""
+
+    steps: list[Step] = field(default_factory=list)
+    verdict: str = "unknown"
+    text: str = _VERDICTS["unknown"]
+    code: Exit = Exit.NOT_FOUND
+
+    def end(self, verdict: str, code: Exit = Exit.OK, text: str = "") -> None:
+        """Set the verdict."""
+        self.verdict, self.code, self.text = verdict, code, text or _VERDICTS.get(verdict, "")
+
+    def fail(self, asked: LookUp, error: LoRAPluginsError, check: str, verdict: str = "", remedy: str = "") -> None:
+        """End with an error, and its step, unless a source's step has told it."""
+        if error not in asked.found.answers.values():
+            self.steps.append(Step(check, "failed", str(error), remedy))
+        asked.found.error = error
+        of_error = "unavailable" if isinstance(error, SourceUnavailable) else "refused"
+        self.end(verdict or of_error, exit_of(error))
+
+    def go(
+        self, asked: LookUp, of_server: OfServer, labels: Sequence[str], base: BaseModel | None, *, is_resolved: bool
+    ) -> None:
+        """Walk through the steps; a name that no source can have ends as an error."""
+        if (fault := malformed(asked.name)) is not None:
+            self.fail(asked, fault, "name", "unknown")
+            return
+        self.steps += [Step("name", "ok", "is well-formed"), *of_server.steps]
+        if of_server.is_blocked:
+            remedy = f"lora-plugins load {asked.name.partition('@')[0]}"
+            self.fail(asked, blocked(asked.name), "block", "refused", remedy)
+        elif of_server.state is ServedState.PAUSED:
+            self.end("paused", Exit.UNAVAILABLE)
+        elif of_server.view is not None and of_server.is_the_end:
+            is_warned = any(step.state == "warning" for step in of_server.steps)
+            text = f"served, version {_version(of_server.view)}{', with a warning above' if is_warned else ''}"
+            self.end("served", text=text)
+        else:
+            self._sources(asked, of_server, labels, base)
+            if not is_resolved and asked.found.error is None and (asked.stored or asked.would_fetch):
+                self.end("not resolved", Exit.WRONG)
+
+    def _sources(self, asked: LookUp, of_server: OfServer, labels: Sequence[str], base: BaseModel | None) -> None:
+        self.steps += (_step_of(label, asked.found.answers.get(label)) for label in labels)
+        if of_server.near and not (asked.stored or asked.would_fetch):
+            self.steps.append(Step("spelling", "warning", f"perhaps {of_server.near} was meant"))
+        if (error := asked.found.error) is not None:
+            is_silent = any(step.state == "no answer" for step in of_server.steps)
+            without_source = "no answer" if is_silent else "not asked"
+            place = _PLACES.get(exit_of(error), "adapter")
+            self.fail(asked, error, place, without_source if place == "settings" else "")
+        elif (located := asked.would_fetch) is not None:
+            files = f"{number(len(located.adapter.files), 'file')}, {size(located.size_bytes)}"
+            would = f"would fetch {files}, from {located.adapter.uri}"
+            self.steps.append(Step("store", "ok", would if located.stored is None else f"has it: {located.stored}"))
+            self.steps.append(Step("adapter", "not checked", "nothing is fetched with --dry-run"))
+            self.end("found")
+        elif asked.stored is not None:
+            self._stored(asked.stored, base)
+        elif (reason := why_absent(asked.name)) is not None:
+            self.fail(asked, reason, "revision", "unknown")
+
+    def _stored(self, stored: Stored, base: BaseModel | None) -> None:
+        event = stored.facts
         how = f"fetched in {event.obtain_s:.2f} s" if event.fetched else "has it"
-        yield Step("store", "ok", f"{how}: {event.path}")
-        yield Step("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}")
-        said = "; ".join((*event.warnings, *event.notes))
-        verdict, fits = "not checked", "no --base-model was given" if base is None else compared_with(base)
-        if base is not None and not _why_not_compared(asked, base):
-            verdict, fits = "ok", f"fits {base.path}: {fits}"
-        yield Step("base", "warning" if event.warnings else verdict, said or fits)
-    elif asked.found.error is None and (reason := why_absent(asked.name)) is not None:
-        asked.found.error = reason
-        yield Step("revision", "failed", str(reason))
+        self.steps.append(Step("store", "ok", f"{how}: {event.path}"))
+        self.steps.append(Step("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}"))
+        reason = why_not_compared(base, [file.name for file in stored.manifest.files])
+        fits = "no --base-model was given" if base is None else compared_with(base)
+        if base is not None and not reason:
+            fits = f"fits {base.path}: {fits}"
+        verdict = "warning" if event.warnings else "not checked" if reason else "ok"
+        self.steps.append(Step("base", verdict, "; ".join((*event.warnings, *event.notes)) or fits))
+        if reason:
+            self.end("not compared", Exit.NOT_COMPARED, f"whole, and not compared: {reason}")
+        else:
+            self.end("served", text=would_be_served(base, event.rank))
 
 
 def _is_unknown(asked: LookUp) -> bool:
@@ -249,45 +279,11 @@ def _step_of(source: str, answer: SourceAnswer | None) -> Step:
     return Step(source, "yes", f"{answer.uri}, version {answer.version[:12]}, {files}")
 
 
-def _why_not_compared(asked: LookUp, base: BaseModel | None) -> str:
-    return "" if asked.stored is None else why_not_compared(base, [file.name for file in asked.stored.manifest.files])
-
-
-def _verdict(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: BaseModel | None) -> tuple[str, Exit]:
-    """Return the verdict by the last step, or by the first: a warning that vLLM asks no resolver."""
-    last, is_resolved = steps[-1], steps[0].check != "vllm"
-    error = asked.found.error
-    if error is not None:
-        verdict = "unavailable" if isinstance(error, SourceUnavailable) else "refused"
-        is_silent = any(step.state == "no answer" for step in of_server.steps)
-        by_step = {"name": "unknown", "revision": "unknown", "settings": "no answer" if is_silent else "not asked"}
-        return by_step.get(last.check, verdict), exit_of(error)
-    if of_server.view is not None and of_server.is_the_end:
-        is_paused = of_server.view.state is ServedState.PAUSED
-        return ("paused", Exit.UNAVAILABLE) if is_paused else ("served", Exit.OK)
-    if not is_resolved and (asked.stored is not None or asked.would_fetch is not None):
-        return "not resolved", Exit.WRONG
-    if asked.stored is not None:
-        return ("not compared", Exit.NOT_COMPARED) if _why_not_compared(asked, base) else ("served", Exit.OK)
-    return ("unknown", Exit.NOT_FOUND) if _is_unknown(asked) else ("found", Exit.OK)
-
-
-def _in_words(asked: LookUp, of_server: OfServer, verdict: str, base: BaseModel | None) -> str:
-    if verdict == "served" and asked.stored is not None:
-        return would_be_served(base, asked.stored.facts.rank)
-    if verdict == "served" and of_server.view is not None:
-        is_warned = any(step.state == "warning" for step in of_server.steps)
-        return f"served, version {_version(of_server.view)}{', with a warning above' if is_warned else ''}"
-    reason = _why_not_compared(asked, base) if verdict == "not compared" else ""
-    return f"{_VERDICTS[verdict]}: {reason}" if reason else _VERDICTS[verdict]
-
-
-def _result(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: BaseModel | None) -> Result:
-    verdict, code = _verdict(asked, of_server, steps, base)
+def _result(asked: LookUp, of_server: OfServer, answer: _Answer) -> Result:
     fields: dict[str, Any] = {
         "name": asked.name,
-        "verdict": verdict,
-        "steps": [dict(zip(("step", "verdict", "detail", "hint"), step, strict=True)) for step in steps],
+        "verdict": answer.verdict,
+        "steps": [dict(zip(("step", "verdict", "detail", "hint"), step, strict=True)) for step in answer.steps],
         "server": None if of_server.view is None else of_server.view.model_dump(mode="json"),
         "adapter": None,
     }
@@ -303,6 +299,6 @@ def _result(asked: LookUp, of_server: OfServer, steps: Sequence[Step], base: Bas
         fields["located"] = asked.would_fetch.as_json()
     if asked.found.error is not None:
         fields["error"] = error_fields(asked.found.error)
-    style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(code, "bold red")
-    end = line(f"{asked.name}: {_in_words(asked, of_server, verdict, base)}", style)
-    return Result(fields, [steps_table(("step", "verdict", ""), steps, {}), line(), end], code)
+    style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(answer.code, "bold red")
+    shown = steps_table(("step", "verdict", ""), answer.steps, {}), line(f"\n{asked.name}: {answer.text}", style)
+    return Result(fields, shown, answer.code)

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from lora_plugins.api.http_errors import headers_of
+from lora_plugins.api.http_errors import body_of, headers_of
 from lora_plugins.errors import LoRAPluginsError, ReplicaLost
 from lora_plugins.log import logger
 from lora_plugins.ray.replica import AdminAnswer, Call, Head, ServerGone
@@ -130,7 +130,7 @@ async def _body(head: Head, first: bytes, rest: Any) -> AsyncIterator[bytes]:
         logger.warning("An answer ends before it is whole: %s", lost)
         if not dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
             raise  # the connection breaks off, so that no client takes a part for a whole answer
-        yield f"\n\ndata: {json.dumps(_error_body(lost))}\n\n".encode()
+        yield f"\n\ndata: {json.dumps(body_of(lost))}\n\n".encode()
     except BaseException:
         rest.cancel()  # the client is gone
         raise
@@ -155,9 +155,4 @@ def _json(body: bytes) -> Mapping[str, Any]:
 
 
 def _error(error: LoRAPluginsError) -> Response:
-    return JSONResponse(_error_body(error), error.http_status, headers_of(error))
-
-
-def _error_body(error: LoRAPluginsError) -> dict[str, Any]:
-    """Return an error as vLLM writes errors."""
-    return {"error": {"message": str(error), "type": "ServiceUnavailable", "param": None, "code": error.http_status}}
+    return JSONResponse(body_of(error), error.http_status, headers_of(error))

@@ -8,8 +8,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.ledger import check as ledger_check
 from lora_plugins.log import logger
+from lora_plugins.vllm_patches import sources as vllm_sources
 
 # Not a requirement of the distribution: installing this package must never replace an installed vLLM.
 KNOWN = SpecifierSet(">=0.30,<0.34")
@@ -18,11 +18,7 @@ _VARIABLE = "LORA_PLUGINS_UNTESTED_VLLM"
 
 def installed_version(sources: Path) -> str:
     """Return vLLM's version: of these sources, or else of this environment; "unknown" where neither says."""
-    version = ledger_check.version(sources).removeprefix("vllm ")
-    # `ledger_check.version` says "in PATH" for sources without metadata.
-    if not version.startswith("in "):
-        return version
-    return version_of_distribution() or "unknown"
+    return vllm_sources.release_of(sources) or version_of_distribution() or "unknown"
 
 
 def version_of_distribution() -> str | None:
@@ -51,7 +47,7 @@ def require_known(*, untested_is_allowed: bool) -> None:
     Raises:
         InvalidSettings: the release is unknown, and `untested_is_allowed` is false.
     """
-    sources = ledger_check.installed()
+    sources = vllm_sources.installed()
     error = None if sources is None else refusal(installed_version(sources))
     if error is None:
         return

@@ -19,7 +19,7 @@ import pytest
 
 from lora_plugins.adapter.chat import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from lora_plugins.api.access.policy import Policy
-from lora_plugins.errors import SlowBody
+from lora_plugins.errors import LoRAPluginsError, SlowBody, SourceUnavailable, error_of
 from lora_plugins.server.arrivals import Body
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.pushing import Pushes, Receive, ServedPush
@@ -217,6 +217,78 @@ def test_a_slow_body_gets_408(server, name, monkeypatch):
     monkeypatch.setattr(server.app.state, "lora_plugins_pushes", Slow(), raising=False)
     answer = httpx.put(f"{server.url}/v1/loras/{name}", headers={"Authorization": f"Bearer {KEY}"}, content=ONE_FILE)
     assert (answer.status_code, "[L012]" in answer.text) == (408, True)
+
+
+class Failing(Pushes):
+    """Pushes and rollbacks that end with an error, as a file system far below may end them."""
+
+    def __init__(self, lifecycle: Lifecycle, error: LoRAPluginsError) -> None:
+        super().__init__(lifecycle)
+        self.error = error
+
+    async def push(self, *_: Any, **__: Any) -> ServedPush:
+        raise self.error
+
+    def admitted(self, *_: Any) -> Any:
+        raise self.error
+
+
+def broken(adapter: str) -> LoRAPluginsError:
+    return SourceUnavailable(
+        "no room at '/srv/secret/store/tmp'",
+        expected="room below /srv/secret/store",
+        remedy="free space in /srv/secret",
+        adapter=adapter,
+        file="/srv/secret/store/tmp/adapter_model.safetensors",
+        place="https://minio.secret:9000",
+    )
+
+
+def asked(server: AdminServer, method: str, path: str, key: str, **more: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.request(method, f"{server.url}/v1/loras{path}", headers=headers, timeout=60, **more)
+
+
+@pytest.mark.parametrize(("method", "end"), [("PUT", ""), ("POST", "/rollback")])
+def test_only_administrators_see_paths_in_errors(server, name, monkeypatch, method, end):
+    error = broken(name)
+    pushes = Failing(server.world.lifecycle, error)
+    monkeypatch.setattr(server.app.state, "lora_plugins_pushes", pushes, raising=False)
+    assert post(server, f"/{name}/refresh")[0] == 200, "there is a version to go back to"
+    of_pusher, of_administrator = (asked(server, method, f"/{name}{end}", key) for key in (TRAINER_KEY, KEY))
+    for answer in (of_pusher, of_administrator):
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, str(error.retry_after_s))
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code", "lora_plugins"}
+        assert answer.json()["error"]["lora_plugins"]["adapter"] == name
+    assert error_of(of_administrator.json()["error"]["lora_plugins"]).fields() == error.fields()
+    assert of_administrator.json()["error"]["message"] == str(error)
+    assert "no room at '<path>'" in of_pusher.json()["error"]["message"]
+    assert "secret" not in of_pusher.text
+
+
+def test_the_last_error_shows_pushers_no_path(server, name):
+    server.has[name] = broken(name)
+    assert post(server, f"/{name}/refresh")[0] == 503
+    of_pusher, of_administrator = (
+        asked(server, "GET", f"/{name}", key).json()["last_error"]["message"] for key in (TRAINER_KEY, KEY)
+    )
+    assert ("/srv/secret" in of_administrator, "secret" in of_pusher) == (True, False)
+    assert "no room at '<path>'" in of_pusher
+
+
+def test_an_error_has_its_parts_for_programs(server):
+    error = asked(server, "GET", "/nobody", KEY).json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("Not Found", 404, None)
+    assert error["lora_plugins"] == {
+        "code": "L002",
+        "kind": "AdapterNotFound",
+        "found": "no such adapter",
+        "expected": "one that is served",
+        "remedy": "see GET /v1/loras",
+        "adapter": "nobody",
+        "file": "",
+        "place": "",
+    }
 
 
 def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, float]:

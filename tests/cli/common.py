@@ -41,6 +41,12 @@ class Done:
     def json(self) -> Any:
         return json.loads(self.out)
 
+    @property
+    def only(self) -> Any:
+        """The answer for the only name asked for."""
+        (answer,) = self.json["adapters"]
+        return answer
+
     def assert_no_traceback(self) -> None:
         assert "Traceback" not in self.out + self.err
         assert "This should not happen" not in self.out + self.err

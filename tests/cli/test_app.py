@@ -48,14 +48,14 @@ def test_inspect_pull_and_why_say_what_is_wrong(cli, kind):
     done.assert_no_traceback()
     assert (done.code, f"[{said}]" in done.err) == (code, True)
     assert "would be refused" in done.out
-    error = cli("inspect", cli.adapters / kind, "--json").json["error"]
+    error = cli("inspect", cli.adapters / kind, "--json").only["error"]
     assert error["code"] == said
     assert set(error) == {"code", "kind", "message", "found", "expected", "remedy", "adapter", "file", "place"}
     for command in ("pull", "why") if files else ():
         done = cli(command, kind, "--json")
         done.assert_no_traceback()
-        assert (done.code, done.json["error"]["code"], done.err) == (code, said, "")
-        assert done.json["error"]["adapter"] == kind
+        assert (done.code, done.only["error"]["code"], done.err) == (code, said, "")
+        assert done.only["error"]["adapter"] == kind
 
 
 WRONG_ARGUMENTS = {
@@ -118,8 +118,10 @@ def test_wrong_arguments(cli, kind):
     done = cli(*arguments, "--json")
     assert done.code == code
     assert done.err == ""
-    assert done.json["error"]["message"]
-    assert (done.json["error"]["code"] == "usage") == (code is Exit.USAGE)
+    rows = [*done.json.get("adapters", []), *({"error": error} for error in done.json.get("errors", []))]
+    (error,) = [row["error"] for row in rows or [done.json]]
+    assert error["message"]
+    assert (error["code"] == "usage") == (code is Exit.USAGE)
 
 
 def test_without_a_command_the_help_is_shown(cli):
@@ -146,10 +148,6 @@ def test_an_environment_without_a_source(cli, command):
     assert done.code == Exit.SETTINGS
     assert "no source of adapters in this environment" in done.out + done.err
     assert ("the server gives no answer" in done.out) == (command == "why")
-
-
-def test_a_former_command_names_the_present_one(cli):
-    assert "'resolve' is now 'why'" in cli("resolve", "sql").err
 
 
 def test_a_root_that_is_gone_is_not_a_missing_adapter(cli):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.cli.at_fault import ByPeft, at_fault
-from lora_plugins.cli.judging import Trained
+from lora_plugins.cli.at_fault import ByPeft, Trained, at_fault
 from testbed.models import ATTENTION, MLP, AdapterSpec, build_adapter, build_base
 from testbed.mutants import FAULTS, LAYERS, Adapter, dropped, read, write
 
@@ -23,10 +22,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     base = build_base(home / "base", hidden=64, layers=LAYERS)
     directory = build_adapter(base, home, AdapterSpec("all", 4, (*ATTENTION, *MLP)))
     model = ByPeft(directory, None)
-    return directory, model, model.trained(PROMPTS)
+    return directory, model, [*map(model.trained, PROMPTS)]
 
 
-def said(world: World, changed: Adapter | None, directory: Path) -> tuple[str, ...]:
+def said(world: World, changed: Adapter | None, directory: Path) -> str:
     _, model, trained = world
     assert changed is not None
     # Else PEFT gives what is missing in the file the random weights of `init_lora_weights: false`.
@@ -38,7 +37,7 @@ def said(world: World, changed: Adapter | None, directory: Path) -> tuple[str, .
 @pytest.mark.parametrize("leaf", ["q_proj", "up_proj"])
 def test_a_projection_that_is_missing_is_named(world: World, tmp_path: Path, leaf: str) -> None:
     changed = dropped(leaf)(read(world[0]), random.Random(0))
-    assert said(world, changed, tmp_path / "x") == (f"at fault: served as if missing: `{leaf}` of all layers",)
+    assert said(world, changed, tmp_path / "x") == f"at fault: served as if missing: `{leaf}` of all layers"
 
 
 @pytest.mark.parametrize(("gone", "text"), [((1,), "layer 1"), ((1, 2, 3), "the last 3 layers")])
@@ -47,14 +46,14 @@ def test_layers_that_are_missing_are_named(world: World, tmp_path: Path, gone: t
     parts = [f".layers.{layer}." for layer in gone]
     tensors = {name: one for name, one in adapter.tensors.items() if not any(part in name for part in parts)}
     changed = Adapter(tensors, adapter.config)
-    assert said(world, changed, tmp_path / "x") == (f"at fault: served as if missing: {text}",)
+    assert said(world, changed, tmp_path / "x") == f"at fault: served as if missing: {text}"
 
 
 def test_one_module_that_is_missing_is_named(world: World, tmp_path: Path) -> None:
     adapter = read(world[0])
     tensors = {name: one for name, one in adapter.tensors.items() if "layers.3.mlp.down_proj" not in name}
     line = "at fault: served as if missing: `model.layers.3.mlp.down_proj`"
-    assert said(world, Adapter(tensors, adapter.config), tmp_path / "x") == (line,)
+    assert said(world, Adapter(tensors, adapter.config), tmp_path / "x") == line
 
 
 @pytest.mark.parametrize(
@@ -68,22 +67,22 @@ def test_one_module_that_is_missing_is_named(world: World, tmp_path: Path) -> No
 )
 def test_a_scaling_of_all_is_named(world: World, tmp_path: Path, fault: str, text: str) -> None:
     changed = FAULTS[fault](read(world[0]), random.Random(0))
-    assert said(world, changed, tmp_path / "x") == (f"at fault: served as if {text}",)
+    assert said(world, changed, tmp_path / "x") == f"at fault: served as if {text}"
 
 
 def test_what_no_omission_explains_is_not_called_missing(world: World, tmp_path: Path) -> None:
-    (line,) = said(world, FAULTS["layers permuted"](read(world[0]), random.Random(0)), tmp_path / "x")
+    line = said(world, FAULTS["layers permuted"](read(world[0]), random.Random(0)), tmp_path / "x")
     assert "missing" not in line
 
 
 def test_answers_that_are_not_finite_are_said(world: World) -> None:
     _, model, trained = world
     served = [[float("nan")] * (len(one.token_ids) - 1) for one in trained]
-    assert at_fault(trained, served, RIGHT, model) == ("at fault: the server's answers are not finite",)
+    assert at_fault(trained, served, RIGHT, model) == "at fault: the server's answers are not finite"
 
 
 def test_the_model_answers_as_before_afterwards(world: World) -> None:
     _, model, trained = world
-    with model.scaled(dict.fromkeys(model.modules, 0.0)):
+    with model.scaled(dict.fromkeys(model.ranks, 0.0)):
         assert model.logprobs(trained[0].token_ids) == pytest.approx(trained[0].base_logprobs, abs=RIGHT)
     assert model.logprobs(trained[0].token_ids) == trained[0].logprobs

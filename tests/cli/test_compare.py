@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from lora_plugins.cli import Exit
-from lora_plugins.cli.judging import AS_BASE, OK, OTHER_BASE, OUT, UNSEEN, Trained, judge
+from lora_plugins.cli.at_fault import Trained
+from lora_plugins.cli.compare import AS_BASE, OK, OTHER_BASE, OUT, UNSEEN, judge
 from tests.cli.common import Cli
 
 IDS = [5, 6, 7, 8]

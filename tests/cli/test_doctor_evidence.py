@@ -69,7 +69,7 @@ def test_only_what_a_name_can_reach_is_counted(cli):
     put(cli.adapters / ".versions" / "7", adapter_files())
     put(cli.adapters / "team" / ".old", adapter_files())
     _, found = examined_with(cli, {})
-    assert found["filesystem"][0]["found"] == f"{cli.adapters}: 3 adapters in it and its folders"
+    assert found["filesystem"][0]["found"] == f"filesystem ({cli.adapters}): 3 adapters"
 
 
 SOURCE = SimpleNamespace(label="archives")
@@ -98,12 +98,12 @@ def test_an_empty_prefix_is_no_proof_of_an_answer(cli):
         cli.env |= {**S3, **s3.env(), "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}"}
         _, found = examined(cli)
         assert found["s3"][0]["state"] == "warning"
-        assert "s3://adapters/loras/{lora_name} answers, and has no adapter" in found["s3"][0]["found"]
-        assert "S3_PATH_TEMPLATE" in found["s3"][0]["remedy"]
+        assert "s3 (s3://adapters/loras/{lora_name}) has no adapter" in found["s3"][0]["found"]
+        assert "correct the setting" in found["s3"][0]["remedy"]
         bucket.put_many("loras/sql", adapter_files())
         _, found = examined(cli)
         assert (found["s3"][0]["state"], found["s3"][0]["found"]) == (
-            "on", "s3://adapters/loras/{lora_name} answers: 1 adapter",
+            "on", "s3 (s3://adapters/loras/{lora_name}): 1 adapter",
         )  # fmt: skip
         cli.env["S3_PATH_TEMPLATE"] = "s3://adapters/{base_model_name}/{lora_name}"
         _, found = examined(cli)

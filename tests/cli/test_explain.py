@@ -12,7 +12,6 @@ import pytest
 from lora_plugins.cli import Exit
 from lora_plugins.cli.explain import PAGE, plain
 from lora_plugins.errors import KINDS
-from tests.make import adapter_files, put
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 
@@ -56,35 +55,10 @@ def test_an_installed_package_has_the_page(tmp_path):
     assert (done.returncode, done.stdout[:4]) == (0, "L003"), done.stderr
 
 
-@pytest.mark.parametrize("command", ["pull", "why", "inspect"])
-def test_errors_end_with_the_command_that_explains(cli, command):
-    names = [str(cli.adapters / name) if command == "inspect" else name for name in ("cut", "cut2", "sql")]
-    put(cli.adapters / "cut2", {**adapter_files(), "adapter_model.safetensors": b"{"})
-    done = cli(command, *names)
-    assert done.err.splitlines()[-1] == "lora-plugins explain L005"
-    assert done.err.count("lora-plugins explain") == 1, "once for both"
-    assert cli(command, names[0]).err.splitlines()[-1] == "lora-plugins explain L005"
-    assert cli(command, names[2]).err == ""
-
-
 def test_programs_and_quiet_commands_get_no_explanation(cli):
     for how in ("--json", "--quiet"):
         done = cli("pull", "cut", how)
         assert (done.code, "lora-plugins explain" in done.out + done.err) == (Exit.WRONG, False)
-
-
-def test_each_code_of_several_is_explained_once(cli):
-    done = cli("pull", "cut", "nobody", "other", "sql")
-    assert done.err.splitlines()[-2:] == ["lora-plugins explain L005", "lora-plugins explain L002"]
-
-
-def test_an_error_without_a_code_is_not_explained(cli):
-    assert "explain" not in cli("ls", "--all").err
-
-
-def test_an_error_of_the_settings_is_explained(cli):
-    cli.env["LORA_PLUGINS_STORE_MAX_BYTES"] = "plenty"
-    assert cli("ls").err.splitlines()[-1] == "lora-plugins explain L007"
 
 
 def unpacked(wheel: Path, folder: Path) -> Path:

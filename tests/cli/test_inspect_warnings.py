@@ -21,18 +21,18 @@ def coder(cli: Cli) -> Path:
 def test_inspect_warns_of_another_name(cli: Cli, coder: Path) -> None:
     asked = ("inspect", coder, "--base-model", "Qwen/Qwen2.5-Coder-7B")
     assert f"warning      {SAID}" in cli(*asked).out.splitlines()
-    assert cli(*asked, "--json").json["warnings"] == [SAID]
-    assert cli("inspect", coder, "--json").json["warnings"] == []
-    assert cli("inspect", coder, "--base-model", "unsloth/Qwen2.5-7B-bnb-4bit", "--json").json["warnings"] == []
+    assert cli(*asked, "--json").only["warnings"] == [SAID]
+    assert cli("inspect", coder, "--json").only["warnings"] == []
+    assert cli("inspect", coder, "--base-model", "unsloth/Qwen2.5-7B-bnb-4bit", "--json").only["warnings"] == []
 
 
 def test_inspect_reads_the_name_of_a_local_model(cli: Cli, coder: Path) -> None:
     model = cli.root / "base"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"_name_or_path": "Qwen/Qwen2.5-Coder-7B"}))
-    assert cli("inspect", coder, "--base-model", model, "--json").json["warnings"] == [SAID]
+    assert cli("inspect", coder, "--base-model", model, "--json").only["warnings"] == [SAID]
 
 
 def test_an_alias_ends_the_warning(cli: Cli, coder: Path) -> None:
     cli.env["LORA_PLUGINS_BASE_ALIASES"] = "Qwen/Qwen2.5-7B"
-    assert cli("inspect", coder, "--base-model", "Qwen/Qwen2.5-Coder-7B", "--json").json["warnings"] == []
+    assert cli("inspect", coder, "--base-model", "Qwen/Qwen2.5-Coder-7B", "--json").only["warnings"] == []

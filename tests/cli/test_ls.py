@@ -9,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from lora_plugins.api.http_errors import body_of
+from lora_plugins.errors import NotAllowed
 from tests.cli.admin_server import admin_server
 from tests.cli.common import golden
 
@@ -176,8 +178,12 @@ def test_a_wrong_key_is_called_wrong(cli, key, says, remedy):
 
 def test_a_server_without_keys_says_who_may_ask(cli, server):
     """A proxy's call counts as one from elsewhere."""
-    refusal = "[L008] found a call that a proxy has passed on; expected one on the server's own machine, as the server "
-    refusal += "has no key for its admin API. To fix: set LORA_PLUGINS_ADMIN_KEY for the server, and send it."
-    server.status, server.body = 403, json.dumps({"error": {"message": refusal}}).encode()
+    expected = "one on the server's own machine, as the server has no key for its admin API"
+    refusal = NotAllowed(
+        "a call that a proxy has passed on",
+        expected=expected,
+        remedy="set LORA_PLUGINS_ADMIN_KEY for the server, and send it",
+    )
+    server.status, server.body = 403, json.dumps(body_of(refusal)).encode()
     done = cli("ls", "--server", "--url", server.url)
     assert "set LORA_PLUGINS_ADMIN_KEY for the server, and send it" in done.err

@@ -28,11 +28,21 @@ def test_pull_brings_what_it_can_and_says_the_rest(many):
     assert (done.code, done.out.count("was there"), done.err.count("error:")) == (Exit.WRONG, 1, 1)
 
 
-def test_one_name_has_the_json_that_it_had(many):
-    assert many("pull", "sql", "--json").json["name"] == "sql"
-    assert many("why", "sql", "--json").json["verdict"] == "not compared"
-    assert many("inspect", many.adapters / "sql", "--json").json["verdict"] == "not compared"
-    assert "error" in many("pull", "nobody", "--json").json
+@pytest.mark.parametrize(("command", "code"), [("pull", 0), ("why", 7), ("inspect", 7)])
+def test_one_name_has_the_json_of_several(many, command, code):
+    def asked(name: str) -> Path | str:
+        return many.adapters / name if command == "inspect" else name
+
+    done = many(command, asked("sql"), "--json")
+    assert (done.code, done.err, done.json["count"], done.json["failed"]) == (code, "", 1, 0)
+    assert many(command, asked("sql"), asked("nobody"), "--json").json["adapters"][0].keys() == done.only.keys()
+
+
+@pytest.mark.parametrize("command", ["pull", "inspect"])
+def test_an_error_of_one_name_is_in_the_list(many, command):
+    done = many(command, many.adapters / "nobody" if command == "inspect" else "nobody", "--json")
+    assert (done.code, done.err, done.only["error"]["code"]) == (Exit.NOT_FOUND, "", "L002")
+    assert (done.json["count"], done.json["failed"]) == (1, 1)
 
 
 def test_a_file_names_what_to_pull(many, monkeypatch):
@@ -58,7 +68,7 @@ def test_why_and_inspect_go_on_after_an_error(many):
 
 def test_inspect_takes_names_of_the_store_and_patterns(many):
     many("pull", "team/sql", "sql")
-    assert many("inspect", "team/sql", "--json").json["uri"] == f"file://{many.adapters}/team/sql"
+    assert many("inspect", "team/sql", "--json").only["uri"] == f"file://{many.adapters}/team/sql"
     assert len(many("inspect", "*sql", "--json").json["adapters"]) == 2
     found = many("inspect", f"{many.adapters}/team/*", "--json").json["adapters"]
     assert [Path(one["path"]).name for one in found] == ["poet", "sql"]
@@ -82,11 +92,11 @@ def test_a_dry_run_fetches_nothing(many, how):
 def test_a_dry_run_refuses_what_would_not_be_fetched(many):
     many.env["LORA_PLUGINS_MAX_ADAPTER_BYTES"] = "1kB"
     done = many("why", "sql", "--dry-run", "--json")
-    assert (done.code, done.json["error"]["code"], done.json["verdict"]) == (Exit.WRONG, "L005", "refused")
+    assert (done.code, done.only["error"]["code"], done.only["verdict"]) == (Exit.WRONG, "L005", "refused")
     assert not many.store.exists()
     del many.env["LORA_PLUGINS_MAX_ADAPTER_BYTES"]
-    path = many("pull", "sql", "--json").json["path"]
-    assert many("why", "sql", "--dry-run", "--json").json["located"]["stored"] == path
+    path = many("pull", "sql", "--json").only["path"]
+    assert many("why", "sql", "--dry-run", "--json").only["located"]["stored"] == path
 
 
 @pytest.mark.parametrize("how", ["txt", "json"])

@@ -31,7 +31,7 @@ def test_without_known_modules_nothing_fits(cli, base, command):
         assert "would be served" not in done.out
         assert "fits" not in done.out
         assert "not compared" in done.out.splitlines()[-1]
-        assert cli(command, asked, *options, "--json").json["verdict"] == "not compared"
+        assert cli(command, asked, *options, "--json").only["verdict"] == "not compared"
     assert "--base-model" in cli(command, asked).out.splitlines()[-1]
     assert "no engine has listed the modules" in cli(command, asked, "--base-model", base).out.splitlines()[-1]
 

@@ -30,7 +30,7 @@ def pulled_at_once(s3: S3, stores: Sequence[Path]) -> tuple[list[dict[str, objec
 
         def pull(store: Path) -> dict[str, object]:
             own = {**env, **s3.env(proxy.url), "LORA_PLUGINS_STORE_DIR": str(store)}
-            return dict(outside("pull", "sql", "--json", env=own).json)
+            return dict(outside("pull", "sql", "--json", env=own).only)
 
         with ThreadPoolExecutor(len(stores)) as threads:
             answers = list(threads.map(pull, stores))
@@ -57,16 +57,16 @@ def test_replicas_that_share_a_store_fetch_once(s3, tmp_path):
 
 def test_files_for_chats_are_pulled_and_shown(cli):
     put(cli.adapters / "chat", {**adapter_files(), **CHAT})
-    path = Path(cli("pull", "chat", "--json").json["path"])
+    path = Path(cli("pull", "chat", "--json").only["path"])
     assert content(path) == {**adapter_files(), **CHAT}
-    said = cli("inspect", path, "--json").json
+    said = cli("inspect", path, "--json").only
     assert said["chat"] == {"template": True, "eos_token": "</s>", "end_ids": [2], "added_tokens": {"<a>": 3}}
     assert {file["name"] for file in said["files"]} == {*adapter_files(), *CHAT}
     brought = "a template, eos token </s>, end ids 2, 1 added token with the base model's: '<a>' (3)"
     assert f"chat         {brought}\n" in cli("inspect", path).out
     cli.env["LORA_PLUGINS_ADAPTER_CHAT"] = "base"
     assert "chat         nothing of its own\n" in cli("inspect", path).out
-    assert content(Path(cli("pull", "chat", "--json").json["path"])) == adapter_files()
+    assert content(Path(cli("pull", "chat", "--json").only["path"])) == adapter_files()
 
 
 def test_pulling_leaves_no_lease(cli):
@@ -79,7 +79,7 @@ def test_a_uri_on_the_command_line_is_allowed(cli):
     link = cli.root / "elsewhere" / "link"
     link.parent.mkdir()
     os.symlink(cli.adapters / "sql", link)
-    assert cli("pull", f"file://{cli.adapters}/sql", "--json").json["uri"] == f"file://{cli.adapters}/sql"
+    assert cli("pull", f"file://{cli.adapters}/sql", "--json").only["uri"] == f"file://{cli.adapters}/sql"
     done = cli("pull", f"file://{link}")
     assert (done.code, "a symlink that leaves the adapter root" in done.err) == (Exit.WRONG, True)
 

@@ -9,12 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
+from lora_plugins.api.http_errors import body_of
 from lora_plugins.api.models import VersionStatus
 from lora_plugins.cli.server import AdminClient
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, SourceUnavailable
 
 _DONE = {"status": "success", "message": "", "lora_name": "sql", "lora_id": 1, "digest": "a" * 64}
-_REFUSED = {"error": {"message": "[L003] adapter 'sql': found rank 64; expected 16. To fix: train again."}}
+_REFUSED = body_of(IncompatibleAdapter("rank 64", adapter="sql", expected="16", remedy="train again"))
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, *bodies: dict[str, Any]) -> VersionStatus:

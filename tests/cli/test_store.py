@@ -17,7 +17,7 @@ from tests.make import adapter_files, put
 
 @pytest.mark.usefixtures("permissions_count")
 def test_a_read_only_store_is_listed_and_not_written(cli):
-    digest = cli("pull", "sql", "--json").json["digest"]
+    digest = cli("pull", "sql", "--json").only["digest"]
     folders = [cli.store, *(path for path in cli.store.rglob("*") if path.is_dir())]
     for folder in folders:
         folder.chmod(0o555)
@@ -37,8 +37,8 @@ def test_a_read_only_store_is_listed_and_not_written(cli):
 
 
 def test_what_is_damaged_is_marked_and_collected_first(cli):
-    other = cli("pull", "team/poet", "--json").json["digest"]
-    digest = cli("pull", "sql", "--json").json["digest"]
+    other = cli("pull", "team/poet", "--json").only["digest"]
+    digest = cli("pull", "sql", "--json").only["digest"]
     weights = cli.store / digest / WEIGHTS_FILE
     weights.chmod(0o644)
     data = bytearray(weights.read_bytes())
@@ -53,7 +53,7 @@ def test_what_is_damaged_is_marked_and_collected_first(cli):
 
 
 def test_what_is_damaged_and_in_use_stays(cli):
-    digest = cli("pull", "sql", "--json").json["digest"]
+    digest = cli("pull", "sql", "--json").only["digest"]
     server = Store(cli.store)
     assert server.acquire(digest)
     (cli.store / digest / WEIGHTS_FILE).unlink()
@@ -67,8 +67,8 @@ def test_what_is_damaged_and_in_use_stays(cli):
 
 
 def test_gc_leaves_what_a_server_has_leased(cli):
-    digest = cli("pull", "sql", "--json").json["digest"]
-    other = cli("pull", "team/poet", "--json").json["digest"]
+    digest = cli("pull", "sql", "--json").only["digest"]
+    other = cli("pull", "team/poet", "--json").only["digest"]
     server = Store(cli.store)
     assert server.acquire(digest)
     assert [row["leases"] for row in cli("ls", "--json").json["adapters"] if row["digest"] == digest] == [1]
@@ -87,7 +87,7 @@ def test_gc_leaves_what_a_server_has_leased(cli):
 @pytest.fixture
 def served(cli):
     """The digests of an adapter that a server has served before it ended, and of another one, used later."""
-    digests = [cli("pull", name, "--json").json["digest"] for name in ("sql", "team/poet")]
+    digests = [cli("pull", name, "--json").only["digest"] for name in ("sql", "team/poet")]
     os.utime(cli.store / ".uses" / digests[0], (1, 1))
     ServedFile.of_store(cli.store, "base", "replica").write([DesiredAdapter("sql", last_digest=digests[0])])
     return digests
@@ -126,7 +126,7 @@ def test_gc_forgets_what_was_served_long_ago(cli, served):
 
 def test_gc_removes_the_oldest_and_no_more_than_needed(cli):
     put(cli.adapters / "third", adapter_files(lora_alpha=32))
-    digests = [cli("pull", name, "--json").json["digest"] for name in ("team/poet", "third", "sql")]
+    digests = [cli("pull", name, "--json").only["digest"] for name in ("team/poet", "third", "sql")]
     for age_s, digest in enumerate(reversed(digests)):
         use = cli.store / ".uses" / digest
         os.utime(use, (use.stat().st_atime, time.time() - 100 * age_s))

@@ -31,14 +31,14 @@ def server(cli: Cli) -> Iterator[AdminServer]:
 
 
 def steps(cli: Cli, *arguments: str) -> dict[str, dict[str, str]]:
-    return {step["step"]: step for step in cli("why", *arguments, "--json").json["steps"]}
+    return {step["step"]: step for step in cli("why", *arguments, "--json").only["steps"]}
 
 
 def test_a_served_name_has_version_and_place(cli, server):
     done = cli("why", "team/served")
     assert (done.code, done.err) == (Exit.OK, "")
     assert done.out.splitlines()[-1] == f"team/served: served, version {(OLD * 6)} from s3://adapters/team/served"
-    found = cli("why", "team/served", "--json").json
+    found = cli("why", "team/served", "--json").only
     assert (found["verdict"], found["server"]["digest"], found["server"]["state"]) == ("served", OLD * 32, "serving")
     assert [step["step"] for step in found["steps"]] == ["name", "server", "version"], "no source was asked"
     assert not cli.store.exists(), "and nothing was fetched"
@@ -51,8 +51,8 @@ def test_without_the_server_the_sources_decide(cli, server):
 
 def test_what_the_server_lacks_is_asked_of_sources(cli, server):
     done = cli("why", "sql", "--dry-run", "--json")
-    assert (done.code, done.json["verdict"], done.json["server"]) == (Exit.OK, "found", None)
-    verdicts = {step["step"]: step["verdict"] for step in done.json["steps"]}
+    assert (done.code, done.only["verdict"], done.only["server"]) == (Exit.OK, "found", None)
+    verdicts = {step["step"]: step["verdict"] for step in done.only["steps"]}
     assert (verdicts["server"], verdicts["filesystem"]) == ("no", "yes")
 
 
@@ -71,7 +71,7 @@ def test_a_misspelt_name_meets_near_names(cli, server, where):
     misspelt, near = ("team/poett", "team/poet") if where == "sources" else ("team/servd", "team/served")
     found = steps(cli, misspelt, *options)["spelling"]
     assert (found["verdict"], found["detail"]) == ("warning", f"perhaps a name like '{near}' was meant")
-    assert cli("why", misspelt, *options, "--json").json["verdict"] in ("unknown", "not asked")
+    assert cli("why", misspelt, *options, "--json").only["verdict"] in ("unknown", "not asked")
 
 
 @pytest.mark.parametrize("name", ["sql", "nobody"])
@@ -121,7 +121,7 @@ def test_a_paused_name_says_what_is_needed(cli, server):
     cli("pause", "team/served")
     done = cli("why", "team/served")
     assert (done.code, "→ lora-plugins resume team/served" in done.out) == (Exit.UNAVAILABLE, True)
-    assert cli("why", "team/served", "--json").json["verdict"] == "paused"
+    assert cli("why", "team/served", "--json").only["verdict"] == "paused"
 
 
 @pytest.mark.parametrize("where", ["server", "store"])
@@ -137,7 +137,7 @@ def test_a_blocked_name_is_refused_until_loaded(cli, server, where):
         blocks.write(name)
     done = cli("why", name)
     assert (done.code, f"→ lora-plugins load {name}" in done.out) == (Exit.NOT_FOUND, True)
-    found = cli("why", name, "--json").json
+    found = cli("why", name, "--json").only
     assert (found["verdict"], found["error"]["code"]) == ("refused", "L002")
     assert list(steps(cli, name))[-1] == "block", "no source was asked"
 

@@ -21,6 +21,7 @@ from testbed.server import Server
 from tests.e2e.access_table import BLOCKED, observed
 from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 from tests.e2e.standing_still import LONGEST_S, in_state, in_the_midst_of, is_held, seen
+from tests.make import adapter_files
 
 POLICY = """
 [default]
@@ -33,6 +34,10 @@ keys = ["key-b"]
 adapters = ["team-b/*", "shared"]
 pushes = ["team-b/pushed*"]
 pushes_per_minute = 2
+[tenants.trainer]
+keys = ["key-p"]
+adapters = []
+pushes = ["team-p/*"]
 [tenants.metered]
 keys = ["key-m", "key-n"]
 adapters = ["shared"]
@@ -41,8 +46,10 @@ tokens_per_minute = 60
 keys = ["key-root"]
 admin = true
 """
+FILES = ("adapter_config.json", "adapter_model.safetensors")
 KEYS = ("key-a", "key-b", "key-root", "unlisted")
 METERED = ("key-m", "key-n")
+TRAINER = "key-p"
 # Where each lies, and whose answer it gives.
 ADAPTERS = {"team-a/sql": "sql", "team-b/sql": "chat", "team-b/cold": "chat", "shared": "wide", "public/sql": "sql"}
 MAY = {
@@ -90,7 +97,16 @@ def guarded(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guar
     with lora_server(
         bed,
         home,
-        *("--max-loras", "2", "--enable-scale-out", "--enable-tokenizer-info-endpoint", "--api-key", *KEYS, *METERED),
+        *(
+            "--max-loras",
+            "2",
+            "--enable-scale-out",
+            "--enable-tokenizer-info-endpoint",
+            "--api-key",
+            *KEYS,
+            *METERED,
+            TRAINER,
+        ),
         plugins=(RESOLVER, MANAGER, KERNELS, ADMIN),
         LORA_PLUGINS_POLICY=str(home / "policy.toml"),
         VLLM_SERVER_DEV_MODE="1",  # /pause and /resume
@@ -162,8 +178,7 @@ def test_no_key_is_refused_under_v1_and_default_elsewhere(guarded: Guarded) -> N
 
 def test_a_key_pushes_its_own_names_at_its_own_rate(guarded: Guarded) -> None:
     directory = guarded.bed.adapters / "wide"
-    names = ("adapter_config.json", "adapter_model.safetensors")
-    files = {file: (file, (directory / file).read_bytes()) for file in names}
+    files = {file: (file, (directory / file).read_bytes()) for file in FILES}
 
     def put(name: str, key: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"}
@@ -187,6 +202,18 @@ def test_a_key_pushes_its_own_names_at_its_own_rate(guarded: Guarded) -> None:
             f"{guarded.server.url}/v1/loras/{name}", headers={"Authorization": "Bearer key-b"}, timeout=LONGEST_S
         )
         assert gone.status_code == 200
+
+
+def test_a_pusher_sees_no_path_of_the_server(guarded: Guarded) -> None:
+    """Of an adapter for another model, whose error names the directory of the base model."""
+    files = {file: (file, content) for file, content in adapter_files().items()}
+    answers = [guarded.ask("PUT", "/v1/loras/team-p/new", key, files=files) for key in (TRAINER, "key-root")]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    errors = [answer.json()["error"] for answer in answers]
+    assert [error["lora_plugins"]["code"] for error in errors] == ["L003", "L003"]
+    assert [str(guarded.bed.base) in error["message"] for error in errors] == [False, True]
+    assert "served is '<path>'" in errors[0]["message"]
+    assert str(guarded.bed.base.parent) not in answers[0].text
 
 
 def test_a_tenants_keys_share_their_tokens_of_a_minute(guarded: Guarded) -> None:
@@ -309,6 +336,6 @@ def test_a_stored_response_is_its_keys_alone(guarded: Guarded) -> None:
 
 def test_the_log_names_tenants_and_no_key(guarded: Guarded) -> None:
     log = guarded.server.log()
-    assert "Access policy: 5 keys of team-a, team-b, metered, operators" in log
+    assert "Access policy: 6 keys of team-a, team-b, trainer, metered, operators" in log
     ours = [line for line in log.splitlines() if "lora_plugins" in line or "ccess" in line]
-    assert not [line for line in ours if any(key in line for key in (*KEYS, *METERED))]
+    assert not [line for line in ours if any(key in line for key in (*KEYS, *METERED, TRAINER))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lora_plugins.cli.judging import OK, OUT
+from lora_plugins.cli.compare import OK, OUT
 from testbed.bed import Bed
 from testbed.server import Server
 from tests.cli.common import Done, outside

@@ -204,6 +204,6 @@ def test_the_command_line_pushes_a_directory(admin: Admin) -> None:
     command = [sys.executable, "-c", program, "push", folder, "shell", "--url", admin.server.url, "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert asked(admin, "shell") == (admin.bed.answers["sql"], json.loads(done.stdout)["digest"])
+    assert asked(admin, "shell") == (admin.bed.answers["sql"], json.loads(done.stdout)["adapters"][0]["digest"])
     wrong = subprocess.run([*command, "--if-match", "0" * 64], env=environment, capture_output=True, check=False)
     assert (wrong.returncode, b"L010" in wrong.stdout) == (1, True)

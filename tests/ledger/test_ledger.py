@@ -12,9 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from lora_plugins import ledger
-from lora_plugins.ledger import PACKAGE, Patch, Symbol, entries, symbols
-from tools import check_ledger
+from tools import check_ledger, ledger
+from tools.ledger import PACKAGE, Patch, Symbol, entries, symbols
 
 # --- the ledger
 

@@ -348,10 +348,17 @@ MUTANTS = (
         ("tests/vllm_patches/api_server/test_access.py",),
     ),
     Mutant(
+        "api: a tenant that may only push sees the server's paths",
+        "lora_plugins/api/access/principals.py",
+        "    return error if sees_all else hidden(error)\n",
+        "    return error\n",
+        ("tests/api/test_routes.py",),
+    ),
+    Mutant(
         "cli: gc without room succeeds",
         "lora_plugins/cli/store.py",
-        "return Result(fields, [*shown, end, why], Exit.NO_ROOM)",
-        "return Result(fields, [*shown, end, why])",
+        "return Result(fields, shown, Exit.OK if fits else Exit.NO_ROOM)",
+        "return Result(fields, shown)",
         ("tests/cli/test_store.py",),
     ),
     Mutant(

@@ -6,14 +6,13 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import replace
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs
 
 from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
 from lora_plugins.api.access.open_routes import is_counted, is_open
 from lora_plugins.api.access.policy import Principal
-from lora_plugins.api.http_errors import headers_of
+from lora_plugins.api.http_errors import body_of, headers_of, hidden
 from lora_plugins.errors import LoRAPluginsError, NotAllowed
 from lora_plugins.server.limits import NO_LIMIT, Rate, Share
 from lora_plugins.server.response import route_path
@@ -46,6 +45,13 @@ def rate_of_request() -> Rate | None:
     """The limits of the running request's principal; None without limits."""
     principal = principal_of_request.get()
     return None if principal is None else principal.rate
+
+
+def shown(error: LoRAPluginsError) -> LoRAPluginsError:
+    """The error as the running request's caller may see it: only an administrator of every name sees paths."""
+    principal = principal_of_request.get()
+    sees_all = principal is None or (principal.is_admin and not principal.is_pusher)
+    return error if sees_all else hidden(error)
 
 
 async def require_admin() -> None:
@@ -123,10 +129,9 @@ async def _refuse(scope: Scope, send: Send, refusal: LoRAPluginsError, *, asks_f
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    status = HTTPStatus(401 if asks_for_key else refusal.http_status)
-    error = {"message": str(refusal), "type": status.phrase, "param": None, "code": status}
+    status = 401 if asks_for_key else refusal.http_status
     of_anthropic = {"type": "error"} if route_path(scope).startswith("/v1/messages") else {}
-    body = json.dumps(of_anthropic | {"error": error}).encode()
+    body = json.dumps(of_anthropic | body_of(refusal, status)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if asks_for_key:
         # RFC 9110 requires the header with a 401.

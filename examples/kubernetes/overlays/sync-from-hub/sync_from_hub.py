@@ -28,7 +28,7 @@ def pull(uri: str) -> tuple[Path, str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         raise RuntimeError(done.stdout.strip() or done.stderr.strip())
-    answer = json.loads(done.stdout)
+    (answer,) = json.loads(done.stdout)["adapters"]
     return Path(answer["path"]), answer["digest"]
 
 

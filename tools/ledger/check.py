@@ -1,15 +1,15 @@
-"""Compares an entry of the ledger with vLLM's sources, without importing vLLM; see `lora_plugins.ledger`."""
+"""Compares an entry of the ledger with vLLM's sources, without importing vLLM; see `tools.ledger`."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lora_plugins.ledger import FUNCTIONS, Symbol, parameters_of, parse
+from lora_plugins.vllm_patches.sources import release_of
+from tools.ledger import FUNCTIONS, Symbol, parameters_of, parse
 
 
 def check(symbol: Symbol, sources: Path) -> str:
@@ -19,7 +19,7 @@ def check(symbol: Symbol, sources: Path) -> str:
     must have at least the noted attributes. A symbol that the release lacks by `since` or `until` is not looked for.
     """
     # The code that uses a symbol of some releases tests for the symbol at run time.
-    release = _release(sources)
+    release = release_of(sources)
     if _is_before(release, symbol.since) or (symbol.until and _is_before(symbol.until, release)):
         return ""
     module, _, qualified = symbol.name.partition(":")
@@ -39,36 +39,9 @@ def check(symbol: Symbol, sources: Path) -> str:
     return _difference(node, symbol)
 
 
-def version(sources: Path) -> str:
-    """Return the release of the sources."""
-    release = _release(sources)
-    return f"vllm {release}" if release else f"vllm in {sources}"
-
-
-@functools.lru_cache(maxsize=8)
-def _release(sources: Path) -> str:
-    """Return the release; empty where the sources have none."""
-    for metadata in sorted(sources.glob("vllm*.dist-info/METADATA")):
-        number = re.search(r"^Version: (\S+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
-        if number:
-            return number[1]
-    file = sources / "vllm" / "_version.py"
-    # Unpacked sources have no metadata; a build writes `vllm/_version.py`.
-    number = re.search(r"version = '([^']+)'", file.read_text(encoding="utf-8")) if file.is_file() else None
-    return number[1] if number else ""
-
-
 def _is_before(release: str, since: str) -> bool:
     numbers = [[int(part) for part in re.findall(r"\d+", text)[:2]] for text in (release, since)]
     return all(numbers) and numbers[0] < numbers[1]
-
-
-def installed() -> Path | None:
-    """Return the directory of the installed vLLM's sources, or None; vLLM is not imported."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        return None
-    return Path(found.origin).parent.parent
 
 
 @functools.lru_cache(maxsize=128)

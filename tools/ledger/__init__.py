@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parents[2] / "lora_plugins"
 
 _SYMBOL = re.compile(
     r"(?P<module>[\w.]+):|"
