@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from lora_plugins.adapter.files import open_regular, parse_json
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
@@ -21,19 +21,21 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 VOCABULARY_FILE = "tokenizer.json"
-# Far above real files: Gemma 3's `tokenizer_config.json` has 1.2 MB, and its `tokenizer.json` 33 MB.
-MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 8 << 20, GENERATION_FILE: 1 << 20, VOCABULARY_FILE: 128 << 20}
+# Far above real files: those of Llasa have 11.7 MB and 18 MB, with 65,800 added tokens; Gemma 3's vocabulary has 33 MB.
+MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 32 << 20, GENERATION_FILE: 1 << 20, VOCABULARY_FILE: 128 << 20}
 CHAT_FILES = tuple(MAX_BYTES)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 _MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31  # the second in bytes
-_MOST_ADDED, _ADDED_BYTES = 20_000, 1 << 20  # in one file: Gemma 3 has 6,415 tokens, of 90 KB together
+# In one file, the base model's own too; of tokens that the base model lacks a server takes fewer.
+_MOST_ADDED, _ADDED_BYTES = 100_000, 4 << 20
 _NAMED = 3  # tokens in a message
-# `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs.
-_READ_BYTES = {VOCABULARY_FILE: 4 << 20}
-_ADDED = re.compile(r'"added_tokens"\s*:\s*')
+# `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs; 65,800 tokens have 13 MB.
+_HEADS_BYTES = (4 << 20, 48 << 20)
+_ADDED = re.compile(r'"added_tokens"\s*:\s*\[')
+_BEGIN = re.compile(r"[^\s,]")
 _ID = re.compile(r"[0-9]{1,10}")
 _TRAITS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _T = TypeVar("_T")
@@ -135,52 +137,69 @@ def check_chat_size(name: str, size_bytes: int) -> None:
             raise _broken(f"{size_bytes} bytes", f"at most {MAX_BYTES[name]}")
 
 
-def _read(directory: Path, name: str, parsed: Callable[[bytes], _T]) -> _T | None:
+def _read(directory: Path, name: str, parsed: Callable[[BinaryIO], _T]) -> _T | None:
     try:
         with open_regular(directory / name) as (file, size_bytes), describing(file=name):
             check_chat_size(name, size_bytes)
-            return parsed(file.read(_READ_BYTES.get(name, MAX_BYTES[name])))
+            return parsed(file)
     except AdapterNotFound:
         return None
 
 
-def _text(data: bytes) -> str:
+def _text(file: BinaryIO) -> str:
     try:
-        return data.decode("utf-8-sig")
+        return file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _broken(f"text that stops being UTF-8 at byte {error.start}", "UTF-8") from None
 
 
-def _object(data: bytes) -> Mapping[str, Any]:
+def _object(file: BinaryIO) -> Mapping[str, Any]:
     try:
-        found = parse_json(data)
+        found = parse_json(file.read())
     except ValueError as error:
         raise _broken(str(error), "JSON") from None
     return _kept(found, dict, "the file")
 
 
-def _head(data: bytes) -> tuple[AddedToken, ...]:
-    text = data.decode("utf-8-sig", errors="ignore")  # may end within a character
-    if (found := _ADDED.search(text)) is None:
-        return ()
-    try:
-        entries, _ = json.JSONDecoder().raw_decode(text, found.end())
-    except (ValueError, RecursionError) as error:
-        raise _broken(f"no JSON in added_tokens ({str(error)[:200]})", "JSON") from None
-    return _added(_kept(entries, list, "added_tokens"))
+def _head(file: BinaryIO) -> tuple[AddedToken, ...]:
+    data = b""
+    for read_bytes in _HEADS_BYTES:
+        data += file.read(read_bytes - len(data))
+        text = data.decode("utf-8-sig", errors="ignore")  # may end within a character
+        if (found := _ADDED.search(text)) is None:
+            return ()
+        try:
+            return _added(_entries(text, found.end()))
+        except InvalidAdapter:
+            raise
+        except (ValueError, RecursionError) as error:
+            if len(data) < read_bytes:  # else the end of what was read here may be at fault
+                raise _broken(f"no JSON in added_tokens ({str(error)[:200]})", "JSON") from None
+    raise _broken(f"added_tokens of more than {len(data)} bytes", "fewer")
 
 
-def _added(entries: Sequence[object]) -> tuple[AddedToken, ...]:
-    if len(entries) > _MOST_ADDED:
-        raise _broken(f"{len(entries)} added tokens", f"at most {_MOST_ADDED}")
-    tokens = []
+def _entries(text: str, place: int) -> Iterator[object]:
+    """Each entry of a list by itself, so that a long list takes little memory."""
+    decode = json.JSONDecoder().raw_decode
+    while (begin := _BEGIN.search(text, place)) is not None and begin.group() != "]":
+        entry, place = decode(text, begin.start())
+        yield entry
+    if begin is None:
+        raise ValueError("a list without its end")
+
+
+def _added(entries: Iterable[object]) -> tuple[AddedToken, ...]:
+    tokens, text_bytes = [], 0
     for entry in map(_entry, entries):
         (token,) = _ids([entry.get("id")])
         traits = frozenset(trait for trait in _TRAITS if entry.get(trait) is True)
         tokens.append(AddedToken(token, _token(entry), traits))
-    # Making a tokenizer takes 80 times the bytes of these texts in memory, and seconds for each MiB.
-    if (text_bytes := sum(len(token.text.encode()) for token in tokens)) > _ADDED_BYTES:
-        raise _broken(f"added tokens of {text_bytes} bytes", f"at most {_ADDED_BYTES}")
+        text_bytes += len(tokens[-1].text.encode())
+        if len(tokens) > _MOST_ADDED or text_bytes > _ADDED_BYTES:
+            raise _broken(
+                f"more than {len(tokens) - 1} added tokens of {text_bytes} bytes",
+                f"at most {_MOST_ADDED}, of {_ADDED_BYTES} bytes",
+            )
     return tuple(tokens)
 
 

@@ -21,7 +21,7 @@ from lora_plugins.adapter.chat import (
 )
 from lora_plugins.errors import InvalidAdapter
 
-LONG_TOKENS = [{"id": number, "content": f"{number:05}" + "x" * 900} for number in range(1200)]
+LONG_TOKENS = [{"id": number, "content": f"{number:05}" + "x" * 900} for number in range(4700)]
 
 
 def write(directory: Path, **files: Any) -> Path:
@@ -79,6 +79,21 @@ def test_added_tokens_are_read_from_either_file(tmp_path: Path) -> None:
     assert read_chat(tmp_path).added_tokens == (call, AddedToken(8, "<end>"))
 
 
+def test_a_long_list_of_added_tokens_is_read_whole(tmp_path: Path) -> None:
+    """Longer than what is read at first, with characters of several bytes where that ends."""
+    entries = [{"id": number, "content": f"<{number}>", "note": "\u00e9" * 100} for number in range(30_000)]
+    text = json.dumps({"version": "1.0", "added_tokens": entries, "model": {}}, ensure_ascii=False)
+    (tmp_path / VOCABULARY_FILE).write_text(text)
+    assert len(text.encode()) > 4 << 20
+    assert [token.text for token in read_chat(tmp_path).added_tokens] == [entry["content"] for entry in entries]
+    (tmp_path / VOCABULARY_FILE).write_text(text[: text.index("<29999>")])
+    with pytest.raises(InvalidAdapter, match="no JSON in added_tokens"):
+        read_chat(tmp_path)
+    (tmp_path / VOCABULARY_FILE).write_text('{"added_tokens": [{"note": "' + "x" * (49 << 20))
+    with pytest.raises(InvalidAdapter, match="added_tokens of more than 50331648 bytes"):
+        read_chat(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -101,7 +116,7 @@ def test_added_tokens_are_read_from_either_file(tmp_path: Path) -> None:
         (VOCABULARY_FILE, b'{"added_tokens": [{"id": true, "content": "<a>"}]}'),
         (VOCABULARY_FILE, b'{"added_tokens": [{"id": 1}]}'),
         (VOCABULARY_FILE, b'{"added_tokens": ' + b"[" * 100_000),
-        (VOCABULARY_FILE, b'{"added_tokens": [' + b"{}," * 20_001 + b"{}]}"),
+        (VOCABULARY_FILE, b'{"added_tokens": [' + b'{"id":1,"content":""},' * 100_001 + b"{}]}"),
         (VOCABULARY_FILE, f'{{"added_tokens": {json.dumps(LONG_TOKENS)}}}'.encode()),
         (TOKENIZER_FILE, b'{"eos_token": "' + b"x" * 1001 + b'"}'),
         (GENERATION_FILE, b'{"eos_token_id": "7"}'),

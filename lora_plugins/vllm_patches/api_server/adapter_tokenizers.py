@@ -17,6 +17,9 @@ from typing import Any
 from lora_plugins.adapter.chat import AddedToken, Chat
 
 _MOST = 8  # tokenizers of different added tokens in memory; one with 150,000 words has 100 MB, and takes a second
+# Of tokens that the base model lacks: making a tokenizer takes 80 times the bytes of their texts in memory, and seconds
+# for each MiB.
+_MOST_NEW, _NEW_BYTES = 20_000, 1 << 20
 _ADDED = '"added_tokens":'
 
 
@@ -26,7 +29,8 @@ def served_chat(base: Any, vocabulary: int, chat: Chat) -> Chat:
     added = tuple(token for token in chat.added_tokens if words.get(token.text) != token.id)
     if base is None or not added:
         return replace(chat, added_tokens=())
-    if added[-1].id < vocabulary and tokenizer_with(base, added) is not None:
+    few_enough = len(added) <= _MOST_NEW and sum(len(token.text.encode()) for token in added) <= _NEW_BYTES
+    if few_enough and added[-1].id < vocabulary and tokenizer_with(base, added) is not None:
         return replace(chat, added_tokens=added)
     return replace(chat, added_tokens=(), lost_tokens=added)
 

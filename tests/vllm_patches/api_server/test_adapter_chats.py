@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fastapi import HTTPException
+from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMClientError
@@ -19,7 +20,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from lora_plugins.adapter.chat import AddedToken, Chat
+from lora_plugins.adapter.chat import AddedToken, Chat, read_chat
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.process import Process
 from lora_plugins.server.limits import Share
@@ -27,7 +28,7 @@ from lora_plugins.server.response import Response, _present
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.vllm_patches.api_server import adapter_chats
 from lora_plugins.vllm_patches.api_server.adapter_tokenizers import served_chat
-from testbed.models import build_base
+from testbed.models import build_base, write_tokenizer
 from tests.make import config_bytes, put
 
 DIGEST, OTHER = "a1" * 32, "b2" * 32
@@ -243,6 +244,25 @@ def test_tokens_that_the_tokenizer_cannot_take_in_are_named(
 def test_tokens_of_the_base_model_count_for_nothing(processor: InputProcessor) -> None:
     chat = Chat(added_tokens=(AddedToken(0, "<s>", frozenset({"special"})), AddedToken(1, "</s>")))
     assert served_chat(processor.tokenizer, 512, chat) == Chat()
+
+
+def test_a_speech_models_own_tokens_are_none_of_its_adapters(tmp_path: Path) -> None:
+    """28,940 of them, saved again beside the adapter: only tokens that the base model lacks are counted."""
+    write_tokenizer(tmp_path / "base", 512)
+    base = AutoTokenizer.from_pretrained(tmp_path / "base")
+    base.add_tokens([f"<speech_{number}>" for number in range(28_940)])
+    base.save_pretrained(tmp_path / "same")
+    own = AutoTokenizer.from_pretrained(tmp_path / "same")
+    own.add_tokens(["<call>"])
+    own.save_pretrained(tmp_path / "own")
+    same, more = read_chat(tmp_path / "same"), read_chat(tmp_path / "own")
+    assert (len(same.added_tokens), len(more.added_tokens)) == (28_942, 28_943)
+    served = served_chat(base, len(base) + 9, same)
+    assert (served.added_tokens, served.lost_tokens, served.warning) == ((), (), None)
+    (added,) = served_chat(base, len(base) + 9, more).added_tokens
+    assert (added.text, added.id) == ("<call>", len(base))
+    many = tuple(AddedToken(len(base) + number, f"<{number}>") for number in range(20_001))
+    assert served_chat(base, 1 << 20, Chat(added_tokens=many)).lost_tokens == many
 
 
 def test_a_request_is_warned_of_lost_tokens(process: Process, processor: InputProcessor, store: Path) -> None:
