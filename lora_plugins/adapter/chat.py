@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -27,7 +28,7 @@ CHAT_FILES = tuple(MAX_BYTES)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
-_DEFAULT, _FOR_TOOLS = "default", "tool_use"
+_KINDS = _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 _MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31  # the second in bytes
 # In one file, the base model's own too; of tokens that the base model lacks a server takes fewer.
 _MOST_ADDED, _ADDED_BYTES = 100_000, 4 << 20
@@ -38,7 +39,7 @@ _ADDED = re.compile(r'"added_tokens"\s*:\s*\[')
 _BEGIN = re.compile(r"[^\s,]")
 _ID = re.compile(r"[0-9]{1,10}")
 _TRAITS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_T = TypeVar("_T")
+_T, _V = TypeVar("_T"), TypeVar("_V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +63,32 @@ class Chat:
     """What an adapter brings for chats; empty for an adapter that brings nothing.
 
     Attributes:
-        template: the chat template. tool_template: another template, for requests with tools.
+        templates: chat templates by Transformers' names: `default`, and `tool_use` for requests with tools.
         special_tokens: texts of special tokens by their names in templates (`bos_token`).
         end_ids: ids of the tokens that end an answer, beside `eos_token` of `special_tokens`.
         added_tokens: by their ids. As read, all of the adapter's tokenizer; as served, those that the base model lacks.
         lost_tokens: those that the base model lacks, and that the server cannot add to the base model's tokenizer.
+        unused: names of files and keys that are not used, and why.
     """
 
-    template: str | None = None
-    tool_template: str | None = None
+    templates: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     end_ids: tuple[int, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
     lost_tokens: tuple[AddedToken, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     def warning(self) -> str | None:
-        """What a client should know of the adapter's tokens."""
-        if not self.lost_tokens:
-            return None
-        return f"the base model's tokenizer cuts tokens that the adapter adds into pieces: {few(self.lost_tokens)}"
+        """What a client should know of the adapter's files for chats."""
+        lost = "the base model's tokenizer cuts tokens that the adapter adds into pieces: "
+        texts = [lost + few(self.lost_tokens)] if self.lost_tokens else []
+        texts += [f"not used of the adapter's files for chats: {', '.join(self.unused)}"] if self.unused else []
+        return "; ".join(texts) or None
 
     def template_for(self, *, has_tools: bool) -> str | None:
         """Return the template of a request with or without tools; None where the adapter has no template."""
-        return self.tool_template if has_tools and self.tool_template is not None else self.template
+        return self.templates.get(_FOR_TOOLS if has_tools and _FOR_TOOLS in self.templates else _DEFAULT)
 
 
 def chat_files(names: Iterable[str]) -> tuple[str, ...]:
@@ -95,29 +98,28 @@ def chat_files(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_chat(directory: Path) -> Chat:
-    """Read the files in `directory`; without the files, the answer is empty.
+    """Read the files in `directory`; without the files, the answer is empty. What Transformers never writes is unused.
 
     Raises:
-        InvalidAdapter: a file is too large, or not what Transformers writes.
         SourceUnavailable: the file system denies or fails.
     """
-    config = _read(directory, TOKENIZER_FILE, _object) or {}
+    reader = _Reader(directory)
+    config, generation = reader.file(TOKENIZER_FILE, _object) or {}, reader.file(GENERATION_FILE, _object) or {}
     # The file comes before the key, as in Transformers 5.
-    template = _read(directory, TEMPLATE_FILE, _text)
-    with describing(file=TOKENIZER_FILE):
-        templates = _templates(config.get("chat_template")) if template is None else {_DEFAULT: template}
-        special_tokens = {name: _token(config[name]) for name in _SPECIAL if config.get(name) is not None}
-    generation = _read(directory, GENERATION_FILE, _object) or {}
-    with describing(file=GENERATION_FILE):
-        end_ids = _ids(generation.get("eos_token_id"))
+    template = reader.file(TEMPLATE_FILE, _text)
+    of_file = {} if template is None else {_DEFAULT: template}
+    texts = {name: reader.key(config, name, TOKENIZER_FILE, _token) for name in _SPECIAL}
     # As Transformers has it, the configuration's tokens come after the vocabulary's.
-    with describing(file=TOKENIZER_FILE):
-        decoder = _kept(config.get("added_tokens_decoder") or {}, dict, "added_tokens_decoder")
-        entries = [{"id": int(key) if _ID.fullmatch(key) else key, **_entry(value)} for key, value in decoder.items()]
-        of_config = _added(entries)
-    added = {token.id: token for token in (*(_read(directory, VOCABULARY_FILE, _head) or ()), *of_config)}
-    added_tokens = tuple(added[token] for token in sorted(added))
-    return Chat(templates.get(_DEFAULT), templates.get(_FOR_TOOLS), special_tokens, end_ids, added_tokens)
+    of_vocabulary = reader.file(VOCABULARY_FILE, _head) or ()
+    of_config = reader.key(config, "added_tokens_decoder", TOKENIZER_FILE, _decoder) or ()
+    added = {token.id: token for token in (*of_vocabulary, *of_config)}
+    return Chat(
+        templates=of_file or reader.key(config, "chat_template", TOKENIZER_FILE, _templates) or {},
+        special_tokens={name: text for name, text in texts.items() if text is not None},
+        end_ids=reader.key(generation, "eos_token_id", GENERATION_FILE, _ids) or (),
+        added_tokens=tuple(added[token] for token in sorted(added)),
+        unused=tuple(reader.unused),
+    )
 
 
 def few(tokens: Sequence[AddedToken]) -> str:
@@ -127,38 +129,57 @@ def few(tokens: Sequence[AddedToken]) -> str:
 
 
 def check_chat_size(name: str, size_bytes: int) -> None:
-    """Refuse a file that is longer than the limit.
+    """Refuse a file for chats that is longer than the limit.
 
     Raises:
         InvalidAdapter: the file is longer.
     """
-    if size_bytes > MAX_BYTES[name]:
+    if size_bytes > MAX_BYTES.get(name, size_bytes):
         with describing(file=name):
             raise _broken(f"{size_bytes} bytes", f"at most {MAX_BYTES[name]}")
 
 
-def _read(directory: Path, name: str, parsed: Callable[[BinaryIO], _T]) -> _T | None:
-    try:
-        with open_regular(directory / name) as (file, size_bytes), describing(file=name):
-            check_chat_size(name, size_bytes)
-            return parsed(file)
-    except AdapterNotFound:
+@dataclass(slots=True)
+class _Reader:
+    """Reads files and their keys; `unused` names those that are left out, and why."""
+
+    directory: Path
+    unused: list[str] = field(default_factory=list)
+
+    def file(self, name: str, parsed: Callable[[BinaryIO], _T]) -> _T | None:
+        def read(path: Path) -> _T:
+            with open_regular(path) as (file, size_bytes):
+                check_chat_size(name, size_bytes)
+                return parsed(file)
+
+        with suppress(AdapterNotFound):
+            return self._used(name, read, self.directory / name)
         return None
+
+    def key(self, fields: Mapping[str, Any], key: str, file: str, made: Callable[[Any], _T]) -> _T | None:
+        return None if fields.get(key) is None else self._used(f"{key} of {file}", made, fields[key])
+
+    def _used(self, what: str, made: Callable[[_V], _T], value: _V) -> _T | None:
+        try:
+            return made(value)
+        except InvalidAdapter as error:
+            self.unused.append(f"{what} ({error.found}; expected {error.expected})")
+            return None
 
 
 def _text(file: BinaryIO) -> str:
     try:
-        return file.read().decode("utf-8-sig")
+        return file.read(MAX_BYTES[TEMPLATE_FILE]).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _broken(f"text that stops being UTF-8 at byte {error.start}", "UTF-8") from None
 
 
 def _object(file: BinaryIO) -> Mapping[str, Any]:
     try:
-        found = parse_json(file.read())
+        found = parse_json(file.read(MAX_BYTES[TOKENIZER_FILE]))
     except ValueError as error:
         raise _broken(str(error), "JSON") from None
-    return _kept(found, dict, "the file")
+    return _kept(found, dict)
 
 
 def _head(file: BinaryIO) -> tuple[AddedToken, ...]:
@@ -190,7 +211,7 @@ def _entries(text: str, place: int) -> Iterator[object]:
 
 def _added(entries: Iterable[object]) -> tuple[AddedToken, ...]:
     tokens, text_bytes = [], 0
-    for entry in map(_entry, entries):
+    for entry in (_kept(entry, dict) for entry in entries):
         (token,) = _ids([entry.get("id")])
         traits = frozenset(trait for trait in _TRAITS if entry.get(trait) is True)
         tokens.append(AddedToken(token, _token(entry), traits))
@@ -203,27 +224,24 @@ def _added(entries: Iterable[object]) -> tuple[AddedToken, ...]:
     return tuple(tokens)
 
 
-def _entry(value: object) -> dict[str, Any]:
-    return _kept(value, dict, "an added token")
-
-
 def _templates(value: object) -> dict[str, str]:
-    if value is None:
-        return {}
     if isinstance(value, str):
-        return {_DEFAULT: _template(value)}
-    items = [_kept(item, dict, "an entry of chat_template") for item in _kept(value, list, "chat_template")]
-    return {str(item.get("name")): _template(item.get("template")) for item in items}
-
-
-def _template(value: object) -> str:
-    return _short(_kept(value, str, "a template of chat_template"), MAX_BYTES[TEMPLATE_FILE])
+        value = {_DEFAULT: value}
+    if isinstance(value, list):
+        items = [_kept(item, dict) for item in value]
+        value = {str(item.get("name")): item.get("template") for item in items}
+    named = _kept(value, dict)
+    return {kind: _short(_kept(named[kind], str), MAX_BYTES[TEMPLATE_FILE]) for kind in _KINDS if kind in named}
 
 
 def _token(value: object) -> str:
     # Transformers writes a token with more properties than its text as an object.
-    text = _kept(value.get("content") if isinstance(value, dict) else value, str, "a special token")
-    return _short(text, _LONGEST_TOKEN)
+    return _short(_kept(value.get("content") if isinstance(value, dict) else value, str), _LONGEST_TOKEN)
+
+
+def _decoder(value: object) -> tuple[AddedToken, ...]:
+    entries = _kept(value, dict).items()
+    return _added({"id": int(key) if _ID.fullmatch(key) else key, **_kept(entry, dict)} for key, entry in entries)
 
 
 def _short(text: str, longest: int) -> str:
@@ -234,17 +252,15 @@ def _short(text: str, longest: int) -> str:
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
     found = value if isinstance(value, list) else [value]
     if len(found) > _MOST_END_IDS or not all(type(item) is int and 0 <= item < _VOCABULARY for item in found):
-        raise _broken(f"eos_token_id {str(value)[:100]}", "the id of a token, or a list of ids")
+        raise _broken(repr(value)[:100], "the id of a token, or a list of ids")
     return tuple(found)
 
 
-def _kept(value: object, kind: type[_T], what: str) -> _T:
+def _kept(value: object, kind: type[_T]) -> _T:
     if not isinstance(value, kind):
-        raise _broken(f"{what} of kind {type(value).__name__}", kind.__name__)
+        raise _broken(f"{value!r:.100}", f"a value of kind {kind.__name__}")
     return value
 
 
@@ -252,6 +268,5 @@ def _broken(found: str, expected: str) -> InvalidAdapter:
     return InvalidAdapter(
         found,
         expected=expected,
-        remedy="save the tokenizer beside the adapter again, remove the file, or set LORA_PLUGINS_ADAPTER_CHAT=base to "
-        "serve all adapters with the base model's template and tokens",
+        remedy="save the tokenizer beside the adapter again, or set LORA_PLUGINS_ADAPTER_CHAT=adapter to leave it out",
     )

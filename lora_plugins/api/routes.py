@@ -245,12 +245,13 @@ async def _chat_view(path: str, lifecycle: Lifecycle) -> ChatView | None:
     if chat == Chat():
         return None
     return ChatView(
-        template=chat.template is not None,
+        template=bool(chat.templates),
         special_tokens=dict(chat.special_tokens),
         end_token=chat.special_tokens.get("eos_token"),
         end_ids=list(chat.end_ids),
         added_tokens={token.text: token.id for token in chat.added_tokens},
         lost_tokens={token.text: token.id for token in chat.lost_tokens},
+        unused=list(chat.unused),
     )
 
 

@@ -249,7 +249,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "base": None if base is None else {"path": base.path, "modules": modules, "max_rank": base.max_rank},
         "verdict": "served",
         "notes": list(verified.notes) if verified else [],
-        "warnings": list(found.warnings),
+        "warnings": [*found.warnings, *([found.chat.warning] if found.chat.warning else [])],
         "to_convert": list(conversion.changes) if conversion else [],
         "converted": _converted(path),
     }
@@ -270,7 +270,7 @@ def _config(config: AdapterConfig) -> dict[str, Any]:
 
 def _chat(chat: Chat) -> dict[str, Any]:
     eos_token = chat.special_tokens.get("eos_token")
-    return {"template": chat.template is not None, "eos_token": eos_token, "end_ids": list(chat.end_ids)} | {
+    return {"template": bool(chat.templates), "eos_token": eos_token, "end_ids": list(chat.end_ids)} | {
         "added_tokens": {token.text: token.id for token in chat.added_tokens}
     }
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from cachetools import LRUCache
 
@@ -23,17 +24,16 @@ _MOST_BYTES = 64 << 20  # of all chats kept, as messages: most have 10 KB, and n
 _TOKEN_BYTES = 80  # of an added token in a message, about
 
 
-@dataclass(slots=True)
-class _KeptChat:
+class _KeptChat(NamedTuple):
     """What a version brings, or what the server serves of it, once asked."""
 
     chat: Chat
     is_served: bool = False
 
-    @property
-    def size_bytes(self) -> int:
-        """About the size as a message: an event loop asks, and encoding 65,800 tokens would take 20 ms."""
-        return len(encode(replace(self.chat, added_tokens=()))) + _TOKEN_BYTES * len(self.chat.added_tokens)
+
+def _size_bytes(kept: _KeptChat) -> int:
+    """About the bytes as a message: an event loop asks, and encoding 65,800 tokens would take 20 ms."""
+    return len(encode(replace(kept.chat, added_tokens=()))) + _TOKEN_BYTES * len(kept.chat.added_tokens)
 
 
 class Chats:
@@ -52,12 +52,12 @@ class Chats:
         self.served: Callable[[Chat], Chat] | None = None
         self.of_leader: Callable[[str], Awaitable[Chat]] | None = None
         # Of one thread.
-        self._kept: LRUCache[str, _KeptChat] = LRUCache(_MOST_BYTES, lambda kept: kept.size_bytes)
+        self._kept: LRUCache[str, _KeptChat] = LRUCache(_MOST_BYTES, _size_bytes)
         self._once: SingleFlight[str, Chat] = SingleFlight()
 
-    def keep(self, digest: str, chat: Chat) -> _KeptChat:
-        """Keep what a version brings, as a reading process has read it."""
-        kept = self._kept[digest] = _KeptChat(chat)
+    def keep(self, digest: str, chat: Chat, *, is_served: bool = False) -> _KeptChat:
+        """Keep what a version brings, as a reading process has read it, or as the server serves it."""
+        kept = self._kept[digest] = _KeptChat(chat, is_served)
         return kept
 
     async def read(self, path: str) -> Chat:
@@ -73,7 +73,7 @@ class Chats:
         if not kept.is_served and self.served is not None:
             chat = await asyncio.to_thread(self.served, kept.chat)  # makes a tokenizer
             # In the place of what was read: nobody needs the list of the base model's own tokens any more.
-            kept = self._kept[digest] = _KeptChat(chat, is_served=True)
+            kept = self.keep(digest, chat, is_served=True)
         return kept.chat
 
     def at(self, path: str) -> Chat:
@@ -87,7 +87,7 @@ class Chats:
         if (kept := self._kept.get(digest)) is None:
             kept = self.keep(digest, self._ask(digest).result().adapter.chat)
         if not kept.is_served and self.served is not None:
-            kept = self._kept[digest] = _KeptChat(self.served(kept.chat), is_served=True)
+            kept = self.keep(digest, self.served(kept.chat), is_served=True)
         return kept.chat
 
     async def _read(self, digest: str) -> Chat:

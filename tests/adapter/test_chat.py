@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from lora_plugins.adapter.chat import (
     CHAT_FILES,
@@ -19,7 +22,6 @@ from lora_plugins.adapter.chat import (
     Chat,
     read_chat,
 )
-from lora_plugins.errors import InvalidAdapter
 
 LONG_TOKENS = [{"id": number, "content": f"{number:05}" + "x" * 900} for number in range(4700)]
 
@@ -38,7 +40,9 @@ def test_without_files_a_chat_is_empty(tmp_path: Path) -> None:
 def test_template_tokens_and_ends_are_read(tmp_path: Path) -> None:
     tokens = {"eos_token": "<|end|>", "bos_token": {"content": "<s>", "lstrip": False}, "pad_token": None}
     write(tmp_path, tokenizer={**tokens, "chat_template": "{{ messages }}"}, generation={"eos_token_id": [2, 7]})
-    assert read_chat(tmp_path) == Chat("{{ messages }}", None, {"bos_token": "<s>", "eos_token": "<|end|>"}, (2, 7))
+    assert read_chat(tmp_path) == Chat(
+        {"default": "{{ messages }}"}, {"bos_token": "<s>", "eos_token": "<|end|>"}, (2, 7)
+    )
 
 
 def test_the_template_file_comes_before_the_key(tmp_path: Path) -> None:
@@ -62,7 +66,7 @@ def test_transformers_own_files_are_read_as_transformers_reads_them(tmp_path: Pa
     for saves_file in (True, False):
         tokenizer.save_pretrained(tmp_path / str(saves_file), save_jinja_files=saves_file)
         chat = read_chat(tmp_path / str(saves_file))
-        assert chat.template == tokenizer.chat_template
+        assert chat.templates["default"] == tokenizer.chat_template
         assert chat.special_tokens.items() <= tokenizer.special_tokens_map.items()
         assert chat.special_tokens["eos_token"] == tokenizer.eos_token
 
@@ -87,11 +91,9 @@ def test_a_long_list_of_added_tokens_is_read_whole(tmp_path: Path) -> None:
     assert len(text.encode()) > 4 << 20
     assert [token.text for token in read_chat(tmp_path).added_tokens] == [entry["content"] for entry in entries]
     (tmp_path / VOCABULARY_FILE).write_text(text[: text.index("<29999>")])
-    with pytest.raises(InvalidAdapter, match="no JSON in added_tokens"):
-        read_chat(tmp_path)
+    assert "no JSON in added_tokens" in read_chat(tmp_path).unused[0]
     (tmp_path / VOCABULARY_FILE).write_text('{"added_tokens": [{"note": "' + "x" * (49 << 20))
-    with pytest.raises(InvalidAdapter, match="added_tokens of more than 50331648 bytes"):
-        read_chat(tmp_path)
+    assert "added_tokens of more than 50331648 bytes" in read_chat(tmp_path).unused[0]
 
 
 @pytest.mark.parametrize(
@@ -126,17 +128,51 @@ def test_a_long_list_of_added_tokens_is_read_whole(tmp_path: Path) -> None:
         (GENERATION_FILE, b'{"eos_token_id": 1' + b"0" * 5000 + b"}"),
     ],
 )
-def test_what_transformers_never_writes_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
+def test_what_transformers_never_writes_is_unused_by_name(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InvalidAdapter) as refused:
-        read_chat(tmp_path)
-    assert refused.value.file == name
-    assert "LORA_PLUGINS_ADAPTER_CHAT=base" in refused.value.remedy
+    chat = read_chat(tmp_path)
+    (unused,) = chat.unused
+    assert name in unused
+    assert unused in (chat.warning or "")
+    assert replace(chat, unused=()) == Chat()
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (-1, "eos_token_id of generation_config.json (-1; expected the id of a token, or a list of ids)"),
+        ("1", "eos_token_id of generation_config.json ('1'; expected the id of a token, or a list of ids)"),
+        (1.0, "eos_token_id of generation_config.json (1.0; expected the id of a token, or a list of ids)"),
+        ([[1]], "eos_token_id of generation_config.json ([[1]]; expected the id of a token, or a list of ids)"),
+    ],
+)
+def test_one_odd_value_leaves_the_others_as_they_are(odd: object, said: str, tmp_path: Path) -> None:
+    """Values that Transformers loads, as TRL's PPO recipes write them."""
+    write(tmp_path, template="{{ messages }}", tokenizer={"eos_token": "<|end|>"}, generation={"eos_token_id": odd})
+    assert read_chat(tmp_path) == Chat({"default": "{{ messages }}"}, {"eos_token": "<|end|>"}, unused=(said,))
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == odd
+
+
+def test_templates_are_read_as_an_object_of_names_too(tmp_path: Path) -> None:
+    named = {"default": "one", "tool_use": "tools", "rag": "more"}
+    write(tmp_path, tokenizer={"chat_template": named, "eos_token": "</s>"})
+    assert read_chat(tmp_path) == Chat({"default": "one", "tool_use": "tools"}, {"eos_token": "</s>"})
+    write(tmp_path, tokenizer={"chat_template": False, "eos_token": "</s>"})
+    (unused,) = read_chat(tmp_path).unused
+    assert unused == "chat_template of tokenizer_config.json (False; expected a value of kind dict)"
+    assert read_chat(tmp_path).special_tokens == {"eos_token": "</s>"}
 
 
 @pytest.mark.parametrize("name", CHAT_FILES)
 def test_files_over_the_limit_are_not_read(name: str, tmp_path: Path) -> None:
     with (tmp_path / name).open("wb") as file:
         file.truncate(MAX_BYTES[name] + 1)
-    with pytest.raises(InvalidAdapter, match=f"{MAX_BYTES[name] + 1} bytes"):
-        read_chat(tmp_path)
+    assert read_chat(tmp_path) == Chat(
+        unused=(f"{name} ({MAX_BYTES[name] + 1} bytes; expected at most {MAX_BYTES[name]})",)
+    )
+
+
+def test_a_pipe_for_chats_is_unused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / TOKENIZER_FILE)
+    (unused,) = read_chat(tmp_path).unused
+    assert unused.startswith(f"{TOKENIZER_FILE} (something that is not a regular file")

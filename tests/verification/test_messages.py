@@ -46,7 +46,7 @@ def test_the_largest_chat_crosses(children: Children, tmp_path: Path) -> None:
     config = json.dumps({"chat_template": templates, "added_tokens_decoder": tokens, "eos_token": "<1>"})
     directory = put(tmp_path / "sql", adapter_files() | {TOKENIZER_FILE: config.encode()})
     here = read_chat(directory)
-    assert (len(here.added_tokens), here.tool_template) == (20_000, template)
+    assert (len(here.added_tokens), here.templates["tool_use"]) == (20_000, template)
     for config_only in (False, True):
         assert children.read(directory, Settings(), config_only=config_only).result(120).adapter.chat == here
 

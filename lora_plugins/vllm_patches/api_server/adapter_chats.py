@@ -236,11 +236,12 @@ def _refuse_other(chat: Chat, processor: Any) -> None:
     differs = [
         *(
             f"a chat template '{kind}'"
-            for kind, text in (("default", chat.template), ("tool_use", chat.tool_template))
-            if text is not None and text.strip() != templates.get(kind, "").strip()
+            for kind, text in chat.templates.items()
+            if text.strip() != templates.get(kind, "").strip()
         ),
         *([f"end tokens {new_ends}"] if new_ends else ()),
         *([f"added tokens {few(tokens)}"] if (tokens := (*chat.added_tokens, *chat.lost_tokens)) else ()),
+        *(f"an unusable {what}" for what in chat.unused),
     ]
     if differs:
         raise IncompatibleAdapter(
