@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,14 @@ def ids_of(processor: InputProcessor, path: str, **params: Any) -> SamplingParam
     return made.sampling_params
 
 
-def rendered(process: Process, processor: InputProcessor, name: str, **body: Any) -> list[int]:
+def rendered(
+    process: Process, processor: InputProcessor, name: str, of_operator: str | None = None, **body: Any
+) -> list[int]:
     renderer = OnlineRenderer(
         processor.model_config,
         processor.renderer,
         request_logger=None,
-        chat_template=None,
+        chat_template=of_operator,
         chat_template_content_format="auto",
     )
     messages = [{"role": "user", "content": "quick"}]
@@ -193,6 +196,27 @@ def test_a_base_without_a_template_serves_chats_of_an_adapter(
     assert rendered(process, processor, "sql") == tokenizer.encode("<s>quick", add_special_tokens=False)
     own = tokenizer.encode("</s>quick", add_special_tokens=False)
     assert rendered(process, processor, "sql", chat_template_kwargs={"bos_token": "</s>"}) == own
+
+
+def test_a_copy_of_the_base_models_template_leaves_the_operators(
+    process: Process, processor: InputProcessor, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator's has the adapter's special tokens; a template of the adapter's own comes before the operator's."""
+    tokenizer = processor.renderer.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    table = Table(copy=write(store / DIGEST, f"{TEMPLATE}\n", eos="</s>"), own=write(store / OTHER, f"own{TEMPLATE}"))
+    process.tables.add(table)
+
+    def cut(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    assert rendered(process, processor, "copy", "operator's{{ bos_token }}") == cut("operator's<s>")
+    assert rendered(process, processor, "copy") == cut("<s>quick")
+    assert rendered(process, processor, "own", "operator's") == cut("own<s>quick")
+    process.settings = replace(process.settings, adapter_chat=AdapterChat.TOKENS)
+    assert rendered(process, processor, "own", "operator's") == cut("operator's")
+    assert rendered(process, processor, "own") == cut("<s>quick")
 
 
 def test_a_swap_during_the_rendering_renders_again(
