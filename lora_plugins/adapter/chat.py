@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,18 @@ from lora_plugins.adapter.files import open_regular, parse_json
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
 
 TEMPLATE_FILE = "chat_template.jinja"
+TOOLS_FILE = "additional_chat_templates/tool_use.jinja"  # the one that is chosen for a request, of any in the folder
 TOKENIZER_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 VOCABULARY_FILE = "tokenizer.json"
+# Of old releases; Transformers reads them where the configuration of the tokenizer lists no tokens.
+SPECIAL_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
+# Of processors, which no tokenizer reads.
+_UNREAD_FILES = ("chat_template.json", "processor_config.json")
 # Far above real files: those of Llasa have 11.7 MB and 18 MB, with 65,800 added tokens; Gemma 3's vocabulary has 33 MB.
-MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 32 << 20, GENERATION_FILE: 1 << 20, VOCABULARY_FILE: 128 << 20}
+_JSON_FILES = (TOKENIZER_FILE, GENERATION_FILE, SPECIAL_FILE, ADDED_FILE, *_UNREAD_FILES)
+MAX_BYTES = dict.fromkeys((TEMPLATE_FILE, TOOLS_FILE), 256 << 10) | dict.fromkeys(_JSON_FILES, 32 << 20)
+MAX_BYTES[VOCABULARY_FILE] = 128 << 20
 CHAT_FILES = tuple(MAX_BYTES)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,6 +45,7 @@ _HEADS_BYTES = (4 << 20, 48 << 20)
 _ADDED = re.compile(r'"added_tokens"\s*:\s*\[')
 _BEGIN = re.compile(r"[^\s,]")
 _ID = re.compile(r"[0-9]{1,10}")
+_DECODER = "added_tokens_decoder"
 _TRAITS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _T, _V = TypeVar("_T"), TypeVar("_V")
 
@@ -105,20 +113,26 @@ def read_chat(directory: Path) -> Chat:
     """
     reader = _Reader(directory)
     config, generation = reader.file(TOKENIZER_FILE, _object) or {}, reader.file(GENERATION_FILE, _object) or {}
-    # The file comes before the key, as in Transformers 5.
-    template = reader.file(TEMPLATE_FILE, _text)
-    of_file = {} if template is None else {_DEFAULT: template}
+    # Either file comes before the key, as in Transformers 5.
+    named = {_DEFAULT: reader.file(TEMPLATE_FILE, _text), _FOR_TOOLS: reader.file(TOOLS_FILE, _text)}
+    of_files = {kind: text for kind, text in named.items() if text is not None}
     texts = {name: reader.key(config, name, TOKENIZER_FILE, _token) for name in _SPECIAL}
+    of_old: tuple[AddedToken, ...] = ()
+    if _DECODER not in config:
+        special = reader.file(SPECIAL_FILE, _object) or {}
+        texts |= {name: reader.key(special, name, SPECIAL_FILE, _token) for name in _SPECIAL if name in special}
+        of_old = reader.file(ADDED_FILE, lambda file: _ids_by_text(_object(file), {*texts.values()})) or ()
     # As Transformers has it, the configuration's tokens come after the vocabulary's.
     of_vocabulary = reader.file(VOCABULARY_FILE, _head) or ()
-    of_config = reader.key(config, "added_tokens_decoder", TOKENIZER_FILE, _decoder) or ()
-    added = {token.id: token for token in (*of_vocabulary, *of_config)}
+    of_config = reader.key(config, _DECODER, TOKENIZER_FILE, _decoder) or ()
+    added = {token.id: token for token in (*of_old, *of_vocabulary, *of_config)}
+    unread = [f"{name} (of a processor)" for name in _UNREAD_FILES if (directory / name).exists()]
     return Chat(
-        templates=of_file or reader.key(config, "chat_template", TOKENIZER_FILE, _templates) or {},
+        templates=of_files or reader.key(config, "chat_template", TOKENIZER_FILE, _templates) or {},
         special_tokens={name: text for name, text in texts.items() if text is not None},
         end_ids=reader.key(generation, "eos_token_id", GENERATION_FILE, _ids) or (),
         added_tokens=tuple(added[token] for token in sorted(added)),
-        unused=tuple(reader.unused),
+        unused=(*reader.unused, *unread),
     )
 
 
@@ -136,7 +150,11 @@ def check_chat_size(name: str, size_bytes: int) -> None:
     """
     if size_bytes > MAX_BYTES.get(name, size_bytes):
         with describing(file=name):
-            raise _broken(f"{size_bytes} bytes", f"at most {MAX_BYTES[name]}")
+            raise InvalidAdapter(
+                f"{size_bytes} bytes, more than {MAX_BYTES[name]}",
+                expected="a smaller file",
+                remedy="save the tokenizer again, or set LORA_PLUGINS_ADAPTER_CHAT=adapter to leave the file out",
+            )
 
 
 @dataclass(slots=True)
@@ -162,24 +180,17 @@ class _Reader:
     def _used(self, what: str, made: Callable[[_V], _T], value: _V) -> _T | None:
         try:
             return made(value)
-        except InvalidAdapter as error:
-            self.unused.append(f"{what} ({error.found}; expected {error.expected})")
+        except (TypeError, ValueError, RecursionError) as error:
+            self.unused.append(f"{what} ({error.found if isinstance(error, InvalidAdapter) else error})")
             return None
 
 
 def _text(file: BinaryIO) -> str:
-    try:
-        return file.read(MAX_BYTES[TEMPLATE_FILE]).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _broken(f"text that stops being UTF-8 at byte {error.start}", "UTF-8") from None
+    return file.read(MAX_BYTES[TEMPLATE_FILE]).decode("utf-8-sig")
 
 
 def _object(file: BinaryIO) -> Mapping[str, Any]:
-    try:
-        found = parse_json(file.read(MAX_BYTES[TOKENIZER_FILE]))
-    except ValueError as error:
-        raise _broken(str(error), "JSON") from None
-    return _kept(found, dict)
+    return _kept(parse_json(file.read(MAX_BYTES[TOKENIZER_FILE])), dict)
 
 
 def _head(file: BinaryIO) -> tuple[AddedToken, ...]:
@@ -191,12 +202,10 @@ def _head(file: BinaryIO) -> tuple[AddedToken, ...]:
             return ()
         try:
             return _added(_entries(text, found.end()))
-        except InvalidAdapter:
-            raise
-        except (ValueError, RecursionError) as error:
+        except (json.JSONDecodeError, RecursionError):
             if len(data) < read_bytes:  # else the end of what was read here may be at fault
-                raise _broken(f"no JSON in added_tokens ({str(error)[:200]})", "JSON") from None
-    raise _broken(f"added_tokens of more than {len(data)} bytes", "fewer")
+                raise
+    raise ValueError(f"added_tokens of more than {len(data)} bytes")
 
 
 def _entries(text: str, place: int) -> Iterator[object]:
@@ -206,7 +215,12 @@ def _entries(text: str, place: int) -> Iterator[object]:
         entry, place = decode(text, begin.start())
         yield entry
     if begin is None:
-        raise ValueError("a list without its end")
+        raise json.JSONDecodeError("no end of added_tokens", text, len(text))
+
+
+def _ids_by_text(ids: Mapping[str, Any], special: Collection[str | None]) -> tuple[AddedToken, ...]:
+    kinds = {text: "special" if text in special else "normalized" for text in ids}
+    return _added({"id": token, "content": text, kinds[text]: True} for text, token in ids.items())
 
 
 def _added(entries: Iterable[object]) -> tuple[AddedToken, ...]:
@@ -217,10 +231,7 @@ def _added(entries: Iterable[object]) -> tuple[AddedToken, ...]:
         tokens.append(AddedToken(token, _token(entry), traits))
         text_bytes += len(tokens[-1].text.encode())
         if len(tokens) > _MOST_ADDED or text_bytes > _ADDED_BYTES:
-            raise _broken(
-                f"more than {len(tokens) - 1} added tokens of {text_bytes} bytes",
-                f"at most {_MOST_ADDED}, of {_ADDED_BYTES} bytes",
-            )
+            raise ValueError(f"added tokens over a limit: {_MOST_ADDED}, of {_ADDED_BYTES} bytes together")
     return tuple(tokens)
 
 
@@ -247,26 +258,18 @@ def _decoder(value: object) -> tuple[AddedToken, ...]:
 def _short(text: str, longest: int) -> str:
     data = text.encode(errors="ignore")  # without halves of surrogate pairs, which JSON can name
     if len(data) > longest or data.decode() != text:
-        raise _broken(f"a text of {len(text)} characters", f"at most {longest} bytes of UTF-8")
+        raise ValueError(f"a text of {len(text)} characters; expected at most {longest} bytes of UTF-8")
     return text
 
 
 def _ids(value: object) -> tuple[int, ...]:
     found = value if isinstance(value, list) else [value]
     if len(found) > _MOST_END_IDS or not all(type(item) is int and 0 <= item < _VOCABULARY for item in found):
-        raise _broken(repr(value)[:100], "the id of a token, or a list of ids")
+        raise ValueError(f"{value!r:.100}; expected the id of a token, or a list of ids")
     return tuple(found)
 
 
 def _kept(value: object, kind: type[_T]) -> _T:
     if not isinstance(value, kind):
-        raise _broken(f"{value!r:.100}", f"a value of kind {kind.__name__}")
+        raise TypeError(f"{value!r:.100}; expected a value of kind {kind.__name__}")
     return value
-
-
-def _broken(found: str, expected: str) -> InvalidAdapter:
-    return InvalidAdapter(
-        found,
-        expected=expected,
-        remedy="save the tokenizer beside the adapter again, or set LORA_PLUGINS_ADAPTER_CHAT=adapter to leave it out",
-    )

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
-from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, Chat
+from lora_plugins.adapter.chat import CHAT_FILES, GENERATION_FILE, Chat
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin, share_of_request
 from lora_plugins.api.http_errors import as_http, http_error
@@ -187,7 +187,7 @@ async def push(
     principal, settings = principal_of_request.get() or Principal(""), lifecycle.server.resolver.settings
     # A template is a program that runs in the server, and added tokens have it keep a further tokenizer: a tenant's are
     # none that the operator has chosen.
-    leaves_out = (TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE) if principal.is_pusher else ()
+    leaves_out = {*CHAT_FILES} - {GENERATION_FILE} if principal.is_pusher else ()
     left_out: frozenset[str] = frozenset()
 
     async def receive_body(pieces: AsyncIterator[bytes], directory: Path) -> str:

@@ -9,20 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from lora_plugins.adapter.chat import (
+    ADDED_FILE,
     CHAT_FILES,
     GENERATION_FILE,
     MAX_BYTES,
+    SPECIAL_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
+    TOOLS_FILE,
     VOCABULARY_FILE,
     AddedToken,
     Chat,
     read_chat,
 )
+from testbed.models import write_tokenizer
 
+PROCESSORS = ("chat_template.json", "processor_config.json")
 LONG_TOKENS = [{"id": number, "content": f"{number:05}" + "x" * 900} for number in range(4700)]
 
 
@@ -56,10 +61,6 @@ def test_the_template_file_comes_before_the_key(tmp_path: Path) -> None:
 
 def test_transformers_own_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     """A tokenizer that Transformers saves, with the template as file and as key."""
-    from transformers import AutoTokenizer
-
-    from testbed.models import write_tokenizer
-
     write_tokenizer(tmp_path / "base", 300)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -91,7 +92,7 @@ def test_a_long_list_of_added_tokens_is_read_whole(tmp_path: Path) -> None:
     assert len(text.encode()) > 4 << 20
     assert [token.text for token in read_chat(tmp_path).added_tokens] == [entry["content"] for entry in entries]
     (tmp_path / VOCABULARY_FILE).write_text(text[: text.index("<29999>")])
-    assert "no JSON in added_tokens" in read_chat(tmp_path).unused[0]
+    assert "Unterminated string" in read_chat(tmp_path).unused[0]
     (tmp_path / VOCABULARY_FILE).write_text('{"added_tokens": [{"note": "' + "x" * (49 << 20))
     assert "added_tokens of more than 50331648 bytes" in read_chat(tmp_path).unused[0]
 
@@ -163,13 +164,49 @@ def test_templates_are_read_as_an_object_of_names_too(tmp_path: Path) -> None:
     assert read_chat(tmp_path).special_tokens == {"eos_token": "</s>"}
 
 
-@pytest.mark.parametrize("name", CHAT_FILES)
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_files_of_old_releases_are_read_as_transformers_reads_them(has_decoder: bool, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / TOKENIZER_FILE).read_text())
+    if has_decoder:
+        first = tokenizer.added_tokens_decoder[0]
+        config["added_tokens_decoder"] = {"0": {"content": first.content, "special": True}}
+    (tmp_path / TOKENIZER_FILE).write_text(json.dumps({**config, "eos_token": "</s>"}))
+    (tmp_path / SPECIAL_FILE).write_text(json.dumps({"eos_token": {"content": "<end>"}, "pad_token": "<s>"}))
+    (tmp_path / ADDED_FILE).write_text(json.dumps({"<end>": len(tokenizer), "<call>": len(tokenizer) + 1}))
+    judge, read = AutoTokenizer.from_pretrained(tmp_path), read_chat(tmp_path)
+    assert dict(read.special_tokens) == judge.special_tokens_map
+    added = {token: judge.added_tokens_decoder[token] for token in judge.added_tokens_decoder}
+    assert {token.id: token.text for token in read.added_tokens} == {id_: str(it) for id_, it in added.items()}
+    for token in read.added_tokens:
+        assert token.traits == {trait for trait in ("special", "normalized") if getattr(added[token.id], trait)}
+    assert read.unused == ()
+
+
+def test_templates_of_files_are_chosen_as_transformers_chooses_them(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = {"default": "one", "tool_use": "tools", "rag": "more"}
+    tokenizer.save_pretrained(tmp_path)
+    assert {path.stem for path in (tmp_path / TOOLS_FILE).parent.iterdir()} == {"tool_use", "rag"}
+    judge = AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (None, [{}]):
+        assert read_chat(tmp_path).template_for(has_tools=bool(tools)) == judge.get_chat_template(tools=tools)
+
+
+def test_files_of_processors_are_named(tmp_path: Path) -> None:
+    for name in PROCESSORS:
+        (tmp_path / name).write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert read_chat(tmp_path) == Chat(unused=tuple(f"{name} (of a processor)" for name in PROCESSORS))
+
+
+@pytest.mark.parametrize("name", [name for name in CHAT_FILES if name not in PROCESSORS])
 def test_files_over_the_limit_are_not_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     with (tmp_path / name).open("wb") as file:
         file.truncate(MAX_BYTES[name] + 1)
-    assert read_chat(tmp_path) == Chat(
-        unused=(f"{name} ({MAX_BYTES[name] + 1} bytes; expected at most {MAX_BYTES[name]})",)
-    )
+    assert read_chat(tmp_path) == Chat(unused=(f"{name} ({MAX_BYTES[name] + 1} bytes, more than {MAX_BYTES[name]})",))
 
 
 def test_a_pipe_for_chats_is_unused_and_not_waited_for(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from tests.resolvers.test_resolver import FakeSource, clock, make
 
 _ = clock, make
 FILES = adapter_files() | CHAT
-READ = Chat({"default": "{{ messages }}"}, {"eos_token": "</s>"}, (2,), (AddedToken(3, "<a>"),))
+UNREAD = ("chat_template.json (of a processor)", "processor_config.json (of a processor)")
+TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+READ = Chat(TEMPLATES, {"eos_token": "</s>"}, (2,), (AddedToken(3, "<a>"),), unused=UNREAD)
 
 
 @pytest.fixture(autouse=True)

@@ -288,7 +288,7 @@ class SourceContract(testing.SourceContract):
 
         async def watched(adapter: RemoteAdapter, download: PartialDownload) -> None:
             await fetch(adapter, download)
-            arrived.append(set(os.listdir(download.directory)))
+            arrived.append({entry.name for entry in os.scandir(download.directory) if entry.is_file()})
 
         monkeypatch.setattr(source, "fetch", watched)
         resolver = AdapterResolver(Settings(), Events(), store, [source])
