@@ -43,11 +43,13 @@ _NAMED = 3  # tokens in a message
 # `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs; 65,800 tokens have 13 MB.
 _HEADS_BYTES = (4 << 20, 48 << 20)
 _ADDED = re.compile(r'"added_tokens"\s*:\s*\[')
+_POST_PROCESSOR, _POST_PROCESSOR_BYTES = re.compile(r'"post_processor"\s*:\s*'), 1 << 16
 _BEGIN = re.compile(r"[^\s,]")
 _ID = re.compile(r"[0-9]{1,10}")
 _DECODER = "added_tokens_decoder"
 _TRAITS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_T, _V = TypeVar("_T"), TypeVar("_V")
+_T = TypeVar("_T")
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Chat:
         added_tokens: by their ids. As read, all of the adapter's tokenizer; as served, those that the base model lacks.
         lost_tokens: those that the base model lacks, and that the server cannot add to the base model's tokenizer.
         unused: names of files and keys that are not used, and why.
+        post_processor: JSON of what puts special tokens around the tokens of a text, as in `tokenizer.json`; as served,
+            empty where the base model puts the same.
     """
 
     templates: Mapping[str, str] = field(default_factory=dict)
@@ -85,6 +89,7 @@ class Chat:
     added_tokens: tuple[AddedToken, ...] = ()
     lost_tokens: tuple[AddedToken, ...] = ()
     unused: tuple[str, ...] = ()
+    post_processor: str = ""
 
     @property
     def warning(self) -> str | None:
@@ -123,7 +128,7 @@ def read_chat(directory: Path) -> Chat:
         texts |= {name: reader.key(special, name, SPECIAL_FILE, _token) for name in _SPECIAL if name in special}
         of_old = reader.file(ADDED_FILE, lambda file: _ids_by_text(_object(file), {*texts.values()})) or ()
     # As Transformers has it, the configuration's tokens come after the vocabulary's.
-    of_vocabulary = reader.file(VOCABULARY_FILE, _head) or ()
+    of_vocabulary, post_processor = reader.file(VOCABULARY_FILE, _head) or ((), "")
     of_config = reader.key(config, _DECODER, TOKENIZER_FILE, _decoder) or ()
     added = {token.id: token for token in (*of_old, *of_vocabulary, *of_config)}
     unread = [f"{name} (of a processor)" for name in _UNREAD_FILES if (directory / name).exists()]
@@ -133,6 +138,7 @@ def read_chat(directory: Path) -> Chat:
         end_ids=reader.key(generation, "eos_token_id", GENERATION_FILE, _ids) or (),
         added_tokens=tuple(added[token] for token in sorted(added)),
         unused=(*reader.unused, *unread),
+        post_processor=post_processor,
     )
 
 
@@ -193,15 +199,21 @@ def _object(file: BinaryIO) -> Mapping[str, Any]:
     return _kept(parse_json(file.read(MAX_BYTES[TOKENIZER_FILE])), dict)
 
 
-def _head(file: BinaryIO) -> tuple[AddedToken, ...]:
+def _head(file: BinaryIO) -> tuple[tuple[AddedToken, ...], str]:
+    """The added tokens, and the post-processor, which comes between these and the vocabulary."""
     data = b""
     for read_bytes in _HEADS_BYTES:
         data += file.read(read_bytes - len(data))
         text = data.decode("utf-8-sig", errors="ignore")  # may end within a character
         if (found := _ADDED.search(text)) is None:
-            return ()
+            return (), ""
         try:
-            return _added(_entries(text, found.end()))
+            tokens, post = _added(_entries(text, found.end())), _POST_PROCESSOR.search(text, found.end())
+            if post is not None:
+                made, _ = json.JSONDecoder().raw_decode(text, post.end())
+                return tokens, _short(json.dumps(made), _POST_PROCESSOR_BYTES)
+            if len(data) < read_bytes:
+                return tokens, ""
         except (json.JSONDecodeError, RecursionError):
             if len(data) < read_bytes:  # else the end of what was read here may be at fault
                 raise

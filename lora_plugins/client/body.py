@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "adapter_config.json"
-_CHAT_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer_config.json")
-_CHAT_FILES += ("generation_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
-_CHAT_FILES += ("chat_template.json", "processor_config.json")
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
+_TOKENS = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
+_CHAT_FILES = (*_TEMPLATES, *_TOKENS, "generation_config.json", "processor_config.json")
 
 
 def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:

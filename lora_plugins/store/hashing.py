@@ -127,7 +127,7 @@ Identity = tuple[FileIdentity, ...]
 
 def identity_of(directory: Path) -> Identity | None:
     """The identities of all files in a directory; None where the directory cannot be read."""
-    found = []
+    found: list[FileIdentity] = []
     try:
         with os.scandir(directory) as entries:
             for entry in entries:

@@ -245,6 +245,7 @@ def _refuse_other(chat: Chat, processor: Any) -> None:
         *([f"end tokens {new_ends}"] if new_ends else ()),
         *([f"added tokens {few(tokens)}"] if (tokens := (*chat.added_tokens, *chat.lost_tokens)) else ()),
         *(f"an unusable {what}" for what in chat.unused),
+        *(["another post_processor of tokenizer.json"] if chat.post_processor else ()),
     ]
     if differs:
         raise IncompatibleAdapter(

@@ -338,7 +338,7 @@ def test_a_projected_volume_is_served_under_exact_names(root, rank):
     assert rank(FilesystemSource(root, may_lead=EXACT.may_lead), "team/sql") == 4
 
 
-def test_a_template_for_tools_is_the_adapters_own_under_exact_names(root, tmp_path):
+def test_a_template_for_tools_is_the_adapters_own(root, tmp_path):
     """In a folder of its own; a link to another adapter's is refused as for each file."""
     put(root / "team" / "sql", {**adapter_files(), **CHAT})
     source = FilesystemSource(root, may_lead=EXACT.may_lead)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fastapi import HTTPException
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -28,7 +29,7 @@ from lora_plugins.server.limits import Share
 from lora_plugins.server.response import Response, _present
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.vllm_patches.api_server import adapter_chats
-from lora_plugins.vllm_patches.api_server.adapter_tokenizers import served_chat
+from lora_plugins.vllm_patches.api_server.adapter_tokenizers import served_chat, tokenizer_of
 from testbed.models import build_base, write_tokenizer
 from tests.make import config_bytes, put
 
@@ -283,6 +284,47 @@ def test_a_speech_models_own_tokens_are_none_of_its_adapters(tmp_path: Path) -> 
     assert (added.text, added.id) == ("<call>", len(base))
     many = tuple(AddedToken(len(base) + number, f"<{number}>") for number in range(20_001))
     assert served_chat(base, 1 << 20, Chat(added_tokens=many)).lost_tokens == many
+
+
+@pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+@pytest.mark.parametrize("of_base", ["$A", "<s> $A"])
+def test_prompts_begin_and_end_as_the_adapters_tokenizer_says(tmp_path: Path, single: str, of_base: str) -> None:
+    """Transformers' `add_bos_token` becomes the post-processor that it saves; the judge is `AutoTokenizer`."""
+
+    def saved(name: str, single: str) -> Any:
+        write_tokenizer(tmp_path / name, 512)
+        made = AutoTokenizer.from_pretrained(tmp_path / name)
+        made.backend_tokenizer.post_processor = TemplateProcessing(
+            single=single, pair=f"{single} $B:1", special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+        made.save_pretrained(tmp_path / name)
+        return AutoTokenizer.from_pretrained(tmp_path / name)
+
+    base, judge = saved("base", of_base), saved("own", single)
+    served = served_chat(base, 512, read_chat(tmp_path / "own"))
+    assert bool(served.post_processor) == (single != of_base)
+    assert tokenizer_of(base, served).encode("quick") == judge.encode("quick")
+    assert tokenizer_of(base, served).encode("quick", add_special_tokens=False) == base.encode(
+        "quick", add_special_tokens=False
+    )
+    assert served.warning is None
+    nothing = json.loads((tmp_path / "own" / "tokenizer.json").read_text()) | {"post_processor": None}
+    (tmp_path / "own" / "tokenizer.json").write_text(json.dumps(nothing))
+    served = served_chat(base, 512, read_chat(tmp_path / "own"))
+    assert tokenizer_of(base, served).encode("quick") == AutoTokenizer.from_pretrained(tmp_path / "own").encode("quick")
+
+
+@pytest.mark.parametrize("token", [600, None])
+def test_a_post_processor_that_cannot_be_taken_is_named(processor: InputProcessor, token: int | None) -> None:
+    """One with an id beyond the model's rows, and one that `tokenizers` does not know."""
+    made: dict[str, Any] = {"type": "Unknown"}
+    if token is not None:
+        single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        tokens = {"<s>": {"id": "<s>", "ids": [token], "tokens": ["<s>"]}}
+        made = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": tokens}
+    served = served_chat(processor.tokenizer, 512, Chat(post_processor=json.dumps(made)))
+    assert "post_processor of tokenizer.json" in (served.warning or "")
+    assert not served.post_processor
 
 
 @pytest.mark.parametrize(
