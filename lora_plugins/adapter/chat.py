@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from lora_plugins.adapter.files import open_regular, parse_json
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOOLS_FILE = "additional_chat_templates/tool_use.jinja"  # the one that is chosen for a request, of any in the folder
@@ -148,21 +147,6 @@ def few(tokens: Sequence[AddedToken]) -> str:
     return named if len(tokens) <= _NAMED else f"{named} and {len(tokens) - _NAMED} more"
 
 
-def check_chat_size(name: str, size_bytes: int) -> None:
-    """Refuse a file for chats that is longer than the limit.
-
-    Raises:
-        InvalidAdapter: the file is longer.
-    """
-    if size_bytes > MAX_BYTES.get(name, size_bytes):
-        with describing(file=name):
-            raise InvalidAdapter(
-                f"{size_bytes} bytes, more than {MAX_BYTES[name]}",
-                expected="a smaller file",
-                remedy="save the tokenizer again, or set LORA_PLUGINS_ADAPTER_CHAT=adapter to leave the file out",
-            )
-
-
 @dataclass(slots=True)
 class _Reader:
     """Reads files and their keys; `unused` names those that are left out, and why."""
@@ -173,12 +157,11 @@ class _Reader:
     def file(self, name: str, parsed: Callable[[BinaryIO], _T]) -> _T | None:
         def read(path: Path) -> _T:
             with open_regular(path) as (file, size_bytes):
-                check_chat_size(name, size_bytes)
+                if size_bytes > MAX_BYTES[name]:
+                    raise ValueError(f"{size_bytes} bytes, more than {MAX_BYTES[name]}")
                 return parsed(file)
 
-        with suppress(AdapterNotFound):
-            return self._used(name, read, self.directory / name)
-        return None
+        return self._used(name, read, self.directory / name)
 
     def key(self, fields: Mapping[str, Any], key: str, file: str, made: Callable[[Any], _T]) -> _T | None:
         return None if fields.get(key) is None else self._used(f"{key} of {file}", made, fields[key])
@@ -186,9 +169,11 @@ class _Reader:
     def _used(self, what: str, made: Callable[[_V], _T], value: _V) -> _T | None:
         try:
             return made(value)
+        except AdapterNotFound:
+            pass
         except (TypeError, ValueError, RecursionError) as error:
             self.unused.append(f"{what} ({error.found if isinstance(error, InvalidAdapter) else error})")
-            return None
+        return None
 
 
 def _text(file: BinaryIO) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from lora_plugins.absence import without_login
-from lora_plugins.adapter.chat import Chat, few, read_chat
+from lora_plugins.adapter.chat import TOOLS_FILE, Chat, few, read_chat
 from lora_plugins.adapter.config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -206,7 +206,7 @@ def _of_source(path: Path, name: str) -> Path:
 
 def _files(path: Path) -> list[str]:
     with suppress(OSError):
-        return choose_files(entry.name for entry in os.scandir(path))
+        return choose_files([TOOLS_FILE, *os.listdir(path)])
     return []
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lora_plugins.adapter.chat import MAX_BYTES, chat_files, check_chat_size
+from lora_plugins.adapter.chat import MAX_BYTES, chat_files
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel, check_config
 from lora_plugins.adapter.names import adapter_id
@@ -404,9 +404,10 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
     )
     with describing(file=weights):
         check_size(sum(file.size_bytes for file in files), settings)
-    if settings.adapter_chat is AdapterChat.STRICT:
-        for file in adapter.files:
-            check_chat_size(file.name, file.size_bytes)
+    if settings.adapter_chat is AdapterChat.STRICT and (large := _too_large(adapter)):
+        remedy = "save the tokenizer again, or set LORA_PLUGINS_ADAPTER_CHAT=adapter to leave the file out"
+        expected = f"at most {MAX_BYTES[large[0]]} bytes, as LORA_PLUGINS_ADAPTER_CHAT=strict"
+        raise InvalidAdapter("too large a file", expected=expected, remedy=remedy, file=large[0])
     of_chats = _chat_files(adapter, settings)
     return replace(adapter, files=(*files, *(file for file in adapter.files if file.name in of_chats)))
 
