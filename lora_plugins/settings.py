@@ -54,6 +54,7 @@ class AdapterChat(StrEnum):
     """Whose chat template and end tokens an adapter's requests get; strict: the base model's, or a refusal."""
 
     ADAPTER = "adapter"
+    TOKENS = "tokens"
     BASE = "base"
     STRICT = "strict"
 
@@ -105,7 +106,8 @@ class Settings:
     """Further names, separated by commas, under which adapters may know the served base model."""
     adapter_chat: AdapterChat = required("LORA_PLUGINS_ADAPTER_CHAT", member(AdapterChat), "adapter")
     """Whose chat template, special tokens and end tokens an adapter's requests get: the `adapter`'s, where the adapter
-    brings them, always the `base` model's, or `strict`: the base model's, and a refusal for adapters that bring others
+    brings them; of the adapter only the `tokens`, with the server's template (`--chat-template`, or the base model's);
+    always the `base` model's; or `strict`: the base model's, and a refusal for adapters that bring others
     ([chats](../guides/chat.md))."""
     adapter_fields: str = required("LORA_PLUGINS_ADAPTER_FIELDS", choice("refuse", "ignore"), "refuse")
     """A request for the base model that names an adapter in a field of other servers (`adapter_id`, `lora_name`,

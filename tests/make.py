@@ -8,7 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lora_plugins.adapter.chat import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE
+from lora_plugins.adapter.chat import (
+    ADDED_FILE,
+    GENERATION_FILE,
+    SPECIAL_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    TOOLS_FILE,
+    VOCABULARY_FILE,
+)
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
@@ -18,9 +26,14 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE
 # An adapter's files for chats.
 CHAT = {
     TEMPLATE_FILE: b"{{ messages }}",
+    TOOLS_FILE: b"{{ tools }}",
     TOKENIZER_FILE: b'{"eos_token": "</s>"}',
     GENERATION_FILE: b'{"eos_token_id": 2}',
     VOCABULARY_FILE: b'{"added_tokens": [{"id": 3, "content": "<a>"}], "model": {}}',
+    SPECIAL_FILE: b'{"eos_token": {"content": "</s>"}}',
+    ADDED_FILE: b'{"<a>": 3}',
+    "chat_template.json": b'{"chat_template": "{{ messages }}"}',
+    "processor_config.json": b"{}",
 }
 LAYER = "model.layers.{}.self_attn.{}"
 PEFT = "base_model.model."
@@ -136,13 +149,15 @@ def sharded(files: Mapping[str, bytes], tensors: Mapping[str, np.ndarray] | None
 def put(directory: Path, files: Mapping[str, bytes]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
     return directory
 
 
 def content(directory: Path) -> dict[str, bytes]:
     """The files as the source has them, of an entry of the store as well."""
-    found = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "manifest.json"}
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json")
+    found = {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
     if ORIGINAL_CONFIG_FILE in found:
         found[CONFIG_FILE] = found.pop(ORIGINAL_CONFIG_FILE)
     return found

@@ -55,7 +55,8 @@ OTHERS = ("vllm.", "subprocess.", "package.")  # modules that are not ours
 ELSEWHERE = {
     r"adapters?\.(txt|yaml)|policy\.toml|compose\.ya?ml|role\.yaml": "a user writes it",
     r"(.*/)?adapter_(config\.json|model\.(safetensors|bin))|.*\.safetensors\.index\.json": "a file of an adapter",
-    r"(tokenizer|generation)_config\.json": "a file of an adapter, or of a model",
+    r"(tokenizer|generation|processor)_config\.json": "a file of an adapter, or of a model",
+    r"(special_tokens_map|added_tokens|chat_template)\.json": "a file of an adapter, or of a model",
     r"(.*/)?config\.json|tokenizer\.json": "a file of a model",
     r"vllm/.*|peft/.*": "a file of vLLM or PEFT",
     r"(.*/)?(manifest|parts)\.json": "the store writes it",
@@ -63,13 +64,14 @@ ELSEWHERE = {
     r"objects\.json": "the build of a wheel writes it",
     r"sm_90\.json|(check|streams|kernels_gpu)\.json": "the programs for a GPU write them",
 }
-# Of systemd, S3, PEFT, Ray, and of vLLM where nothing of ours touches them.
+# Of systemd, S3, Transformers, PEFT, Ray, and of vLLM where nothing of ours touches them.
 NAMES_ELSEWHERE = frozenset(
     [
         "EnvironmentFile",
         "GetObject",
         "ListObjectsV2",
         "AutoModel",
+        "AutoTokenizer",
         "LoraConfig",
         "ParamWrapper",
         "RequestRouterConfig",

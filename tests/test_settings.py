@@ -31,6 +31,7 @@ VALID = [
     ("LORA_PLUGINS_ADAPTER_FIELDS", "ignore", "adapter_fields", "ignore"),
     ("LORA_PLUGINS_ADAPTER_CHAT", "Base", "adapter_chat", AdapterChat.BASE),
     ("LORA_PLUGINS_ADAPTER_CHAT", "strict", "adapter_chat", AdapterChat.STRICT),
+    ("LORA_PLUGINS_ADAPTER_CHAT", "tokens", "adapter_chat", AdapterChat.TOKENS),
     ("LORA_PLUGINS_BASE_MATCH", "strict", "base_match", BaseMatch.STRICT),
     ("LORA_PLUGINS_BASE_MATCH", " Compatible ", "base_match", BaseMatch.COMPATIBLE),
     ("LORA_PLUGINS_BASE_MATCH", "OFF", "base_match", BaseMatch.OFF),

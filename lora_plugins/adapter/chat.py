@@ -9,34 +9,46 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from lora_plugins.adapter.files import open_regular, parse_json
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, describing
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 
 TEMPLATE_FILE = "chat_template.jinja"
+TOOLS_FILE = "additional_chat_templates/tool_use.jinja"  # the one that is chosen for a request, of any in the folder
 TOKENIZER_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 VOCABULARY_FILE = "tokenizer.json"
-# Far above real files: Gemma 3's `tokenizer_config.json` has 1.2 MB, and its `tokenizer.json` 33 MB.
-MAX_BYTES = {TEMPLATE_FILE: 256 << 10, TOKENIZER_FILE: 8 << 20, GENERATION_FILE: 1 << 20, VOCABULARY_FILE: 128 << 20}
+# Of old releases; Transformers reads them where the configuration of the tokenizer lists no tokens.
+SPECIAL_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
+# Of processors, which no tokenizer reads.
+_UNREAD_FILES = ("chat_template.json", "processor_config.json")
+# Far above real files: those of Llasa have 11.7 MB and 18 MB, with 65,800 added tokens; Gemma 3's vocabulary has 33 MB.
+_JSON_FILES = (TOKENIZER_FILE, GENERATION_FILE, SPECIAL_FILE, ADDED_FILE, *_UNREAD_FILES)
+MAX_BYTES = dict.fromkeys((TEMPLATE_FILE, TOOLS_FILE), 256 << 10) | dict.fromkeys(_JSON_FILES, 32 << 20)
+MAX_BYTES[VOCABULARY_FILE] = 128 << 20
 CHAT_FILES = tuple(MAX_BYTES)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
-_DEFAULT, _FOR_TOOLS = "default", "tool_use"
+_KINDS = _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 _MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31  # the second in bytes
-_MOST_ADDED, _ADDED_BYTES = 20_000, 1 << 20  # in one file: Gemma 3 has 6,415 tokens, of 90 KB together
+# In one file, the base model's own too; of tokens that the base model lacks a server takes fewer.
+_MOST_ADDED, _ADDED_BYTES = 100_000, 4 << 20
 _NAMED = 3  # tokens in a message
-# `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs.
-_READ_BYTES = {VOCABULARY_FILE: 4 << 20}
-_ADDED = re.compile(r'"added_tokens"\s*:\s*')
+# `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs; 65,800 tokens have 13 MB.
+_HEADS_BYTES = (4 << 20, 48 << 20)
+_ADDED = re.compile(r'"added_tokens"\s*:\s*\[')
+_POST_PROCESSOR, _POST_PROCESSOR_BYTES = re.compile(r'"post_processor"\s*:\s*'), 1 << 16
+_BEGIN = re.compile(r"[^\s,]")
 _ID = re.compile(r"[0-9]{1,10}")
+_DECODER = "added_tokens_decoder"
 _TRAITS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _T = TypeVar("_T")
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +72,35 @@ class Chat:
     """What an adapter brings for chats; empty for an adapter that brings nothing.
 
     Attributes:
-        template: the chat template. tool_template: another template, for requests with tools.
+        templates: chat templates by Transformers' names: `default`, and `tool_use` for requests with tools.
         special_tokens: texts of special tokens by their names in templates (`bos_token`).
         end_ids: ids of the tokens that end an answer, beside `eos_token` of `special_tokens`.
         added_tokens: by their ids. As read, all of the adapter's tokenizer; as served, those that the base model lacks.
         lost_tokens: those that the base model lacks, and that the server cannot add to the base model's tokenizer.
+        unused: names of files and keys that are not used, and why.
+        post_processor: JSON of what puts special tokens around the tokens of a text, as in `tokenizer.json`; as served,
+            empty where the base model puts the same.
     """
 
-    template: str | None = None
-    tool_template: str | None = None
+    templates: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     end_ids: tuple[int, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
     lost_tokens: tuple[AddedToken, ...] = ()
+    unused: tuple[str, ...] = ()
+    post_processor: str = ""
 
     @property
     def warning(self) -> str | None:
-        """What a client should know of the adapter's tokens."""
-        if not self.lost_tokens:
-            return None
-        return f"the base model's tokenizer cuts tokens that the adapter adds into pieces: {few(self.lost_tokens)}"
+        """What a client should know of the adapter's files for chats."""
+        lost = "the base model's tokenizer cuts tokens that the adapter adds into pieces: "
+        texts = [lost + few(self.lost_tokens)] if self.lost_tokens else []
+        texts += [f"not used of the adapter's files for chats: {', '.join(self.unused)}"] if self.unused else []
+        return "; ".join(texts) or None
 
     def template_for(self, *, has_tools: bool) -> str | None:
         """Return the template of a request with or without tools; None where the adapter has no template."""
-        return self.tool_template if has_tools and self.tool_template is not None else self.template
+        return self.templates.get(_FOR_TOOLS if has_tools and _FOR_TOOLS in self.templates else _DEFAULT)
 
 
 def chat_files(names: Iterable[str]) -> tuple[str, ...]:
@@ -93,29 +110,35 @@ def chat_files(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_chat(directory: Path) -> Chat:
-    """Read the files in `directory`; without the files, the answer is empty.
+    """Read the files in `directory`; without the files, the answer is empty. What Transformers never writes is unused.
 
     Raises:
-        InvalidAdapter: a file is too large, or not what Transformers writes.
         SourceUnavailable: the file system denies or fails.
     """
-    config = _read(directory, TOKENIZER_FILE, _object) or {}
-    # The file comes before the key, as in Transformers 5.
-    template = _read(directory, TEMPLATE_FILE, _text)
-    with describing(file=TOKENIZER_FILE):
-        templates = _templates(config.get("chat_template")) if template is None else {_DEFAULT: template}
-        special_tokens = {name: _token(config[name]) for name in _SPECIAL if config.get(name) is not None}
-    generation = _read(directory, GENERATION_FILE, _object) or {}
-    with describing(file=GENERATION_FILE):
-        end_ids = _ids(generation.get("eos_token_id"))
+    reader = _Reader(directory)
+    config, generation = reader.file(TOKENIZER_FILE, _object) or {}, reader.file(GENERATION_FILE, _object) or {}
+    # Either file comes before the key, as in Transformers 5.
+    named = {_DEFAULT: reader.file(TEMPLATE_FILE, _text), _FOR_TOOLS: reader.file(TOOLS_FILE, _text)}
+    of_files = {kind: text for kind, text in named.items() if text is not None}
+    texts = {name: reader.key(config, name, TOKENIZER_FILE, _token) for name in _SPECIAL}
+    of_old: tuple[AddedToken, ...] = ()
+    if _DECODER not in config:
+        special = reader.file(SPECIAL_FILE, _object) or {}
+        texts |= {name: reader.key(special, name, SPECIAL_FILE, _token) for name in _SPECIAL if name in special}
+        of_old = reader.file(ADDED_FILE, lambda file: _ids_by_text(_object(file), {*texts.values()})) or ()
     # As Transformers has it, the configuration's tokens come after the vocabulary's.
-    with describing(file=TOKENIZER_FILE):
-        decoder = _kept(config.get("added_tokens_decoder") or {}, dict, "added_tokens_decoder")
-        entries = [{"id": int(key) if _ID.fullmatch(key) else key, **_entry(value)} for key, value in decoder.items()]
-        of_config = _added(entries)
-    added = {token.id: token for token in (*(_read(directory, VOCABULARY_FILE, _head) or ()), *of_config)}
-    added_tokens = tuple(added[token] for token in sorted(added))
-    return Chat(templates.get(_DEFAULT), templates.get(_FOR_TOOLS), special_tokens, end_ids, added_tokens)
+    of_vocabulary, post_processor = reader.file(VOCABULARY_FILE, _head) or ((), "")
+    of_config = reader.key(config, _DECODER, TOKENIZER_FILE, _decoder) or ()
+    added = {token.id: token for token in (*of_old, *of_vocabulary, *of_config)}
+    unread = [f"{name} (of a processor)" for name in _UNREAD_FILES if (directory / name).exists()]
+    return Chat(
+        templates=of_files or reader.key(config, "chat_template", TOKENIZER_FILE, _templates) or {},
+        special_tokens={name: text for name, text in texts.items() if text is not None},
+        end_ids=reader.key(generation, "eos_token_id", GENERATION_FILE, _ids) or (),
+        added_tokens=tuple(added[token] for token in sorted(added)),
+        unused=(*reader.unused, *unread),
+        post_processor=post_processor,
+    )
 
 
 def few(tokens: Sequence[AddedToken]) -> str:
@@ -124,115 +147,126 @@ def few(tokens: Sequence[AddedToken]) -> str:
     return named if len(tokens) <= _NAMED else f"{named} and {len(tokens) - _NAMED} more"
 
 
-def check_chat_size(name: str, size_bytes: int) -> None:
-    """Refuse a file that is longer than the limit.
+@dataclass(slots=True)
+class _Reader:
+    """Reads files and their keys; `unused` names those that are left out, and why."""
 
-    Raises:
-        InvalidAdapter: the file is longer.
-    """
-    if size_bytes > MAX_BYTES[name]:
-        with describing(file=name):
-            raise _broken(f"{size_bytes} bytes", f"at most {MAX_BYTES[name]}")
+    directory: Path
+    unused: list[str] = field(default_factory=list)
 
+    def file(self, name: str, parsed: Callable[[BinaryIO], _T]) -> _T | None:
+        def read(path: Path) -> _T:
+            with open_regular(path) as (file, size_bytes):
+                if size_bytes > MAX_BYTES[name]:
+                    raise ValueError(f"{size_bytes} bytes, more than {MAX_BYTES[name]}")
+                return parsed(file)
 
-def _read(directory: Path, name: str, parsed: Callable[[bytes], _T]) -> _T | None:
-    try:
-        with open_regular(directory / name) as (file, size_bytes), describing(file=name):
-            check_chat_size(name, size_bytes)
-            return parsed(file.read(_READ_BYTES.get(name, MAX_BYTES[name])))
-    except AdapterNotFound:
+        return self._used(name, read, self.directory / name)
+
+    def key(self, fields: Mapping[str, Any], key: str, file: str, made: Callable[[Any], _T]) -> _T | None:
+        return None if fields.get(key) is None else self._used(f"{key} of {file}", made, fields[key])
+
+    def _used(self, what: str, made: Callable[[_V], _T], value: _V) -> _T | None:
+        try:
+            return made(value)
+        except AdapterNotFound:
+            pass
+        except (TypeError, ValueError, RecursionError) as error:
+            self.unused.append(f"{what} ({error.found if isinstance(error, InvalidAdapter) else error})")
         return None
 
 
-def _text(data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _broken(f"text that stops being UTF-8 at byte {error.start}", "UTF-8") from None
+def _text(file: BinaryIO) -> str:
+    return file.read(MAX_BYTES[TEMPLATE_FILE]).decode("utf-8-sig")
 
 
-def _object(data: bytes) -> Mapping[str, Any]:
-    try:
-        found = parse_json(data)
-    except ValueError as error:
-        raise _broken(str(error), "JSON") from None
-    return _kept(found, dict, "the file")
+def _object(file: BinaryIO) -> Mapping[str, Any]:
+    return _kept(parse_json(file.read(MAX_BYTES[TOKENIZER_FILE])), dict)
 
 
-def _head(data: bytes) -> tuple[AddedToken, ...]:
-    text = data.decode("utf-8-sig", errors="ignore")  # may end within a character
-    if (found := _ADDED.search(text)) is None:
-        return ()
-    try:
-        entries, _ = json.JSONDecoder().raw_decode(text, found.end())
-    except (ValueError, RecursionError) as error:
-        raise _broken(f"no JSON in added_tokens ({str(error)[:200]})", "JSON") from None
-    return _added(_kept(entries, list, "added_tokens"))
+def _head(file: BinaryIO) -> tuple[tuple[AddedToken, ...], str]:
+    """The added tokens, and the post-processor, which comes between these and the vocabulary."""
+    data = b""
+    for read_bytes in _HEADS_BYTES:
+        data += file.read(read_bytes - len(data))
+        text = data.decode("utf-8-sig", errors="ignore")  # may end within a character
+        if (found := _ADDED.search(text)) is None:
+            return (), ""
+        try:
+            tokens, post = _added(_entries(text, found.end())), _POST_PROCESSOR.search(text, found.end())
+            if post is not None:
+                made, _ = json.JSONDecoder().raw_decode(text, post.end())
+                return tokens, _short(json.dumps(made), _POST_PROCESSOR_BYTES)
+            if len(data) < read_bytes:
+                return tokens, ""
+        except (json.JSONDecodeError, RecursionError):
+            if len(data) < read_bytes:  # else the end of what was read here may be at fault
+                raise
+    raise ValueError(f"added_tokens of more than {len(data)} bytes")
 
 
-def _added(entries: Sequence[object]) -> tuple[AddedToken, ...]:
-    if len(entries) > _MOST_ADDED:
-        raise _broken(f"{len(entries)} added tokens", f"at most {_MOST_ADDED}")
-    tokens = []
-    for entry in map(_entry, entries):
+def _entries(text: str, place: int) -> Iterator[object]:
+    """Each entry of a list by itself, so that a long list takes little memory."""
+    decode = json.JSONDecoder().raw_decode
+    while (begin := _BEGIN.search(text, place)) is not None and begin.group() != "]":
+        entry, place = decode(text, begin.start())
+        yield entry
+    if begin is None:
+        raise json.JSONDecodeError("no end of added_tokens", text, len(text))
+
+
+def _ids_by_text(ids: Mapping[str, Any], special: Collection[str | None]) -> tuple[AddedToken, ...]:
+    kinds = {text: "special" if text in special else "normalized" for text in ids}
+    return _added({"id": token, "content": text, kinds[text]: True} for text, token in ids.items())
+
+
+def _added(entries: Iterable[object]) -> tuple[AddedToken, ...]:
+    tokens, text_bytes = [], 0
+    for entry in (_kept(entry, dict) for entry in entries):
         (token,) = _ids([entry.get("id")])
         traits = frozenset(trait for trait in _TRAITS if entry.get(trait) is True)
         tokens.append(AddedToken(token, _token(entry), traits))
-    # Making a tokenizer takes 80 times the bytes of these texts in memory, and seconds for each MiB.
-    if (text_bytes := sum(len(token.text.encode()) for token in tokens)) > _ADDED_BYTES:
-        raise _broken(f"added tokens of {text_bytes} bytes", f"at most {_ADDED_BYTES}")
+        text_bytes += len(tokens[-1].text.encode())
+        if len(tokens) > _MOST_ADDED or text_bytes > _ADDED_BYTES:
+            raise ValueError(f"added tokens over a limit: {_MOST_ADDED}, of {_ADDED_BYTES} bytes together")
     return tuple(tokens)
 
 
-def _entry(value: object) -> dict[str, Any]:
-    return _kept(value, dict, "an added token")
-
-
 def _templates(value: object) -> dict[str, str]:
-    if value is None:
-        return {}
     if isinstance(value, str):
-        return {_DEFAULT: _template(value)}
-    items = [_kept(item, dict, "an entry of chat_template") for item in _kept(value, list, "chat_template")]
-    return {str(item.get("name")): _template(item.get("template")) for item in items}
-
-
-def _template(value: object) -> str:
-    return _short(_kept(value, str, "a template of chat_template"), MAX_BYTES[TEMPLATE_FILE])
+        value = {_DEFAULT: value}
+    if isinstance(value, list):
+        items = [_kept(item, dict) for item in value]
+        value = {str(item.get("name")): item.get("template") for item in items}
+    named = _kept(value, dict)
+    return {kind: _short(_kept(named[kind], str), MAX_BYTES[TEMPLATE_FILE]) for kind in _KINDS if kind in named}
 
 
 def _token(value: object) -> str:
     # Transformers writes a token with more properties than its text as an object.
-    text = _kept(value.get("content") if isinstance(value, dict) else value, str, "a special token")
-    return _short(text, _LONGEST_TOKEN)
+    return _short(_kept(value.get("content") if isinstance(value, dict) else value, str), _LONGEST_TOKEN)
+
+
+def _decoder(value: object) -> tuple[AddedToken, ...]:
+    entries = _kept(value, dict).items()
+    return _added({"id": int(key) if _ID.fullmatch(key) else key, **_kept(entry, dict)} for key, entry in entries)
 
 
 def _short(text: str, longest: int) -> str:
     data = text.encode(errors="ignore")  # without halves of surrogate pairs, which JSON can name
     if len(data) > longest or data.decode() != text:
-        raise _broken(f"a text of {len(text)} characters", f"at most {longest} bytes of UTF-8")
+        raise ValueError(f"a text of {len(text)} characters; expected at most {longest} bytes of UTF-8")
     return text
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
     found = value if isinstance(value, list) else [value]
     if len(found) > _MOST_END_IDS or not all(type(item) is int and 0 <= item < _VOCABULARY for item in found):
-        raise _broken(f"eos_token_id {str(value)[:100]}", "the id of a token, or a list of ids")
+        raise ValueError(f"{value!r:.100}; expected the id of a token, or a list of ids")
     return tuple(found)
 
 
-def _kept(value: object, kind: type[_T], what: str) -> _T:
+def _kept(value: object, kind: type[_T]) -> _T:
     if not isinstance(value, kind):
-        raise _broken(f"{what} of kind {type(value).__name__}", kind.__name__)
+        raise TypeError(f"{value!r:.100}; expected a value of kind {kind.__name__}")
     return value
-
-
-def _broken(found: str, expected: str) -> InvalidAdapter:
-    return InvalidAdapter(
-        found,
-        expected=expected,
-        remedy="save the tokenizer beside the adapter again, remove the file, or set LORA_PLUGINS_ADAPTER_CHAT=base to "
-        "serve all adapters with the base model's template and tokens",
-    )

@@ -111,6 +111,7 @@ class ChatView(BaseModel):
     end_ids: list[int] = Field(description="of further end tokens")
     added_tokens: dict[str, int] = Field(description="ids by text, of tokens that only the adapter's tokenizer has")
     lost_tokens: dict[str, int] = Field(description="likewise, of tokens that the server cuts as the base model does")
+    unused: list[str] = Field(default_factory=list, description="files and keys that are not used, and why")
 
 
 class AdapterView(BaseModel):

@@ -140,6 +140,7 @@ class _Files:
             check_number(len(self._sizes_bytes) + 1)
             if self._open is not None:
                 await self._open.close()
+            (self._directory / name).parent.mkdir(exist_ok=True)
             # "x": never overwrite a file that is there already.
             self._open = await aiofiles.open(self._directory / name, "xb")
             self._sizes_bytes[name] = 0

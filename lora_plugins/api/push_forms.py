@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from lora_plugins.adapter.chat import CHAT_FILES
+from lora_plugins.adapter.chat import CHAT_FILES, TOOLS_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE, is_shard
 from lora_plugins.errors import InvalidAdapter
@@ -233,8 +233,8 @@ class _Archive:
         fields, self._fields = self._fields, {}
         self._record_types.clear()
         path = fields.get(b"path", header.name.encode("utf-8", "surrogateescape")).decode(errors="replace")
-        # Only the last part of the name: a path in an archive must never leave the directory.
-        name = path.rpartition("/")[2]
+        # The last part of the name, or the one known name with a folder: no path of an archive leaves the directory.
+        name = TOOLS_FILE if path.endswith(TOOLS_FILE) else path.rpartition("/")[2]
         is_file = header.isreg() and header.type != tarfile.GNUTYPE_SPARSE
         is_taken = is_file and is_of_adapter(name)
         if not (is_file or header.isdir()):

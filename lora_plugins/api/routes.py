@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
-from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, Chat
+from lora_plugins.adapter.chat import CHAT_FILES, GENERATION_FILE, Chat
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin, share_of_request, shown
 from lora_plugins.api.http_errors import body_of, headers_of
@@ -199,7 +199,7 @@ async def push(
     principal, settings = principal_of_request.get() or Principal(""), lifecycle.server.resolver.settings
     # A template is a program that runs in the server, and added tokens have it keep a further tokenizer: a tenant's are
     # none that the operator has chosen.
-    leaves_out = (TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE) if principal.is_pusher else ()
+    leaves_out = {*CHAT_FILES} - {GENERATION_FILE} if principal.is_pusher else ()
     left_out: frozenset[str] = frozenset()
 
     async def receive_body(pieces: AsyncIterator[bytes], directory: Path) -> str:
@@ -254,12 +254,13 @@ async def _chat_view(path: str, lifecycle: Lifecycle) -> ChatView | None:
     if chat == Chat():
         return None
     return ChatView(
-        template=chat.template is not None,
+        template=bool(chat.templates),
         special_tokens=dict(chat.special_tokens),
         end_token=chat.special_tokens.get("eos_token"),
         end_ids=list(chat.end_ids),
         added_tokens={token.text: token.id for token in chat.added_tokens},
         lost_tokens={token.text: token.id for token in chat.lost_tokens},
+        unused=list(chat.unused),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from lora_plugins.absence import without_login
-from lora_plugins.adapter.chat import Chat, few, read_chat
+from lora_plugins.adapter.chat import TOOLS_FILE, Chat, few, read_chat
 from lora_plugins.adapter.config import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
@@ -187,7 +187,7 @@ def _of_source(path: Path, name: str) -> Path:
 
 def _files(path: Path) -> list[str]:
     with suppress(OSError):
-        return choose_files(entry.name for entry in os.scandir(path))
+        return choose_files([TOOLS_FILE, *os.listdir(path)])
     return []
 
 
@@ -227,7 +227,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "dtypes": dict(Counter(tensor.dtype for tensor in found.tensors)),
         "modules": [_module(pair) for pair in found.pairs],
         "chat": {
-            "template": chat.template is not None,
+            "template": bool(chat.templates),
             "eos_token": chat.special_tokens.get("eos_token"),
             "end_ids": list(chat.end_ids),
             "added_tokens": {token.text: token.id for token in chat.added_tokens},
@@ -235,7 +235,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "base": None if base is None else {"path": base.path, "modules": modules, "max_rank": base.max_rank},
         "verdict": "served",
         "notes": list(found.verified.notes) if found.verified else [],
-        "warnings": list(found.warnings),
+        "warnings": [*found.warnings, *([chat.warning] if chat.warning else [])],
         "to_convert": list(conversion.changes) if conversion else [],
         "converted": None if converted is None else asdict(converted),
     }

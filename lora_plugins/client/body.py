@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "adapter_config.json"
-_CHAT_FILES = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json", "tokenizer.json")
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
+_TOKENS = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
+_CHAT_FILES = (*_TEMPLATES, *_TOKENS, "generation_config.json", "processor_config.json")
 
 
 def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
@@ -23,7 +25,7 @@ def archive_of(directory: Path) -> tuple[bytes, dict[str, str]]:
     with tarfile.open(fileobj=archive, mode="w", dereference=True) as tar:
         chat = (directory / name for name in _CHAT_FILES)
         for path in [*sorted(directory.glob("adapter_*")), *filter(Path.exists, chat)]:
-            tar.add(path, path.name)
+            tar.add(path, path.relative_to(directory).as_posix())
     return archive.getvalue(), _headers(archive.getvalue(), "application/x-tar")
 
 

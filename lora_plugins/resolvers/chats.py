@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 from cachetools import LRUCache
 
@@ -20,14 +21,19 @@ from lora_plugins.verification.children import children
 from lora_plugins.verification.messages import ReadAdapter, encode
 
 _MOST_BYTES = 64 << 20  # of all chats kept, as messages: most have 10 KB, and none has 20 MB
+_TOKEN_BYTES = 80  # of an added token in a message, about
 
 
-@dataclass(slots=True)
-class _KeptChat:
-    """What a version brings, and what the server serves of it, once asked."""
+class _KeptChat(NamedTuple):
+    """What a version brings, or what the server serves of it, once asked."""
 
     chat: Chat
-    served: Chat | None = None
+    is_served: bool = False
+
+
+def _size_bytes(kept: _KeptChat) -> int:
+    """About the bytes as a message: an event loop asks, and encoding 65,800 tokens would take 20 ms."""
+    return len(encode(replace(kept.chat, added_tokens=()))) + _TOKEN_BYTES * len(kept.chat.added_tokens)
 
 
 class Chats:
@@ -46,12 +52,12 @@ class Chats:
         self.served: Callable[[Chat], Chat] | None = None
         self.of_leader: Callable[[str], Awaitable[Chat]] | None = None
         # Of one thread.
-        self._kept: LRUCache[str, _KeptChat] = LRUCache(_MOST_BYTES, lambda kept: len(encode(kept.chat)))
+        self._kept: LRUCache[str, _KeptChat] = LRUCache(_MOST_BYTES, _size_bytes)
         self._once: SingleFlight[str, Chat] = SingleFlight()
 
-    def keep(self, digest: str, chat: Chat) -> _KeptChat:
-        """Keep what a version brings, as a reading process has read it."""
-        kept = self._kept[digest] = _KeptChat(chat)
+    def keep(self, digest: str, chat: Chat, *, is_served: bool = False) -> _KeptChat:
+        """Keep what a version brings, as a reading process has read it, or as the server serves it."""
+        kept = self._kept[digest] = _KeptChat(chat, is_served)
         return kept
 
     async def read(self, path: str) -> Chat:
@@ -62,12 +68,13 @@ class Chats:
         """
         if (digest := self._digest(path)) is None:
             return Chat()
-        # Kept once, and not at each request: the whole chat is encoded for its size.
         if (kept := self._kept.get(digest)) is None:
             kept = self.keep(digest, await self._once.run(digest, lambda: self._read(digest)))
-        if kept.served is None and self.served is not None:
-            kept.served = await asyncio.to_thread(self.served, kept.chat)  # makes a tokenizer
-        return kept.served or kept.chat
+        if not kept.is_served and self.served is not None:
+            chat = await asyncio.to_thread(self.served, kept.chat)  # makes a tokenizer
+            # In the place of what was read: nobody needs the list of the base model's own tokens any more.
+            kept = self.keep(digest, chat, is_served=True)
+        return kept.chat
 
     def at(self, path: str) -> Chat:
         """Return as `read` does; without an earlier `read`, this thread may have to wait.
@@ -79,9 +86,9 @@ class Chats:
             return Chat()
         if (kept := self._kept.get(digest)) is None:
             kept = self.keep(digest, self._ask(digest).result().adapter.chat)
-        if kept.served is None and self.served is not None:
-            kept.served = self.served(kept.chat)
-        return kept.served or kept.chat
+        if not kept.is_served and self.served is not None:
+            kept = self.keep(digest, self.served(kept.chat), is_served=True)
+        return kept.chat
 
     async def _read(self, digest: str) -> Chat:
         try:

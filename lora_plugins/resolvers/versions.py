@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lora_plugins.adapter.chat import CHAT_FILES, VOCABULARY_FILE, chat_files, check_chat_size
+from lora_plugins.adapter.chat import MAX_BYTES, chat_files
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel, check_config
 from lora_plugins.adapter.names import adapter_id
@@ -36,7 +36,7 @@ from lora_plugins.resolvers.fetch_progress import reported
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.retries import deadline
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
-from lora_plugins.settings import Settings
+from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
 from lora_plugins.store.layout import is_digest
 from lora_plugins.store.manifest import Manifest
@@ -46,8 +46,7 @@ from lora_plugins.verification.children import children
 from lora_plugins.verification.messages import ReadAdapter
 
 _Stored = StoredAdapter[ReadAdapter]
-# Small, except the tokenizer's vocabulary, which comes with the weights.
-_JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE, *CHAT_FILES} - {VOCABULARY_FILE})
+_JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE})  # no file for chats is a reason to refuse the weights
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
 
 
@@ -114,6 +113,10 @@ class VersionStore:
             stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
         except DamagedCopy:  # the copy is marked now, so the second try fetches the version
             stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
+        if self._settings.adapter_chat.reads_files and (large := _too_large(adapter)):
+            left = f"not used of the adapter's files for chats: {', '.join(large)} (too large)"
+            verified = replace(verified, warnings=(*verified.warnings, left))
+            self._known.note_warnings(stored.digest, verified.warnings)
         # Point the link before the lease goes to the name: a reader of the link must find a leased adapter.
         if adapter.link is not None:
             await asyncio.to_thread(adapter.link.point_to, stored.directory, name)
@@ -401,13 +404,21 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
     )
     with describing(file=weights):
         check_size(sum(file.size_bytes for file in files), settings)
+    if settings.adapter_chat is AdapterChat.STRICT and (large := _too_large(adapter)):
+        remedy = "save the tokenizer again, or set LORA_PLUGINS_ADAPTER_CHAT=adapter to leave the file out"
+        expected = f"at most {MAX_BYTES[large[0]]} bytes, as LORA_PLUGINS_ADAPTER_CHAT=strict"
+        raise InvalidAdapter("too large a file", expected=expected, remedy=remedy, file=large[0])
     of_chats = _chat_files(adapter, settings)
-    chat = [file for file in adapter.files if file.name in of_chats]
-    for file in chat:
-        check_chat_size(file.name, file.size_bytes)
-    return replace(adapter, files=(*files, *chat))
+    return replace(adapter, files=(*files, *(file for file in adapter.files if file.name in of_chats)))
 
 
 def _chat_files(adapter: RemoteAdapter, settings: Settings) -> tuple[str, ...]:
     """The names of the adapter's files for chats, where the settings say to serve the adapter with these."""
-    return chat_files(file.name for file in adapter.files) if settings.adapter_chat.reads_files else ()
+    if not settings.adapter_chat.reads_files:
+        return ()
+    large = _too_large(adapter)
+    return chat_files(file.name for file in adapter.files if file.name not in large)
+
+
+def _too_large(adapter: RemoteAdapter) -> list[str]:
+    return [file.name for file in adapter.files if file.size_bytes > MAX_BYTES.get(file.name, file.size_bytes)]

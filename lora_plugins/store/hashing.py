@@ -127,12 +127,14 @@ Identity = tuple[FileIdentity, ...]
 
 def identity_of(directory: Path) -> Identity | None:
     """The identities of all files in a directory; None where the directory cannot be read."""
-    found = []
+    found: list[FileIdentity] = []
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
+                if stat.S_ISDIR(status.st_mode):
+                    found += identity_of(Path(entry.path)) or ()
+                elif stat.S_ISREG(status.st_mode):
                     found.append(
                         FileIdentity(entry.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
                     )

@@ -43,6 +43,8 @@ class PartialDownload:
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self.directory = directory
         self._names = tuple(names)
+        for folder in {(directory / name).parent for name in names} - {directory}:
+            folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, GrowingFile] = {}
         self._first = threading.Lock()
 

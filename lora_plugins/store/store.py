@@ -284,7 +284,8 @@ class Store:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         described = download.directory / MANIFEST_FILE
         described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, config, converted).to_json())
-        make_durable([download.directory / config.name, described, download.directory])
+        folders = {(download.directory / name).parent for name, _, _ in wanted.promised}
+        make_durable([download.directory / config.name, described, *folders])
         temporary = self.layout.new_temporary(self.processes.me())
         index = self.layout.index(wanted.uri, wanted.version, converted.form if converted else "")
         # After a power cut the index names no adapter, or an absent adapter: the next request fetches the version.

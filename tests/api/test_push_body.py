@@ -28,7 +28,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api.push_body import receive
 from lora_plugins.api.push_forms import form_of
 from lora_plugins.errors import InvalidAdapter
-from tests.make import CHAT, adapter_files
+from tests.make import CHAT, adapter_files, content
 
 FILES = adapter_files()
 ONE_FILE = save(load(FILES[WEIGHTS_FILE]), metadata={CONFIG_FILE: FILES[CONFIG_FILE].decode()})
@@ -102,7 +102,7 @@ def take(tmp_path: Path) -> Callable[..., str]:
 
 
 def arrived(tmp_path: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (tmp_path / "arrived").iterdir()}
+    return content(tmp_path / "arrived")
 
 
 @pytest.mark.parametrize("form", FORMS)

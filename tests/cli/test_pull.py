@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.adapter.chat import GENERATION_FILE
 from lora_plugins.cli import Exit
 from testbed.proxy import fault_proxy
 from testbed.s3 import S3, s3_server
@@ -53,6 +54,13 @@ def test_replicas_that_share_a_store_fetch_once(s3, tmp_path):
     answers, asked = pulled_at_once(s3, (tmp_path / "shared",) * 3)
     assert len({answer["path"] for answer in answers}) == 1
     assert asked == 1
+
+
+def test_files_for_chats_that_cannot_be_used_are_warned_of(cli):
+    put(cli.adapters / "odd", {**adapter_files(), GENERATION_FILE: b'{"eos_token_id": "1"}'})
+    done = cli("inspect", cli("pull", "odd", "--json").json["path"])
+    said = "not used of the adapter's files for chats: eos_token_id of generation_config.json ('1'; expected the id of"
+    assert f"warning      {said}" in done.out
 
 
 def test_files_for_chats_are_pulled_and_shown(cli):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lora_plugins.adapter import chat as chat_module
-from lora_plugins.adapter.chat import TOKENIZER_FILE, AddedToken, Chat
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, SourceUnavailable
+from lora_plugins.adapter.chat import AddedToken, Chat
+from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.settings import AdapterChat
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.verification.children import Children
@@ -22,7 +22,9 @@ from tests.resolvers.test_resolver import FakeSource, clock, make
 
 _ = clock, make
 FILES = adapter_files() | CHAT
-READ = Chat("{{ messages }}", None, {"eos_token": "</s>"}, (2,), (AddedToken(3, "<a>"),))
+UNREAD = ("chat_template.json (of a processor)", "processor_config.json (of a processor)")
+TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+READ = Chat(TEMPLATES, {"eos_token": "</s>"}, (2,), (AddedToken(3, "<a>"),), unused=UNREAD)
 
 
 @pytest.fixture(autouse=True)
@@ -81,15 +83,6 @@ def test_another_api_server_asks_a_reading_process_once(make, asked):
     assert len(asked) == verified + 1
 
 
-def test_a_chat_that_cannot_be_read_names_the_file(make):
-    path = make(FakeSource("s3", {"sql": FILES})).ask().path
-    (path / TOKENIZER_FILE).chmod(0o600)
-    (path / TOKENIZER_FILE).write_bytes(b'{"a":' * 200)
-    with pytest.raises(InvalidAdapter, match="nests too deep") as refused:
-        asyncio.run(make(FakeSource("s3")).chats.read(str(path)))
-    assert refused.value.file == TOKENIZER_FILE
-
-
 def test_a_missing_copy_brings_no_other_chat(make):
     path = make(FakeSource("s3", {"sql": FILES})).ask().path
     shutil.rmtree(path)
@@ -146,9 +139,9 @@ def test_tokens_are_compared_with_the_engines_once_it_is_known(make):
     resolver = make(FakeSource("s3", {"sql": FILES}))
     path = str(resolver.ask().path)
     assert resolver.chats.at(path).added_tokens
-    resolver.chats.served = lambda chat: Chat(chat.template)
-    assert resolver.chats.at(path) == Chat(READ.template)
-    assert asyncio.run(resolver.chats.read(path)) == Chat(READ.template)
+    resolver.chats.served = lambda chat: Chat(chat.templates)
+    assert resolver.chats.at(path) == Chat(READ.templates)
+    assert asyncio.run(resolver.chats.read(path)) == Chat(READ.templates)
 
 
 def test_tokens_are_compared_once_and_not_on_the_event_loop(make):
@@ -176,6 +169,6 @@ def test_memory_of_chats_is_bounded(make, asked, monkeypatch):
     resolver = make(FakeSource("s3", files))
     paths = [str(asyncio.run(resolver.resolve(name, BASE.path)).path) for name in files]
     verified = len(asked)
-    assert [resolver.chats.at(path).template for path in paths] == [str(n) * 300 for n in range(4)]
+    assert [resolver.chats.at(path).templates["default"] for path in paths] == [str(n) * 300 for n in range(4)]
     assert len(asked) > verified
     assert resolver.chats._kept.currsize <= 1000

@@ -575,7 +575,6 @@ CONDEMNED = {
     "rank": (adapter_files(), _LONG, {}),
     "another base model": (adapter_files(base_model_name_or_path="other/model"), {}, {"base_match": BaseMatch.STRICT}),
     "a server without LoRA": (adapter_files(), {"lora_enabled": False}, {}),
-    "files for chats": (adapter_files() | {"tokenizer_config.json": b"{"}, {}, {}),
     "index": (sharded(adapter_files()) | {INDEX_FILE: b'{"adapter_model-00001-of-00002.safetensors"'}, {}, {}),
     "rank of a pickle": ({**files_of(**{PICKLE_FILES[0]: 9})}, _LONG, {"allow_pickle": True}),
 }
@@ -593,7 +592,7 @@ def test_what_its_configuration_condemns_brings_no_weights(make, tmp_path, files
             resolver.ask()
         caught.value.adapter = ""
         assert str(caught.value) == str(of_whole.value)
-    assert set(source.fetched_files) <= {CONFIG_FILE, INDEX_FILE, "tokenizer_config.json"}
+    assert set(source.fetched_files) <= {CONFIG_FILE, INDEX_FILE}
     assert source.fetched == ["sql"], "refused for good"
     assert resolver.store.layout.digests() == []
 

@@ -686,25 +686,23 @@ def test_a_restored_version_gets_its_files_for_chats_once_located(make):
     assert newest(after) is newest(after)
 
 
-def test_a_broken_file_for_chats_is_a_verdict(make):
-    source = FakeSource("s3", {"sql": {**GOOD, TOKENIZER_FILE: b"{"}})
-    resolver = make(source)
-    for _ in range(2):
-        with pytest.raises(InvalidAdapter) as refused:
-            resolver.ask()
-        assert refused.value.file == TOKENIZER_FILE
-    assert source.fetched == ["sql"], "refused from memory the second time"
-    assert content(make(source, adapter_chat=AdapterChat.BASE).ask().path) == GOOD
+def test_a_broken_file_for_chats_is_said_with_the_version(make):
+    resolver = make(FakeSource("s3", {"sql": {**GOOD, TOKENIZER_FILE: b"{"}}))
+    (unused,) = resolver.chats.at(str(resolver.ask().path)).unused
+    assert unused.startswith(f"{TOKENIZER_FILE} (text that stops being JSON")
 
 
 @pytest.mark.parametrize("name", CHAT)
-def test_a_long_file_for_chats_is_not_fetched(make, monkeypatch, name):
-    source = FakeSource("s3", {"sql": {**GOOD, name: b"x" * (MAX_BYTES[name] + 1)}})
+def test_a_long_file_for_chats_is_left_at_its_source(make, name):
+    files = {**GOOD, name: b"x" * (MAX_BYTES[name] + 1)}
+    found = make(FakeSource("s3", {"sql": files})).ask()
+    assert content(found.path) == GOOD
+    assert found.warnings == (f"not used of the adapter's files for chats: {name} (too large)",)
+    strict = make(source := FakeSource("s3", {"sql": files}), adapter_chat=AdapterChat.STRICT)
     with pytest.raises(InvalidAdapter, match=f"{MAX_BYTES[name]}") as refused:
-        make(source).ask()
+        strict.ask()
     assert (refused.value.file, source.fetched) == (name, [])
-    assert "LORA_PLUGINS_ADAPTER_CHAT=base" in refused.value.remedy
-    assert content(make(source, adapter_chat=AdapterChat.BASE).ask().path) == GOOD
+    assert make(FakeSource("s3", {"sql": files}), adapter_chat=AdapterChat.BASE).ask().warnings == ()
 
 
 # --- restored from the store by a later server

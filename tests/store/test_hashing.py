@@ -154,6 +154,11 @@ def test_a_changed_file_differs_and_a_linked_one_does_not(entry: Path) -> None:
     assert not entries.differs("digest", identity_of(entry))
     (entry / "a").write_bytes(b"other")
     assert entries.differs("digest", identity_of(entry))
+    (entry / "folder").mkdir()
+    (entry / "folder" / "c").write_bytes(b"3")
+    entries.note("digest", identity_of(entry))
+    (entry / "folder" / "c").write_bytes(b"more")
+    assert entries.differs("digest", identity_of(entry))
 
 
 def test_a_directory_that_is_gone_has_no_identity(entry: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lora_plugins.adapter.chat import MAX_BYTES, TEMPLATE_FILE, TOKENIZER_FILE, read_chat
+from lora_plugins.adapter.chat import MAX_BYTES, TEMPLATE_FILE, TOKENIZER_FILE, VOCABULARY_FILE, read_chat
 from lora_plugins.adapter.layouts.tensors import NewTensor, Part, Placed
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import verify_adapter
@@ -20,6 +21,8 @@ from lora_plugins.verification.children import Children
 from lora_plugins.verification.messages import Tensors, decode_request, encode
 from tests.make import LAYER, adapter_files, pair, put, weights
 from tests.verification.conftest import program, read
+
+TRAITS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 def test_weights_of_every_kind_cross(children: Children, tmp_path: Path) -> None:
@@ -43,9 +46,25 @@ def test_the_largest_chat_crosses(children: Children, tmp_path: Path) -> None:
     config = json.dumps({"chat_template": templates, "added_tokens_decoder": tokens, "eos_token": "<1>"})
     directory = put(tmp_path / "sql", adapter_files() | {TOKENIZER_FILE: config.encode()})
     here = read_chat(directory)
-    assert (len(here.added_tokens), here.tool_template) == (20_000, template)
+    assert (len(here.added_tokens), here.templates["tool_use"]) == (20_000, template)
     for config_only in (False, True):
         assert children.read(directory, Settings(), config_only=config_only).result(120).adapter.chat == here
+
+
+def test_a_speech_models_tokens_cross_in_bounded_memory(children: Children, tmp_path: Path) -> None:
+    """As beside Llasa's adapters: 65,800 tokens, told twice, before a vocabulary of 45 MB."""
+    entries = [{"id": 128_000 + number, "content": f"<|s_{number}|>", **TRAITS} for number in range(65_800)]
+    head = json.dumps({"version": "1.0", "added_tokens": entries, "post_processor": None}, indent=1).encode()
+    vocabulary = b', "model": {"vocab": {%b}}}' % (b'"word": 1, ' * 4_500_000)[:-2]
+    config = json.dumps({"added_tokens_decoder": {entry["id"]: entry for entry in entries}}, indent=1).encode()
+    files = {VOCABULARY_FILE: head[:-1] + vocabulary, TOKENIZER_FILE: config}
+    assert (len(files[VOCABULARY_FILE]) > 60e6, len(config) > 10e6) == (True, True)
+    found = read(children, put(tmp_path / "tts", adapter_files() | files)).adapter.chat
+    assert [(token.id, token.text) for token in found.added_tokens] == [(it["id"], it["content"]) for it in entries]
+    (child,) = children.pids()
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{child}/status").read_text())
+    assert peak is not None
+    assert int(peak[1]) >> 10 < 256
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ class HubSource:
             with contextlib.suppress(OSError):
                 if found is not None:
                     commit = found.parents[path.count("/")].name  # …/snapshots/<commit>/<path>
-                    files.append(describe_cached(found))
+                    files.append(describe_cached(found, name))
                     if name == INDEX_FILE and needs_shards([file.name for file in files]):
                         with found.open("rb") as file:
                             names += shards_of(file.read(MAX_INDEX_BYTES + 1))

@@ -54,8 +54,8 @@ def cached_path(repo: str, path: str, revision: str, cache_dir: Path | None) -> 
     return Path(found) if isinstance(found, str) else None
 
 
-def describe_cached(found: Path) -> SourceFile:
-    """A file of the Hub's cache, with the identity under which the cache keeps the file.
+def describe_cached(found: Path, name: str) -> SourceFile:
+    """A file of the Hub's cache under its name in the adapter, with the identity under which the cache keeps the file.
 
     Raises:
         OSError: the file cannot be read.
@@ -63,7 +63,7 @@ def describe_cached(found: Path) -> SourceFile:
     # Snapshots are links to blobs, and a blob's name is its ETag: SHA-256 for LFS files, else the git id.
     identity = Path(os.readlink(found)).name if found.is_symlink() else ""
     size_bytes = found.stat().st_size
-    return SourceFile(found.name, size_bytes, identity, identity if _SHA256.fullmatch(identity) else "")
+    return SourceFile(name, size_bytes, identity, identity if _SHA256.fullmatch(identity) else "")
 
 
 def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None, progressed: Callable[[], object]) -> bool:

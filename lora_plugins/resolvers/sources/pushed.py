@@ -29,7 +29,8 @@ class PushedAdapter(RemoteAdapter):
         Raises:
             AdapterNotFound: the directory has no configuration.
         """
-        sizes_bytes = {file: (directory / file).stat().st_size for file in choose_files(os.listdir(directory))}
+        names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
+        sizes_bytes = {file: (directory / file).stat().st_size for file in choose_files(names)}
         files = tuple(SourceFile(file, size_bytes) for file, size_bytes in sizes_bytes.items())
         return cls(AdapterName(name), LABEL, f"{LABEL}://{name}", body_sha256, files, directory=directory)
 

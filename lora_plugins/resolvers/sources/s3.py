@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from lora_plugins.adapter.chat import CHAT_FILES
+from lora_plugins.adapter.chat import CHAT_FILES, TOOLS_FILE
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.checksums import Checksum
@@ -198,6 +198,9 @@ async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
         found = {file.name: file for file in await _chat_files(client, bucket, prefix)}
         async for narrowed in _pages(client, asked):
             found |= _listed(narrowed, prefix)
+    elif {"Prefix": f"{prefix}{os.path.dirname(TOOLS_FILE)}/"} in page.get("CommonPrefixes", []):
+        tools = await _head(client, bucket, prefix, TOOLS_FILE)
+        found |= {TOOLS_FILE: tools} if isinstance(tools, SourceFile) else {}
     return [found[name] for name in choose_files(found)]
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from lora_plugins.adapter.chat import CHAT_FILES
+from lora_plugins.adapter.chat import CHAT_FILES, TOOLS_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
@@ -69,7 +69,7 @@ class AdapterTree:
         with closing(self._open(name, _PATH_ONLY)) as at:
             if not stat.S_ISDIR(os.fstat(at).st_mode):
                 return None
-            names = {*_names_in(at)}
+            names = {*_names_in(at), TOOLS_FILE}
             # Files for chats are optional: without links that lead nowhere, and files that this user may not read.
             unread = {file for file in names.intersection(CHAT_FILES) if not os.access(file, os.R_OK, dir_fd=at)}
             return choose_files(names - unread)
@@ -120,10 +120,10 @@ class AdapterTree:
             OSError: the path does not exist, or cannot be read.
             InvalidAdapter, LeadsElsewhere: links lead to a forbidden place.
         """
-        judge = partial(self._judge, name, is_file=bool(file)) if self._is_judged else None
+        judge = partial(self._judge, name, file=file) if self._is_judged else None
         return open_real(str(self.root), f"{name}/{file}", flags, judge)
 
-    def _judge(self, name: AdapterName, real: RealPlace, *, is_file: bool) -> None:
+    def _judge(self, name: AdapterName, real: RealPlace, *, file: str) -> None:
         """Refuse a place outside the root, and a place where links of this name may not lead.
 
         Raises:
@@ -131,16 +131,17 @@ class AdapterTree:
         """
         path = real.path if real.is_inside else self._below_link_root(real.path)
         if path is None:
-            kind = "file" if is_file else "directory"
+            kind = "file" if file else "directory"
             raise InvalidAdapter(
                 "a symlink that leaves the adapter root",
                 expected=f"a {kind} below the root",
                 remedy=f"copy the {kind} there, or name the place in LORA_PLUGINS_LINK_ROOTS",
             )
-        folders = (os.path.dirname(path) if is_file else path).split("/")
+        if file:
+            path = path.removesuffix(f"/{file}") if path.endswith(f"/{file}") else os.path.dirname(path)
         # The place decides as a name would: by the path below the root, without the folders in which Kubernetes keeps a
         # volume's files (..data, ..2026_11_27): no name can have them, so they are the adapter's own.
-        place = "/".join(folder for folder in folders if not folder.startswith(".."))
+        place = "/".join(folder for folder in path.split("/") if not folder.startswith(".."))
         if place != str(name) and not self._may_lead(str(name), place):
             raise LeadsElsewhere(f"a link that leads to '{place}', which not everybody may use who may use this name")
 

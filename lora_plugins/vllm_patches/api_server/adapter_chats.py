@@ -118,8 +118,12 @@ def _rendering(original: Any) -> Any:
             template = chat.template_for(has_tools=bool(call.arguments.get("tool_dicts")))
             if template is not None:
                 of_server = call.arguments["default_template_kwargs"] or {}
-                call.arguments["default_template"] = template
                 call.arguments["default_template_kwargs"] = {**chat.special_tokens, **of_server}
+                # A trainer's copy of the base model's template is no reason to give up the operator's.
+                is_copy = template.strip() in (text.strip() for text in _templates_of(self.renderer.tokenizer).values())
+                has_other = call.arguments["default_template"] is not None and is_copy
+                if not has_other and this_process().settings.adapter_chat is not AdapterChat.TOKENS:
+                    call.arguments["default_template"] = template
             return await original(*call.args, **call.kwargs)
 
         return await _rendered(getattr(request, "model", None), render)
@@ -230,17 +234,18 @@ def _refuse_other(chat: Chat, processor: Any) -> None:
     """Refuse an adapter that brings for chats what the base model does not have (LORA_PLUGINS_ADAPTER_CHAT=strict)."""
     tokenizer, of_server = processor.tokenizer, processor.generation_config_fields.get("eos_token_id") or ()
     ends = {tokenizer.eos_token_id, *((of_server,) if isinstance(of_server, int) else of_server)}
-    own = tokenizer.chat_template or {}
-    templates = own if isinstance(own, dict) else {"default": own}
+    templates = _templates_of(tokenizer)
     new_ends = [end for end in _end_ids(chat, tokenizer, processor.model_config.get_vocab_size()) if end not in ends]
     differs = [
         *(
             f"a chat template '{kind}'"
-            for kind, text in (("default", chat.template), ("tool_use", chat.tool_template))
-            if text is not None and text.strip() != templates.get(kind, "").strip()
+            for kind, text in chat.templates.items()
+            if text.strip() != templates.get(kind, "").strip()
         ),
         *([f"end tokens {new_ends}"] if new_ends else ()),
         *([f"added tokens {few(tokens)}"] if (tokens := (*chat.added_tokens, *chat.lost_tokens)) else ()),
+        *(f"an unusable {what}" for what in chat.unused),
+        *(["another post_processor of tokenizer.json"] if chat.post_processor else ()),
     ]
     if differs:
         raise IncompatibleAdapter(
@@ -248,6 +253,11 @@ def _refuse_other(chat: Chat, processor: Any) -> None:
             expected="the base model's, as LORA_PLUGINS_ADAPTER_CHAT=strict",
             remedy="set LORA_PLUGINS_ADAPTER_CHAT=adapter to serve the adapter with its own, or =base without",
         )
+
+
+def _templates_of(tokenizer: Any) -> dict[str, str]:
+    own = getattr(tokenizer, "chat_template", None) or {}
+    return own if isinstance(own, dict) else {"default": own}
 
 
 def _end_ids(chat: Chat, tokenizer: Any, vocabulary: int) -> list[int]:

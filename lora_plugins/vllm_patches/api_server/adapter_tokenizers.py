@@ -17,23 +17,37 @@ from typing import Any
 from lora_plugins.adapter.chat import AddedToken, Chat
 
 _MOST = 8  # tokenizers of different added tokens in memory; one with 150,000 words has 100 MB, and takes a second
-_ADDED = '"added_tokens":'
+# Of tokens that the base model lacks: making a tokenizer takes 80 times the bytes of their texts in memory, and seconds
+# for each MiB.
+_MOST_NEW, _NEW_BYTES = 20_000, 1 << 20
+_ADDED, _POST = '"added_tokens":', '"post_processor":'
+_PROBE = "a"
 
 
 def served_chat(base: Any, vocabulary: int, chat: Chat) -> Chat:
-    """Leave of the added tokens only those that the base model's tokenizer lacks, or has on another id."""
+    """Leave of the adapter's tokenizer only what the base model's lacks, or has otherwise."""
     words = {} if base is None else base.get_vocab()
-    added = tuple(token for token in chat.added_tokens if words.get(token.text) != token.id)
-    if base is None or not added:
-        return replace(chat, added_tokens=())
-    if added[-1].id < vocabulary and tokenizer_with(base, added) is not None:
-        return replace(chat, added_tokens=added)
-    return replace(chat, added_tokens=(), lost_tokens=added)
+    new = tuple(token for token in chat.added_tokens if words.get(token.text) != token.id)
+    if base is None:
+        return replace(chat, added_tokens=(), post_processor="")
+    few_enough = len(new) <= _MOST_NEW and sum(len(token.text.encode()) for token in new) <= _NEW_BYTES
+    is_taken = not new or (few_enough and new[-1].id < vocabulary and tokenizer_with(base, new) is not None)
+    added, lost = (new, ()) if is_taken else ((), new)
+    chat = replace(chat, added_tokens=added, lost_tokens=lost)
+    of_base = getattr(getattr(base, "backend_tokenizer", None), "post_processor", None)
+    made = "null" if of_base is None else of_base.__getstate__()
+    is_same = not chat.post_processor or json.loads(chat.post_processor) == json.loads(made)
+    own = base if is_same else tokenizer_with(base, added, chat.post_processor)
+    if own is not None and max(ids := own.encode(_PROBE), default=0) < vocabulary:
+        return chat if ids != base.encode(_PROBE) else replace(chat, post_processor="")
+    unused = (*chat.unused, "post_processor of tokenizer.json (the base model's tokenizer cannot take it)")
+    return replace(chat, post_processor="", unused=unused)
 
 
 def tokenizer_of(base: Any, chat: Chat) -> Any:
-    """The tokenizer for an adapter's prompts and answers: the base model's, where the adapter adds no tokens."""
-    return tokenizer_with(base, chat.added_tokens) if chat.added_tokens else base
+    """The tokenizer for an adapter's prompts and answers: the base model's, where the adapter's is the same."""
+    is_other = chat.added_tokens or chat.post_processor
+    return tokenizer_with(base, chat.added_tokens, chat.post_processor) if is_other else base
 
 
 async def renderer_of(renderer: Any, chat: Chat) -> Any:
@@ -51,10 +65,11 @@ async def renderer_of(renderer: Any, chat: Chat) -> Any:
     """
     from vllm.utils.async_utils import make_async
 
-    if not chat.added_tokens:
+    tokenizer = await asyncio.to_thread(tokenizer_of, renderer.tokenizer, chat)
+    if tokenizer is renderer.tokenizer:
         return renderer
     own = copy.copy(renderer)
-    own.tokenizer = await asyncio.to_thread(tokenizer_of, renderer.tokenizer, chat)
+    own.tokenizer = tokenizer
     # vLLM binds these to the original.
     own._tokenize_prompt_async = make_async(own._tokenize_prompt, executor=own._executor)  # noqa: SLF001
     own._async_tokenizer_decode = make_async(own._decode, executor=own._executor)  # noqa: SLF001
@@ -62,8 +77,11 @@ async def renderer_of(renderer: Any, chat: Chat) -> Any:
 
 
 @lru_cache(_MOST)
-def tokenizer_with(base: Any, added: tuple[AddedToken, ...]) -> Any:
-    """The base model's tokenizer with added tokens; None where a token would get another id, or is not of this kind."""
+def tokenizer_with(base: Any, added: tuple[AddedToken, ...], post_processor: str = "") -> Any:
+    """The base model's tokenizer with added tokens, and perhaps another post-processor.
+
+    None where a token would get another id, or where the tokenizer is not of this kind.
+    """
     from transformers import PreTrainedTokenizerFast
     from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
@@ -77,8 +95,16 @@ def tokenizer_with(base: Any, added: tuple[AddedToken, ...]) -> Any:
     entries, end = json.JSONDecoder().raw_decode(text, begin)
     listed = {entry["id"]: entry for entry in entries} | {token.id: token.entry() for token in added}
     changed = json.dumps([listed[token] for token in sorted(listed)])
+    text = text[:begin] + changed + text[end:]
+    if post_processor:
+        begin = text.index(_POST, begin + len(changed)) + len(_POST)
+        _, end = json.JSONDecoder().raw_decode(text, begin)
+        text = text[:begin] + post_processor + text[end:]
     own = copy.copy(base)
-    own._tokenizer = type(base.backend_tokenizer).from_str(text[:begin] + changed + text[end:])  # noqa: SLF001
+    try:
+        own._tokenizer = type(base.backend_tokenizer).from_str(text)  # noqa: SLF001
+    except Exception:  # noqa: BLE001 - the class that `tokenizers` raises, for a post-processor that it does not know
+        return None
     if not _has(own.get_vocab(), base.get_vocab(), added):
         return None
     return maybe_make_thread_pool(get_cached_tokenizer(own))

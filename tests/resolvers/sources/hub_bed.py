@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from lora_plugins.absence import Absence
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.api.push_forms import is_of_adapter
 from lora_plugins.resolvers.sources.hub import HubSource
 from lora_plugins.resolvers.sources.hub_repos import HubPatterns
 from lora_plugins.resolvers.sources.source import RemoteAdapter
@@ -73,7 +73,8 @@ class Bed:
 
 def check(directory: Path) -> ReadAdapter:
     # Nothing but the adapter's own files is ever published.
-    assert all(entry.is_file(follow_symlinks=False) for entry in os.scandir(directory))
+    files = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()]
+    assert all(is_of_adapter(name) and not (directory / name).is_symlink() for name in files)
     verified = verify_adapter(directory, None, Settings())
     return ReadAdapter(verified, canonical_bytes(verified.config))
 

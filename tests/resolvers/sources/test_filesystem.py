@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.absence import Absence
-from lora_plugins.adapter.chat import TEMPLATE_FILE
+from lora_plugins.adapter.chat import TEMPLATE_FILE, TOOLS_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
@@ -336,6 +336,17 @@ def projected(volume: Path, files: Mapping[str, bytes]) -> None:
 def test_a_projected_volume_is_served_under_exact_names(root, rank):
     projected(root / "team" / "sql", adapter_files())
     assert rank(FilesystemSource(root, may_lead=EXACT.may_lead), "team/sql") == 4
+
+
+def test_a_template_for_tools_is_the_adapters_own(root, tmp_path):
+    """In a folder of its own; a link to another adapter's is refused as for each file."""
+    put(root / "team" / "sql", {**adapter_files(), **CHAT})
+    source = FilesystemSource(root, may_lead=EXACT.may_lead)
+    assert {file.name for file in located(source, "team/sql").files} == {*adapter_files(), *CHAT}
+    put(root / "other", {TOOLS_FILE: b"theirs"})
+    (root / "team" / "sql" / TOOLS_FILE).unlink()
+    (root / "team" / "sql" / TOOLS_FILE).symlink_to(root / "other" / TOOLS_FILE)
+    assert locate(source, "team/sql") is None
 
 
 def test_a_projected_volume_of_folders_is_served_under_exact_names(root, rank):

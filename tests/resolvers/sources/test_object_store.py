@@ -17,7 +17,7 @@ import pytest
 from fsspec.config import conf
 
 from lora_plugins.absence import without_login
-from lora_plugins.adapter.chat import TEMPLATE_FILE
+from lora_plugins.adapter.chat import TEMPLATE_FILE, TOOLS_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGHTS_FILE
@@ -190,11 +190,14 @@ def test_files_for_chats_are_found_beside_however_many_checkpoints(bed: Bed) -> 
 
 
 def test_files_for_chats_cost_no_request_beside_few_files(bed: Bed) -> None:
-    bed.put(files={**FILES, **CHAT})
-    found = locate(bed.source())
-    assert found is not None
-    assert {file.name for file in found.files} == {*FILES, *CHAT}
-    assert len(bed.proxy.requests()) == 1
+    """Except a template for tools, which is in a folder of its own."""
+    for chat in (CHAT.keys() - {TOOLS_FILE}, CHAT.keys()):
+        bed.put(files={**FILES, **{name: CHAT[name] for name in chat}})
+        before = len(bed.proxy.requests())
+        found = locate(bed.source())
+        assert found is not None
+        assert {file.name for file in found.files} == {*FILES, *chat}
+        assert len(bed.proxy.requests()) - before == (2 if TOOLS_FILE in chat else 1)
 
 
 def test_multipart_object_is_served(bed: Bed) -> None:

@@ -252,7 +252,7 @@ def test_the_chat_is_known_before_vllms_own_steps(process: Process, monkeypatch:
 
     def outputs() -> Iterator[Any]:
         monkeypatch.delattr(Children, "read")
-        assert chats.at(path).template == "{{ messages }}"
+        assert chats.at(path).templates["default"] == "{{ messages }}"
         yield output()
 
     async def ask() -> None:
