@@ -58,7 +58,7 @@ def test_replicas_that_share_a_store_fetch_once(s3, tmp_path):
 
 def test_files_for_chats_that_cannot_be_used_are_warned_of(cli):
     put(cli.adapters / "odd", {**adapter_files(), GENERATION_FILE: b'{"eos_token_id": "1"}'})
-    done = cli("inspect", cli("pull", "odd", "--json").json["path"])
+    done = cli("inspect", cli("pull", "odd", "--json").json["adapters"][0]["path"])
     said = "not used of the adapter's files for chats: eos_token_id of generation_config.json ('1'; expected the id of"
     assert f"warning      {said}" in done.out
 
