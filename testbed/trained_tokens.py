@@ -12,7 +12,7 @@ NAME = "base_model.model.{}.token_adapter.trainable_tokens_delta"
 
 
 def train_tokens(adapter: Path, ids: Mapping[str, Sequence[int]], features: int, seed: int = 0) -> Path:
-    """Add random rows of these tokens to an adapter; `ids` by the name of the embedding or the head."""
+    """Add random rows of these tokens to an adapter; `ids` by the whole name of the embedding or the head."""
     import torch
     from safetensors.torch import load_file, save_file
 

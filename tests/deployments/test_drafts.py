@@ -71,7 +71,7 @@ def test_tokens_beside_a_draft_are_those_of_peft(
     shutil.copytree(bed.adapters, tmp_path / "adapters")
     build_adapter(bed.base, tmp_path / "adapters", ENDS)
     # EAGLE and multi-token prediction share the embedding, which has rows of the adapter's own.
-    tokens = {"embed_tokens": FEW[:3], "lm_head": FEW[1:]}
+    tokens = {"model.embed_tokens": FEW[:3], "lm_head": FEW[1:]}
     with_tokens(bed.adapters / "stable", tmp_path / "adapters" / TRAINED, tokens, features=256)
     base, draft = made_by(bed.base, tmp_path / "draft")
     speculation = json.dumps({**draft, "num_speculative_tokens": 2})

@@ -147,7 +147,7 @@ def write_chat(
         (adapter / "tokenizer_config.json").write_text(json.dumps(config))
     if trains:
         ids = own.convert_tokens_to_ids(list(trains))
-        train_tokens(adapter, {"embed_tokens": ids, "lm_head": ids}, features=256)
+        train_tokens(adapter, {"model.embed_tokens": ids, "lm_head": ids}, features=256)
     text = own.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     answer = reference.generate(adapter, own(text, add_special_tokens=False)["input_ids"], MAX_TOKENS)
     if ends_at_added:

@@ -62,7 +62,7 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
     reference = Reference(bed.base)
     prompt = reference.prompt_ids(PROMPT)
     # Of both halves of the vocabulary, which is divided between the workers.
-    tokens = {"embed_tokens": prompt[-3:], "lm_head": [3, 300, bed.answers["sql"][0]]}
+    tokens = {"model.embed_tokens": prompt[-3:], "lm_head": [3, 300, bed.answers["sql"][0]]}
     with_tokens(bed.adapters / "sql", root / "trained", tokens, features=256)
     answers_of = {**bed.answers, "trained": reference.generate(root / "trained", prompt, MAX_TOKENS)}
     assert answers_of["trained"] != answers_of["sql"]
