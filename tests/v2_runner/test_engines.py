@@ -43,7 +43,7 @@ def test_heads_of_adapters_meet_no_other_request_beside_drafts(tmp_path: Path) -
         edit_config(directory, lora_alpha=400)
         expected[name] = Decoding(reference, directory).among(prompt, drafts.TOKENS, drafts.FEW)
     tokens = {"model.embed_tokens": drafts.FEW[:3], "lm_head": drafts.FEW[1:]}
-    directory = with_tokens(tmp_path / "adapters" / "head-1", tmp_path / "adapters" / "tokens", tokens, features=256)
+    directory = with_tokens(prepare().adapters / "sql", tmp_path / "adapters" / "tokens", tokens, features=256)
     expected["tokens"] = Decoding(reference, directory).among(prompt, drafts.TOKENS, drafts.FEW)
     assert len({*map(tuple, expected.values())}) == len(expected)
 
