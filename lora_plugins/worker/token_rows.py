@@ -2,7 +2,8 @@
 
 All tables of an embedding are two tensors of a fixed size, made once, so that a captured graph of a GPU reads what is
 written later. A row of the tables has a key, `slot * (words + 1) + id`; unused rows have the id `words`, which no token
-has. Keys ascend, so that one search finds the rows of a batch.
+has. Keys ascend, so that one search finds the rows of a batch. While a slot is written, its keys stay within its range:
+a batch that searches for the rows of other slots meanwhile finds them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class TokenRows:
         """
         self.clear(slot)
         self._of(slot, self.rows)[: len(ids)].copy_(rows, non_blocking=True)
-        self._of(slot, self.keys)[: len(ids)].copy_(ids, non_blocking=True).add_(self._key(slot, 0))
+        keys = ids.to(self.keys.device, non_blocking=True) + self._key(slot, 0)
+        self._of(slot, self.keys)[: len(ids)].copy_(keys)
         self.counts[slot] = len(ids)
 
     def clear(self, slot: int) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lora_plugins.adapter.model_modules import TokenPlaces
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.scheduler.messages import Failed
 from lora_plugins.worker.token_layers import find
+from lora_plugins.worker.token_rows import TokenRows
 from lora_plugins.worker.trained_tokens import rows_of_batch
 from lora_plugins.worker.weights_file import patch_safetensors
 from tests.worker import small_model
@@ -150,11 +153,34 @@ def test_slots_are_whole_after_the_devices_memory_was_lost(
     serve(manager, made := adapter(tmp_path, 1, IDS, embedding=rows(1)), 0)
     serve(manager, plain := adapter(tmp_path, 2), 1)
     for table in manager._adapter_manager.trained_tokens._tables:
-        table.keys.random_()
+        table.keys[len(table.keys) // 2] = WORDS + 1 + 3  # as if the second slot had a row of token 3
         table.rows.normal_()
     manager.rewrite_slots()
     step(manager, made, plain)
     assert torch.equal(embedded(manager, 3, 3), torch.stack([rows(1)[1], of_base(manager)[0][3]]))
+
+
+def test_other_slots_have_their_rows_while_one_is_written() -> None:
+    """In each moment of a write by a background thread or a stream."""
+    table = TokenRows(3, TokenPlaces("e", "", WORDS, WIDTH, 4, is_tied=False), torch.float32, "cpu")
+    for slot in (0, 2):
+        table.write(torch.tensor([3, 50]), rows(slot), slot)
+    ids, slots = torch.tensor([3, 50, 3, 50, 9]), torch.tensor([0, 0, 2, 2, 2])
+    wanted = torch.cat([rows(0), rows(2), torch.zeros(1, WIDTH)])
+    moments = []
+
+    class AfterEach(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            moments.append(torch.equal(table.replaced(torch.zeros(5, WIDTH), ids, slots), wanted))
+            return made
+
+    with AfterEach():
+        table.write(torch.tensor([1, 2, 5]), rows(7, 3), 1)
+        table.write(torch.tensor([9]), rows(8, 1), 1)
+        table.clear(1)
+    assert len(moments) > 10
+    assert all(moments)
 
 
 def test_rows_are_scaled_where_the_embedding_scales(
