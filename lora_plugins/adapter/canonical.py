@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lora_plugins.adapter.config import LAYOUT_KEY, AdapterConfig
 from lora_plugins.adapter.pace import paced
@@ -39,7 +39,7 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
     """
     targets = config.targets if isinstance(config.targets, str) else sorted(config.targets or ())
     is_long = sum(map(len, targets)) > _MAX_TARGETS_CHARACTERS
-    keys = {
+    keys: dict[str, Any] = {
         "peft_type": "LORA",
         "base_model_name_or_path": config.base_model,
         "r": config.rank,
@@ -52,6 +52,8 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
         "alpha_pattern": {name: _plain(alpha) for name, alpha in config.alpha_pattern.items()},
         "modules_to_save": sorted(config.modules_to_save) or None,
     }
+    if config.token_ids:  # vLLM passes over the key, and our workers read it
+        keys["trainable_token_indices"] = config.token_ids.get("", config.token_ids)
     if config.peft_version is not None:
         keys[LAYOUT_KEY] = ".".join(map(str, config.peft_version))
     return json.dumps(keys, indent=2).encode()

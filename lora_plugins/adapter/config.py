@@ -39,6 +39,7 @@ _PEFT_VERSION = re.compile(r"(?!0\.19\.1\.dev)([0-9]{1,4})\.([0-9]{1,4})(?:\.([0
 # NeMo Automodel's key for the layout, in a file of its own; in `adapter_config.json`, the word of the adapter's owner.
 LAYOUT_KEY = "paramwrapper_layout"
 _MAX_KINDS = 256  # kinds of modules, and characters of a name
+_MAX_TOKENS = 1 << 14  # far above what a slot holds; bounds the message of a reading process
 
 # PEFT features that change an adapter's computation and that vLLM lacks: vLLM refuses or ignores each. An empty
 # value is off, as PEFT reads these keys.
@@ -49,7 +50,6 @@ _UNSUPPORTED = {
     "layer_replication": "layer replication (layer_replication)",
     "use_bdlora": "block-diagonal LoRA (use_bdlora)",
     "use_qalora": "QALoRA (use_qalora)",
-    "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
     "arrow_config": "Arrow routing (arrow_config)",
     "kasa_config": "KaSA (kasa_config)",
     "monteclora_config": "MonteCLoRA (monteclora_config)",
@@ -74,6 +74,8 @@ class AdapterConfig:
         base_model: `base_model_name_or_path`, or None without the key.
         trained: the plain names of modules in `targets`, all of which must have tensors; empty where unknown.
         peft_version: of the PEFT whose layout stacked experts have, or of another with this layout; None where unknown.
+        token_ids: `trainable_token_indices`, the ids of rows in order, by the end of a module's name; `""` stands for
+            the model's embedding.
     """
 
     rank: int
@@ -86,6 +88,7 @@ class AdapterConfig:
     modules_to_save: frozenset[str] = frozenset()
     trained: frozenset[str] = frozenset()
     peft_version: tuple[int, ...] | None = None
+    token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def max_rank(self) -> int:
@@ -99,6 +102,11 @@ class AdapterConfig:
     def alphas(self) -> Callable[[str, PatternBudget], float]:
         """A function from a module's name in the checkpoint, without `base_model.model.`, to its alpha."""
         return SuffixPatterns(self.alpha_pattern, "alpha_pattern", self.alpha).value
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """Return the ids of the trained tokens of a module, by the module's name in the checkpoint."""
+        named = (ids for name, ids in self.token_ids.items() if f".{module}".endswith(f".{name}" if name else ""))
+        return next(named, ())
 
     def check_patterns(self) -> None:
         """Refuse patterns that do not compile within their time.
@@ -163,6 +171,7 @@ def parse_config(data: bytes) -> AdapterConfig:
         modules_to_save=frozenset(_text_list("modules_to_save", raw.get("modules_to_save") or [])),
         trained=_plain_names(targets),
         peft_version=_peft_version(raw),
+        token_ids=_token_ids(raw.get("trainable_token_indices") or {}),
     )
     if config.alpha == 0 and not any(config.alpha_pattern.values()):
         raise without_effect(f"lora_alpha {config.alpha:g}")
@@ -274,6 +283,19 @@ def _text_list(key: str, value: Any) -> list[str]:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
     raise _broken(f"{key} {_short(value)}", "a list of module names")
+
+
+def _token_ids(value: Any) -> dict[str, tuple[int, ...]]:
+    """Return the ids of trained tokens by module; PEFT takes a list of ids for the embedding's."""
+    by_module = value if isinstance(value, dict) else {"": value}
+    for ids in by_module.values():
+        is_list = isinstance(ids, list) and 0 < len(ids) <= _MAX_TOKENS
+        if not is_list or not all(type(one) is int and 0 <= one < 1 << 31 for one in ids) or len({*ids}) < len(ids):
+            raise _broken(
+                f"trainable_token_indices {_short(ids)}",
+                f"the ids of 1 to {_MAX_TOKENS} tokens, whole numbers from 0, each once",
+            )
+    return {module: tuple(ids) for module, ids in by_module.items()}
 
 
 def _peft_version(raw: Mapping[str, Any]) -> tuple[int, ...] | None:

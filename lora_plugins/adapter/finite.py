@@ -19,7 +19,7 @@ from typing import BinaryIO
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.weights import LoraPair
+from lora_plugins.adapter.weights import Weights
 from lora_plugins.errors import InvalidAdapter
 
 # Small enough to stay in a core's own cache: in pieces of 4 MiB, the pass takes three times as long.
@@ -95,13 +95,20 @@ def _read_fully(file: BinaryIO, piece: memoryview) -> int:
 LARGEST = 65504.0  # of float16, the narrowest served dtype
 
 
-def check_magnitudes(pairs: Iterable[LoraPair], config: AdapterConfig, largest: Mapping[str, float]) -> None:
-    """Compare the largest magnitudes of each pair with the range of every served dtype.
+def check_magnitudes(weights: Weights, config: AdapterConfig, largest: Mapping[str, float]) -> None:
+    """Compare the largest magnitudes of an adapter with the range of every served dtype.
 
     Raises:
-        InvalidAdapter: A, B with its scaling, or their product may be larger.
+        InvalidAdapter: A, B with its scaling, their product, or what is beside them may be larger.
     """
-    for pair in paced(pairs):
+    for one in weights.beside:
+        if (number := largest[one.tensor.name]) > LARGEST:
+            raise InvalidAdapter(
+                f"numbers up to {number:.2g} in '{one.tensor.name}'",
+                expected=f"at most {LARGEST:.0f}, which float16 can hold",
+                remedy="train the adapter again; this one would answer with garbage",
+            )
+    for pair in paced(weights.pairs):
         scaling = abs(config.scaling(pair.rank, pair.alpha))
         a, b = largest[pair.a.name], largest[pair.b.name]
         # Each factor alone is an operand in the served dtype, so each must fit by itself.

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 # Version of the values of `plain`: workers and stores of another release may have another form.
-FORMAT = 6
+FORMAT = 7
 
 
 class ModuleKind(StrEnum):
@@ -84,6 +84,29 @@ class ModulePlace(msgspec.Struct, frozen=True, array_like=True):
     matrices: tuple[int, ...] = ()
 
 
+class TokenPlaces(msgspec.Struct, frozen=True, array_like=True):
+    """The embedding and the head whose rows of trained tokens the engine replaces.
+
+    Attributes:
+        embedding, head: the engine's names; no head where the model computes no logits.
+        words, features: rows of both, and their length.
+        most: rows that a slot holds.
+        is_tied: whether the head has the embedding's weight.
+    """
+
+    embedding: str
+    head: str
+    words: int
+    features: int
+    most: int
+    is_tied: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modules' names."""
+        return (self.embedding, self.head) if self.head else (self.embedding,)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelModules:
     """The modules that an adapter for one model may have.
@@ -101,6 +124,7 @@ class ModelModules:
         text_prefix: where a multimodal model has its text model, if names are also looked for there (from 0.33).
         unadapted: modules of the model, and parts of modules, that take no adapter.
         copies: by the place of a weight of the checkpoint, the other place that the engine gives the same weight.
+        tokens: where rows of trained tokens go; None where nothing replaces rows, for the reason `without_tokens`.
     """
 
     architecture: str
@@ -115,6 +139,8 @@ class ModelModules:
     text_prefix: str = ""
     unadapted: Mapping[str, Unadapted] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
+    tokens: TokenPlaces | None = None
+    without_tokens: str = "as this server's workers replace no rows"
 
     def key(self, name: str) -> str | None:
         """Return the name in `places` for weights of this name; None where the model has no such module."""

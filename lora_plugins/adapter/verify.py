@@ -105,7 +105,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
             largest: dict[str, float] = {}
             for file, _, tensors in opened:
                 largest |= check_finite(file, tensors)
-            check_magnitudes(weights.pairs, config, largest)
+            check_magnitudes(weights, config, largest)
     return verified
 
 

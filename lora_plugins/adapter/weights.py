@@ -5,6 +5,9 @@ Names: `[base_model.model.]<module>.lora_A.weight`, `.lora_B.weight`, `.lora_emb
 has the adapter's name in its keys as well, `.lora_A.default.weight`, and SkyRL's experts end with `.lora_A`
 (`get_expert_key` in skyrl/tx/utils/models.py, 0.3.0); vLLM reads neither (`adapter/layouts`).
 Shapes: A `(rank, in)`, B `(out, rank)`.
+
+Beside A and B, a module may have tensors that vLLM does not read (`Beside`), such as
+`.token_adapter.trainable_tokens_delta`, the rows of trained tokens, `(tokens, features)`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from lora_plugins.adapter.config import AdapterConfig, unsupported, without_effect
 from lora_plugins.adapter.pace import paced
@@ -27,7 +31,6 @@ _NAME = re.compile(
 )
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
-_TRAINED_TOKENS = re.compile(r"\.trainable_tokens_delta\b")
 _VELORA = re.compile(r"\.lora_velora_embed\b")
 _NORM = re.compile(r"norm[^.]*\.weight$")
 _WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
@@ -61,6 +64,21 @@ class LoraPair:
         return ".experts" in self.module
 
 
+class BesideKind(StrEnum):
+    """What a tensor beside A and B is for, by PEFT's name."""
+
+    TOKENS = "token_adapter.trainable_tokens_delta"  # rows of an embedding or a head, in the place of the base model's
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A tensor that a module has beside A and B, or without them."""
+
+    module: str
+    kind: BesideKind
+    tensor: TensorInfo
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The tensors of an adapter.
@@ -68,11 +86,13 @@ class Weights:
     Attributes:
         others: whole modules: a classifier's head, and copies of the base model's embeddings, which vLLM leaves out.
         name_in_keys: the adapter's name, where the keys have a name.
+        beside: what modules have beside A and B.
     """
 
     pairs: tuple[LoraPair, ...]
     others: tuple[TensorInfo, ...] = ()
     name_in_keys: str | None = None
+    beside: tuple[Beside, ...] = ()
 
     @property
     def has_stacked_experts(self) -> bool:
@@ -89,9 +109,13 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     """
     sides: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
     others, names = [], set()
+    beside: list[Beside] = []
     for tensor in paced(tensors):
         if is_copy_of_embeddings(tensor) or _is_classifier_head(tensor.name, config):
             others.append(tensor)
+            continue
+        if (one := beside_of(tensor)) is not None:
+            beside.append(one)
             continue
         module, side, is_looked_up, name = _split(tensor.name)
         names.add(name)
@@ -119,7 +143,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
     # `_check_one_adapter` has left one name, or None.
-    return Weights(pairs, tuple(others), names.pop())
+    return Weights(pairs, tuple(others), names.pop(), check_beside(beside, config))
 
 
 def _check_one_adapter(names: set[str | None]) -> None:
@@ -130,6 +154,48 @@ def _check_one_adapter(names: set[str | None]) -> None:
             expected="one adapter",
             remedy="save each adapter by itself with PEFT's save_pretrained",
         )
+
+
+def beside_of(tensor: TensorInfo) -> Beside | None:
+    """Return a tensor beside A and B as such, whether its key has the adapter's name or not; None for another one."""
+    for kind in BesideKind:
+        module, found, name = _without_prefix(tensor.name).partition(f".{kind}")
+        if module and found and "." not in name[1:]:
+            return Beside(module, kind, tensor)
+    return None
+
+
+def check_beside(beside: Iterable[Beside], config: AdapterConfig) -> tuple[Beside, ...]:
+    """Return the tensors beside A and B, which the configuration must name, or PEFT would leave them out.
+
+    Raises:
+        IncompatibleAdapter: a tensor without its ids. InvalidAdapter: not a row for each id.
+    """
+    of_module: dict[str, Beside] = {}
+    for one in beside:
+        name, shape, ids = one.tensor.name, one.tensor.shape, config.tokens_of(one.module)
+        if not ids:
+            raise IncompatibleAdapter(
+                f"trained token embeddings (trainable_token_indices), by tensor '{name}', whose ids are not named",
+                expected="the ids in adapter_config.json",
+                remedy="give the configuration its trainable_token_indices again, the ids of the rows in order",
+            )
+        if len(shape) != 2 or shape[0] != len(ids) or one.module in of_module:
+            raise InvalidAdapter(
+                f"trained tokens '{name}' of shape {list(shape)}",
+                expected=f"one tensor of {len(ids)} rows, by trainable_token_indices",
+                remedy="put the adapter_config.json and the weights of the same training run together",
+            )
+        of_module[one.module] = one
+    # PEFT saves no rows of a head that shares the embedding's.
+    saved = {config.tokens_of(module) for module in of_module}
+    if lost := [module for module, ids in config.token_ids.items() if ids not in saved]:
+        raise InvalidAdapter(
+            f"no rows of the trained tokens of '{lost[0] or 'the embedding'}'",
+            expected="a tensor trainable_tokens_delta, by trainable_token_indices",
+            remedy="save the adapter again with PEFT",
+        )
+    return tuple(of_module.values())
 
 
 def is_copy_of_embeddings(tensor: TensorInfo) -> bool:
@@ -154,12 +220,6 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
         )
     if found is None and _DORA.search(name):
         raise unsupported(f"DoRA, by tensor '{name}'")
-    if found is None and _TRAINED_TOKENS.search(name):
-        raise unsupported(
-            f"trained token embeddings (trainable_token_indices), by tensor '{name}'",
-            "give the configuration its trainable_token_indices again, the ids of the tensor's rows in order, without "
-            "which PEFT leaves the tensor out, and merge the adapter into the base model",
-        )
     if found is None and _VELORA.search(name):
         raise IncompatibleAdapter(
             f"tensor '{name}' of VeLoRA, which PEFT uses in training alone",

@@ -20,7 +20,7 @@ from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter
-from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.adapter.weights import Beside, LoraPair, Weights
 from lora_plugins.settings import AdapterChat, Settings
 
 _T = TypeVar("_T")
@@ -82,6 +82,7 @@ class PartOfAdapter(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     pairs: tuple[LoraPair, ...] = ()
     others: tuple[TensorInfo, ...] = ()
+    beside: tuple[Beside, ...] = ()
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
     canonical: bytes = b""
@@ -158,6 +159,7 @@ def answer_of(found: ReadAdapter) -> Iterator[PartOfAdapter | Verified]:
     for name, items, count in (
         ("pairs", weights.pairs, _TENSORS_IN_A_PART),
         ("others", weights.others, _TENSORS_IN_A_PART),
+        ("beside", weights.beside, _TENSORS_IN_A_PART),
         ("ranks", tuple(config.rank_pattern.items()), _PATTERNS_IN_A_PART),
         ("alphas", tuple(config.alpha_pattern.items()), _PATTERNS_IN_A_PART),
         ("canonical", canonical, _BYTES_IN_A_PART),
@@ -178,6 +180,7 @@ def found_of(parts: Sequence[PartOfAdapter], end: Verified) -> ReadAdapter:
         tuple(pair for part in parts for pair in part.pairs),
         tuple(other for part in parts for other in part.others),
         end.name_in_keys,
+        tuple(one for part in parts for one in part.beside),
     )
     config = replace(
         end.config,

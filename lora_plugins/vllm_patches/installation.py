@@ -65,7 +65,7 @@ def install_manager(process: Process) -> None:
         output_processor,
     )
     from lora_plugins.vllm_patches.engine_core import engine_core, pausing, scheduler
-    from lora_plugins.vllm_patches.worker import adapter_rows, model_runner, worker_base
+    from lora_plugins.vllm_patches.worker import adapter_rows, model_runner, punica_wrapper, worker_base
     from lora_plugins.worker.slot_copy import patch_set_lora
     from lora_plugins.worker.weights_file import patch_safetensors
 
@@ -74,6 +74,7 @@ def install_manager(process: Process) -> None:
         adapter_rows.patch,
         patch_set_lora,  # the classes, before there are layers: lora_kernels wraps each layer
         patch_safetensors,
+        punica_wrapper.patch_hash,
         lora_request.distinguish_versions,
         # Then from the workers up to the API server: each wrapper calls the wrapper before.
         model_runner.patch,

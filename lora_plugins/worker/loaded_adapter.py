@@ -9,7 +9,7 @@ goes through memory that is not page-locked, and waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,8 @@ from lora_plugins.worker.host_memory import Block, bytes_of, room
 from lora_plugins.worker.slot_copy import part_of_worker
 
 WriteSlot = Callable[[int], None]
+# Writes a slot, the last argument, with these tensors of the adapter.
+SlotWrite = tuple[Callable[..., None], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class LoadedAdapter:
 
     Attributes:
         size_bytes: of all its tensors here, a part of the adapter where workers divide its layers.
-        is_instant: whether `write` copies nothing.
+        is_instant: whether `write` copies nothing but tables of trained tokens.
         writes: a function for each layer that writes the layer's slot.
         packers: of the layers that may point at the adapter's memory.
         rank: the largest rank of any module.
@@ -97,7 +99,15 @@ def rank_of(model: Any) -> int:
 
 
 def build(
-    name: str, path: str, manager: Any, model: Any, scalings: Mapping[int, float], *, is_pinned: bool, rank: int = 0
+    name: str,
+    path: str,
+    manager: Any,
+    model: Any,
+    scalings: Mapping[int, float],
+    *,
+    is_pinned: bool,
+    rank: int = 0,
+    beside: Sequence[SlotWrite] = (),
 ) -> LoadedAdapter:
     """Copy a parsed and merged adapter off its file, into memory of our own.
 
@@ -109,6 +119,7 @@ def build(
         scalings: of `take_scalings`.
         is_pinned: whether the memory is page-locked.
         rank: of `rank_of`.
+        beside: writes of what a slot has beside A and B.
     """
     layers: list[_Layer] = []
     writes: list[WriteSlot] = []
@@ -128,6 +139,7 @@ def build(
     sizes = [layer.size_bytes for layer in layers]
     tensors = [t for _, full in heads if full is not None for t in (full.weight, full.bias) if t is not None]
     # A single block for the whole adapter: freeing the adapter is one call.
+    tensors += [tensor for _, kept in beside for tensor in kept]
     block = Block(sum(sizes) + bytes_of(tensors), is_pinned=is_pinned)
     is_instant = all(full is None for _, full in heads) and all(packer_of(layer.module) for layer in layers)
     for layer, size_bytes in zip(layers, sizes, strict=True):
@@ -139,6 +151,7 @@ def build(
         else:
             writes.append(partial(_set_lora, layer.module, *_copied_sides(layer, block)))
     writes.extend(_head(module, full, block) for module, full in heads)
+    writes.extend(partial(write, *(block.copy(tensor) for tensor in kept)) for write, kept in beside)
     packers = tuple(packer for module in manager.modules.values() if (packer := packer_of(module)) is not None)
     size_bytes = sum(sizes) + bytes_of(tensors)
     return LoadedAdapter(name, path, size_bytes, is_instant, tuple(writes), packers, rank)

@@ -53,6 +53,7 @@ from lora_plugins.worker.metrics import metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.model_modules import describe
 from lora_plugins.worker.slot_copy import SlotStream, forget
+from lora_plugins.worker.weights_file import with_opened
 
 
 class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
@@ -160,7 +161,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         request = spec.lora_request or request_of(spec.name, spec.engine_id, path)
         manager = self._adapter_manager
         with describing(adapter=spec.name):
-            model = self._load_adapter(request)
+            model, opened = with_opened(lambda: self._load_adapter(request))
             manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             notes = loading.check_described(
                 model, manager, self._modules,
@@ -172,10 +173,12 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             loading.check_slots(model, manager, self._modules)
             # The store has checked a directory that is named by a digest.
-            if self._settings.check_finite and not is_digest(Path(path).name):
+            check_finite = self._settings.check_finite and not is_digest(Path(path).name)
+            if check_finite:
                 loading.check_finite(spec.name, model)
+            beside = manager.trained_tokens.writes(opened, manager, self._modules, check_finite=check_finite)
             is_pinned = torch.device(self.device).type == "cuda"
-            return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned, rank=rank)
+            return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned, rank=rank, beside=beside)
 
     # --- vLLM's manager API, in the engine loop ---
 
@@ -187,6 +190,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         if self._dummies or self.jobs.lost:
             mapping = _without(mapping, self._adapter_manager.lora_index_to_id)
         self._adapter_manager.set_adapter_mapping(mapping)
+        self._adapter_manager.trained_tokens.begin_batch(requests, self._adapter_manager.lora_index_to_id)
 
     def _apply_adapters(self, lora_requests: set[LoRARequest]) -> None:
         wanted = [request for request in lora_requests if request]

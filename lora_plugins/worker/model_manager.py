@@ -20,6 +20,7 @@ from lora_plugins.kernels.packing import are_pointed
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.scheduler.messages import Slots
 from lora_plugins.worker.host_memory import UntouchedZeros
+from lora_plugins.worker.trained_tokens import TrainedTokens
 
 
 class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
@@ -43,6 +44,7 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
     Why: slots that the scheduler has assigned belong to no other adapter.
 
     Attributes:
+        trained_tokens: tables of the slots' trained tokens.
         slots: copied slots, `--max-loras`, then slots that only point at packed weights. Nobody writes to the rows of
             pointed slots.
     """
@@ -54,6 +56,7 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         self.planned: set[int] = set()  # slots that the scheduler has assigned
         self.slots = slots_of(given["lora_config"], given["max_num_seqs"])
         super().__init__(*args, **kwargs)
+        self.trained_tokens = TrainedTokens(self, given["vllm_config"])
 
     @property
     def lora_slots(self) -> int:
@@ -72,6 +75,7 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
 
     def empty(self) -> None:
         """Empty all slots, so that the system allocates the pages of copied slots now, not at the first use."""
+        self.trained_tokens.empty()
         with at_once():
             for module in self.modules.values():
                 for index in range(self.slots.copied):
@@ -116,7 +120,9 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
             self._active_adapters.remove_oldest()
             if None not in self.lora_index_to_id[copied]:
                 raise ValueError("No free lora slots")
-        return bool(super().activate_adapter(lora_id))  # takes the first free slot
+        is_new = bool(super().activate_adapter(lora_id))  # takes the first free slot
+        self.trained_tokens.clear(self.lora_index_to_id.index(lora_id))
+        return is_new
 
     def _validate_moe_lora_format(self, lora_model: Any) -> None:
         """Note whether the adapter's experts are stacked, and refuse the adapter as vLLM does.

@@ -44,6 +44,7 @@ def describe(manager: Any) -> ModelModules:
         for name, place in _places(manager, module)
     }
     otherwise = computed_otherwise(manager, places)
+    tokens = getattr(manager, "trained_tokens", None)  # of our manager alone
     return ModelModules(
         architecture=type(model).__name__,
         vllm_version=__version__,
@@ -65,6 +66,7 @@ def describe(manager: Any) -> ModelModules:
             **dict.fromkeys(otherwise, Unadapted.OTHERWISE),
         },
         copies=_copies(model, places),
+        **({} if tokens is None else {"tokens": tokens.places, "without_tokens": tokens.why_not}),
     )
 
 

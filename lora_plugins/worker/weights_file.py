@@ -1,5 +1,7 @@
 """Reads an adapter's safetensors file without the memory that the safetensors library leaks at each read.
 
+vLLM is shown the file's A and B. Tensors beside them, which vLLM would refuse, are read by our worker.
+
 `get_tensor` of safetensors for torch (0.8.0, built with PyO3 0.28.3) never frees the two Python integers of a tensor's
 slice: 64 bytes for each tensor, for ever. Loading an adapter of 500 tensors leaks 32 kB each time. `load(bytes)` of
 safetensors frees the integers, but copies the file twice, in memory and with the interpreter's lock held.
@@ -9,14 +11,20 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import safetensors
 import torch
 
 from lora_plugins.adapter.safetensors_header import read_header
+from lora_plugins.adapter.weights import beside_of
 from lora_plugins.errors import InvalidAdapter
+
+T = TypeVar("T")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -25,6 +33,9 @@ class MappedTensors(dict[str, torch.Tensor]):
     """The part of `safetensors.safe_open` by which vLLM reads adapters; keys are in the order of the tensors' bytes.
 
     Tensors are windows into the file, private when written; the file stays mapped for as long as a tensor lives.
+
+    Attributes:
+        beside: the tensors beside A and B, which are no keys. directory: of the file.
 
     Raises:
         InvalidAdapter: not a safetensors file of floating-point tensors. OSError: the file cannot be read.
@@ -37,10 +48,13 @@ class MappedTensors(dict[str, torch.Tensor]):
             header = read_header(file, os.fstat(file.fileno()).st_size)
             # ACCESS_COPY: vLLM multiplies scalings in place, which must never reach the file in the store.
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.beside: dict[str, torch.Tensor] = {}
+        self.directory = Path(path).parent
         for info in header:
             dtype = _DTYPES[info.dtype]
             count = (info.end - info.begin) // dtype.itemsize
-            self[info.name] = torch.frombuffer(mapping, dtype=dtype, count=count, offset=info.begin).view(info.shape)
+            tensors = self if beside_of(info) is None else self.beside
+            tensors[info.name] = torch.frombuffer(mapping, dtype=dtype, count=count, offset=info.begin).view(info.shape)
 
     def __enter__(self) -> Self:
         return self
@@ -56,9 +70,23 @@ def open_weights(path: str | os.PathLike[str], framework: str = "pt") -> Any:
         SafetensorError, OSError: as the library raises them.
     """
     try:
-        return MappedTensors(path)
+        tensors = MappedTensors(path)
     except InvalidAdapter:
         return safetensors.safe_open(path, framework=framework)  # names the fault, or reads a rarer dtype
+    _opened.set(tensors)
+    return tensors
+
+
+_opened: ContextVar[MappedTensors | None] = ContextVar("opened", default=None)
+
+
+def with_opened(read: Callable[[], T]) -> tuple[T, MappedTensors | None]:
+    """Return what `read` returns, and the file that vLLM opens meanwhile: a path may be of the Hub, or of nothing."""
+    _opened.set(None)
+    try:
+        return read(), _opened.get()
+    finally:
+        _opened.set(None)  # else the file would stay mapped
 
 
 def patch_safetensors() -> None:

@@ -174,7 +174,7 @@ PISSA = Shape(
     refused=r"L003.*init_lora_weights 'pissa', which changes the base.*path_initial_model_for_weight_conversion",
 )
 BIAS = Shape("biases", _biases, refused=r"L003.* found bias 'all'.*train with bias='none'")
-TOKENS = Shape("some tokens' embeddings", _tokens, refused=r"L003.*trained token embeddings.*merge it")
+TOKENS = Shape("some tokens' embeddings", _tokens)
 GROWN = Shape("words added", _grown, refused=r"L003.*a whole embedding.*merge the adapter into the model with these")
 CLASSIFIER = Shape(
     "a classifier's head", _classifier, refused=r"L003.*a classifier's head .*serve it on a server of the classifier"

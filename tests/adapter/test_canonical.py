@@ -61,6 +61,8 @@ def test_only_known_keys_are_written():
         {"target_modules": ".*_proj", "use_rslora": True},
         {"target_modules": None, "base_model_name_or_path": ...},
         {"modules_to_save": ["score", "classifier"]},
+        {"trainable_token_indices": [7, 3]},
+        {"trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [0]}},
     ],
     ids=str,
 )

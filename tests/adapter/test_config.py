@@ -27,7 +27,6 @@ UNSUPPORTED = {
     "layer_replication": [[0, 2], [1, 3]],
     "use_bdlora": {"target_modules_bd_a": []},
     "use_qalora": True,
-    "trainable_token_indices": [5],
     "arrow_config": {"top_k": 1},
     "kasa_config": {"beta": 1},
     "monteclora_config": {"sample": 1},
@@ -36,7 +35,7 @@ INITS_THAT_CHANGE_THE_BASE = ["pissa", "PiSSA", "pissa_niter_16", "olora", "OLoR
 PLAIN_INITS = [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica", "lora_ga"]
 READ = {
     *("r", "lora_alpha", "target_modules", "base_model_name_or_path", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("modules_to_save", "peft_type", "peft_version", "bias", "init_lora_weights"),
+    *("modules_to_save", "peft_type", "peft_version", "bias", "init_lora_weights", "trainable_token_indices"),
     *("exclude_modules", "layers_to_transform"),  # targets then say nothing about lost modules
 }
 # Keys of PEFT's LoraConfig that change no answer beside the tensors, and why.

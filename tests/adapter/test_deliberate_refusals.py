@@ -66,7 +66,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "ranks": lambda _: of(weights(rank=4), r=8),
     "alpha": lambda _: of(weights(), lora_alpha=0),
     "kinds": lambda _: of(weights(), target_modules=5),
-    "ignored": lambda _: of(weights(), trainable_token_indices=[3]),
+    "ignored": lambda _: of(weights(), arrow_config={"top_k": 1}),
     "twice": lambda _: of(weights() | without_prefix(pair(Q, 4, 8, 8))),
     "float8": lambda _: with_weights(saved(as_torch(torch.float8_e4m3fn))),
     "integers": lambda _: with_weights(saved(as_torch(torch.int64))),

@@ -17,6 +17,7 @@ from testbed.bed import Bed
 from testbed.decoding import Decoding
 from testbed.models import ATTENTION, DEMO_ADAPTERS, PROMPT, AdapterSpec, build_adapter
 from testbed.reference import Reference
+from testbed.trained_tokens import with_tokens
 from tests.deployments.quiet import assert_quiet, metric
 from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.nightly
 
 DEMO = tuple(spec.name for spec in DEMO_ADAPTERS)
 ENDS = AdapterSpec("ends", 8, (*ATTENTION, "embed_tokens", "lm_head"))  # modules that EAGLE's first form has too
+TRAINED = "trained"  # with trained tokens
 FEW = list(range(60, 64))  # tokens to choose from, so that some of what a draft says is right
 TOKENS = 24
 
@@ -68,13 +70,16 @@ def test_tokens_beside_a_draft_are_those_of_peft(
 ) -> None:
     shutil.copytree(bed.adapters, tmp_path / "adapters")
     build_adapter(bed.base, tmp_path / "adapters", ENDS)
+    # EAGLE and multi-token prediction share the embedding, which has rows of the adapter's own.
+    tokens = {"model.embed_tokens": FEW[:3], "lm_head": FEW[1:]}
+    with_tokens(bed.adapters / "stable", tmp_path / "adapters" / TRAINED, tokens, features=256)
     base, draft = made_by(bed.base, tmp_path / "draft")
     speculation = json.dumps({**draft, "num_speculative_tokens": 2})
     reference = Reference(base)
     prompt = reference.prompt_ids(PROMPT)
     expected = {
         name: Decoding(reference, None if name == "base" else tmp_path / "adapters" / name).among(prompt, TOKENS, FEW)
-        for name in ("base", *adapters)
+        for name in ("base", TRAINED, *adapters)
     }
     assert len(set(map(tuple, expected.values()))) == len(expected)  # a mix-up would be seen
 

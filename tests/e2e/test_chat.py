@@ -23,6 +23,7 @@ from testbed.bed import Bed
 from testbed.client import PLAIN_HTTP, way_to
 from testbed.reference import Reference
 from testbed.server import Server
+from testbed.trained_tokens import train_tokens
 from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 
 MAX_TOKENS = 24
@@ -58,6 +59,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "adds": {"adds": (WORDS, SPECIAL), "template": "<think>" + TURNS + "<call>"},
     "adds-in-config": {"adds": (SPECIAL, WORDS), "is_old": True},
     "adds-an-end": {"adds": (WORDS, SPECIAL), "ends_at_added": True},
+    # PEFT has trained rows of the first token added, and of the template's last one.
+    "trained": {"adds": (WORDS, SPECIAL), "template": "<think>" + TURNS + "<call>", "trains": ["<call>", "<think>"]},
 }
 
 
@@ -121,6 +124,7 @@ def write_chat(
     adds: tuple[list[str], list[str]] = ([], []),
     is_old: bool = False,
     ends_at_added: bool = False,
+    trains: Sequence[str] = (),
 ) -> None:
     """Save a tokenizer beside the adapter as trainers do; an end token is one that the adapter's answer has."""
     own = AutoTokenizer.from_pretrained(reference.base)
@@ -141,6 +145,9 @@ def write_chat(
             for token, it in own.added_tokens_decoder.items()
         }
         (adapter / "tokenizer_config.json").write_text(json.dumps(config))
+    if trains:
+        ids = own.convert_tokens_to_ids(list(trains))
+        train_tokens(adapter, {"model.embed_tokens": ids, "lm_head": ids}, features=256)
     text = own.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     answer = reference.generate(adapter, own(text, add_special_tokens=False)["input_ids"], MAX_TOKENS)
     if ends_at_added:
@@ -242,7 +249,7 @@ def said_of_words(chats: Chats, own: Any, name: str, number: int) -> tuple[str, 
     return (text, ids, words) if words and len(added) > 1 and ids[0] not in added and None not in words else None
 
 
-@pytest.mark.parametrize("name", ["adds", "adds-in-config"])
+@pytest.mark.parametrize("name", ["adds", "adds-in-config", "trained"])
 def test_texts_of_added_tokens_are_those_of_peft(chats: Chats, name: str) -> None:
     own = chats.tokenizer(name)
     text, ids, words = next(filter(None, (said_of_words(chats, own, name, number) for number in range(30))))

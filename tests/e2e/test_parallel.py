@@ -15,6 +15,8 @@ from testbed import failing_slots
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
+from testbed.reference import Reference
+from testbed.trained_tokens import with_tokens
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, admin_server, lora_server
 from tests.e2e.standing_still import LONGEST_S
 
@@ -57,6 +59,13 @@ def test_two_engines_equal_peft_and_change_together(bed: Bed, tmp_path: Path) ->
 def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path: Path) -> None:
     root, store = tmp_path / "adapters", tmp_path / "store"
     shutil.copytree(bed.adapters, root)
+    reference = Reference(bed.base)
+    prompt = reference.prompt_ids(PROMPT)
+    # Of both halves of the vocabulary, which is divided between the workers.
+    tokens = {"model.embed_tokens": prompt[-3:], "lm_head": [3, 300, bed.answers["sql"][0]]}
+    with_tokens(bed.adapters / "sql", root / "trained", tokens, features=256)
+    answers_of = {**bed.answers, "trained": reference.generate(root / "trained", prompt, MAX_TOKENS)}
+    assert answers_of["trained"] != answers_of["sql"]
     with lora_server(
         bed,
         tmp_path,
@@ -67,8 +76,9 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
         client = connect(server)
 
         def wrong() -> list[str]:
-            answers = {spec.name: complete(client, spec.name, PROMPT, MAX_TOKENS) for spec in DEMO_ADAPTERS}
-            return [name for name, answer in answers.items() if list(answer.token_ids) != bed.answers[name]]
+            names = (*(spec.name for spec in DEMO_ADAPTERS), "trained")
+            answers = {name: complete(client, name, PROMPT, MAX_TOKENS) for name in names}
+            return [name for name, answer in answers.items() if list(answer.token_ids) != answers_of[name]]
 
         assert wrong() == []
         for weights in list(store.glob("**/adapter_model.safetensors")):

@@ -6,7 +6,16 @@ import dataclasses
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace, Unadapted
+from lora_plugins.adapter.model_modules import (
+    ExpertFormat,
+    Experts,
+    ModelModules,
+    ModuleKind,
+    ModulePlace,
+    TokenPlaces,
+    Unadapted,
+)
+from lora_plugins.adapter.trained_tokens import MAX_TOKENS
 from testbed.trainers.adapters import (
     ATTENTION,
     EXPERTS,
@@ -63,7 +72,11 @@ def _base(modules: ModelModules) -> BaseModel:
 
 
 _LLAMA = ModelModules(
-    "LlamaForCausalLM", "0.32.0", {**_places({**ATTENTION, **MLP}, "model.layers"), **_WORDS}, vocabulary=VOCABULARY
+    "LlamaForCausalLM",
+    "0.32.0",
+    {**_places({**ATTENTION, **MLP}, "model.layers"), **_WORDS},
+    vocabulary=VOCABULARY,
+    tokens=TokenPlaces("model.embed_tokens", "lm_head", VOCABULARY, HIDDEN, MAX_TOKENS, is_tied=False),
 )
 BASES = {
     Base.LLAMA: _base(_LLAMA),

@@ -17,6 +17,7 @@ from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS, PROMPT, AdapterSpec, build_adapter, build_base, edit_config
 from testbed.reference import Reference
 from testbed.server import outer_environment
+from testbed.trained_tokens import with_tokens
 from tests.deployments import test_drafts as drafts
 from tests.deployments import test_memory_and_weights as sleeping
 from tests.e2e import servers
@@ -41,6 +42,9 @@ def test_heads_of_adapters_meet_no_other_request_beside_drafts(tmp_path: Path) -
         directory = build_adapter(base, tmp_path / "adapters", AdapterSpec(name, 8, ("lm_head",)))
         edit_config(directory, lora_alpha=400)
         expected[name] = Decoding(reference, directory).among(prompt, drafts.TOKENS, drafts.FEW)
+    tokens = {"model.embed_tokens": drafts.FEW[:3], "lm_head": drafts.FEW[1:]}
+    directory = with_tokens(prepare().adapters / "sql", tmp_path / "adapters" / "tokens", tokens, features=256)
+    expected["tokens"] = Decoding(reference, directory).among(prompt, drafts.TOKENS, drafts.FEW)
     assert len({*map(tuple, expected.values())}) == len(expected)
 
     async def ask(url: str, names: list[str]) -> list[list[int]]:
@@ -50,7 +54,7 @@ def test_heads_of_adapters_meet_no_other_request_beside_drafts(tmp_path: Path) -
         return [answer.json()["choices"][0]["token_ids"] for answer in answers]
 
     arguments = ("--speculative-config", json.dumps({**speculation, "num_speculative_tokens": 2}))
-    with servers.admin_server(prepare(), tmp_path, "--max-loras", "3", *arguments) as server:
+    with servers.admin_server(prepare(), tmp_path, "--max-loras", "4", *arguments) as server:
         names = [*expected] * 2
         assert asyncio.run(ask(server.url, names)) == [expected[name] for name in names]
 

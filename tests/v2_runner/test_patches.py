@@ -59,6 +59,7 @@ _WORKER, _MODEL, _STATE, _PUNICA = (
 )
 _WRAPPER, _GPU = "vllm.v1.worker.worker_base:WorkerWrapperBase.", "vllm.v1.worker.gpu."
 _COUNTS, _NAN_V2 = (_MODEL, "not_finite_in_rows"), "V1 counts in `count_nans_per_row`"
+_PROMPTS = (_MODEL, "_of_the_batch.<locals>.of_prompts")
 _CPU = ("V1, CPU", "V2, CPU")
 PATCHES = (
     Patched(f"{_WRAPPER}init_device", (_WORKER, "_initialising.<locals>.init_device")),
@@ -111,6 +112,18 @@ PATCHES = (
         _COUNTS,
         f"{_GPU}spec_decode.rejection_sampler",
         instead=_NAN_V2,
+    ),
+    Patched(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
+        _PROMPTS,
+        "vllm.v1.worker.gpu_model_runner",
+        instead="V2 computes them in `PromptLogprobsWorker`",
+    ),
+    Patched(
+        f"{_GPU}sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs",
+        _PROMPTS,
+        f"{_GPU}model_runner",
+        instead="V1 computes them in the runner",
     ),
     *(
         Patched(f"{_GPU}{symbol}", (_STATE, code), instead="V1 repeats adapters by row itself")

@@ -19,19 +19,22 @@ from lora_plugins.errors import InvalidAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
 from lora_plugins.verification.messages import Tensors, decode_request, encode
-from tests.make import LAYER, adapter_files, pair, put, weights
+from tests.make import LAYER, PEFT, adapter_files, pair, put, weights
 from tests.verification.conftest import program, read
 
 TRAITS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 def test_weights_of_every_kind_cross(children: Children, tmp_path: Path) -> None:
-    tensors = {**weights(), **pair(LAYER.format(1, "q_proj"), 16, 8, 8)}
+    rows = {f"{PEFT}model.embed_tokens.token_adapter.trainable_tokens_delta": np.ones((2, 8), "float32")}
+    tensors = {**weights(), **pair(LAYER.format(1, "q_proj"), 16, 8, 8), **rows}
     changes = {"rank_pattern": {r"layers\.1\..*q_proj": 16}, "alpha_pattern": {"v_proj": 2.5}, "use_rslora": True}
-    many = put(tmp_path / "many", adapter_files(tensors, **changes, modules_to_save=["score"]))
+    changes |= {"modules_to_save": ["score"], "trainable_token_indices": [3, 1]}
+    many = put(tmp_path / "many", adapter_files(tensors, **changes))
     here = verify_adapter(many, None, Settings())
     found = read(children, many).adapter
     assert found.weights == here.weights
+    assert found.weights.beside
     assert found.config == replace(here.config, targets=None)
     assert dict(found.config.rank_pattern) == {r"model\.layers\.1\.self_attn\.q_proj": 16}
     (many / WEIGHTS_FILE).rename(many / PICKLE_FILES[0])

@@ -71,10 +71,9 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     if copies := list(_copies(landed, made, names)):
         made += copies
         changes[_COPIED] = len(copies)
-    kept = tuple(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)) + weights.others
-    files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {
-        one.file for one in weights.others
-    }
+    others = (*weights.others, *(one.tensor for one in weights.beside))
+    kept = (*(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)), *others)
+    files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
     # Sorted, so that an adapter is described in the same words each time.
     described = [f"{text} ({count} modules)" for text, count in sorted(changes.items())]
     if files != {""}:

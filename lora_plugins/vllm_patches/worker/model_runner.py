@@ -1,5 +1,7 @@
 """VLLM's model runners zero new KV blocks before they are used, and find rows of logits that are not finite.
 
+While a runner computes logits of prompts, our hook of the head knows the rows of the batch.
+
 A block is filled token by token, and attention reads the whole block: values behind the last token have weight 0. After
 an adapter whose keys or values overflowed the product is 0 * NaN, NaN for the block's next user, requests of the base
 model too. `KVCacheConfig.needs_kv_cache_zeroing` (vllm/v1/kv_cache_interface.py, 0.30 to 0.33) says whether the
@@ -21,6 +23,11 @@ _COUNTING = (
     ("vllm.v1.worker.gpu_model_runner", "count_nans_per_row"),
     ("vllm.v1.worker.gpu.sample.sampler", "get_num_nans"),
     ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "get_num_nans"),
+)
+# What computes logits of prompts, in the first model runner and in the second.
+_OF_PROMPTS = (
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict"),
+    ("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", "compute_prompt_logprobs"),
 )
 _RUNS_ADAPTERS = "lora_plugins_runs_adapters"  # an attribute of KVCacheConfig, copied and pickled along
 
@@ -58,6 +65,9 @@ def patch_runners(vllm_config: Any) -> None:
     for module, function in () if _ends_requests_with_nan(vllm_config) else _COUNTING:
         if (loaded := sys.modules.get(module)) is not None:
             setattr(loaded, function, not_finite_in_rows)
+    for module, owner, method in _OF_PROMPTS:
+        if (loaded := sys.modules.get(module)) is not None:
+            wrap(getattr(loaded, owner), method, _of_the_batch)
     cpu: Any = sys.modules.get("vllm.v1.worker.cpu_model_runner")
     if cpu is not None:
         wrap(cpu.CPUModelRunner, "_zero_block_ids", _zeroing)
@@ -120,6 +130,32 @@ def not_finite_in_rows(logits: Any) -> Any:
 
     # A reduction by rows: no tensor of the logits' size is made.
     return (logits.amax(dim=-1) < torch.inf).logical_not().to(torch.int32)
+
+
+def _of_the_batch(original: Any) -> Any:
+    """Name the hidden states of the whole batch, some consecutive rows of which the model is given at a time.
+
+    Touches:
+        vllm.v1.worker.gpu_model_runner:
+            GPUModelRunner._get_prompt_logprobs_dict(self, hidden_states, num_scheduled_tokens)
+        vllm.v1.worker.gpu.sample.prompt_logprob:
+            PromptLogprobsWorker.compute_prompt_logprobs(self, logits_fn, hidden_states, ...)
+    Why: vLLM names no request with rows of a prompt, which would get trained tokens of other requests' adapters.
+    Until: vLLM names the adapter of each row of the head.
+    """
+
+    def of_prompts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        from lora_plugins.worker.trained_tokens import rows_of_batch
+
+        token = rows_of_batch.set(next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            rows_of_batch.reset(token)
+
+    return of_prompts
 
 
 def _zeroing(original: Any) -> Any:

@@ -64,21 +64,28 @@ def use_wrapper(dotted_name: str) -> None:
     Why: vLLM makes every layer's kernels from this dotted name, in every process.
     Until: vLLM lets a plugin name its LoRA kernels.
     """
-    from vllm.config.lora import LoRAConfig
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
     # On the class: vLLM pickles no platform, and each process finds its own `current_platform`.
     setattr(platform, _OURS, True)
     platform.get_punica_wrapper = classmethod(lambda _: dotted_name)
-    wrap(LoRAConfig, "compute_hash", _of_our_kernels)
+    patch_hash()
     register_layers()
+
+
+def patch_hash() -> None:
+    """Have vLLM compile models apart for our kernels and for our hooks; a second call changes nothing."""
+    from vllm.config.lora import LoRAConfig
+
+    wrap(LoRAConfig, "compute_hash", _of_our_kernels)
 
 
 def _of_our_kernels(original: Any) -> Any:
     """Have the wrapper's name and our version be part of the hash.
 
-    Why: a restart with other kernels would load the model that was compiled with the earlier ones.
+    Why: a restart with other kernels, or with hooks (`worker/trained_tokens.py`), would load the model that was
+        compiled with the earlier ones, or without.
     Until: vLLM's hash has the name of the punica wrapper.
     """
 

@@ -52,6 +52,7 @@ for line in sys.argv[1:]:
     os.wait()
 """
 ENVIRONMENTS = {
+    "manager": {"VLLM_PLUGINS": "lora_lru_manager"},
     "named": {"VLLM_PLUGINS": "lora_kernels"},
     "others": {"VLLM_PLUGINS": "lora_filesystem_resolver"},
     "all": {},
@@ -95,6 +96,12 @@ def test_our_wrapper_is_made_where_the_plugin_is_named(outcomes, env, wrapper):
 def test_elsewhere_vllm_is_as_without_us(outcomes, env):
     wanted = {"wrapper": VLLMS_OWN, "untouched": True, "wrapped_once": False, "error": ""}
     assert outcomes[env] == {**wanted, "products": 0, "hash": outcomes["others"]["hash"]}
+
+
+def test_hooks_of_the_manager_have_compiled_models_of_their_own(outcomes):
+    """Such a model has the search for rows of trained tokens."""
+    assert outcomes["manager"]["wrapper"] == VLLMS_OWN
+    assert outcomes["manager"]["hash"] != outcomes["others"]["hash"]
 
 
 def test_each_wrapper_has_compiled_models_of_its_own(outcomes):

@@ -1,0 +1,77 @@
+"""The embedding and the head of a worker's model, as far as rows of trained tokens can take the place of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lora_plugins.adapter.model_modules import TokenPlaces
+from lora_plugins.adapter.trained_tokens import MAX_TOKENS
+
+_Named = list[tuple[str, Any]]
+
+
+def find(manager: Any, vllm_config: Any) -> tuple[TokenPlaces, Any, Any, Any] | str:
+    """Return places, embedding, the layer of logits or None, and vLLM's wrapper that has the slot of each row.
+
+    The layers are those that the model calls, with LoRA or without. A text, a part of a sentence, says why no adapter
+    can have trained tokens.
+
+    Args:
+        manager: vLLM's `LoRAModelManager`, or a subclass, which has wrapped the model's layers.
+        vllm_config: the engine's.
+
+    Touches:
+        vllm.model_executor.layers.vocab_parallel_embedding:
+            VocabParallelEmbedding{org_vocab_size, embedding_dim, reduce_results} ParallelLMHead{bias}
+        vllm.model_executor.layers.logits_processor: LogitsProcessor{logits_as_input}
+        vllm.lora.layers.logits_processor: LogitsProcessorWithLoRA{base_layer}
+        vllm.lora.model_manager: LoRAModelManager._get_punica_wrapper(self, module_name)
+        vllm.config.model: ModelConfig{enable_prompt_embeds, hf_text_config}
+    Why: an adapter with trained tokens is refused where its rows would be those of other tokens, or left out.
+    Until: vLLM serves `trainable_token_indices` (vllm-project/vllm#55796).
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    # The rows of layers are then not a batch's, or not all layers are here.
+    modes = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "batch-sharded sampling": getattr(parallel, "enable_batch_sharded_sampling", False),
+        "--enable-prompt-embeds": model.enable_prompt_embeds,
+    }
+    if mode := next((name for name, is_on in modes.items() if is_on), None):
+        return f"as this server runs with {mode}"
+    embeddings, heads, processors = _layers(manager.model)
+    if len(embeddings) != 1 or len(processors) > 1:
+        return f"as this model has {len(embeddings)} embeddings and {len(processors)} heads, not one"
+    (name, embedding), is_asked = embeddings[0], hasattr(manager.model, "compute_logits")  # not of a model for pooling
+    processor = processors[0][1] if processors and is_asked else None
+    layer, punica = _base(embedding), manager._get_punica_wrapper(name)  # noqa: SLF001 - as vLLM chooses a layer's rows
+    if punica is None or not getattr(layer, "reduce_results", True):
+        return "as vLLM names no adapters for the rows of this model's embedding, or adds up its parts later"
+    size = layer.embedding_dim
+    is_other = any(head.bias is not None or head.embedding_dim != size for _, head in heads)
+    if processor is not None and (is_other or _base(processor).logits_as_input):
+        return "as this model's head has a bias, another size than its embedding, or its own way to logits"
+    head = (heads[0][0] if heads else "lm_head") if processor is not None else ""
+    is_tied = bool(head) and bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
+    places = TokenPlaces(name, head, int(layer.org_vocab_size), int(size), MAX_TOKENS, is_tied)
+    return places, embedding, processor, punica
+
+
+def _layers(model: Any) -> tuple[_Named, _Named, _Named]:
+    """Return the model's embeddings, heads and layers of logits, each once, with their names."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    layers: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        layers.setdefault(id(_base(module)), (name, module))  # the outer one, which the model calls, comes first
+
+    def of(*kinds: type) -> _Named:
+        return [one for one in layers.values() if isinstance(_base(one[1]), kinds)]
+
+    heads = of(ParallelLMHead)
+    return [one for one in of(VocabParallelEmbedding) if one not in heads], heads, of(LogitsProcessor)
+
+
+def _base(module: Any) -> Any:
+    return getattr(module, "base_layer", module)
