@@ -149,6 +149,8 @@ class Lifecycle:
         async with server.vllm.lock(name):
             if (served := self.registry.get(name)) is not None:
                 return served.request
+            if not server.resolver.sources:  # else names of other packages' resolvers would count as unknown
+                return None
             if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
                 return None
             request = server.vllm.new_request(name, await server.engine_path(name, version))

@@ -67,7 +67,7 @@ class Snapshots:
             return known
         async with self._lock(request):
             # Another caller may have taken the copy while this caller waited for the lock.
-            if (known := self.known(request) or await self.by_id(request)) is not None:
+            if (known := self.known(request) or await self.by_id(request, adds=False)) is not None:
                 return known
             version, kept = await self.take(request), self._kept.get(request.lora_int_id)
             # No adapter lies at the path.
@@ -128,16 +128,17 @@ class Snapshots:
             with self.trying(request, await self.take(request)) as taken:
                 yield taken
 
-    async def by_id(self, request: Any) -> Any:
+    async def by_id(self, request: Any, *, adds: bool = True) -> Any:
         """The request for the engine where the engine id alone says what to serve, or to add, as in vLLM; else None.
 
         A load in place, or a directory, says more than the id. Engines load again what they have evicted: for adapters
-        that came by this client under the same name they are not asked.
+        that came by this client under the same name they are not asked. With `adds` they are asked for what only they
+        have: engines cannot load tensors again, and a request learns so by its own failure.
         """
         engine_id, path, kept = request.lora_int_id, request.lora_path, self._kept.get(request.lora_int_id)
         if self._stays(request) or request.load_inplace or place_by_path(path).startswith("/"):
             return None
-        if kept is None or (kept.version is not None and kept.version.name != request.lora_name):
+        if kept is None or (adds if kept.version is None else kept.version.name != request.lora_name):
             if engine_id not in await self._held():
                 return None
             self._remember(engine_id, kept := _KeptSnapshot(path, None))

@@ -460,9 +460,11 @@ class Store:
         if self.on_damage is not None:
             self.on_damage(digest)
         with self.leases.guard(digest):
-            if not self.is_marked(digest):
-                self.note_replaced(digest)
-            self._mark(digest).touch()
+            try:
+                if not self.is_marked(digest):
+                    self.note_replaced(digest)
+            finally:  # a full disk may still have an inode
+                self._mark(digest).touch()
         return False
 
     def is_marked(self, digest: str) -> bool:

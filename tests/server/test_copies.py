@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
 import shutil
 import weakref
 from collections import Counter
@@ -198,6 +200,26 @@ async def test_all_names_of_damaged_bytes_are_loaded_again(make_bed) -> None:
     for name in ("sql", "other"):
         assert bed.world.worker.loads[await bed.world.ask(name)] >= 1
     assert (one.is_damaged, two.is_damaged, loads(bed)) == (False, False, 4)
+
+
+@runs
+async def test_a_full_disk_under_a_mended_copy_passes(make_bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has written to the files and back; the next refresh loads them again."""
+    bed = make_bed()
+    adapter = await bed.load()
+    before = await bed.world.ask("sql")
+    adapter.is_damaged = True
+
+    def full(digest: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), digest)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(bed.resolver.store, "note_replaced", full)
+        with pytest.raises(OutOfMemory):
+            await bed.world.lifecycle.refresh("sql")
+    assert adapter.last_error is not None
+    await bed.world.lifecycle.refresh("sql")
+    assert (await bed.world.ask("sql") != before, adapter.is_damaged) == (True, False)
 
 
 @runs

@@ -228,6 +228,18 @@ async def test_what_workers_have_lost_is_asked_again(bed: Bed) -> None:
 
 
 @runs
+async def test_tensors_that_workers_have_lost_are_not_added(bed: Bed) -> None:
+    """Engines cannot load tensors again, so that the id alone adds nothing."""
+    bed.held = {1}
+    async with bed.snapshots.adding(TensorRequest("policy", 1, "simon_lora_path")):
+        pass
+    assert await bed.add(path="simon_lora_path") == "/dev/null/simon_lora_path"
+    bed.held = set()
+    with pytest.raises(InvalidAdapter, match="no directory here"):
+        await bed.add(path="simon_lora_path")
+
+
+@runs
 async def test_an_added_directory_of_the_workers_takes_the_copys_place(bed: Bed) -> None:
     await bed.add()
     assert await bed.add(path="/only/workers") == "/only/workers"

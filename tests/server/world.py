@@ -108,6 +108,7 @@ class FakeResolver:
     asked: list[str] = field(default_factory=list)
     hung: set[str] = field(default_factory=set)
     settings: Settings = field(default_factory=Settings)
+    sources: tuple[str, ...] = ("fake",)
 
     def __post_init__(self) -> None:
         self.store = FakeStore(self.needed)

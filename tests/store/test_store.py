@@ -178,6 +178,18 @@ def test_damage_is_found_marked_and_fetched_again(store: Store) -> None:
     assert leftovers(store) == []
 
 
+def test_damage_is_marked_where_it_cannot_be_counted(store: Store) -> None:
+    """As on a full disk, which may still have an inode for the mark."""
+    stored = obtain(store, DownloadSpec(adapter_files()))
+    weights = stored.directory / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(b"x" * weights.stat().st_size)
+    (store.layout.folder("replaced") / stored.digest).mkdir()
+    with pytest.raises(IsADirectoryError):
+        store.verify(stored.digest)
+    assert store.is_marked(stored.digest)
+
+
 def test_damaged_adapter_in_use_stays_until_its_replacement_is_there(store: Store) -> None:
     wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)

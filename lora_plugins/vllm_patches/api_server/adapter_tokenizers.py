@@ -27,7 +27,7 @@ _PROBE = "a"
 def served_chat(base: Any, vocabulary: int, chat: Chat) -> Chat:
     """Leave of the adapter's tokenizer only what the base model's lacks, or has otherwise."""
     words = {} if base is None else base.get_vocab()
-    new = tuple(token for token in chat.added_tokens if words.get(token.text) != token.id)
+    new = tuple(token for token in (*chat.added_tokens, *chat.lost_tokens) if words.get(token.text) != token.id)
     if base is None:
         return replace(chat, added_tokens=(), post_processor="")
     few_enough = len(new) <= _MOST_NEW and sum(len(token.text.encode()) for token in new) <= _NEW_BYTES

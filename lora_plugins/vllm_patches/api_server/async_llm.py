@@ -167,10 +167,10 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
 async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:
     with as_http():
         async with snapshots_of(client).adding(lora_request) as taken:
-            if only_engines_have(taken):
-                return True
             if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
                 return await original(client, taken)
+            if taken is not lora_request and only_engines_have(taken):
+                return True
             uri = place_by_path(lora_request.lora_path) if is_in_store(taken.lora_path) else None
             await planner_of(client).load(taken, uri=uri, wants_slot=False)
     return True

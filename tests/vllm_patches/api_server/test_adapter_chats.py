@@ -262,6 +262,14 @@ def test_tokens_that_the_tokenizer_cannot_take_in_are_named(
     assert all(str(token) in (served.warning or "") for token in served.lost_tokens)
 
 
+def test_tokens_that_a_leader_has_lost_stay_lost(processor: InputProcessor) -> None:
+    """A follower gets what its leader serves, and asks again what its own tokenizer can take."""
+    chat = Chat(added_tokens=(AddedToken(512, "<a>"),))
+    of_leader = served_chat(processor.tokenizer, 512, chat)
+    assert served_chat(processor.tokenizer, 512, of_leader) == of_leader
+    assert of_leader.lost_tokens == chat.added_tokens
+
+
 def test_tokens_of_the_base_model_count_for_nothing(processor: InputProcessor) -> None:
     chat = Chat(added_tokens=(AddedToken(0, "<s>", frozenset({"special"})), AddedToken(1, "</s>")))
     assert served_chat(processor.tokenizer, 512, chat) == Chat()

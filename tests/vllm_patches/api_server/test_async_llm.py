@@ -318,6 +318,14 @@ def test_a_load_by_path_is_a_load_of_its_copy(adapter: LoRARequest, process: Pro
     assert client.own == []
 
 
+def test_a_path_below_no_directory_is_loaded_as_any() -> None:
+    """No id that an engine holds: the answer waits for the engine."""
+    client = Client()
+    client.engine_core.call_utility_async = answering_at_once(client.engine_core)
+    asyncio.run(client.add_lora(LoRARequest("sql", 7, "/dev/null/sql")))
+    assert [spec["path"] for _, spec, *_ in client.engine_core.asked] == ["/dev/null/sql"]
+
+
 def answering_at_once(core: Core) -> Any:
     async def call(*asked: Any) -> Any:
         core.asked.append(asked)

@@ -23,6 +23,7 @@ from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import openai_serving_models
 from tests.make import adapter_files, put
+from tests.resolvers.test_resolver import RecordingResolver
 from tests.server.world import Version, World
 from tests.virtual_time import runs
 
@@ -110,6 +111,15 @@ async def test_other_packages_resolvers_are_asked_after_our_sources(of_this_worl
     assert (others.asked, [it.lora_name for it in models.engine_client.own]) == (["theirs"], ["theirs"])
     served = world.lifecycle.registry.get("theirs")
     assert (served.request.lora_path, served.version) == ("/others/theirs", None)
+
+
+@runs
+async def test_without_sources_of_ours_no_name_counts_as_unknown(of_this_world: Any, tmp_path: Path) -> None:
+    resolver = RecordingResolver(tmp_path / "store")
+    models = Models(of_this_world(World(resolver=resolver)))
+    models.lora_resolvers = [OthersResolver()]
+    assert (await models.resolve_lora("theirs")).lora_path == "/others/theirs"
+    assert resolver.emitted == []
 
 
 @runs
