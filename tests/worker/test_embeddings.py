@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,22 @@ import pytest
 import torch
 
 from lora_plugins.vllm_patches.worker import adapter_rows
+from tests.vllm_patches.put_back import put_back
 from tests.worker import small_model
 from tests.worker.small_model import WIDTH, make_adapter, serve, step
 from tests.worker.test_fits import WORDS, model_with_words
 
 
 @pytest.fixture
-def manager(make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def manager(make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
 
     monkeypatch.setattr(small_model, "small_model", model_with_words)
-    monkeypatch.setattr(VocabParallelEmbeddingWithLoRA, "forward", VocabParallelEmbeddingWithLoRA.forward)
-    adapter_rows.patch()
-    adapter_rows.patch()
-    return make_manager(slots=2)
+    with put_back(VocabParallelEmbeddingWithLoRA, LoRAModelManager):
+        adapter_rows.patch()
+        adapter_rows.patch()
+        yield make_manager(slots=2)
 
 
 def test_tokens_in_two_dimensions_have_their_own_adapters(manager: Any, tmp_path: Path) -> None:
