@@ -23,7 +23,7 @@ from lora_plugins.server.arrivals import Arrivals, Body, BodyRoom
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.limits import Share
 from lora_plugins.server.swapping import KEPT_VERSIONS, VersionChange
-from lora_plugins.store.errors import FullDisk, store_errors
+from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import discard
 
 _MINUTE_S = 60.0
@@ -188,7 +188,7 @@ class Pushes:
             self._lifecycle.check_pushed(name, expects)
             left_bytes = partial(self.left_bytes, name, body.sender, body.owns)
             room = BodyRoom(self._lifecycle.server.resolver.store, left_bytes)
-            async with self._directory(room) as directory, room:
+            async with self._directory() as directory, room:
                 with store_errors():
                     body_sha256 = await receive(self._arrivals.pieces(body, room), directory)
                     pushed = await asyncio.to_thread(PushedAdapter.of, name, directory, body_sha256)
@@ -231,7 +231,7 @@ class Pushes:
                 of_name.changed.notify_all()
 
     @asynccontextmanager
-    async def _directory(self, room: BodyRoom) -> AsyncIterator[Path]:
+    async def _directory(self) -> AsyncIterator[Path]:
         """A directory of the store for the files received, removed at the end."""
         store = self._lifecycle.server.resolver.store
         directory = store.layout.new_temporary(store.processes.me())
@@ -245,11 +245,6 @@ class Pushes:
             with store_errors():
                 await asyncio.shield(making)
             yield directory
-        except FullDisk:  # the body cannot be read twice, but make room for the next push
-            # Without the part that has arrived, which hides what a quota leaves.
-            await asyncio.to_thread(discard, directory)
-            await asyncio.to_thread(store.give_way, room.size_bytes, 0)
-            raise
         finally:
             # Shielded: a cancelled push must not leave its files, nor what its thread makes afterwards.
             await asyncio.shield(removed())

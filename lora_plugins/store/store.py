@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lora_plugins.errors import InvalidAdapter, InvalidSettings, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, InvalidSettings, NoFreeSlot, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.errors import FULL, FullDisk, is_damage, store_errors
-from lora_plugins.store.eviction import Evictor, Room, all_used, damaged_in, give_way, share_of_disk
+from lora_plugins.store.eviction import Evictor, damaged_in, share_of_disk
 from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.hashing import HashedEntries, identity_of, sha256_of
 from lora_plugins.store.inventory import Inventory
@@ -44,7 +44,7 @@ from lora_plugins.store.processes import Processes
 
 _T = TypeVar("_T", bound=CheckedAdapter)
 _SWEPT_AT_ONCE = 1_000  # entries of the folder of leases
-_TRIES_OF_FULL_DISK = 3  # other fetches may take the room that a try has made
+_PAGE_BYTES, _OWN_PAGES = 4096, 3  # each file takes whole pages; manifest, index and a canonical configuration too
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +149,13 @@ class Store:
         lock = self.layout.folder("locks") / f"{self.layout.index(wanted.uri, wanted.version, form).name}.fetch"
         find = partial(self.find_leased, wanted.uri, wanted.version, set(sizes_bytes), holder, form)
 
-        async def find_or_fetch() -> StoredAdapter[_T]:
+        async def find_or_fetch(spare_bytes: int = 0) -> StoredAdapter[_T]:
             await asyncio.to_thread(self.leases.make_again)
             async with fetch_lock(lock, timeout_s=self._fetch_timeout_s):
                 # Another caller, or another process, may have published the version meanwhile.
                 if (found := await asyncio.to_thread(find)) is not None:
                     return found
-                async with self.reserve(needed_bytes, directory):
+                async with self.reserve(needed_bytes + spare_bytes, directory, len(sizes_bytes)):
                     download = PartialDownload(directory, list(sizes_bytes))
                     try:
                         await fetch(download)
@@ -163,70 +163,46 @@ class Store:
                     finally:
                         await asyncio.to_thread(download.finish_quietly)
 
-        give_way = partial(self.give_way, needed_bytes, len(sizes_bytes), directory=directory)
-        was_full, rooms = False, list[Room]()
         try:
-            while True:
-                try:
-                    with store_errors():
-                        return await find_or_fetch()
-                except FullDisk:
-                    was_full = True
-                    if len(rooms) == _TRIES_OF_FULL_DISK:
-                        raise
-                    rooms.append(await to_its_end(self._relieved(give_way)))
-                    # Where a write fails beside room twice, another fetch is not the cause.
-                    if not rooms[-1].is_there or rooms.count(Room.FOUND) > 1:
-                        raise
-        finally:
-            if was_full:
-                await asyncio.to_thread(discard, directory)
-
-    def give_way(self, needed_bytes: int, needed_files: int, kept: str = "", directory: Path | None = None) -> Room:
-        """Call `give_way` of `eviction.py`; `Room.NONE` where the store cannot be read.
-
-        Where there is room, make `directory`, whose name announces the bytes, under the same lock: the next fetch that
-        looks for room counts both.
-        """
-        with contextlib.suppress(OSError), self.leases.guard("room"):
-            self._sweep_temporaries()
-            room = give_way(self.evictor, needed_bytes, needed_files, kept=kept)
-            if room.is_there and directory is not None:
-                with contextlib.suppress(OSError):
-                    directory.mkdir()
-            return room
-        return Room.NONE
+            with store_errors():
+                return await find_or_fetch()
+        except FullDisk:  # others have written meanwhile, or pages or inodes are lacking: look at the disk once more
+            with store_errors():
+                return await find_or_fetch((len(sizes_bytes) + _OWN_PAGES) * _PAGE_BYTES)
 
     @contextlib.asynccontextmanager
-    async def reserve(self, needed_bytes: int, directory: Path | None = None) -> AsyncIterator[None]:
+    async def reserve(
+        self, needed_bytes: int, directory: Path | None = None, needed_files: int = 0
+    ) -> AsyncIterator[None]:
         """Inside, so many bytes have room; the name of `directory`, which is made and removed, announces the bytes.
+
+        Where leases are in the way, unused leases of this process end first, then those of others.
 
         Raises:
             OutOfMemory: the bytes do not fit even into an empty store. NoFreeSlot: leases are in the way.
         """
         if directory is None:
             directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
-        make = partial(self._make_room, directory, needed_bytes)
+        make = partial(self._make_room, needed_bytes, needed_files, directory)
         try:
-            if await to_its_end(self._relieved(make)) is Room.LEASED:
-                raise all_used(self.max_bytes, needed_bytes)
+            try:
+                await to_its_end(asyncio.to_thread(make))
+            except NoFreeSlot:
+                if self.relieve is not None:
+                    await self.relieve()
+                await to_its_end(asyncio.to_thread(self._make_room_or_press, make))
             yield
         finally:
             await asyncio.to_thread(discard, directory)
 
-    async def _relieved(self, make: Callable[[], Room]) -> Room:
-        """Make room in a thread; where leases are in the way, first end unused leases of this process, then of others.
-
-        Other processes see the mark `.pressure`, and end their unused leases before the next try of this fetch.
-        """
-        room = await asyncio.to_thread(make)
-        if room is Room.LEASED and self.relieve is not None:
-            await self.relieve()
-            room = await asyncio.to_thread(make)
-        if room is Room.LEASED:
+    def _make_room_or_press(self, make: Callable[[], None]) -> None:
+        """Make room, or leave the mark `.pressure`: other processes see it, and end their unused leases."""
+        try:
+            make()
+        except NoFreeSlot:
             with contextlib.suppress(OSError):
-                await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
-        return room
+                (self.layout.root / PRESSURE_FILE).touch()
+            raise
 
     def pressed_at(self) -> int:
         """When a process last found no room for leases of others, in the file system's ns; 0 where none ever has."""
@@ -244,15 +220,20 @@ class Store:
                     self.inventory.note_use(digest, used_at)
             self.leases.release(digest, holder)
 
-    def _make_room(self, directory: Path, needed_bytes: int) -> Room:
+    def _make_room(self, needed_bytes: int, needed_files: int, directory: Path | None = None, kept: str = "") -> None:
         """Make room, and the directory whose name announces the bytes, under one lock: the next fetch counts both."""
         with self.leases.guard("room"):
             self._sweep_temporaries()  # the room announced by a process that has died since the start is free
-            kept_free_bytes = self._kept_free_bytes
-            room = self.evictor.make_room(needed_bytes, self.max_bytes, kept_free_bytes=kept_free_bytes, own=directory)
-            if room.is_there:
+            self.evictor.make_room(
+                needed_bytes,
+                self.max_bytes,
+                needed_files=needed_files,
+                kept_free_bytes=self._kept_free_bytes,
+                own=directory,
+                kept=kept,
+            )
+            if directory is not None:
                 directory.mkdir(exist_ok=True)
-            return room
 
     def _publish(
         self,
@@ -501,8 +482,7 @@ class Store:
             with store_errors():
                 is_leased = self.leases.acquire(digest, holder)
         except FullDisk:  # the file of a lease needs an inode
-            if not self.give_way(0, 0, kept=digest).is_there:
-                raise
+            self._make_room(0, 0, kept=digest)
             is_leased = self.leases.acquire(digest, holder)
         if not is_leased:
             return False

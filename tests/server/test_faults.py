@@ -357,7 +357,7 @@ def look(server: Server, operation: Operation) -> list[str]:
         wrong.append(f"serves {served.keys()}, or other bytes")
     if left := [it.path.name for it in store.layout.temporaries()]:
         wrong.append(f"temporary files: {left}")
-    if pending := pending_bytes(store.layout):
+    if pending := pending_bytes(store.layout)[0]:
         wrong.append(f"{pending} bytes are announced")
     if locks := [it.name for it in store.layout.folder("locks").iterdir() if it.suffix != ".guard"]:
         wrong.append(f"locks: {locks}")

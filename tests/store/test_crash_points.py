@@ -170,7 +170,7 @@ def lease(store: Store) -> None:
 
 
 def lack_room(store: Store) -> None:
-    store.give_way(1, 0)
+    store._make_room(1, 0)
 
 
 @dataclass(frozen=True)

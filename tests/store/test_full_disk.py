@@ -14,9 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_plugins.errors import OutOfMemory, SourceUnavailable
+from lora_plugins.errors import NoFreeSlot, OutOfMemory, SourceUnavailable
 from lora_plugins.store import eviction
-from lora_plugins.store.eviction import Room
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
@@ -41,7 +40,7 @@ def fill(store: Store, *, is_leased: bool) -> list[str]:
         wanted = adapter(number)
         try:
             stored = obtain(store, wanted)
-        except OutOfMemory:
+        except (OutOfMemory, NoFreeSlot):
             return digests
         if not is_leased:
             store.release("", stored.directory)
@@ -65,12 +64,12 @@ def test_a_full_disk_gives_what_nobody_leases(disk: str, request: pytest.Fixture
     assert leftovers(store) == []
 
 
-@pytest.mark.parametrize(("disk", "found"), [("few_bytes", "full disk"), ("few_inodes", "disk without free inodes")])
-def test_a_full_disk_of_leases_says_what_is_missing(disk: str, found: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("disk", ["few_bytes", "few_inodes"])
+def test_a_full_disk_of_leases_loses_nothing(disk: str, request: pytest.FixtureRequest) -> None:
     store = Store(request.getfixturevalue(disk) / "store", max_bytes=1 << 50)
     digests = fill(store, is_leased=True)
     wanted = adapter(1000)
-    with pytest.raises(OutOfMemory, match=found):
+    with pytest.raises((NoFreeSlot, OutOfMemory), match=r"engines still use|disk without free inodes"):
         obtain(store, wanted)
     assert wanted.fetches <= 1, "nothing was removed, so nothing is fetched again"
     assert sorted(digests) == store.layout.digests()
@@ -140,12 +139,10 @@ def hide_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction.os, "statvfs", look_beyond)
 
 
-@pytest.mark.parametrize(("count", "is_quota"), [(2, False), (3, False), (2, True)])
-def test_fetches_at_once_each_have_their_room(few_bytes: Path, monkeypatch, count: int, is_quota: bool) -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_fetches_at_once_each_have_their_room(few_bytes: Path, count: int) -> None:
     store = Store(few_bytes / "store", max_bytes=1 << 50)
     fill(store, is_leased=False)
-    if is_quota:
-        hide_lack(monkeypatch)
 
     async def obtain_all() -> list[str]:
         wanted = [adapter(1000 + number) for number in range(count)]
@@ -180,12 +177,12 @@ def test_room_is_made_beside_what_downloads_still_need(few_bytes: Path, has_arri
     (other / "adapter_model.safetensors").write_bytes(bytes(size_bytes if has_arrived else 0))
     fill_rest(few_bytes)
     evicted, _ = watched(store)
-    assert store.give_way(size_bytes - (1 << 15), 2, directory=own) is Room.MADE
+    store._make_room(size_bytes - (1 << 15), 2, own)
     assert len(evicted) == expected
     assert own.is_dir(), "the next fetch that looks for room counts this download, too"
 
 
-def test_nothing_more_goes_where_others_take_what_is_freed(few_bytes: Path) -> None:
+def test_little_more_goes_where_others_take_what_is_freed(few_bytes: Path) -> None:
     store = Store(few_bytes / "store", max_bytes=1 << 50)
     digests = fill(store, is_leased=False)
     evicted, asked = watched(store)
@@ -197,8 +194,7 @@ def test_nothing_more_goes_where_others_take_what_is_freed(few_bytes: Path) -> N
     store.evictor.on_evict = evict
     with pytest.raises(OutOfMemory, match="full disk"):
         obtain(store, adapter(1000, hidden=2 * HIDDEN))
-    assert len(evicted) == 1
-    assert evicted[0] in digests
+    assert set(evicted) < set(digests), "as much as the fetch needs, and once more"
     assert asked == []
 
 
@@ -211,24 +207,16 @@ def test_leases_stay_where_their_copies_would_not_be_enough(few_bytes: Path) -> 
     assert (evicted, asked, store.pressed_at()) == ([], [], before)
 
 
-@pytest.mark.parametrize("is_leased", [False, True])
-def test_a_quota_gives_what_a_fetch_needs(few_bytes: Path, monkeypatch, is_leased: bool) -> None:
+def test_a_quota_that_the_disk_does_not_show_removes_nothing(few_bytes: Path, monkeypatch) -> None:
     store = Store(few_bytes / "store", max_bytes=1 << 50)
-    digests = fill(store, is_leased=is_leased)
+    fill(store, is_leased=False)
     hide_lack(monkeypatch)
     evicted, asked = watched(store)
-    if is_leased:
-        with pytest.raises(OutOfMemory, match="full disk"):
-            obtain(store, adapter(1000))
-        store.release("", store.layout.adapter(digests[0]))
-    assert store.verify(obtain(store, adapter(1000)).digest)
-    assert len(evicted) == 1
-    fill_rest(few_bytes)
-    store.release("", store.layout.adapter(digests[1]))
     with pytest.raises(OutOfMemory, match="full disk"):
-        obtain(store, adapter(1001))
-    assert len(evicted) == 1, "not a page is free, so that nothing shows that a removal would help"
-    assert asked == []
+        obtain(store, adapter(1000))
+    assert (evicted, asked, leftovers(store)) == ([], [], [])
+    store.max_bytes = 3 * sum(size for _, size, _ in adapter(0).promised)
+    assert store.verify(obtain(store, adapter(1000)).digest), "a budget below the quota helps"
 
 
 @pytest.mark.parametrize("folder", ["index", "tmp", "locks", "leases", "processes", "uses", "damaged"])
@@ -320,7 +308,7 @@ def test_a_full_disk_ends_leases_that_nothing_uses(few_bytes: Path) -> None:
     """Each served name has one, so that without their end nothing would ever go."""
     store = Store(few_bytes / "store", max_bytes=1 << 50)
     digests = fill(store, is_leased=True)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(NoFreeSlot):
         obtain(store, adapter(1000))
     assert store.pressed_at(), "other servers end theirs"
 

@@ -192,7 +192,7 @@ def test_the_budget_holds_for_fetches_at_once(tmp_path: Path) -> None:
         await asyncio.sleep(0.02)
         await one.fetch(arriving)
         # In this order nothing that is published meanwhile is counted twice.
-        peaks.append(sum(entry.size_bytes for entry in entries(store.layout)) + pending_bytes(store.layout))
+        peaks.append(sum(entry.size_bytes for entry in entries(store.layout)) + pending_bytes(store.layout)[0])
 
     async def run() -> list[object]:
         obtaining = (store.obtain(one, lambda arriving, one=one: fetch(one, arriving), check) for one in wanted)

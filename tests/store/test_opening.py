@@ -132,4 +132,4 @@ def test_opening_sweeps_what_dead_processes_left(store: Store) -> None:
     assert f"{dead}.fetch" not in os.listdir(locks)
     assert os.listdir(store.layout.folder("processes")) == [alive]
     assert os.listdir(store.layout.folder("quarantine")) == []
-    assert pending_bytes(store.layout) == 1000
+    assert pending_bytes(store.layout)[0] == 1000
