@@ -16,6 +16,7 @@ from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.server.background import background
 from lora_plugins.server.planner_client import PlannerClient
 from lora_plugins.server.registry import Registry, ServedAdapter
+from lora_plugins.store.errors import store_errors
 
 ABORT_S = 10.0
 
@@ -50,10 +51,11 @@ class ApiServer:
     drain_timeout_s: float = 60.0
     on_change: Callable[[], None] = lambda: None
 
-    async def engine_path(self, name: str, version: ResolvedAdapter) -> str:
+    async def engine_path(self, name: str, version: ResolvedAdapter, *, other_than: str = "") -> str:
         """`Store.engine_path` of a version leased for a name; where the caller leaves, the lease ends."""
         try:
-            return await asyncio.to_thread(self.resolver.store.engine_path, version.digest)
+            with store_errors():
+                return await asyncio.to_thread(self.resolver.store.engine_path, version.digest, other_than=other_than)
         except BaseException:
             self.release(name, version)
             raise

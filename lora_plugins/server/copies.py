@@ -30,7 +30,7 @@ from lora_plugins.server.background import background
 from lora_plugins.server.limits import NO_LIMIT, Share, Shares
 from lora_plugins.server.registry import ServedAdapter, gone_from_source
 from lora_plugins.server.swapping import VersionChange, change, updating
-from lora_plugins.store.errors import DamagedCopy, store_errors
+from lora_plugins.store.errors import DamagedCopy
 
 CHANGES = 3  # while a request waits for a copy, the name may get another version, or the copy may be damaged again
 LOOK_S = 2.0
@@ -126,11 +126,6 @@ class Copies:
                 newest = await self._newest_sound(adapter, held)
                 # A name loaded by its path stays at the bytes read there, and the poller leaves the name alone.
                 place = adapter.uri, held if adapter.given_path is None else newest.digest
-                path = await self._server.engine_path(adapter.name, newest)
-                if adapter.is_damaged and adapter.request.lora_path == path:
-                    # Sound again, as somebody wrote to the files and back: the engines may have read what was between.
-                    with store_errors():
-                        await asyncio.to_thread(self._store.note_replaced, newest.digest)
                 made = await change(self._server, adapter, newest, *place, moves=moves, is_noted=True)
         except LoRAPluginsError as error:
             # An outage does not prove that the source has lost the version; an answer about the adapter does.

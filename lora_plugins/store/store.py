@@ -313,17 +313,24 @@ class Store:
         """The digest of the adapter at `path`; None where `path` is no adapter of this store."""
         return self.layout.digest_of(path)
 
-    def engine_path(self, digest: str) -> str:
+    def engine_path(self, digest: str, *, other_than: str = "") -> str:
         """The path by which engines load an adapter now: another spelling after each copy that was found damaged.
 
         Keys of cached prefixes hold the path, so prefixes that were computed with damaged weights are not found. For a
         thread.
+
+        Raises:
+            OSError: the path is `other_than`, and another cannot be noted.
         """
         try:
             replaced = self._replaced(digest).stat().st_size
         except OSError:
             replaced = 0
-        return f"{self.layout.root}/{'./' * replaced}{digest}"
+        path = f"{self.layout.root}/{'./' * replaced}{digest}"
+        if path != other_than:
+            return path
+        self.note_replaced(digest)
+        return self.engine_path(digest)
 
     def note_replaced(self, digest: str) -> None:
         """Have `engine_path` return another path from here on, in all processes."""

@@ -36,7 +36,7 @@ from lora_plugins.server.swapping import ChangeReason
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.store.eviction import damaged_in
 from lora_plugins.store.store import Store
-from tests.make import adapter_files
+from tests.make import adapter_files, put
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.test_damage import flip
 from tests.resolvers.test_resolver import FakeSource, RecordingResolver
@@ -200,6 +200,18 @@ async def test_all_names_of_damaged_bytes_are_loaded_again(make_bed) -> None:
     for name in ("sql", "other"):
         assert bed.world.worker.loads[await bed.world.ask(name)] >= 1
     assert (one.is_damaged, two.is_damaged, loads(bed)) == (False, False, 4)
+
+
+@runs
+async def test_a_load_by_path_replaces_what_was_damaged_between(make_bed, tmp_path: Path) -> None:
+    """The files are sound again, but the engines may have read what was between."""
+    bed = make_bed()
+    adapter = await bed.load()
+    before = await bed.world.ask("sql")
+    adapter.is_damaged = True
+    put(tmp_path / "same", GOOD)
+    await bed.world.lifecycle.load_by_path("sql", str(tmp_path / "same"))
+    assert (await bed.world.ask("sql") != before, adapter.is_damaged) == (True, False)
 
 
 @runs

@@ -107,7 +107,7 @@ class Store(FakeStore):
         for digest, holder, _ in leases:
             self.release(holder, digest)
 
-    def engine_path(self, digest: str) -> str:
+    def engine_path(self, digest: str, *, other_than: str = "") -> str:
         return f"/store/{digest}"
 
     def is_leased(self, name: str, path: Path) -> bool:

@@ -79,7 +79,7 @@ class FakeStore:
     def has(self, path: Path) -> bool:
         return True
 
-    def engine_path(self, digest: str) -> str:
+    def engine_path(self, digest: str, *, other_than: str = "") -> str:
         return f"/store/{digest}"
 
     def share(self, path: str, holder: Hashable) -> bool:
