@@ -25,12 +25,14 @@ VOCABULARY_FILE = "tokenizer.json"
 # Of old releases; Transformers reads them where the configuration of the tokenizer lists no tokens.
 SPECIAL_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
 # Of processors, which no tokenizer reads.
-_UNREAD_FILES = ("chat_template.json", "processor_config.json")
+PROCESSOR_FILE = "processor_config.json"
+_UNREAD_FILES = ("chat_template.json", PROCESSOR_FILE)
 # Far above real files: those of Llasa have 11.7 MB and 18 MB, with 65,800 added tokens; Gemma 3's vocabulary has 33 MB.
 _JSON_FILES = (TOKENIZER_FILE, GENERATION_FILE, SPECIAL_FILE, ADDED_FILE, *_UNREAD_FILES)
 MAX_BYTES = dict.fromkeys((TEMPLATE_FILE, TOOLS_FILE), 256 << 10) | dict.fromkeys(_JSON_FILES, 32 << 20)
 MAX_BYTES[VOCABULARY_FILE] = 128 << 20
 CHAT_FILES = tuple(MAX_BYTES)
+MINOR_FILES = frozenset({TOOLS_FILE, SPECIAL_FILE, ADDED_FILE, *_UNREAD_FILES})  # no link there costs the adapter
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.

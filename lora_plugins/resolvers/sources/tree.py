@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from lora_plugins.adapter.chat import CHAT_FILES, TOOLS_FILE
+from lora_plugins.adapter.chat import CHAT_FILES, MINOR_FILES, TOOLS_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import is_below, open_regular
 from lora_plugins.adapter.names import AdapterName
@@ -72,6 +72,7 @@ class AdapterTree:
             names = {*_names_in(at), TOOLS_FILE}
             # Files for chats are optional: without links that lead nowhere, and files that this user may not read.
             unread = {file for file in names.intersection(CHAT_FILES) if not os.access(file, os.R_OK, dir_fd=at)}
+            unread |= {file for file in names & MINOR_FILES - unread if not self._is_own(name, file)}
             return choose_files(names - unread)
 
     def foreign(self, name: AdapterName) -> AdapterNotFound | None:
@@ -104,6 +105,14 @@ class AdapterTree:
         path = self.root / str(name) / file
         with open_regular(path, opener=lambda _, flags: self._open(name, flags, file)) as (opened, _):
             yield opened
+
+    def _is_own(self, name: AdapterName, file: str) -> bool:
+        """Whether a regular file is there, and links lead to no forbidden place."""
+        try:
+            with closing(self._open(name, _PATH_ONLY, file)) as opened:
+                return stat.S_ISREG(os.fstat(opened).st_mode)
+        except (OSError, LoRAPluginsError):
+            return False
 
     def may_serve(self, name: AdapterName) -> bool:
         """Whether the adapter's directory is there, and links lead to no forbidden place."""

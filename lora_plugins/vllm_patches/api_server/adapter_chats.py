@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from lora_plugins.adapter.chat import Chat, few
+from lora_plugins.adapter.chat import PROCESSOR_FILE, Chat, few
 from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import as_http
 from lora_plugins.errors import IncompatibleAdapter, describing
@@ -244,7 +244,7 @@ def _refuse_other(chat: Chat, processor: Any) -> None:
         ),
         *([f"end tokens {new_ends}"] if new_ends else ()),
         *([f"added tokens {few(tokens)}"] if (tokens := (*chat.added_tokens, *chat.lost_tokens)) else ()),
-        *(f"an unusable {what}" for what in chat.unused),
+        *(f"an unusable {what}" for what in chat.unused if not what.startswith(PROCESSOR_FILE)),
         *(["another post_processor of tokenizer.json"] if chat.post_processor else ()),
     ]
     if differs:

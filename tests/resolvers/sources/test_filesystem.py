@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_plugins.absence import Absence
-from lora_plugins.adapter.chat import TEMPLATE_FILE, TOOLS_FILE
+from lora_plugins.adapter.chat import MINOR_FILES, TEMPLATE_FILE, TOOLS_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
@@ -339,14 +339,29 @@ def test_a_projected_volume_is_served_under_exact_names(root, rank):
 
 
 def test_a_template_for_tools_is_the_adapters_own(root, tmp_path):
-    """In a folder of its own; a link to another adapter's is refused as for each file."""
+    """In a folder of its own; a link to another adapter's is left out."""
     put(root / "team" / "sql", {**adapter_files(), **CHAT})
     source = FilesystemSource(root, may_lead=EXACT.may_lead)
     assert {file.name for file in located(source, "team/sql").files} == {*adapter_files(), *CHAT}
     put(root / "other", {TOOLS_FILE: b"theirs"})
     (root / "team" / "sql" / TOOLS_FILE).unlink()
     (root / "team" / "sql" / TOOLS_FILE).symlink_to(root / "other" / TOOLS_FILE)
-    assert locate(source, "team/sql") is None
+    assert {file.name for file in located(source, "team/sql").files} == {*adapter_files(), *CHAT} - {TOOLS_FILE}
+
+
+@pytest.mark.parametrize("kind", ["link", "directory", "FIFO"])
+@pytest.mark.parametrize("file", sorted(MINOR_FILES))
+def test_what_is_no_side_file_of_its_own_costs_no_adapter(root, outside, file, kind):
+    put(root / "sql", adapter_files())
+    path = root / "sql" / file
+    path.parent.mkdir(exist_ok=True)
+    if kind == "link":
+        path.symlink_to(outside / CONFIG_FILE)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    assert {one.name for one in located(FilesystemSource(root), "sql").files} == {*adapter_files()}
 
 
 def test_a_projected_volume_of_folders_is_served_under_exact_names(root, rank):
