@@ -86,7 +86,7 @@ async def change(
     moves, pins, old_words = moves and old is not None, pins or adapter.is_pinned, _in_words(adapter)
     leased = [] if version is None else [version]
     if version is not None:
-        # Of a damaged copy that is sound again, as somebody wrote to it and back, engines may have read what was between.
+        # Of a damaged copy that is sound again, written to and back, engines may have read what was between.
         path = await server.engine_path(adapter.name, version, other_than=old.lora_path if adapter.is_damaged else "")
         if before == version.digest and old.lora_path == path:
             _note_found(server, adapter, version, uri, held_digest)
