@@ -141,7 +141,8 @@ class Snapshots:
         if kept is None or (adds if kept.version is None else kept.version.name != request.lora_name):
             if engine_id not in await self._held():
                 return None
-            self._remember(engine_id, kept := _KeptSnapshot(path, None))
+            if kept is None or kept.version is not None:  # else a refusal would find the same once more
+                self._remember(engine_id, kept := _KeptSnapshot(path, None))
         return _at(kept.version, request)
 
     def forget(self, engine_id: int) -> None:

@@ -449,7 +449,7 @@ class Store:
             self.on_damage(digest)
         with self.leases.guard(digest):
             try:
-                if not self.is_marked(digest):
+                if not self.is_marked(digest) or not self._replaced(digest).exists():
                     self.note_replaced(digest)
             finally:  # a full disk may still have an inode
                 self._mark(digest).touch()

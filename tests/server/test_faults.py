@@ -40,7 +40,7 @@ from lora_plugins.server.reconciler import Reconciler
 from lora_plugins.server.served_file import ServedFile
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import pending_bytes
-from lora_plugins.store.locks import fetch_lock
+from lora_plugins.store.locks import fetch_lock, remove_unheld
 from lora_plugins.store.store import Store, open_store
 from tests.make import adapter_files, content, put
 from tests.repetitions import times
@@ -359,6 +359,8 @@ def look(server: Server, operation: Operation) -> list[str]:
         wrong.append(f"temporary files: {left}")
     if pending := pending_bytes(store.layout)[0]:
         wrong.append(f"{pending} bytes are announced")
+    for lock in store.layout.folder("locks").glob("*.fetch"):
+        remove_unheld(lock)  # as the next start does, where nothing could be removed
     if locks := [it.name for it in store.layout.folder("locks").iterdir() if it.suffix != ".guard"]:
         wrong.append(f"locks: {locks}")
     if (names := server.lifecycle.registry.blocked.names()) != ({"sql"} if operation.is_blocked else set()):

@@ -219,6 +219,7 @@ def test_a_held_id_is_added_at_any_path(bed: Bed, path: str) -> None:
 async def test_what_workers_have_lost_is_asked_again(bed: Bed) -> None:
     bed.held = {1}
     taken = await bed.snapshots.of(bed.request(path="simon_lora_path"))
+    await bed.add(path="simon_lora_path")
     bed.snapshots.refused(taken, NoFreeSlot("full"))
     assert await bed.path(path="simon_lora_path") == taken.lora_path
     bed.held = set()
