@@ -351,7 +351,7 @@ def test_a_template_for_tools_is_the_adapters_own(root, tmp_path):
 
 @pytest.mark.parametrize("kind", ["link", "directory", "FIFO"])
 @pytest.mark.parametrize("file", sorted(MINOR_FILES))
-def test_what_is_no_side_file_of_its_own_costs_no_adapter(root, outside, file, kind):
+def test_no_foreign_side_file_costs_the_adapter(root, outside, file, kind):
     put(root / "sql", adapter_files())
     path = root / "sql" / file
     path.parent.mkdir(exist_ok=True)
