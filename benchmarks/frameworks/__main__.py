@@ -3,6 +3,7 @@
     python -m benchmarks.frameworks                    # every part
     python -m benchmarks.frameworks trl clients        # these
     python -m benchmarks.frameworks --arms ours --steps 3
+    RUNNER=v2 python -m benchmarks.frameworks clients  # on Model Runner V2, asynchronous; nothing is kept
 
 - `trl`: TRL's AsyncGRPOTrainer trains SmolLM2 with adapters alone; a recorder (`recorder`) between trainer and server
   counts rollouts and syncs, PEFT computes whose weights answered, TRL's client unloads beside eight streams.
@@ -37,6 +38,7 @@ from rich.table import Table
 from benchmarks.frameworks.judged import Weights, figures
 from benchmarks.frameworks.recorder import Recorder
 from benchmarks.record import ROOT, keep
+from testbed import v2_runner
 from testbed.bed import prepare
 from testbed.frameworks.forms import FORMS, OF_VERL
 from testbed.frameworks.packages import FRAMEWORKS, NoFrameworks, frameworks
@@ -56,6 +58,7 @@ ARGUMENTS = ("--max-model-len", "512", "--max-num-batched-tokens", "2048", "--bl
              "--num-gpu-blocks-override", "26", "--max-lora-rank", "8", "--enable-lora",
              "--disable-uvicorn-access-log")  # fmt: skip
 LONGEST_S = 600.0
+ON_V2 = os.environ.get("RUNNER") == "v2"
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
@@ -63,13 +66,16 @@ ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 def serving(base: Path, home: Path, arm: str, *arguments: str, program: str | None = None) -> Iterator[Server]:
     """A server of an arm, as these frameworks' guides start theirs."""
     home.mkdir(parents=True)
+    arguments = (*arguments, *(v2_runner.ARGUMENTS if ON_V2 else ()))
     env = {
+        **(v2_runner.ENVIRONMENT if ON_V2 else {}),
         "VLLM_PLUGINS": PLUGINS[arm], "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "LORA_PLUGINS_STORE_DIR": str(home / "store"), **ONE_THREAD,
     }  # fmt: skip
     more: dict[str, Any] = {} if program is None else {"is_forking": True, "program": program}
-    with vllm_server(base, home / "server.log", arguments=arguments, env=env, **more) as server:
-        yield server
+    server = vllm_server(base, home / "server.log", arguments=arguments, env=env, **more)
+    with v2_runner.checked(server) if ON_V2 else server as served:
+        yield served
 
 
 async def program(name: str, *arguments: object, log: Path) -> tuple[int, str]:
@@ -282,7 +288,7 @@ def main() -> int:
     for goal, (figure, is_met) in of_goals.items():
         print(f"{'met   ' if is_met else 'MISSED'} {goal}: {figure}")
     took_s = round(time.monotonic() - began, 1)
-    if parts == ["trl", "clients", "verl"] and set(arms) == set(PLUGINS):
+    if parts == ["trl", "clients", "verl"] and set(arms) == set(PLUGINS) and not ON_V2:
         plain = {goal: {"figure": figure, "is_met": is_met} for goal, (figure, is_met) in of_goals.items()}
         keep("frameworks", rows, frameworks=FRAMEWORKS, goals=plain, took_s=took_s, load=os.getloadavg())
     print(f"{took_s} s")
