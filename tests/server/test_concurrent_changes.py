@@ -128,10 +128,10 @@ async def test_nothing_undoes_a_load_that_ends_a_block(comes: str, monkeypatch: 
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     to_thread, disk = asyncio.to_thread, asyncio.Event()
 
-    async def late(function: Callable[..., Any], *arguments: Any) -> Any:
+    async def late(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if function == world.lifecycle.registry.blocked.lift:
             await disk.wait()
-        return await to_thread(function, *arguments)
+        return await to_thread(function, *arguments, **options)
 
     monkeypatch.setattr(asyncio, "to_thread", late)
     load = asyncio.create_task(world.lifecycle.load("sql"))
