@@ -176,8 +176,6 @@ class Store:
     ) -> AsyncIterator[None]:
         """Inside, so many bytes have room; the name of `directory`, which is made and removed, announces the bytes.
 
-        Where leases are in the way, unused leases of this process end first, then those of others.
-
         Raises:
             OutOfMemory: the bytes do not fit even into an empty store. NoFreeSlot: leases are in the way.
         """
@@ -185,23 +183,27 @@ class Store:
             directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
         make = partial(self._make_room, needed_bytes, needed_files, directory)
         try:
-            try:
-                await to_its_end(asyncio.to_thread(make))
-            except NoFreeSlot:
-                if self.relieve is not None:
-                    await self.relieve()
-                await to_its_end(asyncio.to_thread(self._make_room_or_press, make))
+            await to_its_end(self._relieved(make))
             yield
         finally:
             await asyncio.to_thread(discard, directory)
 
-    def _make_room_or_press(self, make: Callable[[], None]) -> None:
-        """Make room, or leave the mark `.pressure`: other processes see it, and end their unused leases."""
+    async def _relieved(self, make: Callable[[], None]) -> None:
+        """Make room in a thread; where leases are in the way, first end unused leases of this process, then of others.
+
+        Other processes see the mark `.pressure`, and end their unused leases before the next try of this fetch.
+        """
         try:
-            make()
+            try:
+                await asyncio.to_thread(make)
+            except NoFreeSlot:
+                if self.relieve is None:
+                    raise
+                await self.relieve()
+                await asyncio.to_thread(make)
         except NoFreeSlot:
             with contextlib.suppress(OSError):
-                (self.layout.root / PRESSURE_FILE).touch()
+                await asyncio.to_thread((self.layout.root / PRESSURE_FILE).touch)
             raise
 
     def pressed_at(self) -> int:
@@ -287,7 +289,7 @@ class Store:
         identity = identity_of(arrived)
         if target.exists() and not self._is_whole(digest):
             if not mark.exists():
-                self.note_replaced(digest)
+                self._note_replaced(digest)
             os.rename(target, damaged)
         try:
             os.rename(arrived, target)
@@ -329,10 +331,10 @@ class Store:
         path = f"{self.layout.root}/{'./' * replaced}{digest}"
         if path != other_than:
             return path
-        self.note_replaced(digest)
+        self._note_replaced(digest)
         return self.engine_path(digest)
 
-    def note_replaced(self, digest: str) -> None:
+    def _note_replaced(self, digest: str) -> None:
         """Have `engine_path` return another path from here on, in all processes."""
         with self._replaced(digest).open("ab") as file:
             file.write(b".")
@@ -450,7 +452,7 @@ class Store:
         with self.leases.guard(digest):
             try:
                 if not self.is_marked(digest) or not self._replaced(digest).exists():
-                    self.note_replaced(digest)
+                    self._note_replaced(digest)
             finally:  # a full disk may still have an inode
                 self._mark(digest).touch()
         return False

@@ -52,6 +52,31 @@ def test_leases_that_nothing_uses_end_before_a_fetch_fails(full) -> None:
     assert store.pressed_at() > 0
 
 
+def test_leases_end_whole_although_their_caller_leaves(full) -> None:
+    store, digests = full
+
+    async def leave() -> None:
+        began = asyncio.Event()
+
+        async def relieve() -> None:
+            began.set()
+            await asyncio.sleep(0.05)
+            store.end_leases([(digests[1], 2, None)])
+
+        store.relieve = relieve
+        wanted = DownloadSpec(adapter_files(seed=4), version="4")
+        fetching = asyncio.create_task(store.obtain(wanted, wanted.fetch, check))
+        await began.wait()
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert wanted.fetches == 0
+
+    asyncio.run(leave())
+    assert not store.leases.holders(digests[1])
+    assert leftovers(store) == []
+
+
 def test_nothing_goes_where_all_of_it_is_not_enough(full) -> None:
     store, digests = full
     store.leases.release(digests[0], 1)
