@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import aiofiles
+import aiofiles.os
 
 from lora_plugins.adapter.chat import MAX_BYTES
 from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES
@@ -140,7 +141,8 @@ class _Files:
             check_number(len(self._sizes_bytes) + 1)
             if self._open is not None:
                 await self._open.close()
-            (self._directory / name).parent.mkdir(exist_ok=True)
+            if "/" in name:
+                await aiofiles.os.makedirs((self._directory / name).parent, exist_ok=True)
             # "x": never overwrite a file that is there already.
             self._open = await aiofiles.open(self._directory / name, "xb")
             self._sizes_bytes[name] = 0
