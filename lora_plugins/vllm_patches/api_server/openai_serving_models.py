@@ -101,11 +101,11 @@ def _loading_by_path(original: Any) -> Any:
         lifecycle, name = lifecycle_of(self), request.lora_name
         with as_http(shows_paths=True):  # the caller has named the path
             # An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for an end.
-            seen = lifecycle.block_to_end(name) if is_for_request() else None
+            ending = lifecycle.ending_block(name, lifecycle.block_to_end(name)) if is_for_request() else nullcontext()
             async with self.lora_resolver_lock[name]:
                 if (error := await self._check_load_lora_adapter_request(request)) is not None:
                     return error
-                async with lifecycle.ending_block(name, seen) if is_for_request() else nullcontext():
+                async with ending:
                     base = base_model_name if base_model_name and self.is_base_model(base_model_name) else None
                     await lifecycle.load_by_path(name, request.lora_path, base, moves=moves_running())
         background(lifecycle.written())  # a trainer does not wait for the disk, as in vLLM
@@ -117,8 +117,8 @@ def _loading_by_path(original: Any) -> Any:
 def _resolving(original: Any) -> Any:
     """Resolve, and answer a name that no resolver has with the name's fault, where the name itself shows the fault.
 
-    vLLM says "does not exist" of every such name.
-    A default adapter that was unloaded comes back by an operator's call alone: a source's would answer for everybody.
+    vLLM says "does not exist" of every such name. A default adapter that was unloaded comes back by an operator's call
+    alone: a source's would answer for everybody.
     """
 
     async def resolve_lora(self: Any, lora_name: str) -> Any:
