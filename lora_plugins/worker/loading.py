@@ -172,15 +172,19 @@ def check_finite(adapter: str, model: Any) -> None:
     """
     for name, weights in model.loras.items():
         for tensor in _sides(weights):
-            # `aminmax` reads each weight once and passes NaN on: two numbers to test, without a mask as large as the
-            # tensor.
-            if tensor.numel() and not all(torch.isfinite(edge) for edge in torch.aminmax(tensor)):
-                raise InvalidAdapter(
-                    f"NaN or infinity in the weights of {name}",
-                    expected="finite values",
-                    remedy="train it again, or set LORA_PLUGINS_CHECK_FINITE=0",
-                    adapter=adapter,
-                )
+            require_finite(tensor, name, adapter)
+
+
+def require_finite(tensor: torch.Tensor, name: str, adapter: str = "") -> None:
+    """Do as `check_finite`, for one tensor of the weights of this name."""
+    # `aminmax` reads each weight once and passes NaN on: two numbers to test, without a mask as large as the tensor.
+    if tensor.numel() and not all(torch.isfinite(edge) for edge in torch.aminmax(tensor)):
+        raise InvalidAdapter(
+            f"NaN or infinity in the weights of {name}",
+            expected="finite values",
+            remedy="train it again, or set LORA_PLUGINS_CHECK_FINITE=0",
+            adapter=adapter,
+        )
 
 
 def _sides(weights: Any) -> Iterator[torch.Tensor]:

@@ -44,12 +44,12 @@ def find(manager: Any, vllm_config: Any) -> tuple[TokenPlaces, Any, Any, Any] | 
         return f"as this model has {len(embeddings)} embeddings and {len(processors)} heads, not one"
     (name, embedding), is_asked = embeddings[0], hasattr(manager.model, "compute_logits")  # not of a model for pooling
     processor = processors[0][1] if processors and is_asked else None
-    layer, punica = _base(embedding), manager._get_punica_wrapper(name)  # noqa: SLF001 - as vLLM chooses a layer's rows
+    layer, punica = base_of(embedding), manager._get_punica_wrapper(name)  # noqa: SLF001 - as vLLM chooses a layer's rows
     if punica is None or not getattr(layer, "reduce_results", True):
         return "as vLLM names no adapters for the rows of this model's embedding, or adds up its parts later"
     size = layer.embedding_dim
     is_other = any(head.bias is not None or head.embedding_dim != size for _, head in heads)
-    if processor is not None and (is_other or _base(processor).logits_as_input):
+    if processor is not None and (is_other or base_of(processor).logits_as_input):
         return "as this model's head has a bias, another size than its embedding, or its own way to logits"
     head = (heads[0][0] if heads else "lm_head") if processor is not None else ""
     is_tied = bool(head) and bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
@@ -64,14 +64,15 @@ def _layers(model: Any) -> tuple[_Named, _Named, _Named]:
 
     layers: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
-        layers.setdefault(id(_base(module)), (name, module))  # the outer one, which the model calls, comes first
+        layers.setdefault(id(base_of(module)), (name, module))  # the outer one, which the model calls, comes first
 
     def of(*kinds: type) -> _Named:
-        return [one for one in layers.values() if isinstance(_base(one[1]), kinds)]
+        return [one for one in layers.values() if isinstance(base_of(one[1]), kinds)]
 
     heads = of(ParallelLMHead)
     return [one for one in of(VocabParallelEmbedding) if one not in heads], heads, of(LogitsProcessor)
 
 
-def _base(module: Any) -> Any:
+def base_of(module: Any) -> Any:
+    """Return vLLM's own layer below a layer with LoRA, or the layer itself."""
     return getattr(module, "base_layer", module)

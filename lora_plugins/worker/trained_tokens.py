@@ -18,9 +18,9 @@ from lora_plugins.adapter.model_modules import ModelModules, TokenPlaces
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.trained_tokens import token_rows
 from lora_plugins.adapter.weights import beside_of, check_beside
-from lora_plugins.errors import InvalidAdapter
 from lora_plugins.worker.loaded_adapter import SlotWrite
-from lora_plugins.worker.token_layers import find
+from lora_plugins.worker.loading import require_finite
+from lora_plugins.worker.token_layers import base_of, find
 from lora_plugins.worker.token_rows import TokenRows
 from lora_plugins.worker.weights_file import MappedTensors
 
@@ -61,7 +61,7 @@ class TrainedTokens:
         self._is_on_cpu = torch.device(manager.device).type == "cpu"
         dtype = vllm_config.model_config.dtype
         self._tables = tuple(TokenRows(manager.lora_slots, self.places, dtype, manager.device) for _ in range(2))
-        self._scale = float(getattr(getattr(embedding, "base_layer", embedding), "embed_scale", 1))
+        self._scale = float(getattr(base_of(embedding), "embed_scale", 1))
         embedding.register_forward_hook(self._replace)
         if processor is not None:
             manager.model.compute_logits = partial(self._of_rows, manager.model.compute_logits)
@@ -138,8 +138,7 @@ class TrainedTokens:
                 continue
             ids, order = torch.sort(torch.tensor(config.tokens_of(one.module)))
             rows = opened.beside[one.tensor.name][order].to(table.rows.dtype)
-            if check_finite and not torch.isfinite(rows).all():
-                what = f"NaN or infinity in '{one.tensor.name}'"
-                raise InvalidAdapter(what, expected="finite values", remedy="train it again")
+            if check_finite:
+                require_finite(rows, one.tensor.name)
             writes[number] = table.write, (ids, rows * scale)
         return writes
