@@ -71,6 +71,13 @@ class Bed:
         assert adapter.version is not None
         return Store(self.root).verify(adapter.version.digest)
 
+    async def replaced_elsewhere(self, adapter: ServedAdapter) -> None:
+        """Damage found, and mended by another server."""
+        self.damage(adapter)
+        assert not self.verify(adapter)
+        await RecordingResolver(self.root, FakeSource("s3", {"sql": GOOD})).resolve("sql", "/base")
+        assert damaged_in(self.resolver.store.layout) == set()
+
     @property
     def damages(self) -> int:
         return sum(isinstance(event, StoreDamaged) for event in self.resolver.emitted)
@@ -136,11 +143,7 @@ async def test_what_another_server_has_replaced_is_loaded_again(make_bed) -> Non
     """It has removed the mark, and this server may have loaded what was damaged."""
     bed = make_bed()
     adapter = await bed.load()
-    bed.damage(adapter)
-    assert not bed.verify(adapter)
-    other = RecordingResolver(bed.root, FakeSource("s3", {"sql": GOOD}))
-    await other.resolve("sql", "/base")
-    assert damaged_in(bed.resolver.store.layout) == set()
+    await bed.replaced_elsewhere(adapter)
     await bed.copies.look()
     assert loads(bed) == 2
     await bed.copies.look()
@@ -153,9 +156,7 @@ async def test_a_refresh_finds_what_another_server_has_replaced(make_bed) -> Non
     bed = make_bed()
     adapter = await bed.load()
     path = await bed.world.ask("sql")
-    bed.damage(adapter)
-    assert not bed.verify(adapter)
-    await RecordingResolver(bed.root, FakeSource("s3", {"sql": GOOD})).resolve("sql", "/base")
+    await bed.replaced_elsewhere(adapter)
     assert (await bed.world.lifecycle.refresh("sql")).reason is ChangeReason.REPAIRED
     assert (await bed.world.ask("sql") != path, loads(bed)) == (True, 2)
     assert (await bed.world.lifecycle.refresh("sql")).reason is ChangeReason.UNCHANGED
@@ -226,7 +227,7 @@ async def test_a_full_disk_under_a_mended_copy_passes(make_bed, monkeypatch: pyt
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), digest)
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(bed.resolver.store, "note_replaced", full)
+        meanwhile.setattr(bed.resolver.store, "_note_replaced", full)
         with pytest.raises(OutOfMemory):
             await bed.world.lifecycle.refresh("sql")
     assert adapter.last_error is not None
