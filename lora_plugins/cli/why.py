@@ -122,14 +122,14 @@ def why(
         said[name].near = "" if like is None else like.expected
     not_asked = [item._replace(check="vllm", state="warning") for item in resolvers_not_asked(settings)]
 
-    def answer(one: LookUp) -> Result:
+    def explain(one: LookUp) -> Result:
         of_server = said[one.name]
-        answer = _Answer([] if of_server.is_the_end else [*not_asked])
-        answer.go(one, of_server, labels, base, is_resolved=not not_asked)
-        return _result(one, of_server, answer)
+        explanation = _Explanation([] if of_server.is_the_end else [*not_asked])
+        explanation.go(one, of_server, labels, base, is_resolved=not not_asked)
+        return _result(one, of_server, explanation)
 
-    answers = [one if isinstance(one, LoRAPluginsError) else answer(by_name[one.name]) for one in asked]
-    return listed(answers, blank_between=True)
+    explained = [one if isinstance(one, LoRAPluginsError) else explain(by_name[one.name]) for one in asked]
+    return listed(explained, blank_between=True)
 
 
 def _ask(client: AdminClient, names: Mapping[str, OfServer]) -> None:
@@ -184,7 +184,7 @@ def _version(view: AdapterView) -> str:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Explanation:
     """The steps of a request for a name, up to its end; then the verdict, in words too, and the exit code."""
 
     steps: list[Step] = field(default_factory=list)
@@ -279,11 +279,11 @@ def _step_of(source: str, answer: SourceAnswer | None) -> Step:
     return Step(source, "yes", f"{answer.uri}, version {answer.version[:12]}, {files}")
 
 
-def _result(asked: LookUp, of_server: OfServer, answer: _Answer) -> Result:
+def _result(asked: LookUp, of_server: OfServer, explanation: _Explanation) -> Result:
     fields: dict[str, Any] = {
         "name": asked.name,
-        "verdict": answer.verdict,
-        "steps": [dict(zip(("step", "verdict", "detail", "hint"), step, strict=True)) for step in answer.steps],
+        "verdict": explanation.verdict,
+        "steps": [dict(zip(("step", "verdict", "detail", "hint"), step, strict=True)) for step in explanation.steps],
         "server": None if of_server.view is None else of_server.view.model_dump(mode="json"),
         "adapter": None,
     }
@@ -299,6 +299,9 @@ def _result(asked: LookUp, of_server: OfServer, answer: _Answer) -> Result:
         fields["located"] = asked.would_fetch.as_json()
     if asked.found.error is not None:
         fields["error"] = error_fields(asked.found.error)
-    style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(answer.code, "bold red")
-    shown = steps_table(("step", "verdict", ""), answer.steps, {}), line(f"\n{asked.name}: {answer.text}", style)
-    return Result(fields, shown, answer.code)
+    style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(explanation.code, "bold red")
+    shown = (
+        steps_table(("step", "verdict", ""), explanation.steps, {}),
+        line(f"\n{asked.name}: {explanation.text}", style),
+    )
+    return Result(fields, shown, explanation.code)
