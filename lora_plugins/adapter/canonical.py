@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from lora_plugins.adapter.config import LAYOUT_KEY, AdapterConfig
+from lora_plugins.adapter.config import LAYOUT_KEY, OUR_KEY, AdapterConfig
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS
 from lora_plugins.adapter.weights import LoraPair, parameter_of
@@ -54,6 +54,8 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
     }
     if config.token_ids:  # vLLM passes over the key, and our workers read it
         keys["trainable_token_indices"] = config.token_ids.get("", config.token_ids)
+    if ours := {key: value for key, value in {"adalora": config.is_adalora}.items() if value}:
+        keys[OUR_KEY] = ours
     if config.peft_version is not None:
         keys[LAYOUT_KEY] = ".".join(map(str, config.peft_version))
     return json.dumps(keys, indent=2).encode()

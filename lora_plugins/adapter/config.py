@@ -38,6 +38,7 @@ _KEYS_SINCE = {"velora_config": (0, 19, 1), "use_bdlora": (0, 19, 0), "target_pa
 _PEFT_VERSION = re.compile(r"(?!0\.19\.1\.dev)([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
 # NeMo Automodel's key for the layout, in a file of its own; in `adapter_config.json`, the word of the adapter's owner.
 LAYOUT_KEY = "paramwrapper_layout"
+OUR_KEY = "lora_plugins"  # of the canonical configuration: what vLLM does not compute
 _MAX_KINDS = 256  # kinds of modules, and characters of a name
 _MAX_TOKENS = 1 << 14  # far above what a slot holds; bounds the message of a reading process
 
@@ -76,6 +77,7 @@ class AdapterConfig:
         peft_version: of the PEFT whose layout stacked experts have, or of another with this layout; None where unknown.
         token_ids: `trainable_token_indices`, the ids of rows in order, by the end of a module's name; `""` stands for
             the model's embedding.
+        is_adalora: whether each pair has singular values, to be multiplied into A.
     """
 
     rank: int
@@ -89,6 +91,7 @@ class AdapterConfig:
     trained: frozenset[str] = frozenset()
     peft_version: tuple[int, ...] | None = None
     token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_adalora: bool = False
 
     @property
     def max_rank(self) -> int:
@@ -150,11 +153,15 @@ def parse_config(data: bytes) -> AdapterConfig:
     if foreign_keys is not None:
         raise foreign_keys
     kind = raw.get("peft_type") or "LORA"  # vLLM does not read the key
-    if not isinstance(kind, str) or kind.upper() != "LORA":
+    if isinstance(kind, str) and kind.upper() == "ADALORA":
+        raw = {**raw, **_of_adalora(raw)}
+    elif not isinstance(kind, str) or kind.upper() != "LORA":
         raise IncompatibleAdapter(
-            f"peft_type {_short(kind)}", expected="LORA", remedy="train or convert it with PEFT's LoRA"
+            f"peft_type {_short(kind)}", expected="LORA or ADALORA", remedy="train or convert it with PEFT's LoRA"
         )
     _refuse_unsupported(raw)
+    # Ours alone (adapter/canonical.py): vLLM would refuse the keys of PEFT.
+    ours = _of_kind(raw, OUR_KEY, dict, "an object") or {}
     rank = _rank("r", _whole(_required(raw, "r")))
     targets = _targets(_required(raw, "target_modules"))
     # A target may then lack tensors on purpose, so targets say nothing about completeness.
@@ -172,6 +179,7 @@ def parse_config(data: bytes) -> AdapterConfig:
         trained=_plain_names(targets),
         peft_version=_peft_version(raw),
         token_ids=_token_ids(raw.get("trainable_token_indices") or {}),
+        is_adalora=bool(_of_kind(ours, "adalora", bool, "true or false")),
     )
     if config.alpha == 0 and not any(config.alpha_pattern.values()):
         raise without_effect(f"lora_alpha {config.alpha:g}")
@@ -270,6 +278,26 @@ def _targets(value: Any) -> frozenset[str] | str | None:
     if value is None or isinstance(value, str):
         return value
     return frozenset(_text_list("target_modules", value))
+
+
+def _of_adalora(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a LoRA that scales as AdaLoRA does, by alpha / (rank + 0.00001) with each module's own rank.
+
+    Source: `SVDLinear` and `AdaLoraModel.resize_modules_by_rank_pattern` in peft/tuners/adalora, PEFT 0.21.
+    """
+    kept = _by_module(raw, "rank_pattern", lambda _, ranks: sum(map(bool, ranks)) if isinstance(ranks, list) else ranks)
+    ranks = {name.removeprefix("base_model.model.").removesuffix(".lora_E"): rank for name, rank in kept.items()}
+    rank, alpha = _rank("init_r", _whole(_required(raw, "init_r"))), _alpha("lora_alpha", _required(raw, "lora_alpha"))
+    ranks = {name: _rank(f"rank_pattern[{name!r}]", of) for name, of in ranks.items()}
+    scaled = {of: (alpha if alpha > 0 else of) * of / (of + 1e-5) for of in {rank, *ranks.values()}}
+    return {
+        "r": rank,
+        "lora_alpha": scaled[rank],
+        "use_rslora": False,
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: scaled[of] for name, of in ranks.items()},
+        OUR_KEY: {"adalora": True},
+    }
 
 
 def _plain_names(targets: frozenset[str] | str | None) -> frozenset[str]:

@@ -13,7 +13,7 @@ Beside A and B, a module may have tensors that vLLM does not read (`Beside`), su
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,9 +25,14 @@ from lora_plugins.adapter.writers import FROM_MERGEKIT, NOT_GATHERED, foreign_ke
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
+_SAVE_AGAIN = "save the adapter again with PEFT"
 _NAME = re.compile(
     r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
     r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
+)
+# The last group is a name of `BesideKind`.
+_BESIDE = re.compile(
+    r"(?P<module>.+?)\.(?:(?P<TOKENS>token_adapter\.trainable_tokens_delta)(?:\.[^.]+)?|(?P<SINGULAR>lora_E)(?:\.[^.]+)?)"
 )
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
@@ -68,6 +73,7 @@ class BesideKind(StrEnum):
     """What a tensor beside A and B is for, by PEFT's name."""
 
     TOKENS = "token_adapter.trainable_tokens_delta"  # rows of an embedding or a head, in the place of the base model's
+    SINGULAR = "lora_E"  # of AdaLoRA, a factor of each row of A
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +127,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         names.add(name)
         pair = sides.setdefault((module, is_looked_up), {})
         if side in pair:
-            raise InvalidAdapter(
-                f"two {side} tensors for module '{module}'", expected="one", remedy="save the adapter again with PEFT"
-            )
+            raise InvalidAdapter(f"two {side} tensors for module '{module}'", expected="one", remedy=_SAVE_AGAIN)
         pair[side] = tensor
     # Before pairing: an A of the first adapter must not meet a B of the second.
     _check_one_adapter(names)
@@ -135,15 +139,13 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         for name in [parameter_of(module)]
     )
     if not pairs:
-        raise InvalidAdapter(
-            "no pair of lora_A and lora_B", expected="at least one", remedy="save the adapter again with PEFT"
-        )
+        raise InvalidAdapter("no pair of lora_A and lora_B", expected="at least one", remedy=_SAVE_AGAIN)
     if not any(pair.alpha for pair in pairs):
         raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
     _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
     # `_check_one_adapter` has left one name, or None.
-    return Weights(pairs, tuple(others), names.pop(), check_beside(beside, config))
+    return Weights(pairs, tuple(others), names.pop(), check_beside(beside, config, pairs))
 
 
 def _check_one_adapter(names: set[str | None]) -> None:
@@ -158,21 +160,56 @@ def _check_one_adapter(names: set[str | None]) -> None:
 
 def beside_of(tensor: TensorInfo) -> Beside | None:
     """Return a tensor beside A and B as such, whether its key has the adapter's name or not; None for another one."""
-    for kind in BesideKind:
-        module, found, name = _without_prefix(tensor.name).partition(f".{kind}")
-        if module and found and "." not in name[1:]:
-            return Beside(module, kind, tensor)
-    return None
+    found = _BESIDE.fullmatch(_without_prefix(tensor.name))
+    return found and Beside(found["module"], BesideKind[str(found.lastgroup)], tensor)
 
 
-def check_beside(beside: Iterable[Beside], config: AdapterConfig) -> tuple[Beside, ...]:
+def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
     """Return the tensors beside A and B, which the configuration must name, or PEFT would leave them out.
 
     Raises:
-        IncompatibleAdapter: a tensor without its ids. InvalidAdapter: not a row for each id.
+        IncompatibleAdapter: a tensor that the configuration does not name.
+        InvalidAdapter: a tensor twice, of another shape, or missing.
     """
-    of_module: dict[str, Beside] = {}
-    for one in beside:
+    of_kind: dict[BesideKind, dict[str, Beside]] = {kind: {} for kind in BesideKind}
+    for one in paced(beside):
+        if one.module in of_kind[one.kind]:
+            raise InvalidAdapter(
+                f"two tensors '{one.kind}' for module '{one.module}'", expected="one tensor", remedy=_SAVE_AGAIN
+            )
+        of_kind[one.kind][one.module] = one
+    _check_tokens(of_kind[BesideKind.TOKENS], config)
+    _check_of_pairs(of_kind, config, pairs)
+    return tuple(one for modules in of_kind.values() for one in modules.values())
+
+
+def _check_of_pairs(
+    of_kind: Mapping[BesideKind, Mapping[str, Beside]], config: AdapterConfig, pairs: Iterable[LoraPair]
+) -> None:
+    of_pairs = {pair.module: pair for pair in pairs}
+    for kind, key, is_named in ((BesideKind.SINGULAR, "peft_type ADALORA", config.is_adalora),):
+        for module, one in paced(of_kind[kind].items()):
+            if not is_named:
+                raise IncompatibleAdapter(
+                    f"tensor '{one.tensor.name}', without {key} in adapter_config.json",
+                    expected="the configuration of the same training, as PEFT leaves the tensor out without",
+                    remedy=f"give the configuration its {key} again, or merge the adapter into the base model",
+                )
+            pair = of_pairs.get(module)
+            if pair is None or one.tensor.shape != (pair.rank, 1):
+                raise InvalidAdapter(
+                    f"tensor '{one.tensor.name}' of shape {list(one.tensor.shape)}",
+                    expected="none, without A and B" if pair is None else f"shape {[pair.rank, 1]}, by A and B",
+                    remedy=_SAVE_AGAIN,
+                )
+        if is_named and (lost := next((module for module in of_pairs if module not in of_kind[kind]), None)):
+            raise InvalidAdapter(
+                f"no tensor '{kind}' of module '{lost}'", expected=f"one, by {key}", remedy=_SAVE_AGAIN
+            )
+
+
+def _check_tokens(tensors: Mapping[str, Beside], config: AdapterConfig) -> None:
+    for one in tensors.values():
         name, shape, ids = one.tensor.name, one.tensor.shape, config.tokens_of(one.module)
         if not ids:
             raise IncompatibleAdapter(
@@ -180,22 +217,20 @@ def check_beside(beside: Iterable[Beside], config: AdapterConfig) -> tuple[Besid
                 expected="the ids in adapter_config.json",
                 remedy="give the configuration its trainable_token_indices again, the ids of the rows in order",
             )
-        if len(shape) != 2 or shape[0] != len(ids) or one.module in of_module:
+        if len(shape) != 2 or shape[0] != len(ids):
             raise InvalidAdapter(
                 f"trained tokens '{name}' of shape {list(shape)}",
                 expected=f"one tensor of {len(ids)} rows, by trainable_token_indices",
                 remedy="put the adapter_config.json and the weights of the same training run together",
             )
-        of_module[one.module] = one
     # PEFT saves no rows of a head that shares the embedding's.
-    saved = {config.tokens_of(module) for module in of_module}
+    saved = {config.tokens_of(module) for module in tensors}
     if lost := [module for module, ids in config.token_ids.items() if ids not in saved]:
         raise InvalidAdapter(
             f"no rows of the trained tokens of '{lost[0] or 'the embedding'}'",
             expected="a tensor trainable_tokens_delta, by trainable_token_indices",
-            remedy="save the adapter again with PEFT",
+            remedy=_SAVE_AGAIN,
         )
-    return tuple(of_module.values())
 
 
 def is_copy_of_embeddings(tensor: TensorInfo) -> bool:
@@ -250,7 +285,7 @@ def _pair(module: str, sides: dict[str, TensorInfo], rank: int, alpha: float, is
         raise InvalidAdapter(
             f"lora_{side} of module '{module}' alone",
             expected="lora_A and lora_B for every module",
-            remedy="save the adapter again with PEFT",
+            remedy=_SAVE_AGAIN,
         )
     pair = LoraPair(module, sides["A"], sides["B"], rank, alpha, is_looked_up)
     for tensor in (pair.a, pair.b):

@@ -44,6 +44,7 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker import loading
 from lora_plugins.worker.agreement import agreement_of
+from lora_plugins.worker.beside import read_beside
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, take_scalings
 from lora_plugins.worker.lora_request import is_inplace
@@ -162,6 +163,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         manager = self._adapter_manager
         with describing(adapter=spec.name):
             model, opened = with_opened(lambda: self._load_adapter(request))
+            read = read_beside(opened, manager.model)
             manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             notes = loading.check_described(
                 model, manager, self._modules,
@@ -176,7 +178,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             check_finite = self._settings.check_finite and not is_digest(Path(path).name)
             if check_finite:
                 loading.check_finite(spec.name, model)
-            beside = manager.trained_tokens.writes(opened, manager, self._modules, check_finite=check_finite)
+            beside = manager.trained_tokens.writes(read, self._modules, check_finite=check_finite)
             is_pinned = torch.device(self.device).type == "cuda"
             return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned, rank=rank, beside=beside)
 

@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 
-from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.model_modules import ModelModules, TokenPlaces
-from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.trained_tokens import token_rows
-from lora_plugins.adapter.weights import beside_of, check_beside
+from lora_plugins.worker.beside import ReadBeside
 from lora_plugins.worker.loaded_adapter import SlotWrite
 from lora_plugins.worker.loading import require_finite
 from lora_plugins.worker.token_layers import base_of, find
 from lora_plugins.worker.token_rows import TokenRows
-from lora_plugins.worker.weights_file import MappedTensors
 
 # The hidden states of a whole batch, while a runner computes logits of prompts (`vllm_patches/worker/model_runner.py`).
 rows_of_batch: ContextVar[torch.Tensor | None] = ContextVar("rows_of_batch", default=None)
@@ -112,32 +109,22 @@ class TrainedTokens:
 
     # --- in the background ---
 
-    def writes(
-        self, opened: MappedTensors | None, manager: Any, modules: ModelModules, *, check_finite: bool
-    ) -> list[SlotWrite]:
-        """Return the writes of a slot's tables, for an adapter whose file vLLM has opened.
+    def writes(self, read: ReadBeside | None, modules: ModelModules, *, check_finite: bool) -> list[SlotWrite]:
+        """Return the writes of a slot's tables, for an adapter with or without tensors beside A and B.
 
         Raises:
-            IncompatibleAdapter, InvalidAdapter: as `check_beside` and `token_rows`; rows that are not finite.
+            IncompatibleAdapter: as `token_rows`. InvalidAdapter: rows that are not finite.
         """
-        from vllm.lora.utils import parse_fine_tuned_lora_name
-
         writes: list[SlotWrite] = [(table.clear, ()) for table in self._tables]
-        if opened is None or not opened.beside:
+        if read is None:
             return writes
-        # Only here: the configuration in a path of a caller's own is for vLLM to judge.
-        config = parse_config((opened.directory / CONFIG_FILE).read_bytes())
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        mapper = None if mapper is None else mapper.get_rename_mapper()
-        infos = (TensorInfo(name, "", tuple(tensor.shape), 0, 0) for name, tensor in opened.beside.items())
-        beside = check_beside(filter(None, map(beside_of, infos)), config)
-        found = token_rows(beside, config, modules, lambda name: str(parse_fine_tuned_lora_name(name, mapper)[0]))
+        found = token_rows(read.beside, read.config, modules, read.module)
         scales = self._scale, 1.0  # the hook of the embedding is behind its layer's scale
         for number, (table, one, scale) in enumerate(zip(self._tables, found, scales, strict=True)):
             if one is None:
                 continue
-            ids, order = torch.sort(torch.tensor(config.tokens_of(one.module)))
-            rows = opened.beside[one.tensor.name][order].to(table.rows.dtype)
+            ids, order = torch.sort(torch.tensor(read.config.tokens_of(one.module)))
+            rows = read.tensor(one)[order].to(table.rows.dtype)
             if check_finite:
                 require_finite(rows, one.tensor.name)
             writes[number] = table.write, (ids, rows * scale)

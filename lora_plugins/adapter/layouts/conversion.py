@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell, check_landing
 from lora_plugins.adapter.layouts import experts, fused
-from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, Part, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, NewTensor, Part, Placed, Scaled, new_pair
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.adapter.weights import BesideKind, LoraPair, Weights
 from lora_plugins.adapter.writers import in_words, unwrapped, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 _RENAMED = "keys renamed"
+_MULTIPLIED = "AdaLoRA's singular values multiplied into A"
 _COPIED = "pairs given as well to the module that has the same weight"
 
 _MODEL = "model."
@@ -61,8 +63,9 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         config = replace(config, peft_version=experts.FIRST_PRESENT)
     landed: list[LoraPair] = []
     left: list[LoraPair] = []
+    factors = {pair.a.name: factor for pair, factor in _with(BesideKind.SINGULAR, weights)}
     for pair in paced(weights.pairs):
-        (landed if names.lands(pair) else left).append(pair)
+        (landed if names.lands(pair) and pair.a.name not in factors else left).append(pair)
     plan = _by_rules(left, names, model.respellings)
     # Spellings come last: a rule that fits proves more than a renaming of all keys.
     if plan.left:
@@ -71,7 +74,12 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     if copies := list(_copies(landed, made, names)):
         made += copies
         changes[_COPIED] = len(copies)
-    others = (*weights.others, *(one.tensor for one in weights.beside))
+    if factors:
+        made = [replace(new, a=_multiplied(new.a, factors)) for new in paced(made)]
+        changes[_MULTIPLIED] = len(made)
+        config = replace(config, is_adalora=False)
+    beside = tuple(one for one in weights.beside if one.kind is not BesideKind.SINGULAR)
+    others = (*weights.others, *(one.tensor for one in beside))
     kept = (*(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)), *others)
     files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
     # Sorted, so that an adapter is described in the same words each time.
@@ -84,7 +92,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     # A rule may make a pair for a module that another pair already has.
     _check_once(pairs)
     return Conversion(
-        replace(weights, pairs=pairs, name_in_keys=None),
+        replace(weights, pairs=pairs, name_in_keys=None, beside=beside),
         with_exact_patterns(config, pairs) if made else config,
         kept,
         tuple(made),
@@ -116,6 +124,19 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
             # By A's name in the file: a spelling changes modules' names, never tensors' names.
             left = [pair for pair in left if pair.a.name not in gone]
     return _ByRules(left, made, changes)
+
+
+def _with(kind: BesideKind, weights: Weights) -> Iterator[tuple[LoraPair, TensorInfo]]:
+    """Yield the pairs whose module has a tensor of this kind, each with the tensor."""
+    tensors = {one.module: one.tensor for one in weights.beside if one.kind is kind}
+    yield from ((pair, tensors[pair.module]) for pair in paced(weights.pairs) if pair.module in tensors)
+
+
+def _multiplied(a: NewTensor, factors: Mapping[str, TensorInfo]) -> NewTensor:
+    """Return an A whose sources are multiplied by their factors."""
+    sources = (*a.sources, *(factors[source.name] for source in a.sources))
+    move = Scaled(cast("Part | Placed", a.make), tuple(source.dtype for source in sources))
+    return NewTensor(replace(a.info, dtype="F32"), sources, move)
 
 
 def _copies(landed: Sequence[LoraPair], made: Sequence[NewPair], names: Names) -> Iterator[NewPair]:

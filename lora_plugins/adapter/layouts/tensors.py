@@ -11,7 +11,7 @@ import msgspec
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import Experts, ModulePlace
-from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
 from lora_plugins.adapter.weights import PREFIX, LoraPair
 
 # Some indices of an axis: the first, the end, the step.
@@ -53,7 +53,30 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
         return made
 
 
-Move = Part | Placed
+class Scaled(msgspec.Struct, frozen=True, tag=True):
+    """A move of sources that are first multiplied by columns of factors, the second half of the sources; in float32.
+
+    Attributes:
+        dtypes: of all sources.
+    """
+
+    move: Part | Placed
+    dtypes: tuple[str, ...]
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """See the class."""
+        wide = [_float32(array, dtype) for array, dtype in zip(arrays, self.dtypes, strict=True)]
+        half = len(wide) // 2
+        return self.move([(a * e).view("<u4") for a, e in zip(wide[:half], wide[half:], strict=True)])
+
+
+def _float32(bits: Any, dtype: str) -> Any:
+    if dtype == "BF16":  # numpy has no bfloat16: the upper half of a float32
+        return (bits.astype("<u4") << 16).view("<f4")
+    return bits.view(f"<f{DTYPE_BYTES[dtype]}").astype("<f4")
+
+
+Move = Part | Placed | Scaled
 
 
 def _index(slices: Sequence[Slice]) -> tuple[slice, ...]:
