@@ -45,7 +45,6 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
         "r": config.rank,
         "lora_alpha": _plain(config.alpha),
         "target_modules": None if config.targets is None or is_long else targets,
-        # `parse_config` has refused every other value.
         "bias": "none",
         "use_rslora": config.use_rslora,
         "rank_pattern": dict(config.rank_pattern),
@@ -54,8 +53,8 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
     }
     if config.token_ids:  # vLLM passes over the key, and our workers read it
         keys["trainable_token_indices"] = config.token_ids.get("", config.token_ids)
-    if ours := {key: value for key, value in {"adalora": config.is_adalora}.items() if value}:
-        keys[OUR_KEY] = ours
+    if config.beside:
+        keys[OUR_KEY] = sorted(config.beside)
     if config.peft_version is not None:
         keys[LAYOUT_KEY] = ".".join(map(str, config.peft_version))
     return json.dumps(keys, indent=2).encode()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lora_plugins.adapter.config import AdapterConfig, unsupported, without_effect
+from lora_plugins.adapter.config import ADALORA, CLASSIFIER_HEADS, AdapterConfig, without_effect
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
@@ -32,10 +32,11 @@ _NAME = re.compile(
 )
 # The last group is a name of `BesideKind`.
 _BESIDE = re.compile(
-    r"(?P<module>.+?)\.(?:(?P<TOKENS>token_adapter\.trainable_tokens_delta)(?:\.[^.]+)?|(?P<SINGULAR>lora_E)(?:\.[^.]+)?)"
+    r"(?P<module>.+?)\.(?:(?P<TOKENS>token_adapter\.trainable_tokens_delta)(?:\.[^.]+)?|(?P<SINGULAR>lora_E)(?:\.[^.]+)?"
+    r"|(?P<MAGNITUDE>lora_magnitude_vector)(?:\.[^.]+){0,2}|lora_B(?:\.[^.]+)?\.(?P<B_BIAS>bias)"
+    r"|(?:base_layer\.)?(?P<BIAS>bias))"
 )
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
-_DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
 _VELORA = re.compile(r"\.lora_velora_embed\b")
 _NORM = re.compile(r"norm[^.]*\.weight$")
 _WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
@@ -74,6 +75,23 @@ class BesideKind(StrEnum):
 
     TOKENS = "token_adapter.trainable_tokens_delta"  # rows of an embedding or a head, in the place of the base model's
     SINGULAR = "lora_E"  # of AdaLoRA, a factor of each row of A
+    MAGNITUDE = "lora_magnitude_vector"  # of DoRA, the norm of each row of the whole weight
+    B_BIAS = "lora_B.bias"  # of `lora_bias`, added to B's product before the scaling
+    BIAS = "bias"  # in the place of the base model's
+
+    @property
+    def key(self) -> str:
+        """The key of the configuration without which PEFT leaves the tensor out."""
+        return _KEYS[self]
+
+
+_KEYS = {
+    BesideKind.TOKENS: "trainable_token_indices",
+    BesideKind.SINGULAR: ADALORA,
+    BesideKind.MAGNITUDE: "use_dora",
+    BesideKind.B_BIAS: "lora_bias",
+    BesideKind.BIAS: "bias",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +179,10 @@ def _check_one_adapter(names: set[str | None]) -> None:
 def beside_of(tensor: TensorInfo) -> Beside | None:
     """Return a tensor beside A and B as such, whether its key has the adapter's name or not; None for another one."""
     found = _BESIDE.fullmatch(_without_prefix(tensor.name))
-    return found and Beside(found["module"], BesideKind[str(found.lastgroup)], tensor)
+    # A classifier's whole head is vLLM's.
+    if found is None or (found["BIAS"] and found["module"].rpartition(".")[2] in CLASSIFIER_HEADS):
+        return None
+    return Beside(found["module"], BesideKind[str(found.lastgroup)], tensor)
 
 
 def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
@@ -179,32 +200,39 @@ def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterabl
             )
         of_kind[one.kind][one.module] = one
     _check_tokens(of_kind[BesideKind.TOKENS], config)
-    _check_of_pairs(of_kind, config, pairs)
+    _check_of_modules(of_kind, config, pairs)
     return tuple(one for modules in of_kind.values() for one in modules.values())
 
 
-def _check_of_pairs(
+def _check_of_modules(
     of_kind: Mapping[BesideKind, Mapping[str, Beside]], config: AdapterConfig, pairs: Iterable[LoraPair]
 ) -> None:
     of_pairs = {pair.module: pair for pair in pairs}
-    for kind, key, is_named in ((BesideKind.SINGULAR, "peft_type ADALORA", config.is_adalora),):
-        for module, one in paced(of_kind[kind].items()):
-            if not is_named:
+    for kind, tensors in of_kind.items():
+        if kind is BesideKind.TOKENS:
+            continue
+        for module, one in paced(tensors.items()):
+            if kind.key not in config.beside:
                 raise IncompatibleAdapter(
-                    f"tensor '{one.tensor.name}', without {key} in adapter_config.json",
+                    f"tensor '{one.tensor.name}', without {kind.key} in adapter_config.json",
                     expected="the configuration of the same training, as PEFT leaves the tensor out without",
-                    remedy=f"give the configuration its {key} again, or merge the adapter into the base model",
+                    remedy=f"give the configuration its {kind.key} again, or merge the adapter into the base model",
                 )
-            pair = of_pairs.get(module)
-            if pair is None or one.tensor.shape != (pair.rank, 1):
+            pair, shape = of_pairs.get(module), one.tensor.shape
+            if kind is BesideKind.BIAS and pair is None:  # with `bias: all`, of any module
+                expected = shape[:1]
+            else:
+                expected = () if pair is None else (pair.rank, 1) if kind is BesideKind.SINGULAR else pair.b.shape[:1]
+            if shape != expected:
                 raise InvalidAdapter(
-                    f"tensor '{one.tensor.name}' of shape {list(one.tensor.shape)}",
-                    expected="none, without A and B" if pair is None else f"shape {[pair.rank, 1]}, by A and B",
+                    f"tensor '{one.tensor.name}' of shape {list(shape)}",
+                    expected=f"shape {list(expected)}, by A and B" if expected else "none, without A and B",
                     remedy=_SAVE_AGAIN,
                 )
-        if is_named and (lost := next((module for module in of_pairs if module not in of_kind[kind]), None)):
+        is_of_each = kind.key in config.beside and kind is not BesideKind.BIAS
+        if is_of_each and (lost := next((module for module in of_pairs if module not in tensors), None)):
             raise InvalidAdapter(
-                f"no tensor '{kind}' of module '{lost}'", expected=f"one, by {key}", remedy=_SAVE_AGAIN
+                f"no tensor '{kind}' of module '{lost}'", expected=f"one, by {kind.key}", remedy=_SAVE_AGAIN
             )
 
 
@@ -253,8 +281,6 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
             remedy="merge the adapter into the model with these words and serve the result; where none were added, "
             f"save it with save_embedding_layers=False; {FROM_MERGEKIT}",
         )
-    if found is None and _DORA.search(name):
-        raise unsupported(f"DoRA, by tensor '{name}'")
     if found is None and _VELORA.search(name):
         raise IncompatibleAdapter(
             f"tensor '{name}' of VeLoRA, which PEFT uses in training alone",

@@ -41,6 +41,10 @@ def read_beside(opened: MappedTensors | None, model: Any) -> ReadBeside | None:
 
     Raises:
         IncompatibleAdapter, InvalidAdapter: as `pair_weights`.
+
+    Touches: vllm.lora.utils: parse_fine_tuned_lora_name(name, weights_mapper)
+    Why: what is beside A and B is of the module that vLLM reads off A's name.
+    Until: vLLM serves trained tokens and DoRA (vllm-project/vllm#55796, vllm-project/vllm#47395).
     """
     from vllm.lora.utils import parse_fine_tuned_lora_name
 

@@ -54,6 +54,7 @@ from lora_plugins.worker.metrics import metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.model_modules import describe
 from lora_plugins.worker.slot_copy import SlotStream, forget
+from lora_plugins.worker.vectors import vectors_of_adapter
 from lora_plugins.worker.weights_file import with_opened
 
 
@@ -171,6 +172,9 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             )  # fmt: skip
             for note in notes:
                 logger.warning("Adapter '%s' is %s", spec.name, note)
+            vectors = vectors_of_adapter(
+                read, model, manager, self._modules, self.jobs.in_loop, is_whole_model=self._is_whole_model
+            )
             scalings, rank = take_scalings(model), rank_of(model)
             manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             loading.check_slots(model, manager, self._modules)
@@ -180,7 +184,10 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
                 loading.check_finite(spec.name, model)
             beside = manager.trained_tokens.writes(read, self._modules, check_finite=check_finite)
             is_pinned = torch.device(self.device).type == "cuda"
-            return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned, rank=rank, beside=beside)
+            return build(
+                spec.name, path, manager, model, scalings,
+                is_pinned=is_pinned, rank=rank, beside=beside, vectors=vectors,
+            )  # fmt: skip
 
     # --- vLLM's manager API, in the engine loop ---
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.worker.refused_modules import computed_otherwise, unadapted, uncalled
+from lora_plugins.worker.vectors import why_no_vectors
 
 
 def describe(manager: Any) -> ModelModules:
@@ -67,6 +68,7 @@ def describe(manager: Any) -> ModelModules:
         },
         copies=_copies(model, places),
         **({} if tokens is None else {"tokens": tokens.places, "without_tokens": tokens.why_not}),
+        without_vectors="" if tokens is None else why_no_vectors(manager),
     )
 
 

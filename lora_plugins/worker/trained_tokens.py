@@ -119,6 +119,8 @@ class TrainedTokens:
         if read is None:
             return writes
         found = token_rows(read.beside, read.config, modules, read.module)
+        if not writes:  # this model's rows are never replaced, and what is beside A and B has none
+            return writes
         scales = self._scale, 1.0  # the hook of the embedding is behind its layer's scale
         for number, (table, one, scale) in enumerate(zip(self._tables, found, scales, strict=True)):
             if one is None:

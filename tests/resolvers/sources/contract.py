@@ -283,7 +283,7 @@ class SourceContract(testing.SourceContract):
         assert {file.name: file.size_bytes for file in arriving.finish()} == {n: len(files[n]) for n in wanted}
 
     def test_what_its_configuration_condemns_brings_no_weights(self, harness, source, store, monkeypatch):
-        harness.put_adapter("sql", {**adapter_files(use_dora=True), **CHAT})
+        harness.put_adapter("sql", {**adapter_files(use_qalora=True), **CHAT})
         fetch, arrived = source.fetch, []
 
         async def watched(adapter: RemoteAdapter, download: PartialDownload) -> None:
