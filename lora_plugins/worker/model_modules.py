@@ -25,7 +25,6 @@ from typing import Any
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.worker.refused_modules import computed_otherwise, unadapted, uncalled
-from lora_plugins.worker.vectors import why_no_vectors
 
 
 def describe(manager: Any) -> ModelModules:
@@ -68,7 +67,7 @@ def describe(manager: Any) -> ModelModules:
         },
         copies=_copies(model, places),
         **({} if tokens is None else {"tokens": tokens.places, "without_tokens": tokens.why_not}),
-        without_vectors="" if tokens is None else why_no_vectors(manager),
+        **({} if tokens is None else {"without_vectors": manager.without_vectors}),
     )
 
 

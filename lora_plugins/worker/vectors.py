@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -142,7 +142,7 @@ def vectors_of_adapter(
         vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{base_layer, output_slices, tp_size, tp_rank}
         vllm.lora.layers.row_parallel_linear: RowParallelLinearWithLoRA
         vllm.lora.lora_weights: LoRALayerWeights{lora_a, lora_b, scaling}
-        vllm.model_executor.layers.linear: LinearBase{quant_method, skip_bias_add}
+        vllm.model_executor.layers.linear: LinearBase{quant_method, skip_bias_add, params_dtype}
         vllm.distributed.parallel_state: get_tp_group() GroupCoordinator{cpu_group}
     Why: vLLM has neither DoRA nor biases of adapters.
     Until: vLLM serves them (vllm-project/vllm#47395).
@@ -179,7 +179,7 @@ class _Layer:
         """Return the numbers of all parts together; see `vectors_of_adapter`."""
         weights = [self._weights(part, read, model) for part in self._parts]
         beside = {
-            kind: self._whole([part and read.tensor(part).float() for part in map(_of(kind), self._parts)], neutral)
+            kind: self._whole([read.tensor(it[kind]).float() if kind in it else None for it in self._parts], neutral)
             for kind, neutral in ((BesideKind.MAGNITUDE, 1), (BesideKind.B_BIAS, 0), (BesideKind.BIAS, torch.nan))
         }
         scale = self._whole([one and torch.full((len(one.lora_b),), float(one.scaling)) for one in weights], 0)
@@ -196,7 +196,7 @@ class _Layer:
         adds = not self._is_divided or self._layer.tp_rank == 0
         made = _Module(
             self._name,
-            self._ranks(),
+            cast("SlotRanks", watched_ranks(self._layer)),  # `why_no_vectors` has found our kernels
             c if adds else zeros,
             bias if adds and not getattr(self._base, "skip_bias_add", False) else zeros,
         )
@@ -204,12 +204,6 @@ class _Layer:
             made.magnitude, made.is_divided = beside[BesideKind.MAGNITUDE], self._is_divided
             made.squares = self._squares(weights, in_loop)
         return made
-
-    def _ranks(self) -> SlotRanks:
-        ranks = watched_ranks(self._layer)
-        if ranks is None:  # `why_no_vectors` has looked for our kernels
-            raise RuntimeError(f"a layer '{self._name}' whose slots nobody watches")
-        return ranks
 
     def _weights(self, part: dict[BesideKind, Beside], read: ReadBeside, model: Any) -> Any:
         names = (read.module(f"{PREFIX}{one.module}.lora_A.weight") for one in part.values())
@@ -250,7 +244,7 @@ class _Layer:
         answers: list[Any] = [None] * len(slices_a)
 
         def pieces() -> Iterator[None]:
-            yield from self._base_norms(dtype)
+            yield from self._base_norms()
             for number, a in enumerate(slices_a):
                 if a is not None:
                     answers[number] = self._answer(a.contiguous())
@@ -267,7 +261,7 @@ class _Layer:
                 squares[own] += ((2 * answer[:, own].T + b @ (a.float() @ a.float().T)) * b).sum(1)
         return squares
 
-    def _base_norms(self, dtype: torch.dtype) -> Iterator[None]:
+    def _base_norms(self) -> Iterator[None]:
         """Keep the squared norms of W's rows here with the layer, piece by piece; the second time there is nothing."""
         if _NORMS in self._base.__dict__:
             return
@@ -275,7 +269,7 @@ class _Layer:
         squares: Any = 0
         for begin in range(0, inputs, _COLUMNS):
             count = min(_COLUMNS, inputs - begin)
-            identity = torch.zeros(count, inputs, dtype=dtype)
+            identity = torch.zeros(count, inputs)
             identity[:, begin : begin + count].fill_diagonal_(1)
             squares = squares + self._answer(identity).square().sum(0)
             yield
@@ -283,12 +277,8 @@ class _Layer:
 
     def _answer(self, x: Any) -> Any:
         with torch.no_grad():
-            device = self._layer.lora_a_stacked[0].device
-            return self._base.quant_method.apply(self._base, x.to(device), None).float().cpu()
-
-
-def _of(kind: BesideKind) -> Callable[[dict[BesideKind, Beside]], Beside | None]:
-    return lambda part: part.get(kind)
+            x = x.to(self._layer.lora_a_stacked[0].device, self._base.params_dtype)
+            return self._base.quant_method.apply(self._base, x, None).float().cpu()
 
 
 def _sum_of_workers(numbers: Any) -> Any:

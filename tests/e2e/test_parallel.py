@@ -91,7 +91,7 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
         answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "get_lora_metrics"}, timeout=240)
         workers = answer.json()["results"]
         assert len(workers) == 2
-        assert {worker["adapters"]["slots"] for worker in workers} == {2}
+        assert {worker["adapters"]["slots"] for worker in workers} == {2 + 3}, "copied, and pointed at host memory"
         assert all(1 <= worker["adapters"]["registered"] <= 3 for worker in workers)
         assert len({tuple(sorted(worker["memory"]["adapter_mb"])) for worker in workers}) == 1, "they hold the same"
 

@@ -293,7 +293,7 @@ class SourceContract(testing.SourceContract):
         monkeypatch.setattr(source, "fetch", watched)
         resolver = AdapterResolver(Settings(), Events(), store, [source])
         for _ in range(2):
-            with pytest.raises(IncompatibleAdapter, match="DoRA"):
+            with pytest.raises(IncompatibleAdapter, match="QALoRA"):
                 asyncio.run(resolver.resolve(harness.asked("sql"), BASE.path))
         harness.settle()
         assert arrived == [{CONFIG_FILE}], "once, and no weights"
