@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "verification: what takes too much memory is read again",
         "lora_plugins/verification/child.py",
-        "        yield Refused(too_much_memory().plain())\n",
-        "        raise\n",
+        "        refusal = lacking(more_bytes) or too_much(",
+        "        raise\n        refusal = lacking(more_bytes) or too_much(",
         ("tests/verification/test_limits.py",),
     ),
     Mutant(
