@@ -432,13 +432,6 @@ MUTANTS = (
         ("tests/resolvers/test_chats.py",),
     ),
     Mutant(
-        "start: a name stands for another version than the list says",
-        "lora_plugins/server/served_file.py",
-        "if field in _WHAT_IS_SERVED:",
-        "if field not in entry:",
-        ("tests/server/test_served_file.py",),
-    ),
-    Mutant(
         "worker: stacked experts count as single ones",
         "lora_plugins/worker/model_manager.py",
         "lora_model.is_3d_lora_weight = True",
