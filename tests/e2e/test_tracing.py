@@ -68,10 +68,10 @@ def test_spans_name_adapters_below_the_clients_own(bed: Bed, tmp_path: Path) -> 
             answer = httpx.post(server.url + route, json=question, headers=headers, timeout=LONGEST_S)
             assert answer.status_code == 200, answer.text
             is_base = name == str(bed.base)
-            named = {"gen_ai.request.model": name, "lora_plugins.digest": answer.headers.get("x-lora-digest")}
+            named = {"gen_ai.request.model": name, "lora_adapter.digest": answer.headers.get("x-lora-digest")}
             wanted[trace] = {"parent": parent} | ({} if is_base else named)
         deadline = time.monotonic() + LONGEST_S
         while found.keys() != wanted.keys() and time.monotonic() < deadline:
             time.sleep(0.1)
-    ours = ("parent", "gen_ai.request.model", "lora_plugins.digest")
+    ours = ("parent", "gen_ai.request.model", "lora_adapter.digest")
     assert {trace: {key: of[key] for key in ours if key in of} for trace, of in found.items()} == wanted

@@ -31,7 +31,7 @@ _SPANS, _PROMPT, _GENERATED = "lora_plugins_spans", "lora_plugins_prompt_tokens"
 # Of the state: the limits of its key; and as above, how much of the prompt was taken of the limit.
 _RATE, _PAID = "lora_plugins_rate", "lora_plugins_paid_tokens"
 # Attributes of a request's span: OpenTelemetry's name for the model that was asked for, and our own.
-_MODEL, _DIGEST = "gen_ai.request.model", "lora_plugins.digest"
+_MODEL, _DIGEST = "gen_ai.request.model", "lora_adapter.digest"
 _ended: ContextVar[Any] = ContextVar("lora_plugins_ended", default=None)  # the state of the request that ended last
 
 

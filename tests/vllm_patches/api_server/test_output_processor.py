@@ -122,9 +122,9 @@ def test_a_span_names_adapter_and_the_versions_of_an_answer(versions: Any, monke
     asked.answers(0, versions=versions, ends=True)
     asked.answers(1, ends=True)
     named = {"gen_ai.request.model": adapter(1).lora_name}
-    named |= {} if versions is None else {"lora_plugins.digest": f"{OLD},{NEW}"}
+    named |= {} if versions is None else {"lora_adapter.digest": f"{OLD},{NEW}"}
     found = [dict(span.attributes or {}) for span in kept.get_finished_spans()]
-    ours = ("gen_ai.request.model", "lora_plugins.digest")
+    ours = ("gen_ai.request.model", "lora_adapter.digest")
     assert [{key: value for key, value in span.items() if key in ours} for span in found] == [named] * 2
     assert [span["gen_ai.usage.prompt_tokens"] for span in found] == [2, 2]
 
