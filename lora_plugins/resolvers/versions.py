@@ -246,7 +246,7 @@ class VersionStore:
                 arrived = await asyncio.wrap_future(self._read(stored.directory))
         if asker.base is None:
             return arrived.adapter
-        return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings)
+        return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings, stored.directory)
 
     async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, asker: _For) -> _Stored:
         """Bring the version into the store."""
