@@ -7,6 +7,7 @@ trainer may have widened them (float32 of bfloat16), or changed a few rows only.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +19,7 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import Weights, is_copy_of_embeddings
 from lora_plugins.errors import LoRAPluginsError
 
-_ROWS = 512  # compared at once, a few megabytes
+_NUMBERS = 1 << 20  # compared at once, a few megabytes
 
 
 def unlike_base(directory: Path, weights: Weights | None, base: str) -> Iterator[str]:
@@ -53,11 +54,13 @@ def _embeddings(base: str) -> dict[str, tuple[Path, TensorInfo]]:
 
 
 def _numbers(path: Path, tensor: TensorInfo) -> Iterator[Any]:
-    """Yield rows of a tensor as floats, some at a time."""
+    """Yield a tensor's numbers as floats, some at a time."""
     import numpy as np
 
     kind = "<u2" if tensor.dtype == "BF16" else f"<f{DTYPE_BYTES[tensor.dtype]}"
-    every = np.memmap(path, kind, "r", tensor.begin, tensor.shape)
-    for rows in np.array_split(every, range(_ROWS, len(every), _ROWS)):
-        # numpy has no bfloat16: bfloat16 is the upper half of a float32.
-        yield (rows.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else rows
+    with path.open("rb") as file:  # not mapped: a disk that fails below a mapped file ends the server
+        file.seek(tensor.begin)
+        for left in range(math.prod(tensor.shape), 0, -_NUMBERS):
+            numbers = np.fromfile(file, kind, min(left, _NUMBERS))
+            # numpy has no bfloat16: bfloat16 is the upper half of a float32.
+            yield (numbers.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else numbers
