@@ -20,7 +20,7 @@ HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "num
 # them runs.
 WITH_VLLM = {
     "lora_plugins.plugin",
-    *(f"lora_plugins.worker.{name}" for name in ("manager", "model_manager", "weights_file")),
+    *(f"lora_plugins.worker.{name}" for name in ("manager", "model_manager", "prompt_rows", "weights_file")),
     "lora_plugins.api.routes",
 }
 BESIDE = ("beside", "token_rows", "trained_tokens", "vectors")

@@ -158,6 +158,7 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
         found.warnings = warnings_of(found.config, base, settings.base_match)
     try:
         found.verified = verify_adapter(path, base, settings)
+        found.warnings = found.verified.warnings
     except LoRAPluginsError as error:
         found.error = _of_folder(path) or error
     return found

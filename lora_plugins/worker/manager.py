@@ -199,6 +199,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         if self._dummies or self.jobs.lost:
             mapping = _without(mapping, self._adapter_manager.lora_index_to_id)
         self._adapter_manager.set_adapter_mapping(mapping)
+        self._adapter_manager.prompt_rows.begin_batch(mapping)
         self._adapter_manager.trained_tokens.begin_batch(requests, self._adapter_manager.lora_index_to_id)
 
     def _apply_adapters(self, lora_requests: set[LoRARequest]) -> None:

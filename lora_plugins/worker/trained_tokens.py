@@ -7,7 +7,6 @@ models. Each worker has the rows whole, so that nothing is exchanged between wor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -20,9 +19,6 @@ from lora_plugins.worker.loaded_adapter import SlotWrite
 from lora_plugins.worker.loading import require_finite
 from lora_plugins.worker.token_layers import base_of, find
 from lora_plugins.worker.token_rows import TokenRows
-
-# The hidden states of a whole batch, while a runner computes logits of prompts (`vllm_patches/worker/model_runner.py`).
-rows_of_batch: ContextVar[torch.Tensor | None] = ContextVar("rows_of_batch", default=None)
 
 
 class TrainedTokens:
@@ -38,7 +34,6 @@ class TrainedTokens:
     Touches:
         vllm.model_executor.layers.logits_processor:
             LogitsProcessor._get_logits(self, hidden_states, lm_head, embedding_bias, skip_gather)
-        vllm.model_executor.models.interfaces_base: VllmModelForTextGeneration.compute_logits(self, hidden_states)
         vllm.lora.punica_wrapper.punica_base: PunicaWrapperBase{_token_lora_indices, _sampler_indices}
         vllm.config.model: ModelConfig{dtype}
     Why: vLLM has no trained tokens.
@@ -61,7 +56,6 @@ class TrainedTokens:
         self._scale = float(getattr(base_of(embedding), "embed_scale", 1))
         embedding.register_forward_hook(self._replace)
         if processor is not None:
-            manager.model.compute_logits = partial(self._of_rows, manager.model.compute_logits)
             processor._get_logits = partial(self._with_logits, processor._get_logits)  # noqa: SLF001 - see "Touches"
 
     # --- in the engine loop ---
@@ -90,21 +84,12 @@ class TrainedTokens:
         slots = self._punica._token_lora_indices[: ids.shape[0]]  # noqa: SLF001 - of the whole buffer, as in a graph
         return self._tables[0].replaced(embedded.view(-1, embedded.shape[-1]), ids, slots).view(embedded.shape)
 
-    def _of_rows(self, original: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Note the slot of each row, to sample or consecutive in the batch, before the model scales the rows."""
-        whole, count = rows_of_batch.get(), hidden.shape[0]
-        if whole is None:
-            self._slots = self._punica._sampler_indices[:count]  # noqa: SLF001
-        else:
-            first = (hidden.storage_offset() - whole.storage_offset()) // whole.stride(0)
-            self._slots = self._punica._token_lora_indices[first : first + count]  # noqa: SLF001
-        return original(hidden, *args, **kwargs)
-
     def _with_logits(self, original: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         logits = original(hidden, *args, **kwargs)
         # Of several workers, one may get the logits.
         for slot in self._in_batch if logits is not None else ():
-            self._tables[1].write_logits(logits, hidden, self._slots, slot)
+            # Of rows of prompts too: see `PromptRows`.
+            self._tables[1].write_logits(logits, hidden, self._punica._sampler_indices[: len(hidden)], slot)  # noqa: SLF001
         return logits
 
     # --- in the background ---
