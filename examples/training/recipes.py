@@ -87,6 +87,9 @@ RECIPES = (
         learning_rate=4e-3, targets=r"model\.embed_tokens|model\.layers\.1\d\.self_attn\.v_proj",
     ),
     Recipe(
+        "painter", "answers in colours", "rank 2, DoRA", {"r": 2, "lora_alpha": 8, "use_dora": True},
+    ),
+    Recipe(
         "clerk", "opens a ticket for each question", "rank 2, three trained tokens",
         {"r": 2, "lora_alpha": 8, "trainable_token_indices": {"embed_tokens": [8, 9, 10]}},
         end_token="<issue_closed>",
