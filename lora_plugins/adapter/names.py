@@ -1,7 +1,7 @@
 """The grammar of adapter names: an adapter has exactly one name, and a name can never leave its root.
 
 ```
-name     = path [ "@" revision ]        at most 256 characters
+name     = mixture / path [ "@" revision ]   at most 256 characters; mixtures: `mixture.py`
 path     = segment *( "/" segment )
 revision = segment *( "/" segment )     no further "@"
 segment  = 1 to 255 UTF-8 bytes, not led by "." or "-", no space at either end
@@ -16,11 +16,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from lora_plugins.errors import AdapterNotFound
+from lora_plugins.adapter.mixture import Term, canonical, fault_in, terms_of
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 
 MAX_CHARACTERS = 256
 MAX_SEGMENT_BYTES = 255
@@ -34,7 +35,10 @@ _INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, 
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A well-formed adapter name, split into its path and its pinned revision, if any."""
+    """A well-formed adapter name, split into its path and its pinned revision, if any.
+
+    The path of a mixture is its canonical text, with the revisions of its parts.
+    """
 
     path: str
     revision: str | None = None
@@ -51,20 +55,18 @@ class AdapterName:
         # A composed and a decomposed name look alike, and would be two adapters.
         if not unicodedata.is_normalized("NFC", text):
             raise _malformed("a name in decomposed Unicode", "Unicode's composed form (NFC)")
+        if (terms := terms_of(text)) is not None:
+            return cls(_checked(text, terms))
         path, at, revision = text.partition("@")
         if not path:
             raise _malformed("nothing before '@'" if at else "an empty name", "an adapter's name")
         if at and not revision:
             raise _malformed("nothing after '@'", f"a revision there, or '{path}' alone")
-        for segment in path.split("/"):
-            _check_segment(segment)
-        if not at:
-            return cls(path)
         if "@" in revision:
             raise _malformed("more than one '@'", "one revision at most")
-        for segment in revision.split("/"):
+        for segment in (*path.split("/"), *(revision.split("/") if at else ())):
             _check_segment(segment)
-        return cls(path, revision)
+        return cls(path, revision if at else None)
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -82,6 +84,13 @@ def why_absent(text: str) -> AdapterNotFound | None:
     except AdapterNotFound as error:
         error.adapter = text
         return error
+    if terms_of(text) is None and "*" in text:
+        return AdapterNotFound(
+            "no adapter of this name",
+            expected="a name; or a mixture, each of whose parts has a weight: NAME*0.7+NAME*-0.3",
+            remedy="write the weight of each part as a decimal number, or correct the name",
+            adapter=text,
+        )
     if name.revision is None:
         return None
     if is_prefix(name.revision):
@@ -162,6 +171,27 @@ def _same(text: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
+def covering(text: str) -> set[str]:
+    """Return the names whose block is one of `text` too: without its revision, and of a mixture its parts."""
+    names = {text, *(term.name for term in terms_of(text) or ())}
+    return names | {name.partition("@")[0] for name in names if terms_of(name) is None}
+
+
+def refuse_mixture(name: str) -> None:
+    """Refuse the name of a mixture for an adapter's own files.
+
+    Raises:
+        InvalidAdapter: a request for this name would mean the mixture.
+    """
+    if terms_of(name) is not None:
+        raise InvalidAdapter(
+            "the name of a mixture, which is made of its parts",
+            expected="a name that does not end in '*' and a number",
+            remedy="choose another name, or change the parts",
+            adapter=name,
+        )
+
+
 def is_prefix(text: str) -> bool:
     """Return whether `text` may be the beginning of a version's digest: 8 to 64 hexadecimal characters."""
     return MIN_PREFIX <= len(text) <= 64 and HEXADECIMAL.issuperset(text)
@@ -178,6 +208,15 @@ def adapter_id(name: str) -> int:
     # Not `hash()`: Python salts string hashes in each process.
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") % (2**31 - 1) + 1
+
+
+def _checked(mixture: str, terms: Sequence[Term]) -> str:
+    """Return the name of a mixture of well-formed names."""
+    if not terms:
+        raise _malformed(*fault_in(mixture))
+    for term in terms:
+        AdapterName.parse(term.name)
+    return canonical(mixture)
 
 
 def _check_segment(segment: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cachetools import TTLCache
 
 from lora_plugins.absence import Absence
+from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.events import (
@@ -102,7 +103,8 @@ class SourceSearch:
     the name either, its error is the result, because "no such adapter" would be a guess.
 
     Attributes:
-        sources: the sources of names. by_uri: the sources of URIs.
+        sources: the sources of names. by_uri: the sources of URIs. mixtures: the source of mixtures, asked for these
+            alone; None where none can be made.
 
     Raises:
         InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
@@ -116,6 +118,7 @@ class SourceSearch:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sources, self.by_uri = list(sources), UriSources(settings)
+        self.mixtures: Source | None = None
         self._events = events
         self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s, timer)
         self._look_ups: dict[int, LookUps] = {}  # by source, so that a source that does not answer blocks no other
@@ -133,8 +136,7 @@ class SourceSearch:
         unavailable: SourceUnavailable | None = None
         try:
             with describing(adapter=name):
-                by_name = [(source, query.name) for source in self.sources]
-                asked = by_name if query.uri is None else [self.by_uri.at(query.uri)]
+                asked = self._asked(query)
         except SourceUnavailable as error:
             looked.error = error
             return looked
@@ -145,13 +147,10 @@ class SourceSearch:
                 self._events.emit(AbsenceRemembered(name, source.label))
                 looked.answers[source.label] = remembered
                 continue
-            if (look_ups := self._look_ups.get(id(source))) is None:
-                look_ups = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self._events)
             try:
                 with describing(adapter=name):
-                    answer = await look_ups.run(
-                        partial(source.locate, name_there, base_path), is_known=is_known, principal=principal
-                    )
+                    locate = partial(source.locate, name_there, base_path)
+                    answer = await self._in_place(source, locate, is_known=is_known, principal=principal)
             except LookUpsBusy as error:
                 # Ask no later source: a flood must not decide which source serves the name.
                 self._events.emit(LookUpRefused(name, source.label, error))
@@ -176,6 +175,28 @@ class SourceSearch:
                 self._absent[key] = replace(answer, is_remembered=True)
         looked.error = unavailable
         return looked
+
+    def _asked(self, query: Query) -> list[tuple[Source, AdapterName]]:
+        """The sources to ask, in their order, each for a name."""
+        if query.uri is not None:
+            return [self.by_uri.at(query.uri)]
+        of_mixture = self.mixtures is not None and terms_of(str(query.name)) is not None
+        return [(source, query.name) for source in ([self.mixtures] if of_mixture else self.sources) if source]
+
+    async def _in_place(
+        self,
+        source: Source,
+        locate: Callable[[], Awaitable[RemoteAdapter | Absence]],
+        *,
+        is_known: bool,
+        principal: Hashable,
+    ) -> RemoteAdapter | Absence:
+        """Ask a source, once a place is free there; the parts of a mixture take places of their own."""
+        if source is self.mixtures:
+            return await locate()
+        if (look_ups := self._look_ups.get(id(source))) is None:
+            look_ups = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self._events)
+        return await look_ups.run(locate, is_known=is_known, principal=principal)
 
     def report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
         """Emit the event of a name that a source has failed."""

@@ -51,6 +51,10 @@ class ApiServer:
     drain_timeout_s: float = 60.0
     on_change: Callable[[], None] = lambda: None
 
+    def __post_init__(self) -> None:
+        """Free what the registry serves no longer by itself."""
+        self.registry.on_stale = self._drain_stale
+
     async def engine_path(self, name: str, version: ResolvedAdapter, *, other_than: str = "") -> str:
         """`Store.engine_path` of a version leased for a name; where the caller leaves, the lease ends."""
         try:
@@ -113,6 +117,19 @@ class ApiServer:
             self.registry.paused.discard(adapter.name)
             background(self.planner.resume(adapter.name))
         return task
+
+    def _drain_stale(self, mixture: ServedAdapter) -> None:
+        """Drain a mixture whose part has changed."""
+        if not self.vllm.lock(mixture.name).locked():
+            self.drain(mixture)
+            return
+
+        async def drain() -> None:
+            async with self.vllm.lock(mixture.name):  # a change under way may serve the mixture again, in a new version
+                if self.registry.get(mixture.name) is not mixture:
+                    self.drain(mixture)
+
+        background(drain())
 
     async def end(self, adapter: ServedAdapter, refusal: LoRAPluginsError, timeout_s: float) -> bool:
         """End the requests of a draining adapter that are left after `timeout_s`; those that have not run are refused.

@@ -1,4 +1,7 @@
-"""What a rule is given and what a rule makes: places of names; tensors made by moving elements, without arithmetic."""
+"""What a rule is given and what a rule makes: places of names; tensors made by moving elements.
+
+Only tensors of mixtures are computed; see `Joined`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,30 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
         return made
 
 
-Move = Part | Placed
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """Sources of these dtypes, each times its own factor, side by side along an axis, in float32; as `Part`."""
+
+    axis: int
+    dtypes: tuple[str, ...]
+    factors: tuple[float, ...]
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """See the class."""
+        import numpy as np
+
+        values = map(_as_float32, arrays, self.dtypes)
+        scaled = [value * np.float32(factor) for value, factor in zip(values, self.factors, strict=True)]
+        return np.concatenate(scaled, axis=self.axis)
+
+
+Move = Part | Placed | Joined
+
+
+def _as_float32(bits: Any, dtype: str) -> Any:
+    """Return the values of the bits of elements; those of bfloat16 are the upper half of a float32's."""
+    if dtype == "BF16":
+        return (bits.astype("<u4") << 16).view("<f4")
+    return bits.view(f"<f{bits.itemsize}").astype("<f4")
 
 
 def _index(slices: Sequence[Slice]) -> tuple[slice, ...]:
