@@ -156,11 +156,9 @@ def _as_if_absent(serving: Any, request: Any) -> Any:
 
     vLLM's own code then answers "no such model", in vLLM's words. A mixture gets its canonical name, which is served.
     """
-    request.model = canonical(request.model or "") or request.model
-    if this_process().policy is None:
-        return serving
-    name = request.model
-    if not name or serving.models.is_base_model(name) or may_use(name):
+    name = canonical(request.model or "")
+    if not name or may_use(name) or serving.models.is_base_model(name):
+        request.model = name or request.model
         return serving
     logger.debug("%s may not use adapter %r", label_of_request(), name)
     bare = _over(serving, {})
