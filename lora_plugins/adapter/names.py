@@ -16,11 +16,11 @@ from __future__ import annotations
 import hashlib
 import heapq
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from lora_plugins.adapter.mixture import Term, canonical, fault_in, terms_of
+from lora_plugins.adapter.mixture import fault_in, terms_of
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 
 MAX_CHARACTERS = 256
@@ -56,7 +56,9 @@ class AdapterName:
         if not unicodedata.is_normalized("NFC", text):
             raise _malformed("a name in decomposed Unicode", "Unicode's composed form (NFC)")
         if (terms := terms_of(text)) is not None:
-            return cls(_checked(text, terms))
+            if not terms:
+                raise _malformed(*fault_in(text))
+            return cls("+".join(f"{cls.parse(term.name)}*{term.weight}" for term in terms))
         path, at, revision = text.partition("@")
         if not path:
             raise _malformed("nothing before '@'" if at else "an empty name", "an adapter's name")
@@ -85,12 +87,8 @@ def why_absent(text: str) -> AdapterNotFound | None:
         error.adapter = text
         return error
     if terms_of(text) is None and "*" in text:
-        return AdapterNotFound(
-            "no adapter of this name",
-            expected="a name; or a mixture, each of whose parts has a weight: NAME*0.7+NAME*-0.3",
-            remedy="write the weight of each part as a decimal number, or correct the name",
-            adapter=text,
-        )
+        expected = "the name of an adapter, or a mixture, each of whose parts has a weight: NAME*0.7+NAME*-0.3"
+        return AdapterNotFound("no adapter of this name", expected=expected, remedy="correct the name", adapter=text)
     if name.revision is None:
         return None
     if is_prefix(name.revision):
@@ -184,12 +182,8 @@ def refuse_mixture(name: str) -> None:
         InvalidAdapter: a request for this name would mean the mixture.
     """
     if terms_of(name) is not None:
-        raise InvalidAdapter(
-            "the name of a mixture, which is made of its parts",
-            expected="a name that does not end in '*' and a number",
-            remedy="choose another name, or change the parts",
-            adapter=name,
-        )
+        expected, remedy = "a name that does not end in '*' and a number", "choose another name, or change the parts"
+        raise InvalidAdapter("the name of a mixture", expected=expected, remedy=remedy, adapter=name)
 
 
 def is_prefix(text: str) -> bool:
@@ -208,15 +202,6 @@ def adapter_id(name: str) -> int:
     # Not `hash()`: Python salts string hashes in each process.
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") % (2**31 - 1) + 1
-
-
-def _checked(mixture: str, terms: Sequence[Term]) -> str:
-    """Return the name of a mixture of well-formed names."""
-    if not terms:
-        raise _malformed(*fault_in(mixture))
-    for term in terms:
-        AdapterName.parse(term.name)
-    return canonical(mixture)
 
 
 def _check_segment(segment: str) -> None:

@@ -36,7 +36,7 @@ class LoadAdapterRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    lora_name: Annotated[Name, Field(min_length=1, max_length=512)]
+    lora_name: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(canonical)]
     source: AdapterSource | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from lora_plugins.events import (
     LookUpRefused,
     SourceFailed,
 )
-from lora_plugins.resolvers.admission import LookUpLimits, LookUps, LookUpsBusy
+from lora_plugins.resolvers.admission import BreakerLimits, LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.known_versions import AtSource, Key, ResolvedAdapter
 from lora_plugins.resolvers.sources.configured import UriSources
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
@@ -33,6 +33,8 @@ from lora_plugins.settings import Settings
 _REMEMBERED_NAMES = 10_000
 # Of each source, a directory too: threads look there, and many of them hold up the event loop.
 _LIMITS = LookUpLimits()
+# The parts of a mixture take places at their own sources, whose outages are not the mixture's, and may be fetched.
+_OF_MIXTURES = LookUpLimits(at_once=100_000, breaker=BreakerLimits(failures=1 << 62, by_silence=False))
 # Answers of a working source about one adapter: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 
@@ -136,7 +138,8 @@ class SourceSearch:
         unavailable: SourceUnavailable | None = None
         try:
             with describing(adapter=name):
-                asked = self._asked(query)
+                by_name = [(source, query.name) for source in self._sources_of(name)]
+                asked = by_name if query.uri is None else [self.by_uri.at(query.uri)]
         except SourceUnavailable as error:
             looked.error = error
             return looked
@@ -147,10 +150,14 @@ class SourceSearch:
                 self._events.emit(AbsenceRemembered(name, source.label))
                 looked.answers[source.label] = remembered
                 continue
+            if (look_ups := self._look_ups.get(id(source))) is None:
+                limits = _OF_MIXTURES if source is self.mixtures else _LIMITS
+                look_ups = self._look_ups[id(source)] = LookUps(limits, source.label, self._events)
             try:
                 with describing(adapter=name):
-                    locate = partial(source.locate, name_there, base_path)
-                    answer = await self._in_place(source, locate, is_known=is_known, principal=principal)
+                    answer = await look_ups.run(
+                        partial(source.locate, name_there, base_path), is_known=is_known, principal=principal
+                    )
             except LookUpsBusy as error:
                 # Ask no later source: a flood must not decide which source serves the name.
                 self._events.emit(LookUpRefused(name, source.label, error))
@@ -176,27 +183,8 @@ class SourceSearch:
         looked.error = unavailable
         return looked
 
-    def _asked(self, query: Query) -> list[tuple[Source, AdapterName]]:
-        """The sources to ask, in their order, each for a name."""
-        if query.uri is not None:
-            return [self.by_uri.at(query.uri)]
-        of_mixture = self.mixtures is not None and terms_of(str(query.name)) is not None
-        return [(source, query.name) for source in ([self.mixtures] if of_mixture else self.sources) if source]
-
-    async def _in_place(
-        self,
-        source: Source,
-        locate: Callable[[], Awaitable[RemoteAdapter | Absence]],
-        *,
-        is_known: bool,
-        principal: Hashable,
-    ) -> RemoteAdapter | Absence:
-        """Ask a source, once a place is free there; the parts of a mixture take places of their own."""
-        if source is self.mixtures:
-            return await locate()
-        if (look_ups := self._look_ups.get(id(source))) is None:
-            look_ups = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self._events)
-        return await look_ups.run(locate, is_known=is_known, principal=principal)
+    def _sources_of(self, name: str) -> Sequence[Source]:
+        return self.sources if self.mixtures is None or terms_of(name) is None else [self.mixtures]
 
     def report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
         """Emit the event of a name that a source has failed."""

@@ -67,7 +67,7 @@ _MEANING = {
 class _Declared(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: Annotated[str, AfterValidator(canonical), Field(min_length=1, max_length=512)]
+    name: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(canonical)]
     uri: str | None = None
     revision: str | None = Field(default=None, min_length=1)
     digest: str | None = Field(default=None, pattern="^[0-9a-f]+$")

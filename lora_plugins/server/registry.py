@@ -172,7 +172,7 @@ class Registry:
         self._names_of_ids: dict[int, str] = {}
         self.draining: dict[int, ServedAdapter] = {}
         self.paused: set[str] = set()
-        self.on_stale: Callable[[ServedAdapter], None] = lambda _: None
+        self.on_stale: Callable[[ServedAdapter], object] = lambda _: None
         self.blocked = blocked
 
     def get(self, name: str) -> ServedAdapter | None:

@@ -1,4 +1,4 @@
-"""Mixtures by name answer as PEFT's `add_weighted_adapter` does, to whoever may use all parts, and follow their parts."""
+"""Mixtures by name answer as PEFT, to whoever may use all of their parts, and follow the parts."""
 
 from __future__ import annotations
 

@@ -165,10 +165,11 @@ def new_pair(
     *,
     is_looked_up: bool = False,
 ) -> NewPair:
-    """Return a pair for `module`; A and B are each given by sources (of one dtype), shape, and move."""
+    """Return a pair for `module`; A and B are each given by sources (of one dtype unless `Joined`), shape, and move."""
     name_a, name_b = LoraPair(module, a[0][0], b[0][0], rank, alpha, is_looked_up).names
     return NewPair(module, _tensor(name_a, *a), _tensor(name_b, *b), rank, alpha, is_looked_up)
 
 
 def _tensor(name: str, sources: Sequence[TensorInfo], shape: Sequence[int], make: Move) -> NewTensor:
-    return NewTensor(TensorInfo(name, sources[0].dtype, tuple(shape), 0, 0), tuple(sources), make)
+    dtype = "F32" if isinstance(make, Joined) else sources[0].dtype
+    return NewTensor(TensorInfo(name, dtype, tuple(shape), 0, 0), tuple(sources), make)

@@ -26,7 +26,6 @@ from lora_plugins.adapter.layouts.writing import weights_bytes
 from lora_plugins.adapter.mixture import Term, terms_of
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
-from lora_plugins.adapter.weights import Weights
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, describing
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged
 from lora_plugins.settings import Settings
@@ -46,14 +45,13 @@ class Mixture(RemoteAdapter):
     """A mixture before it is written.
 
     Attributes:
-        config: the configuration. tensors: what is to be written, from files whose paths begin at `largest`.
-        parts: the directories of the parts; files for chats are the first's. largest: of the largest part.
+        config: the configuration. tensors: what is to be written, from files whose paths begin at the first part.
+        parts: the directories of the parts; files for chats are the first's.
     """
 
     config: bytes = field(default=b"", repr=False)
     tensors: tuple[NewTensor, ...] = field(default=(), repr=False)
     parts: tuple[Path, ...] = ()
-    largest: Path = Path()
 
 
 class MixtureSource:
@@ -78,7 +76,13 @@ class MixtureSource:
                 with describing(adapter=term.name):
                     directory = await self._lease(term.name, base_model_name, holder)
                 if directory is None:
-                    return Absence(LABEL, "", f"no adapter '{term.name}'", cause=_no_part(term.name, str(name)))
+                    cause = AdapterNotFound(
+                        f"no adapter '{term.name}', a part of the mixture",
+                        expected="parts that are served, or that a source has",
+                        remedy="correct the name of the part; see /v1/models",
+                        adapter=str(name),
+                    )
+                    return Absence(LABEL, "", cause.found, cause=cause)
                 parts.append(directory)
             version = "+".join(str(Term(part.name, term.weight)) for part, term in zip(parts, terms, strict=True))
             key = str(name), version
@@ -97,14 +101,11 @@ class MixtureSource:
         try:
             for part in adapter.parts:
                 if await asyncio.to_thread(self._store.acquire, part.name, holder) is None:
-                    raise VersionChanged(
-                        "a part that the store has removed", expected="the part", remedy="ask again", file=WEIGHTS_FILE
-                    )
+                    raise VersionChanged("a part that the store has removed", remedy="ask again")
             for file in adapter.files:
                 target, landed = download.directory / file.name, partial(download.landed, file.name)
                 if file.name == WEIGHTS_FILE:
-                    written = children().write(adapter.tensors, adapter.largest, target, landed)
-                    await asyncio.wrap_future(written)
+                    await asyncio.wrap_future(children().write(adapter.tensors, adapter.parts[0], target, landed))
                 elif file.name == CONFIG_FILE:
                     await asyncio.to_thread(target.write_bytes, adapter.config)
                 else:
@@ -117,19 +118,13 @@ class MixtureSource:
     async def _plan(self, name: AdapterName, version: str, terms: tuple[Term, ...], parts: list[Path]) -> Mixture:
         settings = replace(self._settings, check_finite=False)  # the parts' values were checked on arrival
         read = [(await asyncio.wrap_future(children().read(part, settings))).adapter for part in parts]
-        weights = [one.weights or Weights(()) for one in read]
-        config, tensors = plan_mixture(
-            [
-                PartOfMixture(term, part.name, one.config, its_weights)
-                for term, part, one, its_weights in zip(terms, parts, read, weights, strict=True)
-            ]
-        )
+        mixed = [PartOfMixture(*of, part.name, one) for of, part, one in zip(terms, parts, read, strict=True)]
+        config, tensors = plan_mixture(mixed)
         if (base := self._base()) is not None:
             try:
                 check_config(config, base, settings.base_match)
             except IncompatibleAdapter as error:
-                ranks = (f"{one.config.max_rank} of '{term.name}'" for term, one in zip(terms, read, strict=True))
-                error.found += f", the sum of {', '.join(ranks)}"
+                error.found += f", the sum of {', '.join(map(str, mixed))}"
                 raise
         data = canonical_bytes(config)
         made = SourceFile(CONFIG_FILE, len(data)), SourceFile(WEIGHTS_FILE, weights_bytes(tensors))
@@ -143,16 +138,6 @@ class MixtureSource:
             (*made, *(chats if is_one_chat else ())),
             warnings=() if is_one_chat else (_OTHER_CHATS,),
             config=data,
-            tensors=tuple(tensors),
+            tensors=tensors,
             parts=tuple(parts),
-            largest=max(zip(parts, read, strict=True), key=lambda pair: pair[1].size_bytes)[0],
         )
-
-
-def _no_part(part: str, mixture: str) -> AdapterNotFound:
-    return AdapterNotFound(
-        f"no adapter '{part}', a part of the mixture",
-        expected="parts that are served, or that a source has",
-        remedy="correct the name of the part; see /v1/models",
-        adapter=mixture,
-    )
