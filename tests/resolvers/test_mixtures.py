@@ -194,7 +194,7 @@ def test_no_uri_gives_a_mixtures_name_files(make) -> None:
         asyncio.run(resolver.resolve("sql*0.5", BASE.path, "file:///adapters/sql"))
 
 
-def test_a_part_that_changes_again_and_again_ends_the_look_up(make) -> None:
+def test_a_part_that_always_goes_ends_the_look_up(make) -> None:
     resolver = make(make_source())
     acquire = resolver.store.acquire
     resolver.store.acquire = lambda digest, holder="": None if not isinstance(holder, str) else acquire(digest, holder)
