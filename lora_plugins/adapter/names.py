@@ -171,8 +171,8 @@ def _same(text: str, other: str) -> int:
 
 def covering(text: str) -> set[str]:
     """Return the names whose block is one of `text` too: without its revision, and of a mixture its parts."""
-    names = {text, *(term.name for term in terms_of(text) or ())}
-    return names | {name.partition("@")[0] for name in names if terms_of(name) is None}
+    names = [term.name for term in terms_of(text) or ()] or [text]
+    return {text, *names, *(name.partition("@")[0] for name in names)}
 
 
 def refuse_mixture(name: str) -> None:

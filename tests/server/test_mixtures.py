@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot
+from lora_plugins.events import Events
 from lora_plugins.server import copies
+from lora_plugins.server.reconciler import Reconciler
+from lora_plugins.server.served_file import ServedFile
+from lora_plugins.settings import Settings
 from tests.server.world import Version, World
 from tests.virtual_time import runs
 
@@ -191,3 +195,15 @@ async def test_a_mixtures_name_is_no_adapters_own() -> None:
     with pytest.raises(InvalidAdapter, match="the name of a mixture"):
         world.lifecycle.check_pushed("sql*0.5", None)
     assert await world.lifecycle.load_version(f"{MIXTURE}@{'a' * 12}") is None
+
+
+@runs
+async def test_a_restart_forgets_mixtures_that_nobody_pinned(tmp_path: Path) -> None:
+    world, file = await mixing(), ServedFile(tmp_path / "served.json")
+    mixture_of(world, "aa", "m3", "sql*0.5")
+    starting = Reconciler(world.lifecycle, Settings(preload=("sql*0.50",)), file, Events())
+    await starting.start()
+    assert list(world.table.lora_requests) == ["sql", MIXTURE, "sql*0.5"], "by its canonical name"
+    await world.lifecycle.pin("sql*0.5")
+    await world.lifecycle.written()
+    assert [one.name for one in file.read()] == ["sql", "sql*0.5"]
