@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-served-table bench-kernels-aot bench-life bench-growth bench-real wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-served-table bench-kernels-aot bench-life bench-growth bench-real wheel release-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,7 @@ check: set-up ## lint, format, types, the direction of imports, words, generated
 	@.venv/bin/lint-imports
 	@$(RUN) tools/write_settings_doc.py --check
 	@$(RUN) tools/write_cli_doc.py --check
+	@$(RUN) tools/write_support_doc.py --check
 	@$(RUN) tools/check_words.py
 	@$(RUN) tools/check_links.py
 	@$(SITE) --quiet
@@ -95,6 +96,7 @@ format: set-up ## format the code, and write generated pages
 	@$(RUN) -m ruff format .
 	@$(RUN) tools/write_settings_doc.py
 	@$(RUN) tools/write_cli_doc.py
+	@$(RUN) tools/write_support_doc.py
 
 ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
 	@$(RUN) tools/check_ledger.py
@@ -191,6 +193,14 @@ bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, sw
 
 wheel: set-up ## build dist/*.whl with CPU kernels for x86-64 and aarch64 (needs gcc-aarch64-linux-gnu)
 	@$(RUN) tools/build_wheel.py
+
+DIST =
+release-check: set-up ## all of a release that runs without its index: build, metadata, new environments, serving (8 minutes; DIST=)
+	@$(RUN) -m tools.release_check $(if $(DIST),--dist $(DIST))
+
+VERSION =
+release: set-up ## write the version into the package and CHANGELOG.md, ready to commit and tag (VERSION=0.2.0)
+	@$(RUN) tools/prepare_release.py $(VERSION)
 
 clean: ## remove .venv and caches
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

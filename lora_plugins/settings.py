@@ -170,8 +170,8 @@ class Settings:
     ([admin](../guides/admin.md#a-declared-set))."""
     restore: str = required("LORA_PLUGINS_RESTORE", RESTORE, "0")
     """`1`: serve from startup the adapters of this replica's last run
-    ([restarts](../guides/admin.md#start-and-restart)); `living`: the same, and a replica with a new name serves what a
-    living replica serves ([lists](../operate/store.md#lists-of-replicas))."""
+    ([restarts](../guides/admin.md#start-and-restart)); `living`: the same, and a replica with a new name serves what
+    the living replicas serve ([lists](../operate/store.md#lists-of-replicas))."""
     replica: str | None = optional("LORA_PLUGINS_REPLICA", TEXT)
     """This replica's name among the replicas of the store, after a restart too: each has a list for
     `LORA_PLUGINS_RESTORE`. Unset, the name is the host's name and the port."""

@@ -21,7 +21,6 @@ from lora_plugins.adapter.writers import name_format
 from lora_plugins.errors import (
     AdapterNotFound,
     ErrorKind,
-    IncompatibleAdapter,
     InvalidAdapter,
     LoRAPluginsError,
     SourceUnavailable,
@@ -35,7 +34,7 @@ from lora_plugins.resolvers.conversion import ConvertedAdapter
 from lora_plugins.resolvers.fetch_progress import reported
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.retries import deadline
-from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
+from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, SourceFile
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.store.errors import DamagedCopy, store_errors
 from lora_plugins.store.layout import is_digest
@@ -47,6 +46,7 @@ from lora_plugins.verification.messages import ReadAdapter
 
 _Stored = StoredAdapter[ReadAdapter]
 _JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE})  # no file for chats is a reason to refuse the weights
+_COPIED_AT_ONCE_BYTES = 64 << 20  # a copy from a disk takes no longer than a question to the reading process
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
 
 
@@ -248,7 +248,7 @@ class VersionStore:
                 arrived = await asyncio.wrap_future(self._read(stored.directory))
         if asker.base is None:
             return arrived.adapter
-        return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings)
+        return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings, stored.directory)
 
     async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, asker: _For) -> _Stored:
         """Bring the version into the store."""
@@ -264,29 +264,37 @@ class VersionStore:
             return found
         if (fetches := self._fetches.get(id(source))) is None:
             fetches = self._fetches[id(source)] = fetches_of(source, self._settings.fetch_timeout_s, self._events)
+        size_bytes = sum(file.size_bytes for file in selected.files)
+        is_at_once = not source.remote and size_bytes <= _COPIED_AT_ONCE_BYTES
 
         async def fetch(download: PartialDownload) -> None:
             files = tuple((file.name, file.size_bytes) for file in selected.files)
             started = FetchStarted(name, source.label, str(download.directory), files)
             most = deadline(self._settings.fetch_max_s, variable="LORA_PLUGINS_FETCH_MAX_S")
             async with reported(self._events, started), most:
-                first = replace(selected, files=tuple(file for file in selected.files if file.name in _JUDGED_FIRST))
-                await fetches.breaker.judged(source.fetch(first, download), adapter.uri)
-                rest = await asyncio.to_thread(self._check_first, first, selected, download.directory, asker.base)
+                rest = selected
+                if not is_at_once:
+                    first = tuple(file for file in selected.files if file.name in _JUDGED_FIRST)
+                    fetched = replace(selected, files=first)
+                    await fetches.breaker.judged(source.fetch(fetched, download), adapter.uri)
+                    await asyncio.to_thread(self._check_fetched, selected, first, asker.base, download.directory)
+                    left = (file for file in selected.files if not (download.directory / file.name).exists())
+                    rest = replace(selected, files=tuple(left), is_rest=True)
                 if rest.files:
                     await fetches.breaker.judged(source.fetch(rest, download), adapter.uri)
 
         try:
             async with fetches.turn(asker.principal):
                 started = time.perf_counter()
-                stored = await self._store.obtain(selected, fetch, partial(self._check_fetched, selected), asker.holder)
+                base = asker.base if is_at_once else None  # else compared already
+                check = partial(self._check_fetched, selected, selected.files, base)
+                stored = await self._store.obtain(selected, fetch, check, asker.holder)
         except _BytesRefused as bytes_refused:
             error = bytes_refused.error
             self._known.refused[version] = copy.copy(error)  # before the name is added: other names may ask too
             raise error from None
         if not stored.fetched:
             return stored
-        size_bytes = sum(file.size_bytes for file in selected.files)
         fetch_s = time.perf_counter() - started
         self._events.emit(AdapterFetched(name, source.label, adapter.uri, size_bytes, fetch_s))
         return stored
@@ -309,41 +317,30 @@ class VersionStore:
             return None
         return found[0]
 
-    def _check_first(
-        self, first: RemoteAdapter, selected: RemoteAdapter, directory: Path, base: BaseModel | None
-    ) -> RemoteAdapter:
-        """Verify the files before the weights, and return what is left to fetch.
-
-        Raises:
-            As `_check_fetched`.
-        """
-        config = self._check_fetched(first, directory, config_only=True).adapter.config
-        # Patterns may match no module, so ranks of patterns wait for the weights.
-        if base is not None and config.max_rank == config.rank:
-            is_pickle = any(file.name in PICKLE_FILES for file in selected.files)
-            try:
-                with describing(file=CONFIG_FILE if is_pickle else WEIGHTS_FILE):
-                    check_config(config, base, self._settings.base_match)
-            except IncompatibleAdapter as error:
-                raise _BytesRefused(error) from error
-        left = tuple(file for file in selected.files if not (directory / file.name).exists())
-        return replace(selected, files=left, is_rest=True)
-
-    def _check_fetched(self, selected: RemoteAdapter, directory: Path, *, config_only: bool = False) -> ReadAdapter:
-        """Verify the fetched files.
+    def _check_fetched(
+        self, selected: RemoteAdapter, fetched: tuple[SourceFile, ...], base: BaseModel | None, directory: Path
+    ) -> ReadAdapter:
+        """Verify the fetched files, with weights or still without, and compare the configuration with the model.
 
         Raises:
             _BytesRefused: the bytes are no adapter that can be served. LoRAPluginsError: the files could not be read.
         """
         try:
-            return children().read(directory, self._settings, config_only=config_only).result()
+            read = children().read(directory, self._settings, config_only=fetched != selected.files).result()
+            config = read.adapter.config
+            # Patterns may match no module, so ranks of patterns wait for the weights.
+            if base is not None and config.max_rank == config.rank:
+                is_pickle = any(file.name in PICKLE_FILES for file in selected.files)
+                with describing(file=CONFIG_FILE if is_pickle else WEIGHTS_FILE):
+                    check_config(config, base, self._settings.base_match)
         except LoRAPluginsError as error:
             kind = kind_of(error)
-            if kind is ErrorKind.ABSENCE and not all((directory / file.name).exists() for file in selected.files):
+            if kind is ErrorKind.ABSENCE and not all((directory / file.name).exists() for file in fetched):
                 raise gone() from error  # the source has the files: another program cleans up in the store
             if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE):
                 raise _BytesRefused(error) from error
             raise
+        return read
 
     def _read(self, directory: Path) -> Future[ReadAdapter]:
         """Verify files again that were verified before, but skip the values."""

@@ -1,4 +1,4 @@
-"""The file of declared adapters: its format, and its parser, for large files in a process of its own.
+"""The file of declared adapters: its format, and its parser, for large files in a reading process.
 
 ```yaml
 adapters:
@@ -13,43 +13,33 @@ adapters:
     revision: v2.1
 ```
 
-Parsing 1 MB holds the interpreter's lock for a second. The process starts for one file and ends with its answer,
-because the file changes rarely: a start takes 0.2 s, and no idle process takes memory.
+Parsing 1 MB in the server would hold the interpreter's lock for a second.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from lora_plugins.adapter.mixture import canonical
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, error_of
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, LoRAPluginsError
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris, SourceUri
 from lora_plugins.server.registry import DesiredAdapter
 from lora_plugins.store.layout import is_digest
-from lora_plugins.verification.process import import_path, variables_of_children
+from lora_plugins.verification.children import children
 
 VARIABLE = "LORA_PLUGINS_ADAPTERS_FILE"
 MAX_BYTES = 1 << 20  # as large as a ConfigMap may be
-_SMALL_BYTES = 4 << 10  # parsed in under 10 ms, less than a process takes to start
-_ANSWER_S = 60.0
-_PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from lora_plugins.server.declared_file import answer
-answer(sys.stdin.buffer, sys.stdout.buffer)
-"""
+_SMALL_BYTES = 4 << 10  # parsed in under 10 ms
 _MAX_NAMED = 5
 # Types of pydantic's errors, in words for the author of the YAML.
 _MEANING = {
@@ -138,47 +128,30 @@ def parse_apart(content: bytes, path: Path, allowed_uris: Sequence[str]) -> Mapp
         InvalidSettings: as `parse` does.
     """
     if len(content) > _SMALL_BYTES:
+        asked = json.dumps([str(path), list(allowed_uris)]).encode() + b"\n" + content
         try:
-            return _parsed_by_process(content, path, allowed_uris)
+            # A few milliseconds for the largest file.
+            found = json.loads(children().call(answer, asked).result())
+            return {fields[0]: DesiredAdapter(*fields) for fields in found}
         except InvalidSettings:
             raise
-        except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError) as error:
+        except LoRAPluginsError as error:
             logger.warning("No other process parses %s, so the server itself does: %s", path, error)
     return parse(content, path, AllowedUris.parse(allowed_uris))
 
 
-def answer(asked: BinaryIO, answers: BinaryIO) -> None:
-    """Answer `parse` for another process, in JSON: reads path and prefixes on a line, then the content.
+def answer(asked: bytes) -> bytes:
+    """Answer `parse` for another process, in JSON: takes path and prefixes on a line, then the content.
 
-    Writes the fields of each adapter, or an error.
+    Returns the fields of each adapter.
+
+    Raises:
+        InvalidSettings: as `parse` does.
     """
-    path, allowed_uris = json.loads(asked.readline())
-    try:
-        found = parse(asked.read(), Path(path), AllowedUris.parse(allowed_uris)).values()
-        said: object = [(it.name, it.uri, it.held_digest, it.is_pinned, it.is_awaited) for it in found]
-    except InvalidSettings as error:
-        said = error.plain()
-    answers.write(json.dumps(said).encode())
-
-
-def _parsed_by_process(content: bytes, path: Path, allowed_uris: Sequence[str]) -> Mapping[str, DesiredAdapter]:
-    process = subprocess.run(  # noqa: S603 - this interpreter
-        # -I keeps the environment and the user's site packages out; the program sets the same import path.
-        [sys.executable, "-I", "-c", _PROGRAM, json.dumps(import_path())],
-        input=json.dumps([str(path), list(allowed_uris)]).encode() + b"\n" + content,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=variables_of_children(),
-        cwd="/",
-        start_new_session=True,  # Ctrl-C in a terminal must not reach the child
-        timeout=_ANSWER_S,
-        check=True,
-    )
-    # A few milliseconds for the largest file; what a killed child has left is no JSON.
-    said = json.loads(process.stdout)
-    if isinstance(said, dict):
-        raise error_of(said)
-    return {fields[0]: DesiredAdapter(*fields) for fields in said}
+    about, _, content = asked.partition(b"\n")
+    path, allowed_uris = json.loads(about)
+    found = parse(content, Path(path), AllowedUris.parse(allowed_uris)).values()
+    return json.dumps([(it.name, it.uri, it.held_digest, it.is_pinned, it.is_awaited) for it in found]).encode()
 
 
 def _desired(declared: _Declared, allowed: AllowedUris) -> DesiredAdapter:

@@ -183,7 +183,7 @@ class Reconciler:
 
     async def _restore(self) -> dict[str, DesiredAdapter]:
         """Take up the last server's list, or without `LORA_PLUGINS_RESTORE` its rollbacks; return those of its file."""
-        pieces, count, rolled_back = self._served.pieces(), 0, dict[str, DesiredAdapter]()
+        pieces, rolled_back = self._served.pieces(), dict[str, DesiredAdapter]()
         is_whole, places = self._settings.restore != "0", self._lifecycle.server.resolver.places
         try:
             with store_errors():
@@ -192,8 +192,7 @@ class Reconciler:
                     rolled_back |= {one.name: one for one in lasting if one.was_declared}
                     taken = [one for one in (piece if is_whole else lasting) if not one.was_declared]
                     self._targets |= {one.name: Target(one) for one in taken}
-                    count += len(taken)
-                    if count >= _FROZEN_FROM:  # vLLM freezes too, once started
+                    if len(self._targets) >= _FROZEN_FROM:  # vLLM freezes too, once started
                         gc.freeze()
         except LoRAPluginsError as error:
             if is_whole:

@@ -1,7 +1,7 @@
 """The names that a server serves, in a file of the store, so that the next server can serve the names at once.
 
-Replicas that share a store have a file each. A replica without a file, such as a new pod of a Deployment, begins with a
-copy: of the file of an ended replica, which no other replica copies then, or of a living replica's file.
+Replicas that share a store have a file each. A replica without a file, such as a new pod of a Deployment, begins with
+the names of all replicas that live or have ended within the hour.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -28,18 +28,16 @@ from lora_plugins.store.layout import Layout, key_of, replace_small
 FORMAT = 1
 # JSON with an entry on each line, so that a reader of this format need not parse all entries at once.
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
-_LAST_LINE = b"]}"
+_LAST_LINE = b"]}\n"
 _PIECE = 500  # entries: a few milliseconds
 _KEEP_S = 5.0
-_ENDED_S = 20.0  # without a touch: four were missed
-_JUST_ENDED_S = 3600.0
+_LIVES_S = 20.0  # without a touch: four were missed
+_LATELY_S = 3600.0
 _KEPT_S = 7 * 86400.0
-_COPIED = ".copied"
 _WRITE_DELAY_S = 0.5
 _WRITE_AGAIN_S = 1.0  # after a failed write, for example on a full disk
 _WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,000 names are not written all the time
 _WRITTEN_S = 10.0  # only a disk that does not answer takes longer
-_WHAT_IS_SERVED = ("uri", "held_digest")  # without one of these, a name would stand for another adapter or version
 # The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
 # stop the event loop for 20 ms.
 Fields = tuple[str | bool | None, ...]
@@ -49,7 +47,7 @@ class ServedFile:
     """The file of one replica and base model.
 
     Attributes:
-        prefers_living: whether a replica without a file begins with a living replica's list, if any replica lives.
+        prefers_living: whether a replica without a file begins with the names of living replicas only, if any lives.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,24 +66,14 @@ class ServedFile:
         while True:
             await asyncio.sleep(_KEEP_S)
             with suppress(OSError):
-                await asyncio.to_thread(self.touch)
-
-    def touch(self) -> None:
-        """Touch the file, so that other replicas see that this replica lives, and end the mark of another's copy.
-
-        Raises:
-            OSError: the store cannot be written, or there is no file yet.
-        """
-        os.utime(self.path)
-        self.path.with_suffix(_COPIED).unlink(missing_ok=True)
+                await asyncio.to_thread(os.utime, self.path)
 
     def clean(self) -> None:
-        """Remove files of replicas that ended long ago, and the mark of a replica that copied this replica's file.
+        """Remove files of replicas that ended long ago.
 
         Raises:
             OSError: the store cannot be written.
         """
-        self.path.with_suffix(_COPIED).unlink(missing_ok=True)
         for age_s, path in self._others(f"*{'[0-9a-f]' * 64}.*"):  # earlier releases left files that begin with a dot
             if age_s > _KEPT_S:
                 path.unlink(missing_ok=True)
@@ -101,57 +89,28 @@ class ServedFile:
                     found.append((now - path.stat().st_mtime, path))
         return sorted(found)
 
-    def _begin(self) -> None:
-        """Where there is no file yet, copy another replica's.
-
-        A replica that ended within the hour goes before a living replica: a new pod often replaces an ended pod. A
-        replica that ended earlier, or with `prefers_living` any that ended, counts only where none lives. A mark keeps
-        others from a second copy; the file stays for its own replica's return. A replica that ended a moment ago seems
-        to live: its file has a mark too, which a replica that does live removes.
-
-        Raises:
-            OSError: there is no other file, or the store cannot be written.
-        """
-        base = self.path.name.partition(".")[0]
-        if self.path.exists() or not self.path.parent.is_dir():
-            return
-        others = self._others(f"{base}.*.json")
-        living = [path for age_s, path in others if age_s <= _ENDED_S]
-        for age_s, path in others:
-            mark = path.with_suffix(_COPIED)
-            is_first = not living or (age_s <= _JUST_ENDED_S and not self.prefers_living)
-            if age_s > _ENDED_S and is_first and not mark.exists():
-                # Copy first: the mark of a killed process would keep the list from all replicas.
-                replace_small(self.path, path.read_text())
-                with suppress(FileExistsError):
-                    # `exist_ok=False` decides between two replicas that start at once: only one makes the mark.
-                    mark.touch(exist_ok=False)
-                    return
-                self.path.unlink()
-        of_earlier_release = self.path.with_name(f"{base}.json")
-        replace_small(self.path, (living[0] if living else of_earlier_release).read_text())
-        if living:
-            living[0].with_suffix(_COPIED).touch()
-
     def read(self) -> list[DesiredAdapter]:
-        """The entries written last; fewer or none, with a warning, where the file is malformed.
-
-        Raises:
-            OSError: the file cannot be read at the moment: who took it for empty would write it so.
-        """
-        return [adapter for piece in self.pieces() for adapter in piece]
+        """The entries of `pieces`, of entries of one name the last."""
+        return list({entry.name: entry for piece in self.pieces() for entry in piece}.values())
 
     def pieces(self) -> Iterator[list[DesiredAdapter]]:
-        """The entries in pieces, each of which takes a thread a few milliseconds; raises as `read`."""
-        try:
-            self._begin()
-            with self.path.open("rb") as file:
-                first = file.readline()
-                yield from _by_lines(file) if first == _FIRST_LINE else [_of_document(first + file.read())]
-        except FileNotFoundError:
-            return
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("What was served before cannot be read from %s: %s", self.path, error)
+        """The entries written last, in pieces, each of which takes a thread a few milliseconds.
+
+        Without a file, those of all replicas that were touched within the hour, or with `prefers_living` of those that
+        live; where there is none, of the replica that was touched last. Of entries of one name the last counts, which
+        is of the replica that was touched last. Malformed entries and files are left out, with a warning.
+
+        Raises:
+            OSError: a file cannot be read at the moment: who took it for empty would write it so.
+        """
+        paths = [self.path]
+        if not self.path.exists() and self.path.parent.is_dir():
+            within_s = _LIVES_S if self.prefers_living else _LATELY_S
+            others = self._others(f"{self.path.name.partition('.')[0]}.*json")
+            paths = [path for age_s, path in others if age_s <= within_s][::-1] or [path for _, path in others[:1]]
+        for path in paths:
+            with suppress(FileNotFoundError):
+                yield from _pieces(path)
 
     def write(self, served: Iterable[DesiredAdapter]) -> None:
         """Replace the entries written before, unless this process has last written the same text.
@@ -168,7 +127,7 @@ class ServedFile:
         while some := list(itertools.islice(entries, _PIECE)):
             pieces.append(begin + ",\n".join(some))
             begin = ",\n"
-        pieces.append(("" if pieces else begin) + "\n]}\n")
+        pieces.append("\n]}\n" if pieces else begin + "]}\n")
         text = hashlib.sha256()
         for piece in pieces:
             text.update(piece.encode())
@@ -185,7 +144,7 @@ def lately_served(root: Path) -> set[str]:
     for path in Layout(root).folder("served").glob("*.json"):
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime <= _KEPT_S:
-                for adapter in ServedFile(path).read():
+                for adapter in itertools.chain.from_iterable(_pieces(path)):
                     found |= {adapter.last_digest, adapter.held_digest}
     return {digest for digest in found if digest is not None}
 
@@ -261,56 +220,23 @@ class ServedWriter:
         self._is_unwritable = error is not None
 
 
-def _by_lines(lines: Iterable[bytes]) -> Iterator[list[DesiredAdapter]]:
-    """The entries of a file after its first line; entries before a broken line count."""
-    piece: list[DesiredAdapter] = []
-    for line in lines:
-        if (text := line.strip()) == _LAST_LINE:
-            yield piece
-            return
-        try:
-            piece += _adapters([msgspec.json.decode(text.removesuffix(b",") or b"{}")])
-        except (ValueError, AttributeError):
-            yield piece
-            raise
-        if len(piece) == _PIECE:
-            yield piece
-            piece = []
-    yield piece
-    raise ValueError("its end is missing")
+def _pieces(path: Path) -> Iterator[list[DesiredAdapter]]:
+    """The entries of a file in pieces; fields that another release has written besides count for nothing."""
+    decode, line = msgspec.json.Decoder(DesiredAdapter).decode, b""
+    with path.open("rb") as file:
+        if file.readline() == _FIRST_LINE:
+            while lines := list(itertools.islice(file, _PIECE)):
+                piece = []
+                for line in lines:
+                    try:
+                        piece += [decode(line.rstrip(b",\n"))] if line != _LAST_LINE else []
+                    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                        _warn(str(error))
+                yield piece
+    if line != _LAST_LINE:
+        logger.warning("What was served before cannot be read from %s, or not to its end", path)
 
 
-def _of_document(text: bytes) -> list[DesiredAdapter]:
-    """The entries of a file that another release has written as one document."""
-    content = msgspec.json.decode(text)
-    if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']}")
-    return _adapters(content["served"])
-
-
-def _adapters(entries: Iterable[Any]) -> list[DesiredAdapter]:
-    """The entries with a name; fields that another release has written besides count for nothing."""
-    found = (_adapter(entry) for entry in entries if isinstance(entry.get("name"), str))
-    return [adapter for adapter in found if adapter is not None]
-
-
-def _adapter(entry: dict[str, Any]) -> DesiredAdapter | None:
-    """An entry without the fields of another type than here; None where nothing else says what is to be served."""
-    try:
-        return msgspec.convert(entry, DesiredAdapter)
-    except msgspec.ValidationError as error:
-        _warn(str(error))
-    kept = dict(entry)
-    for field, value in entry.items():
-        try:
-            msgspec.convert({"name": "", field: value}, DesiredAdapter)
-        except msgspec.ValidationError:
-            if field in _WHAT_IS_SERVED:
-                return None
-            del kept[field]
-    return msgspec.convert(kept, DesiredAdapter)
-
-
-@lru_cache(100)  # once for each field: all entries of another release may have the field
+@lru_cache(100)  # once for each field: all entries of another release may have a field of another type
 def _warn(error: str) -> None:
-    logger.warning("What was served before has a field of another type, as of another release: %s", error)
+    logger.warning("An entry of what was served before cannot be read: %s", error)

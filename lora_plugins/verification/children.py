@@ -1,4 +1,4 @@
-"""The reading processes of this server: a few, each with one adapter at a time, replaced when they end.
+"""The reading processes of this server: two at most, each with one request at a time, replaced when they end.
 
 Small adapters are never behind large adapters, of which one at a time is read. Unlike `resolvers/places.py`, the jobs
 here know no callers: the resolver has already decided which principal is next, how many may wait, and for how long.
@@ -7,48 +7,49 @@ here know no callers: the resolver has already decided which principal is next, 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
+import math
 import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from lora_plugins.adapter.layouts.tensors import NewTensor
+from lora_plugins.adapter.safetensors_header import DTYPE_BYTES
 from lora_plugins.errors import ErrorKind, LoRAPluginsError, SourceUnavailable, kind_of
 from lora_plugins.settings import Settings
+from lora_plugins.verification import messages
 from lora_plugins.verification.limits import takes_long
-from lora_plugins.verification.messages import Read, ReadAdapter, requests_of
 from lora_plugins.verification.process import Lost, ReadingProcess
 
+_AT_ONCE = 2
 _ATTEMPTS = 3
 _T = TypeVar("_T")
-# What does the job, and whether the job takes long, by its files. A reading thread calls both.
-_Job = tuple[Callable[[], None], Callable[[], bool]]
 
 
 class Children:
     """Verifies adapters in reading processes, first come, first served. For any thread."""
 
     def __init__(self) -> None:
-        self._idle: queue.LifoQueue[ReadingProcess] = queue.LifoQueue()
-        self._new: deque[_Job] = deque()
-        self._long: deque[_Job] = deque()  # jobs that take long: one thread does these, and only after all others
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
+        self._idle: list[ReadingProcess] = []
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._long: deque[Callable[[], None]] = deque()
+        self._long_turn = threading.Lock()
         self._starting = threading.Lock()
         self._has_ended = False
+        for _ in range(_AT_ONCE):
+            threading.Thread(target=self._work, daemon=True, name="lora-plugins-verify").start()
 
     def warm(self) -> None:
-        """Start a process where none was started, so that the process is ready at the first use; return at once."""
-        if not self._threads:
-            self._put(self._new, (self._warm, lambda: False))
+        """Start a process where none waits, so that the process is ready at the first use; return at once."""
+        self._jobs.put(self._start)
 
-    def read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[ReadAdapter]:
+    def read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[messages.ReadAdapter]:
         """Verify the adapter in `directory` without a base model, and make the configuration that engines read.
 
         With `config_only` as `verify_config` does, and without making a configuration.
@@ -57,7 +58,7 @@ class Children:
         computing, or crashes each process with memory to spare; and `SourceUnavailable` where no process starts, is
         killed or does not answer in time.
         """
-        request = Read(
+        request = messages.Read(
             os.fsencode(directory.absolute()),
             settings.max_adapter_bytes,
             settings.allow_pickle,
@@ -65,7 +66,10 @@ class Children:
             settings.adapter_chat,
             config_only,
         )
-        return self._submit(lambda it: it.read(request), lambda: not config_only and takes_long(str(directory)))
+        return self._submit(
+            lambda process: messages.found_of(*process.ask(request, messages.Found)),
+            lambda: not config_only and takes_long(str(directory)),
+        )
 
     def write(
         self, tensors: Sequence[NewTensor], directory: Path, target: Path, landed: Callable[[int], None]
@@ -74,11 +78,36 @@ class Children:
 
         The future raises OSError where a file cannot be read or written, and otherwise the errors of `read`.
         """
-        original = os.fsencode(directory.absolute())
-        requests = list(requests_of(tensors, original, os.fsencode(target.absolute())))
-        return self._submit(lambda process: process.write(requests, original, landed), lambda: True)
+        sizes = (math.prod(tensor.info.shape) * DTYPE_BYTES[tensor.info.dtype] for tensor in tensors)
+        paths = os.fsencode(directory.absolute()), os.fsencode(target.absolute())
+        request = messages.Write(*paths, memory_bytes=4 * max(sizes, default=0))
 
-    def _submit(self, work: Callable[[ReadingProcess], _T], takes_long: Callable[[], bool]) -> Future[_T]:
+        def write(process: ReadingProcess) -> None:
+            answer, _ = process.ask(request, messages.Written, {"tensors": tensors}, landed)
+            if answer.errno:
+                raise OSError(answer.errno, answer.strerror)
+
+        return self._submit(write, lambda: True)
+
+    def call(self, function: Callable[[bytes], bytes], argument: bytes) -> Future[bytes]:
+        """Call a function of one of this package's modules, whose computing would keep this process's threads waiting.
+
+        The future raises `LoRAPluginsError` where the function does, or without an answer, as `read`.
+        """
+        request, lists = messages.Call(function.__module__, function.__name__), {"pieces": messages.pieces(argument)}
+        return self._submit(lambda process: b"".join(process.ask(request, messages.Returned, lists)[1]["pieces"]))
+
+    def pids(self) -> list[int]:
+        """Return the ids of the processes that wait for work."""
+        return [process.pid for process in list(self._idle)]
+
+    def end(self) -> None:
+        """End the waiting processes now, and the others after their answers."""
+        self._has_ended = True
+        for process in list(self._idle):
+            process.end()
+
+    def _submit(self, work: Callable[[ReadingProcess], _T], is_long: Callable[[], bool] = lambda: False) -> Future[_T]:
         answer: Future[_T] = Future()
 
         def run() -> None:
@@ -88,46 +117,32 @@ class Children:
                 except BaseException as error:  # noqa: BLE001 - the error belongs to the waiting caller
                     answer.set_exception(error)
 
-        self._put(self._new, (run, takes_long))
+        def sort() -> None:
+            # Here and not in the caller's thread: `is_long` may read a directory, and the disk may be slow.
+            if not is_long():
+                run()
+            else:
+                self._long.append(run)
+                self._begin_long()
+
+        self._jobs.put(sort)
         return answer
 
-    def pids(self) -> list[int]:
-        """Return the ids of the processes that wait for work."""
-        return [process.pid for process in list(self._idle.queue)]
-
-    def end(self) -> None:
-        """End the waiting processes now, and the others after their answers."""
-        self._has_ended = True
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().end()
-
-    def _put(self, jobs: deque[_Job], job: _Job) -> None:
-        with self._changed:
-            jobs.append(job)
-            self._changed.notify_all()
-            for also_long in (False, True)[len(self._threads) :]:
-                thread = threading.Thread(target=self._work, args=(also_long,), daemon=True, name="lora-plugins-verify")
-                thread.start()
-                self._threads.append(thread)
-
-    def _work(self, also_long: bool) -> None:
+    def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._new or (also_long and self._long))
-                is_new = bool(self._new)
-                run, takes_long = job = (self._new or self._long).popleft()
-            # Outside of the lock: `takes_long` reads a directory, and callers of `_put` must not wait for a disk.
-            if is_new and takes_long():
-                self._put(self._long, job)
-            else:
-                run()
+            with suppress(SourceUnavailable):  # of `warm`: the next caller meets the same error, and reports it
+                self._jobs.get()()
 
-    def _warm(self) -> None:
-        # The next caller meets the same error, and reports it.
-        with contextlib.suppress(SourceUnavailable), self._starting:
-            if self._idle.empty():
-                self._put_back(ReadingProcess())
+    def _begin_long(self) -> None:
+        """Have the next job that takes long done after the jobs that wait now, unless another such job is not done."""
+        if self._long and self._long_turn.acquire(blocking=False):
+            self._jobs.put(self._do_long)
+
+    def _do_long(self) -> None:
+        with suppress(IndexError):  # an earlier turn has done it, where both took turns for one job
+            self._long.popleft()()
+        self._long_turn.release()
+        self._begin_long()
 
     def _with_process(self, work: Callable[[ReadingProcess], _T]) -> _T:
         """Run `work` with a process; lost processes are the adapter's fault only if every other cause is ruled out."""
@@ -144,16 +159,19 @@ class Children:
         raise next((error for error in errors if kind_of(error) is ErrorKind.FAULT), errors[-1])
 
     def _take(self) -> ReadingProcess:
-        with contextlib.suppress(queue.Empty):
-            return self._idle.get_nowait()
-        with self._starting:  # a caller that waited for the lock may find the process of another caller
-            with contextlib.suppress(queue.Empty):
-                return self._idle.get_nowait()
-            return ReadingProcess()
+        while True:
+            with suppress(IndexError):
+                return self._idle.pop()
+            self._start()
+
+    def _start(self) -> None:
+        with self._starting:
+            if not self._idle:  # a caller that waited for the lock may find the process of another caller
+                self._idle.append(ReadingProcess())
 
     def _put_back(self, process: ReadingProcess) -> None:
-        if process.is_alive and not self._has_ended:
-            self._idle.put(process)
+        if process.is_ready and not self._has_ended:
+            self._idle.append(process)
         else:
             process.end()
 

@@ -14,7 +14,6 @@ from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavaila
 
 MAX_MEMORY_BYTES = 2 << 30  # a header of 500,000 tensors takes half
 _MEMORY = Path("/proc/meminfo")
-_STACK_BYTES = 1 << 20  # Python's own limit of recursion comes first
 MAX_FILES = 320  # `MAX_SHARDS` of weights, and a few
 # Every expert of Kimi K2 takes 5 s, and the values of 8 GiB another 2 s, on a core of an AMD EPYC of 2021.
 # Seconds of a processor for any adapter, and bytes a second beyond; then bytes a second of a slow disk, and seconds of
@@ -37,48 +36,45 @@ def wall_s(directory: str) -> float:
     return _WAIT_S + _CPU_S + _size_bytes(directory) / _READ_BYTES_PER_S
 
 
-def too_much_memory(more_bytes: int = 0) -> LoRAPluginsError:
-    """Return the error of an adapter that has taken all its memory: `MAX_MEMORY_BYTES` and `more_bytes`.
-
-    The adapter is at fault only where this process may have so much memory, and the machine has the memory.
-    """
-    max_bytes = MAX_MEMORY_BYTES + more_bytes
-    return lack_of_memory(max_bytes) or InvalidAdapter(
-        f"an adapter that takes more than {max_bytes >> 20} MiB of memory to read",
-        expected="header and configuration of an adapter",
+def too_much(found: str) -> InvalidAdapter:
+    """Return the error of an adapter that breaks a limit of its reading process, or ends each process."""
+    return InvalidAdapter(
+        f"an adapter that {found}",
+        expected=f"one that is read at once, in {MAX_MEMORY_BYTES >> 20} MiB of memory",
         remedy="save the adapter again with PEFT",
     )
 
 
-def lack_of_memory(max_bytes: int = MAX_MEMORY_BYTES) -> SourceUnavailable | None:
-    """Return an error that names the limit or the machine that keeps this process from so much memory, or None.
+def lacking(more_bytes: int = 0) -> SourceUnavailable | None:
+    """Return the error that names what this process or its machine lacks for reading any adapter; None for nothing.
 
-    The reading process sets RLIMIT_DATA itself, up to its hard limit.
+    A reading process raises its own limits to those that its starter allows, except of address space and stack.
+
+    Args:
+        more_bytes: memory beside `MAX_MEMORY_BYTES`.
     """
-    for name, which, enough_bytes in (
-        ("RLIMIT_DATA", 1, max_bytes),
-        # RLIMIT_AS counts mapped files and libraries too, so more must be allowed.
-        ("RLIMIT_AS", 0, max_bytes + MAX_MEMORY_BYTES),
-        ("RLIMIT_STACK", 0, _STACK_BYTES),
-    ):
-        if 0 <= resource.getrlimit(getattr(resource, name))[which] < enough_bytes:  # unlimited is -1
-            return too_low(name, f"{enough_bytes} bytes")
-    found = re.search(r"^MemAvailable: *(\d+) kB$", _MEMORY.read_text(), re.MULTILINE)
-    if found is None or int(found[1]) << 10 >= max_bytes:
+    max_bytes = MAX_MEMORY_BYTES + more_bytes
+    lacks = [
+        f"{name} of {limit}"
+        for name, which, least in (
+            ("RLIMIT_DATA", 1, max_bytes),
+            # RLIMIT_AS counts mapped files and libraries too, so more must be allowed.
+            ("RLIMIT_AS", 0, max_bytes + MAX_MEMORY_BYTES),
+            ("RLIMIT_STACK", 0, 1 << 20),  # bytes, with which Python's own limit of recursion comes first
+            ("RLIMIT_NOFILE", 1, MAX_FILES),
+            ("RLIMIT_CPU", 1, _CPU_S),
+        )
+        if 0 <= (limit := resource.getrlimit(getattr(resource, name))[which]) < least  # unlimited is -1
+    ]
+    free = re.search(r"^MemAvailable: *(\d+) kB$", _MEMORY.read_text(), re.MULTILINE)
+    if free is not None and int(free[1]) << 10 < max_bytes:
+        lacks.append(f"{free[1]} kB of memory on this machine that nothing uses")
+    if not lacks:
         return None
     return SourceUnavailable(
-        f"{found[1]} kB of memory on this machine that nothing uses",
-        expected=f"{max_bytes >> 10}, which reading an adapter may take",
-        remedy="ask again once there is memory, or give the machine more",
-    )
-
-
-def too_low(name: str, wanted: str) -> SourceUnavailable:
-    """Return the error that names a limit of the server's own process."""
-    return SourceUnavailable(
-        f"too low a limit of the server's own process: {name}",
-        expected=f"{wanted}, or no limit",
-        remedy="raise it where the server is started: ulimit, or the job's or the container's limits",
+        f"too little to read an adapter with: {', '.join(lacks)}",
+        expected=f"{max_bytes >> 20} MiB of memory, {MAX_FILES} files and {_CPU_S:.0f} s of a processor, or no limit",
+        remedy="raise the limit where the server is started (ulimit, the job's or the container's), or free memory",
     )
 
 

@@ -1,38 +1,54 @@
 """Messages between a server and a reading process: MessagePack of known types, in short frames.
 
-Never pickle: hostile bytes may have taken over the process that reads them. An answer is any number of
-`PartOfAdapter`s, each with a few tensors, so that a server never decodes for more than a millisecond or two, and then
-`Verified` or `Refused`.
+Never pickle: hostile bytes may have taken over the process that reads them. A request and an answer are a message after
+any number of `Items`, each a few of the message's lists, so that a server never decodes for more than a
+millisecond or two.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from lora_plugins.adapter.chat import AddedToken, Chat
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.layouts.tensors import NewTensor
-from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
+from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.adapter.weights import Beside, LoraPair, Weights
 from lora_plugins.settings import AdapterChat, Settings
 
-_T = TypeVar("_T")
-# Bytes of the length before a frame, of a frame, and of a whole answer: larger numbers come from a process that hostile
-# bytes control.
-LENGTH_BYTES = 4
-MAX_FRAME_BYTES = 1 << 20
-MAX_ANSWER_BYTES = 1 << 29
-_TENSORS_IN_A_PART = 100
-_NEW_TENSORS_IN_A_PART = 10  # of a layer's experts each
-_PATTERNS_IN_A_PART = 20  # of up to 10,000 characters
-_BYTES_IN_A_PART = 1 << 18
+# The lists that cross with a message, by their fields of `Items`.
+Lists = Mapping[str, Sequence[Any]]
+NO_LISTS: Lists = MappingProxyType({})
+# Bytes of a frame, and of a message with its lists: larger numbers come from a process that hostile bytes control.
+_MAX_FRAME_BYTES = 1 << 20
+_MAX_BYTES = 1 << 29
+_PIECE_BYTES = 1 << 18
+# Items in a message: patterns have up to 10,000 characters, and a new tensor may be made of a layer's experts.
+_COUNTS = defaultdict(lambda: 100, ranks=20, alphas=20, tensors=10, pieces=1)
+
+
+class Items(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Some items of one list."""
+
+    pairs: tuple[LoraPair, ...] = ()
+    others: tuple[TensorInfo, ...] = ()
+    beside: tuple[Beside, ...] = ()
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+    added: tuple[AddedToken, ...] = ()
+    tensors: tuple[NewTensor, ...] = ()
+    pieces: tuple[bytes, ...] = ()
+    landed: tuple[int, ...] = ()  # the bytes of a file written so far
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
@@ -59,68 +75,46 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Write the tensors of the following `count` messages to `target`, from the files of weights in `directory`."""
+    """Write the list `tensors` to `target`, from the files of weights in `directory`."""
 
     directory: bytes
     target: bytes
-    count: int
-    largest_bytes: int
+    memory_bytes: int  # beside what reading may take
 
 
-class Tensors(msgspec.Struct, frozen=True, tag=True):
-    """Some of the tensors to write."""
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Call a function of this package with the bytes of the list `pieces`, which returns bytes."""
 
-    tensors: tuple[NewTensor, ...]
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The process has started."""
+    module: str
+    function: str
+    directory: bytes = b""  # no files: the least limits hold
 
 
-class PartOfAdapter(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A part of the adapter that was read."""
-
-    pairs: tuple[LoraPair, ...] = ()
-    others: tuple[TensorInfo, ...] = ()
-    beside: tuple[Beside, ...] = ()
-    ranks: tuple[tuple[str, int], ...] = ()
-    alphas: tuple[tuple[str, float], ...] = ()
-    canonical: bytes = b""
-    added: tuple[AddedToken, ...] = ()
-    chat: Chat = Chat()  # without its added tokens
-
-
-class Verified(msgspec.Struct, frozen=True, tag=True):
-    """The end of an answer; `config` is without patterns and targets, `name_in_keys` is of `Weights`."""
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The adapter that was read, without its lists: tensors, patterns, added tokens, and the canonical `pieces`."""
 
     config: AdapterConfig
+    weights: Weights | None
+    chat: Chat
     size_bytes: int
     notes: tuple[str, ...]
-    has_weights: bool
-    name_in_keys: str | None
-
-
-class Landed(msgspec.Struct, frozen=True, tag=True):
-    """The number of bytes written so far."""
-
-    size_bytes: int
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The end of an answer: everything is written."""
+    """Everything is written, unless the file system has failed with an error."""
+
+    errno: int = 0
+    strerror: str = ""
 
 
-class WriteFailed(msgspec.Struct, frozen=True, tag=True):
-    """The end of an answer: the file system has failed."""
-
-    errno: int
-    strerror: str
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """The function has returned the bytes of the list `pieces`."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The end of an answer: an error of ours, in the form of `plain()`."""
+    """An error of ours, in the form of `plain()`, in JSON: paths in it may hold bytes that are no Unicode."""
 
-    error: dict[str, str]
+    error: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,67 +125,73 @@ class ReadAdapter:
     canonical: bytes
 
 
-Request = Read | Write | Tensors
-Answer = Ready | PartOfAdapter | Verified | Landed | Written | WriteFailed | Refused
-encode = msgspec.msgpack.Encoder().encode
-decode_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-decode_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+Request = Read | Write | Call
+Answer = Found | Written | Returned | Refused
+decode_request: Decoder[Items | Request] = Decoder(Items | Request)
+decode_answer: Decoder[Items | Answer] = Decoder(Items | Answer)
+encode = Encoder().encode
 
 
-def framed(data: bytes) -> bytes:
-    """Return the data with its length before."""
-    return len(data).to_bytes(LENGTH_BYTES, "little") + data
-
-
-def requests_of(tensors: Sequence[NewTensor], directory: bytes, target: bytes) -> Iterator[Write | Tensors]:
-    """Yield the messages that ask for these tensors to be written."""
-    parts = [Tensors(some) for some in _some(tuple(tensors), _NEW_TENSORS_IN_A_PART)]
-    sizes = (math.prod(tensor.info.shape) * DTYPE_BYTES[tensor.info.dtype] for tensor in tensors)
-    yield Write(directory, target, len(parts), max(sizes, default=0))
-    yield from parts
-
-
-def answer_of(found: ReadAdapter) -> Iterator[PartOfAdapter | Verified]:
-    """Yield the messages of an answer."""
-    verified, canonical = found.adapter, found.canonical
-    weights, config = verified.weights or Weights(()), verified.config
-    items: Any
-    for name, items, count in (
-        ("pairs", weights.pairs, _TENSORS_IN_A_PART),
-        ("others", weights.others, _TENSORS_IN_A_PART),
-        ("beside", weights.beside, _TENSORS_IN_A_PART),
-        ("ranks", tuple(config.rank_pattern.items()), _PATTERNS_IN_A_PART),
-        ("alphas", tuple(config.alpha_pattern.items()), _PATTERNS_IN_A_PART),
-        ("canonical", canonical, _BYTES_IN_A_PART),
-        ("added", verified.chat.added_tokens, _TENSORS_IN_A_PART),
-    ):
+def send(connection: Connection, message: Items | Request | Answer, lists: Lists = NO_LISTS) -> None:
+    """Send a message, after its lists."""
+    for name, items in lists.items():
+        count = _COUNTS[name]
         for begin in range(0, len(items), count):
-            yield PartOfAdapter(**{name: items[begin : begin + count]})
-    yield PartOfAdapter(chat=replace(verified.chat, added_tokens=()))
+            connection.send_bytes(encode(Items(**{name: tuple(items[begin : begin + count])})))
+    connection.send_bytes(encode(message))
+
+
+def receive(
+    connection: Connection, decoder: Decoder[Any], after_items: Callable[[Items], object] = lambda _: None
+) -> tuple[Any, Lists]:
+    """Return the next request or answer, which `decoder` decides, and its lists; call `after_items` after each `Items`.
+
+    Raises:
+        EOFError, OSError: no further message, or too long a message.
+        ValueError, MsgspecError: a message of another form.
+    """
+    lists: dict[str, list[Any]] = {name: [] for name in Items.__struct_fields__}
+    left_bytes = _MAX_BYTES
+    while True:
+        data = connection.recv_bytes(min(left_bytes, _MAX_FRAME_BYTES))
+        left_bytes -= len(data)
+        message = decoder.decode(data)
+        if not isinstance(message, Items):
+            return message, lists
+        for name in lists:
+            lists[name] += getattr(message, name)
+        after_items(message)
+
+
+def pieces(data: bytes) -> list[bytes]:
+    """Return the list `pieces` of these bytes."""
+    return [data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES)]
+
+
+def answer_of(found: ReadAdapter) -> tuple[Found, Lists]:
+    """Return the message with an adapter, and its lists."""
+    verified, config, chat = found.adapter, found.adapter.config, found.adapter.chat
+    weights = verified.weights or Weights(())
+    lists: Lists = {
+        "pairs": weights.pairs,
+        "others": weights.others,
+        "beside": weights.beside,
+        "ranks": tuple(config.rank_pattern.items()),
+        "alphas": tuple(config.alpha_pattern.items()),
+        "added": chat.added_tokens,
+        "pieces": pieces(found.canonical),
+    }
     # Targets may be long, and a server never needs them: the canonical configuration has the targets.
     small = replace(config, targets=None, rank_pattern={}, alpha_pattern={})
-    has_weights = verified.weights is not None
-    yield Verified(small, verified.size_bytes, verified.notes, has_weights, weights.name_in_keys)
+    empty = verified.weights and replace(weights, pairs=(), others=(), beside=())
+    return Found(small, empty, replace(chat, added_tokens=()), verified.size_bytes, verified.notes), lists
 
 
-def found_of(parts: Sequence[PartOfAdapter], end: Verified) -> ReadAdapter:
+def found_of(answer: Found, lists: Lists) -> ReadAdapter:
     """Return the argument of `answer_of`, without the targets."""
-    weights = Weights(
-        tuple(pair for part in parts for pair in part.pairs),
-        tuple(other for part in parts for other in part.others),
-        end.name_in_keys,
-        tuple(one for part in parts for one in part.beside),
-    )
-    config = replace(
-        end.config,
-        rank_pattern=dict(item for part in parts for item in part.ranks),
-        alpha_pattern=dict(item for part in parts for item in part.alphas),
-    )
-    chat = replace(parts[-1].chat if parts else Chat(), added_tokens=tuple(it for part in parts for it in part.added))
-    verified = VerifiedAdapter(config, weights if end.has_weights else None, end.size_bytes, end.notes, chat=chat)
-    return ReadAdapter(verified, b"".join(part.canonical for part in parts))
-
-
-def _some(items: tuple[_T, ...], count: int) -> Iterator[tuple[_T, ...]]:
-    for begin in range(0, len(items), count):
-        yield items[begin : begin + count]
+    pairs, others, beside = (tuple(lists[name]) for name in ("pairs", "others", "beside"))
+    weights = answer.weights and replace(answer.weights, pairs=pairs, others=others, beside=beside)
+    config = replace(answer.config, rank_pattern=dict(lists["ranks"]), alpha_pattern=dict(lists["alphas"]))
+    chat = replace(answer.chat, added_tokens=tuple(lists["added"]))
+    adapter = VerifiedAdapter(config, weights, answer.size_bytes, answer.notes, chat=chat)
+    return ReadAdapter(adapter, b"".join(lists["pieces"]))

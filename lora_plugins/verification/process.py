@@ -5,43 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
-import select
+import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 import lora_plugins
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable, error_of
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, error_of
 from lora_plugins.settings import environment
-from lora_plugins.verification.limits import MAX_MEMORY_BYTES, lack_of_memory, wall_s
-from lora_plugins.verification.messages import (
-    LENGTH_BYTES,
-    MAX_ANSWER_BYTES,
-    MAX_FRAME_BYTES,
-    Answer,
-    Landed,
-    PartOfAdapter,
-    Read,
-    ReadAdapter,
-    Ready,
-    Refused,
-    Request,
-    Tensors,
-    Verified,
-    Write,
-    WriteFailed,
-    Written,
-    decode_answer,
-    encode,
-    found_of,
-    framed,
-)
+from lora_plugins.verification.limits import lacking, too_much, wall_s
+from lora_plugins.verification.messages import NO_LISTS, Items, Lists, Refused, Request, decode_answer, receive, send
 
 _PROGRAM = """
 import json, sys
@@ -52,11 +34,12 @@ main()
 # None of the server's own variables: some are keys and secrets.
 _VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "TZ")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_Answer = TypeVar("_Answer")
+_Landed = Callable[[int], None]
 _START_S = 60.0
 _EXIT_S = 5.0
-_PIECE_BYTES = 1 << 16
-_LOOK_S = 1.0  # how often a silent process is looked at
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
+_MAX_KEPT_KIB = 256 << 10
 # Python's code of an uncaught exception. The child catches and reports everything that reading the bytes raises.
 _EXCEPTION = 1
 # Crashes that bytes may cause by a library's fault. A lack of memory or a faulty machine crashes too, so a crash counts
@@ -70,11 +53,15 @@ class Lost(Exception):
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        is_of_bytes = code in _CRASHES or (code >= 0 and code != _EXCEPTION)
-        self.error: LoRAPluginsError = (
-            lack_of_memory() or _too_much(_words_of(code))
-            if is_of_bytes
-            else _killed("is killed" if code < 0 else "fails")
+        how = f"code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
+        self.error: LoRAPluginsError = lacking() or (
+            too_much(f"ends the process that reads it, each time, by {how}")
+            if code in _CRASHES or (code >= 0 and code != _EXCEPTION)
+            else SourceUnavailable(
+                f"an adapter whose reading process is killed or fails, each time, by {how}",
+                expected="a process that may run until it has answered",
+                remedy="ask again; look for what kills processes on this machine: too little memory, or RLIMIT_CPU",
+            )
         )
 
 
@@ -86,208 +73,117 @@ class ReadingProcess:
     """
 
     def __init__(self) -> None:
+        self._owes_answer = False
+        # Without "", the working directory: the child has another.
+        path = [*(entry for entry in sys.path if entry), str(Path(lora_plugins.__file__).resolve().parents[1])]
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - this interpreter
-                # -I: neither PYTHONPATH nor the working directory may bring in modules; the parent passes its import
-                # path.
-                [sys.executable, "-I", "-c", _PROGRAM, json.dumps(import_path())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**variables_of_children(), **_ONE_THREAD},
-                cwd="/",
-                # A terminal's Ctrl-C reaches the server alone, which ends its children itself.
-                start_new_session=True,
-            )
-            os.set_blocking(self._stdin, False)
+            self._socket, theirs = socket.socketpair()
+            self._connection = Connection(os.dup(self._socket.fileno()))
+            with theirs:
+                self._process = subprocess.Popen(  # noqa: S603 - this interpreter
+                    # -I: neither PYTHONPATH nor the working directory may bring in modules; the parent passes its
+                    # import path.
+                    [sys.executable, "-I", "-c", _PROGRAM, json.dumps(path), str(os.getpid())],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={name: value for name, value in environment().items() if name in _VARIABLES} | _ONE_THREAD,
+                    cwd="/",
+                    # A terminal's Ctrl-C reaches the server alone, which ends its children itself.
+                    start_new_session=True,
+                )
         except OSError as error:
             raise _not_started(str(error)) from error
-        # Bytes of a message that `os.read` cut; bytes left at the end make the process unusable.
-        self._left = bytearray()
         try:
-            first = next(self._answers(time.monotonic() + _START_S))
-        except (TimeoutError, EOFError, msgspec.MsgspecError):
-            raise _not_started(f"it ended with {self.end(wait_s=_EXIT_S)}") from None
-        if not isinstance(first, Ready):
-            self.end()
-            raise _not_started("it answers something else")
+            with self._within(_START_S):
+                self._connection.recv_bytes(0)
+        except (EOFError, OSError, RuntimeError):  # the last for a thread that cannot start
+            raise _not_started(f"it ended with {self.end(_EXIT_S)}") from None
 
     @property
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
 
-    def read(self, request: Read) -> ReadAdapter:
-        """Return the adapter, and the configuration that engines read; see `verify_adapter`.
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process can take a request.
 
-        After a breach of a limit `is_alive` is false.
+        It has answered all before, runs, is not stopped, and has not taken much memory, which may never be freed.
+        """
+        if self._owes_answer or self._process.poll() is not None:
+            return False
+        # `ru_maxrss` would include the server's memory at the start; VmHWM is of this program alone (Linux, fs/exec.c).
+        most = re.search(r"(?ms)^State:\s*[RSD].*^VmHWM:\s*(\d+)", Path(f"/proc/{self.pid}/status").read_text())
+        return most is not None and int(most[1]) <= _MAX_KEPT_KIB
+
+    def ask(
+        self, request: Request, kind: type[_Answer], lists: Lists = NO_LISTS, landed: _Landed = lambda _: None
+    ) -> tuple[_Answer, Lists]:
+        """Return the answer, of this kind, and its lists; call `landed` with the bytes of a file written so far.
+
+        After a breach of a limit `is_ready` is false.
 
         Raises:
-            InvalidAdapter: the adapter is at fault, a breach of a limit included.
+            LoRAPluginsError: what reading raises; InvalidAdapter also for a breach of a limit.
             SourceUnavailable: no answer in time; the bytes are not to blame.
             Lost: ask another process.
         """
-        parts: list[PartOfAdapter] = []
-        for answer in self._conversation([request], request.directory):
-            if isinstance(answer, PartOfAdapter):
-                parts.append(answer)
-                # Between two messages other threads of the server get the interpreter's lock.
-                time.sleep(_PAUSE_S)
-            elif isinstance(answer, Verified):
-                return found_of(parts, answer)
-        raise Lost(0)
+        if not self.is_ready:
+            raise Lost(self.end())
 
-    def write(self, requests: Sequence[Write | Tensors], directory: bytes, landed: Callable[[int], None]) -> None:
-        """Write tensors of the files in `directory`; call `landed` with the bytes written so far.
+        def after_items(part: Items) -> None:
+            for size_bytes in part.landed:
+                landed(size_bytes)
+            time.sleep(_PAUSE_S)
 
-        Raises:
-            OSError: a file cannot be read or written.
-            InvalidAdapter, SourceUnavailable, Lost: as `read`.
-        """
-        for answer in self._conversation(requests, directory):
-            if isinstance(answer, Landed):
-                landed(answer.size_bytes)
-            elif isinstance(answer, WriteFailed):
-                raise OSError(answer.errno, answer.strerror)
-            elif isinstance(answer, Written):
-                return
-        raise Lost(0)
-
-    def _conversation(self, requests: Sequence[Request], directory: bytes) -> Iterator[Answer]:
-        """Yield the answers to `requests`, which are about the files in `directory`."""
-        limit_s = wall_s(os.fsdecode(directory))
+        limit_s = wall_s(os.fsdecode(request.directory))
         ends_at = time.monotonic() + limit_s
+        self._owes_answer = True
         try:
-            for request in requests:
-                self._ask(request, ends_at)
-            for answer in self._answers(ends_at):
-                if isinstance(answer, Refused):
-                    raise error_of(answer.error)
-                if isinstance(answer, Ready):  # only at the start: a second `Ready` breaks the protocol
-                    break
-                yield answer
-            raise EOFError
-        except TimeoutError:
-            self.end()
-            raise SourceUnavailable(
-                f"no answer within {limit_s:.0f} s of the process that reads it, which has hardly computed",
-                expected="a disk and a machine on which it is read at once",
-                remedy="ask again; look for a disk that stalls, or a machine without a free core",
-            ) from None
-        except (EOFError, BrokenPipeError, msgspec.MsgspecError):
-            code = self.end(wait_s=_EXIT_S)
+            with self._within(limit_s):
+                send(self._connection, request, lists)
+                answer, found = receive(self._connection, decode_answer, after_items)
+                refusal = error_of(json.loads(answer.error)) if isinstance(answer, Refused) else None
+                if refusal is None and not isinstance(answer, kind):
+                    raise TypeError(answer)
+            self._owes_answer = False
+        # What a process under hostile control says may raise any of these.
+        except (EOFError, OSError, ValueError, TypeError, LookupError, RuntimeError, msgspec.MsgspecError):
+            is_late = time.monotonic() >= ends_at
+            code = self.end(0 if is_late else _EXIT_S)
+            if is_late:
+                raise SourceUnavailable(
+                    f"no answer within {limit_s:.0f} s of the process that reads it, which has hardly computed",
+                    expected="a disk and a machine on which it is read at once",
+                    remedy="ask again; look for a disk that stalls, or a machine without a free core",
+                ) from None
             if code == -signal.SIGXCPU:  # our limit of computing; the host's limit kills
-                raise _too_much("that takes too long to read") from None
+                raise too_much("takes too long to read") from None
             raise Lost(code) from None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process can take another request."""
-        return self._process.poll() is None and not self._left
-
-    def _is_stopped(self) -> bool:
-        """Whether somebody has stopped the process (SIGSTOP) without continuing it."""
-        # WNOWAIT: the status stays for `Popen.wait`.
-        with contextlib.suppress(ChildProcessError):
-            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-        return False
+        if refusal is not None:
+            raise refusal
+        return answer, found
 
     def end(self, wait_s: float = 0.0) -> int:
         """End the process if it still runs after `wait_s`; return its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._connection.close()
+        self._socket.close()
         return self._process.wait()
 
-    @property
-    def _stdin(self) -> int:
-        if self._process.stdin is None:
-            raise EOFError
-        return self._process.stdin.fileno()
-
-    def _ask(self, request: Request, ends_at: float) -> None:
-        left = memoryview(framed(encode(request)))
-        while left:
-            self._wait(self._stdin, select.POLLOUT, ends_at)
-            left = left[os.write(self._stdin, left[:_PIECE_BYTES]) :]
-
-    def _answers(self, ends_at: float) -> Iterator[Answer]:
-        """Yield the process's messages as they come.
-
-        Raises:
-            TimeoutError, EOFError: no further message. MsgspecError: a message of another form.
-        """
-        total = 0
-        while True:
-            frame_bytes = int.from_bytes(self._receive(LENGTH_BYTES, ends_at), "little")
-            total += frame_bytes
-            # The limits stop a process under hostile control from filling the server's memory.
-            if frame_bytes > MAX_FRAME_BYTES or total > MAX_ANSWER_BYTES:
-                raise EOFError
-            yield decode_answer.decode(self._receive(frame_bytes, ends_at))
-
-    def _receive(self, count: int, ends_at: float) -> bytes:
-        if self._process.stdout is None:
-            raise EOFError
-        descriptor = self._process.stdout.fileno()
-        while len(self._left) < count:
-            self._wait(descriptor, select.POLLIN, ends_at)
-            piece = os.read(descriptor, _PIECE_BYTES)
-            if not piece:
-                raise EOFError
-            self._left += piece
-        data = bytes(self._left[:count])
-        del self._left[:count]
-        return data
-
-    def _wait(self, descriptor: int, event: int, ends_at: float) -> None:
-        # `select` refuses descriptors above 1023, which a server with many connections has.
-        poll = select.poll()
-        poll.register(descriptor, event)
-        while not poll.poll(max(0.0, min(left_s := ends_at - time.monotonic(), _LOOK_S)) * 1000):
-            if left_s <= _LOOK_S:
-                raise TimeoutError
-            if self._is_stopped():
-                self._process.kill()  # another process takes the request
-
-
-def variables_of_children() -> dict[str, str]:
-    """Return the environment of a process that needs none of the server's own variables."""
-    return {name: value for name, value in environment().items() if name in _VARIABLES}
-
-
-def import_path() -> list[str]:
-    """Return a `sys.path` for a child in another working directory that imports this process's modules."""
-    root = str(Path(lora_plugins.__file__).resolve().parents[1])
-    path = [entry for entry in sys.path if entry]  # "" is the working directory, and the child has another
-    return path if root in path else [*path, root]
-
-
-def _words_of(code: int) -> str:
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
-    return f"that ends the process that reads it, each time, by {how}"
-
-
-def _killed(how: str) -> SourceUnavailable:
-    allowed_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    limit = "" if allowed_s == resource.RLIM_INFINITY else f", where RLIMIT_CPU allows it {allowed_s} s"
-    return SourceUnavailable(
-        f"an adapter whose reading process {how}, each time{limit}",
-        expected="a process that may run until it has answered",
-        remedy="ask again; look for what kills processes on this machine: too little memory, or such a limit",
-    )
-
-
-def _too_much(found: str) -> InvalidAdapter:
-    return InvalidAdapter(
-        f"an adapter {found}",
-        expected=f"one that is read at once, in {MAX_MEMORY_BYTES >> 20} MiB of memory",
-        remedy="save the adapter again with PEFT",
-    )
+    @contextlib.contextmanager
+    def _within(self, limit_s: float) -> Iterator[None]:
+        """Shut the socket down after `limit_s`, whatever the process does: reads and writes of the block then end."""
+        timer = threading.Timer(limit_s, self._socket.shutdown, [socket.SHUT_RDWR])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def _not_started(why: str) -> SourceUnavailable:

@@ -163,6 +163,15 @@ TOKENS = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_de
     [
         (HEAD, {"modules_to_save": ["score"]}, "a saved head"),
         (TOKENS, {"trainable_token_indices": [3]}, "token_adapter.trainable_tokens_delta"),
+        (
+            {
+                name.replace("lora_B.weight", "lora_magnitude_vector"): np.ones(len(it), np.float32)
+                for name, it in weights().items()
+                if ".lora_B." in name
+            },
+            {"use_dora": True},
+            "lora_magnitude_vector",
+        ),
         (pair("model.layers.0.mlp.experts.0.gate_proj", 4, 8, 8), {}, "experts"),
     ],
 )

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.uri import AllowedUris
+from lora_plugins.server import declared_file
 from lora_plugins.server.declared_file import parse, parse_apart
 from lora_plugins.server.registry import DesiredAdapter
+from lora_plugins.settings import Settings
+from lora_plugins.verification.children import Children
+from tests.make import adapter_files, put
 
 URIS = ("s3://adapters/ünïcode folder", "hf://acme")
 PATH = Path("/etc/lora/adapters\udcff.yaml")
@@ -22,6 +28,14 @@ PADDING = b"# a comment that makes the file a large one\n" * 100
 @pytest.fixture
 def never_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yaml, "safe_load", lambda _: pytest.fail("parsed in this process"))
+
+
+@pytest.fixture
+def no_process_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
+    made = Children()
+    monkeypatch.setattr(declared_file, "children", lambda: made)
+    yield made
+    made.end()
 
 
 def text_of(*entries: str) -> bytes:
@@ -69,6 +83,7 @@ def test_a_file_that_is_too_deep_is_refused() -> None:
         parse_apart(PADDING + b"[" * 5000, PATH, URIS)
 
 
+@pytest.mark.usefixtures("no_process_yet")
 @pytest.mark.parametrize("executable", ["", "/nowhere/python", "/bin/false", "/bin/true", "/bin/echo"])
 def test_without_another_process_it_is_parsed_here(
     executable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -77,6 +92,15 @@ def test_without_another_process_it_is_parsed_here(
     with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
         assert parse_apart(text_of("{name: sql}"), Path("/etc/adapters.yaml"), URIS) == {"sql": DesiredAdapter("sql")}
     assert "the server itself does" in caplog.text
+
+
+def test_the_process_reads_adapters_afterwards(no_process_yet: Children, tmp_path: Path) -> None:
+    assert list(parse_apart(text_of("{name: sql}"), PATH, URIS)) == ["sql"]
+    (pid,) = no_process_yet.pids()
+    assert no_process_yet.read(put(tmp_path / "sql", adapter_files()), Settings()).result(60)
+    assert no_process_yet.pids() == [pid]
+    maps = {mapped.path for mapped in psutil.Process(pid).memory_maps()}
+    assert not [path for path in maps if "/torch/" in path or "/vllm/" in path]
 
 
 def test_a_small_file_starts_no_process(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

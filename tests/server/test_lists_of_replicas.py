@@ -1,4 +1,4 @@
-"""Replicas that share a store: each writes a list of its own, and one with a new name copies that of one that ended."""
+"""Replicas that share a store: each writes a list of its own, and one with a new name takes up those of all."""
 
 from __future__ import annotations
 
@@ -42,31 +42,32 @@ def test_replicas_keep_their_own_lists(tmp_path: Path) -> None:
     assert (restored(tmp_path, "lora-0"), restored(tmp_path, "lora-1")) == (["sql"], ["chat"])
 
 
-def test_new_names_copy_each_the_list_of_one_that_ended(tmp_path: Path) -> None:
+def test_new_names_have_the_names_of_all(tmp_path: Path) -> None:
     for number, name in enumerate(("sql", "chat", "code")):
         wrote(tmp_path, f"pod-{name}", name, ended_s=60 + number)
     wrote(tmp_path, "pod-alive", "alive")
-    news = [restored(tmp_path, f"pod-new-{number}") for number in range(4)]
-    assert news[:3] == [["sql"], ["chat"], ["code"]]
-    assert news[3] != [], "a copy of what the one seen last serves"
+    wrote(tmp_path, "pod-of-yesterday", "stale", ended_s=DAY_S)
+    for number in range(4):
+        assert sorted(restored(tmp_path, f"pod-new-{number}")) == ["alive", "chat", "code", "sql"]
     assert restored(tmp_path, "pod-alive") == ["alive"], "which goes on with its own"
 
 
-def test_a_pod_that_starts_at_once_has_the_last_list(tmp_path: Path) -> None:
+def test_the_replica_touched_last_decides_about_a_name(tmp_path: Path) -> None:
     """A pod that was killed seconds ago still seems to live; the pods before it are known to have ended."""
-    wrote(tmp_path, "pod-1", "old")
-    assert restored(tmp_path, "pod-2") == ["old"]
-    wrote(tmp_path, "pod-1", "old", ended_s=60)
-    wrote(tmp_path, "pod-2", "old", "pushed")
-    assert restored(tmp_path, "pod-3") == ["old", "pushed"]
+    for replica, digest, ended_s in (("pod-1", "11" * 32, 60), ("pod-2", "22" * 32, 5), ("pod-3", "33" * 32, 90)):
+        file = of(tmp_path, replica)
+        file.write([DesiredAdapter("sql", held_digest=digest)])
+        os.utime(file.path, (time.time() - ended_s,) * 2)
+    assert of(tmp_path, "pod-4").read() == [DesiredAdapter("sql", held_digest="22" * 32)]
 
 
-def test_a_list_that_was_copied_in_life_counts_after_it(tmp_path: Path) -> None:
-    wrote(tmp_path, "pod-alive", "alive")
-    assert restored(tmp_path, "pod-new") == ["alive"]
-    of(tmp_path, "pod-alive").touch()
-    wrote(tmp_path, "pod-alive", "alive", "more", ended_s=60)
-    assert restored(tmp_path, "pod-newer") == ["alive", "more"]
+def test_a_list_that_goes_meanwhile_hides_no_other(tmp_path: Path) -> None:
+    wrote(tmp_path, "pod-1", "sql", ended_s=60)
+    wrote(tmp_path, "pod-2", "chat", ended_s=30)
+    pieces = of(tmp_path, "pod-3").pieces()
+    assert next(pieces) == [DesiredAdapter("sql")]
+    of(tmp_path, "pod-2").path.unlink()
+    assert list(pieces) == []
 
 
 def test_a_replica_comes_back_to_its_list(tmp_path: Path) -> None:
@@ -74,9 +75,8 @@ def test_a_replica_comes_back_to_its_list(tmp_path: Path) -> None:
     assert restored(tmp_path, "lora-3") == ["chat"]
     back = of(tmp_path, "lora-1")
     back.clean()
+    wrote(tmp_path, "lora-3", "chat", "code")
     assert back.read() == [DesiredAdapter("chat")]
-    wrote(tmp_path, "lora-1", "code", ended_s=60)
-    assert restored(tmp_path, "lora-4") == ["code"]
 
 
 @pytest.mark.parametrize(("lives", "expected"), [(True, ["alive"]), (False, ["stale"])])
@@ -109,8 +109,8 @@ def test_the_list_of_an_earlier_release_counts_without_others(tmp_path: Path) ->
     path = of(tmp_path, "x").path
     path.rename(path.with_name(f"{path.name.partition('.')[0]}.json"))
     assert restored(tmp_path, "new") == ["sql"]
-    assert restored(tmp_path, "newer") == ["sql"], "it is left for a return to that release"
     wrote(tmp_path, "new", "chat")
+    os.utime(path.with_name(f"{path.name.partition('.')[0]}.json"), (1, 1))
     assert restored(tmp_path, "newest") == ["chat"]
 
 

@@ -92,13 +92,6 @@ def served(root: Path) -> None:
     serve(Store(root), "old")
 
 
-def served_by_an_ended(root: Path) -> None:
-    store = Store(root)
-    ended = ServedFile.of_store(store.layout.root, "base", "ended")
-    ended.write([DesiredAdapter("old", held_digest="aa" * 32)])
-    os.utime(ended.path, (time.time() - 100,) * 2)
-
-
 def without_folders(root: Path) -> None:
     store = Store(root)
     obtain(store, ONE)
@@ -142,13 +135,6 @@ def unblock(store: Store) -> None:
 
 def serve(store: Store, name: str = "new") -> None:
     ServedFile.of_store(store.layout.root, "base", "me").write([DesiredAdapter(name, is_pinned=True)])
-
-
-def begin(store: Store) -> None:
-    file = ServedFile.of_store(store.layout.root, "base", "me")
-    file.read()
-    file.touch()
-    file.clean()
 
 
 def push(store: Store) -> None:
@@ -200,7 +186,6 @@ OPERATIONS = {
     "block": Operation(nothing, block, opens=True, lasting=("blocked",)),
     "unblock": Operation(blocked, unblock, lasting=("blocked",)),
     "write the list": Operation(served, serve, lasting=("served",)),
-    "copy the list of an ended replica": Operation(served_by_an_ended, begin),
     "lease": Operation(one, lease),
     "make folders again": Operation(without_folders, lease),
     "give way": Operation(one, lack_room),

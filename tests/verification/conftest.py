@@ -52,13 +52,13 @@ def program(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     monkeypatch.setattr(process, "_PROGRAM", process._PROGRAM.replace("main()", f"{first}\nmain()"))
 
 
-def written(children: Children, directory: Path, target: Path) -> list[int]:
-    """What a process reports while it writes `target`; beside that, this process writes `here`."""
+def written(children: Children, directory: Path, target: Path) -> tuple[list[int], list[int]]:
+    """What a process reports while it writes `target`, and this process while it writes `here`."""
     conversion = verify_adapter(directory, BASE, Settings()).conversion
     assert conversion is not None
-    landed: list[int] = []
-    children.write(tensors_of(conversion), directory, target, landed.append).result(120)
+    there, here = list[int](), list[int]()
+    children.write(tensors_of(conversion), directory, target, there.append).result(120)
     write_weights(
-        tensors_of(conversion), lambda file: directory / (file or WEIGHTS_FILE), target.with_name("here"), landed.append
+        tensors_of(conversion), lambda file: directory / (file or WEIGHTS_FILE), target.with_name("here"), here.append
     )
-    return landed
+    return there, here

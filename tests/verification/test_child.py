@@ -14,7 +14,7 @@ from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAda
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
 from tests.make import adapter_files, put, sharded
-from tests.verification.conftest import NAMED, read, written
+from tests.verification.conftest import NAMED, program, read, written
 
 
 def test_it_reads_what_verification_in_this_process_reads(children: Children, adapter: Path) -> None:
@@ -27,7 +27,7 @@ def test_it_reads_what_verification_in_this_process_reads(children: Children, ad
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"use_dora": True}, IncompatibleAdapter),
+        ({"use_qalora": True}, IncompatibleAdapter),
         ({"r": "4"}, InvalidAdapter),
         (None, AdapterNotFound),
     ],
@@ -58,7 +58,11 @@ def test_neither_torch_nor_vllm_nor_variables_are_there(
 
 
 @pytest.mark.parametrize("files", [sharded(adapter_files()), NAMED], ids=["several files", "a name in keys"])
-def test_it_converts_as_this_process_does(children: Children, tmp_path: Path, files: dict[str, bytes]) -> None:
-    landed = written(children, put(tmp_path / "sql", files), tmp_path / "there")
+def test_it_converts_as_this_process_does(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]
+) -> None:
+    program(monkeypatch, "from lora_plugins.verification import child; child._LANDED_BYTES = 1")
+    there, here = written(children, put(tmp_path / "sql", files), tmp_path / "there")
     assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
-    assert landed[-1] == (tmp_path / "here").stat().st_size
+    assert there == here
+    assert here[-1] == (tmp_path / "here").stat().st_size

@@ -47,12 +47,12 @@ def test_a_slow_adapter_does_not_hold_another(
     (slow / CONFIG_FILE).unlink()
     program(monkeypatch, HOLD)
     (warm,) = children.pids()
-    busy = children._idle.get_nowait()
+    busy = children._idle.pop()
     before = set(psutil.Process().children())
     waiting = children.read(slow, Settings())
     while not (started := set(psutil.Process().children()) - before):
         time.sleep(0.01)
-    children._idle.put(busy)
+    children._idle.append(busy)
     assert read(children, adapter)
     assert children.pids() == [warm]
     assert not waiting.done()
@@ -65,7 +65,7 @@ def test_large_adapters_keep_no_small_one_waiting(
 ) -> None:
     assert read(children, adapter)
     program(monkeypatch, HOLD_WHERE_ASKED)
-    children._idle.get_nowait().end()
+    children._idle.pop().end()
     header = json.dumps({"__metadata__": {"x": "x" * (1 << 20)}}).encode()
     weights = len(header).to_bytes(8, "little") + header
     files = {CONFIG_FILE: config_bytes(), WEIGHTS_FILE: weights, "hold": b""}

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.settings import Settings
 from lora_plugins.verification import limits, process
 from lora_plugins.verification.children import Children
 from tests.make import adapter_files, put, weights
@@ -34,6 +35,31 @@ def test_waiting_too_long_is_no_fault_of_the_adapter(
     with pytest.raises(SourceUnavailable, match="no answer within 0 s"):
         read(children, adapter)
     assert set(psutil.Process().children()) <= before
+
+
+FORKS = """
+import os, time
+from lora_plugins.verification import child
+def fork(directory, *_):
+    if pid := os.fork():
+        (directory / "pid").write_text(str(pid))
+    time.sleep(600)
+child.verify_adapter = fork
+"""
+
+
+def test_a_process_that_forks_is_waited_for_no_longer(
+    children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hostile bytes may have it fork: its end is not the end of its connection then."""
+    program(monkeypatch, FORKS)
+    monkeypatch.setattr(process, "wall_s", lambda _: 1.0)
+    reading = children.read(adapter, Settings())
+    try:
+        with pytest.raises(SourceUnavailable, match="no answer within 1 s"):
+            reading.result(30)
+    finally:
+        psutil.Process(int((adapter / "pid").read_text())).kill()
 
 
 def test_too_much_memory_is_refused(children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

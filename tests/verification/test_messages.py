@@ -18,7 +18,7 @@ from lora_plugins.adapter.weight_files import PICKLE_FILES, WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
-from lora_plugins.verification.messages import Tensors, decode_request, encode
+from lora_plugins.verification.messages import Items, decode_request, encode
 from tests.make import LAYER, PEFT, adapter_files, pair, put, weights
 from tests.verification.conftest import program, read
 
@@ -72,16 +72,12 @@ def test_a_speech_models_tokens_cross_in_bounded_memory(children: Children, tmp_
 
 @pytest.mark.parametrize(
     "said",
-    ["b'x' * 100", "framed(b'\\x80')", "framed(encode(Ready()))", "(1 << 30).to_bytes(4, 'little')", "b''"],
+    ["b'x' * 100", "sent(b'\\x80')", "sent(encode(Returned()))", "(1 << 30).to_bytes(4, 'big')", "b''"],
 )
 def test_other_answers_are_none(children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    first = f"from lora_plugins.verification.child import *; from lora_plugins.verification import child\nsaid = {said}"
-    program(
-        monkeypatch,
-        f"{first}\nchild._answer = lambda _: [1]\nchild._send_one = child._send\n"
-        "child._send = lambda out, a: child._send_one(out, a) if isinstance(a, Ready) else out.write(said)\n"
-        "child._MAX_KEPT_KIB = 0",
-    )
+    first = "import os; from lora_plugins.verification import child; from lora_plugins.verification.messages import *"
+    sent = "sent = lambda data: len(data).to_bytes(4, 'big') + data"
+    program(monkeypatch, f"{first}\n{sent}\nchild._answer = lambda *_: (os.write(0, {said}), os._exit(0))")
     with pytest.raises(InvalidAdapter):
         read(children, adapter)
 
@@ -97,7 +93,7 @@ def test_every_move_crosses() -> None:
         Placed((4, 6, 2), (((0, 4, 1), (0, 6, 1), (1, 2, 1)),)),
     ):
         info = TensorInfo("a", "F32", (1, 1), 0, 4)
-        sent = encode(Tensors((NewTensor(info, (info,), move),)))
+        sent = encode(Items(tensors=(NewTensor(info, (info,), move),)))
         (again,) = decode_request.decode(sent).tensors
         assert again.make == move
         assert np.array_equal(again.make([array]), move([array]))

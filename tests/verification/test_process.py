@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,21 @@ import psutil
 import pytest
 
 from lora_plugins.adapter.layouts.tensors import NewTensor, Part
+from lora_plugins.adapter.layouts.writing import tensors_of
+from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.verification import limits
 from lora_plugins.verification.children import Children
 from lora_plugins.verification.limits import wall_s
-from tests.make import put
+from tests.make import BASE, put
 from tests.verification.conftest import NAMED, program, read, written
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)
 
 
 def test_a_process_that_was_killed_is_replaced(children: Children, adapter: Path) -> None:
@@ -35,7 +44,7 @@ def test_a_process_that_was_stopped_is_replaced(children: Children, adapter: Pat
     """It would answer when somebody continues it, and until then keep everybody waiting."""
     assert read(children, adapter)
     (before,) = children.pids()
-    os.kill(before, signal.SIGSTOP)
+    stop(before)
     reading = children.read(adapter, Settings())
     assert reading.result(wall_s(str(adapter)) / 2)
     assert before not in children.pids()
@@ -47,7 +56,7 @@ def test_a_stopped_process_holds_up_no_large_request(children: Children, adapter
     source = read(children, adapter).adapter.weights.pairs[0].a
     many = [NewTensor(replace(source, name=f"{number:01000}"), (source,), Part()) for number in range(500)]
     (before,) = children.pids()
-    os.kill(before, signal.SIGSTOP)
+    stop(before)
     children.write(many, adapter, tmp_path / "made", lambda _: None).result(wall_s(str(adapter)) / 2)
     assert (tmp_path / "made").stat().st_size > 500_000
     assert not psutil.pid_exists(before)
@@ -122,7 +131,7 @@ def test_a_kill_each_time_is_no_fault_of_the_adapter(
     """As the OOM killer does it, an administrator, or a disk that fails below a file in memory."""
     first = "import os, signal; from lora_plugins.verification import child"
     program(monkeypatch, f"{first}\nchild.verify_adapter = lambda *_: os.kill(os.getpid(), signal.{end})")
-    with pytest.raises(SourceUnavailable, match="process is killed, each time"):
+    with pytest.raises(SourceUnavailable, match="process is killed or fails, each time"):
         read(children, adapter)
 
 
@@ -133,7 +142,7 @@ def test_an_exception_of_our_own_is_no_broken_adapter(
     with monkeypatch.context() as meanwhile:
         first = "from lora_plugins.verification import child\ndef fail(*_): raise OSError(24, 'Too many open files')"
         program(meanwhile, f"{first}\nchild._set_limits = fail")
-        with pytest.raises(SourceUnavailable, match="reading process fails, each time"):
+        with pytest.raises(SourceUnavailable, match="is killed or fails, each time, by code 1"):
             read(children, adapter)
     assert read(children, adapter)
 
@@ -169,6 +178,20 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path, adapter: Path) -> 
         parent.kill()
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_report_that_fails_leaves_no_answer_behind(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(monkeypatch, "from lora_plugins.verification import child; child._LANDED_BYTES = 1")
+    directory = put(tmp_path / "sql", NAMED)
+    conversion = verify_adapter(directory, BASE, Settings()).conversion
+    assert conversion is not None
+    writing = children.write(tensors_of(conversion), directory, tmp_path / "made", lambda size: size // 0)
+    with pytest.raises(ZeroDivisionError):
+        writing.result(60)
+    assert children.pids() == []
+    assert read(children, directory)
 
 
 def test_a_full_disk_stays_an_error_of_the_disk(children: Children, tmp_path: Path) -> None:

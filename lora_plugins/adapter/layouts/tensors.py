@@ -1,6 +1,6 @@
 """What a rule is given and what a rule makes: places of names; tensors made by moving elements.
 
-Only tensors of mixtures are computed; see `Joined`.
+Only `Scaled` and `Joined`, of mixtures, compute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import Experts, ModulePlace
-from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
 from lora_plugins.adapter.weights import PREFIX, LoraPair
 
 # Some indices of an axis: the first, the end, the step.
@@ -56,6 +56,23 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
         return made
 
 
+class Scaled(msgspec.Struct, frozen=True, tag=True):
+    """A move of sources that are first multiplied by columns of factors, the second half of the sources; in float32.
+
+    Attributes:
+        dtypes: of all sources.
+    """
+
+    move: Part | Placed
+    dtypes: tuple[str, ...]
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """See the class."""
+        wide = [_float32(array, dtype) for array, dtype in zip(arrays, self.dtypes, strict=True)]
+        half = len(wide) // 2
+        return self.move([(a * e).view("<u4") for a, e in zip(wide[:half], wide[half:], strict=True)])
+
+
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """Sources of these dtypes, each times its own factor, side by side along an axis, in float32; as `Part`."""
 
@@ -67,19 +84,18 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
         """See the class."""
         import numpy as np
 
-        values = map(_as_float32, arrays, self.dtypes)
+        values = map(_float32, arrays, self.dtypes)
         scaled = [value * np.float32(factor) for value, factor in zip(values, self.factors, strict=True)]
         return np.concatenate(scaled, axis=self.axis)
 
 
-Move = Part | Placed | Joined
-
-
-def _as_float32(bits: Any, dtype: str) -> Any:
-    """Return the values of the bits of elements; those of bfloat16 are the upper half of a float32's."""
-    if dtype == "BF16":
+def _float32(bits: Any, dtype: str) -> Any:
+    if dtype == "BF16":  # numpy has no bfloat16: the upper half of a float32
         return (bits.astype("<u4") << 16).view("<f4")
-    return bits.view(f"<f{bits.itemsize}").astype("<f4")
+    return bits.view(f"<f{DTYPE_BYTES[dtype]}").astype("<f4")
+
+
+Move = Part | Placed | Scaled | Joined
 
 
 def _index(slices: Sequence[Slice]) -> tuple[slice, ...]:

@@ -58,7 +58,7 @@ def tensors_of(conversion: Conversion) -> list[NewTensor]:
     kept = [NewTensor(info, (info,), Part()) for info in conversion.kept]
     made = [tensor for new in conversion.made for tensor in (new.a, new.b)]
     # Larger elements first, so that each tensor begins at a multiple of its elements' size.
-    return sorted(kept + made, key=lambda tensor: -DTYPE_BYTES[tensor.info.dtype])
+    return sorted([*kept, *made, *conversion.vectors], key=lambda tensor: -DTYPE_BYTES[tensor.info.dtype])
 
 
 def _header(tensors: Sequence[NewTensor]) -> bytes:

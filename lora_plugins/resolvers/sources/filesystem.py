@@ -156,7 +156,7 @@ class FilesystemSource:
     def _describe(self, name: AdapterName, file: str) -> SourceFile:
         # Open first: for a file that is not open, NFS may answer from a cache of seconds ago.
         with self._tree.opened(name, file) as opened:
-            status = _settled(opened)
+            status = os.fstat(opened.fileno())
             return SourceFile(file, status.st_size, _etag(status))
 
     def _fetch(
@@ -164,7 +164,8 @@ class FilesystemSource:
     ) -> None:
         """Copy until `stop` is set, when no caller waits any more."""
         try:
-            for file in adapter.files:
+            # The largest first: meanwhile the last that was written settles.
+            for file in sorted(adapter.files, key=lambda file: -file.size_bytes):
                 if stop.is_set():
                     return
                 try:
@@ -191,6 +192,7 @@ class FilesystemSource:
         full: OSError | None = None
         # The target opens outside: the store explains errors of its own files, and a full disk.
         with (download.directory / file.name).open("wb") as target, self._tree.opened(name, file.name) as source:
+            _settle(source)
             _check_unchanged(source, file)
             try:
                 for done in copied(source, target, file.size_bytes):
@@ -241,20 +243,19 @@ def copied(source: BinaryIO, target: BinaryIO, size_bytes: int) -> Iterator[int]
         yield done
 
 
-def _settled(opened: BinaryIO) -> os.stat_result:
-    """The status of a file, once any further write must change the file's times.
+def _settle(opened: BinaryIO) -> None:
+    """Wait until any further write to a file must change the file's times.
 
     File systems store times in grains: a later write in the same grain, of the same size, would leave the status
     unchanged, and nobody would ever notice the write (git calls such files racily clean).
     """
     for _ in range(_LOOKS):
-        status = os.fstat(opened.fileno())
-        grain_ns = _GRAIN_NS if status.st_ctime_ns % 1_000_000_000 else _COARSE_GRAIN_NS
-        wait_ns = status.st_ctime_ns + grain_ns - time.time_ns()
+        ctime_ns = os.fstat(opened.fileno()).st_ctime_ns
+        grain_ns = _GRAIN_NS if ctime_ns % 1_000_000_000 else _COARSE_GRAIN_NS
+        wait_ns = ctime_ns + grain_ns - time.time_ns()
         if not 0 < wait_ns <= grain_ns:
             break
         time.sleep(wait_ns / 1e9)
-    return status
 
 
 def _etag(status: os.stat_result) -> str:

@@ -27,10 +27,12 @@ from lora_plugins.errors import (
     SourceUnavailable,
 )
 from lora_plugins.events import Events
+from lora_plugins.resolvers import versions
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
 from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import Settings
+from lora_plugins.store.inventory import entries
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.testing import SourceHarness
@@ -282,8 +284,11 @@ class SourceContract(testing.SourceContract):
         assert content(arriving.directory) == {name: files[name] for name in wanted}
         assert {file.name: file.size_bytes for file in arriving.finish()} == {n: len(files[n]) for n in wanted}
 
-    def test_what_its_configuration_condemns_brings_no_weights(self, harness, source, store, monkeypatch):
-        harness.put_adapter("sql", {**adapter_files(use_dora=True), **CHAT})
+    @pytest.mark.parametrize("is_large", [True, False])
+    def test_what_its_configuration_condemns_is_fetched_once(
+        self, harness, source, store, monkeypatch, leftovers, is_large
+    ):
+        harness.put_adapter("sql", {**adapter_files(use_qalora=True), **CHAT})
         fetch, arrived = source.fetch, []
 
         async def watched(adapter: RemoteAdapter, download: PartialDownload) -> None:
@@ -291,12 +296,16 @@ class SourceContract(testing.SourceContract):
             arrived.append({entry.name for entry in os.scandir(download.directory) if entry.is_file()})
 
         monkeypatch.setattr(source, "fetch", watched)
+        if is_large:
+            monkeypatch.setattr(versions, "_COPIED_AT_ONCE_BYTES", 0)
         resolver = AdapterResolver(Settings(), Events(), store, [source])
         for _ in range(2):
-            with pytest.raises(IncompatibleAdapter, match="DoRA"):
+            with pytest.raises(IncompatibleAdapter, match="QALoRA"):
                 asyncio.run(resolver.resolve(harness.asked("sql"), BASE.path))
         harness.settle()
-        assert arrived == [{CONFIG_FILE}], "once, and no weights"
+        of_all = {name for name in (*adapter_files(), *CHAT) if "/" not in name}
+        assert arrived == [{CONFIG_FILE} if is_large or source.remote else of_all], "weights only from a disk"
+        assert (entries(store.layout), leftovers()) == ([], [])
 
     def test_what_was_put_is_published_and_fetched_once(self, harness, source, store, find, leftovers):
         harness.put_adapter("sql", {**adapter_files(), "README.md": b"x"})

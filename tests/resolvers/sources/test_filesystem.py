@@ -707,7 +707,7 @@ def test_what_has_landed_is_reported_while_copying(root, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("grain_s", "gap_s"), [(2.0, 0.3), (0.01, 0.0)])
-def test_a_write_within_the_clocks_grain_is_another_version(tmp_path, monkeypatch, grain_s, gap_s):
+def test_a_version_has_the_last_bytes_of_its_grain(tmp_path, store, monkeypatch, grain_s, gap_s):
     """Linux before 6.13 has a grain of 1 to 10 ms, older NFS servers have 1 s, FAT has 2 s."""
     grain_ns = int(grain_s * 1e9)
     exact = os.fstat
@@ -729,10 +729,19 @@ def test_a_write_within_the_clocks_grain_is_another_version(tmp_path, monkeypatc
     weights = tmp_path / "sql" / WEIGHTS_FILE
     weights.write_bytes(weights.read_bytes())
     before = locate(source, "sql")
+
+    def write(last: bytes) -> None:
+        with weights.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(last)
+
     time.sleep(gap_s)
-    with weights.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\x7f")
+    write(b"\x3e")
+    located = locate(source, "sql")
+    assert located.version == before.version, "one grain of the clock"
+    stored = obtain(store, source, before)
+    assert content(stored.directory) == content(tmp_path / "sql")
+    write(b"\x3d")
     assert locate(source, "sql").version != before.version
 
 
