@@ -51,7 +51,7 @@ test-api-servers: set-up ## what must hold with several API servers too: admin, 
 	@$(RUN) -m pytest tests/front_ends -m "nightly or not nightly"
 
 ONLY =
-ON_V2 := admission answers by_path digests finite_answers hostile in_flight manager pause push refusals restart
+ON_V2 := admission answers by_path digests finite_answers hostile in_flight manager mixtures pause push refusals restart
 test-v2: set-up ## the end-to-end files that say most, on Model Runner V2 with asynchronous scheduling, as on CUDA (10 minutes)
 	@RUNNER=v2 $(RUN) -m pytest $(PARALLEL) tests/v2_runner $(ON_V2:%=tests/e2e/test_%.py) -m "nightly or not nightly"
 
