@@ -77,7 +77,7 @@ def _residency(reports: _Reports, adapters: AdapterLabels) -> Iterator[Metric]:
         "vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory, those in slots among them", labels=_LABELS
     )
     slots = GaugeMetricFamily(
-        "vllm:max_gpu_lora_adapters", "Slots: --max-loras, and those without copies", labels=_LABELS
+        "vllm:max_gpu_lora_adapters", "Ordinary adapters that may run in one step", labels=_LABELS
     )
     for labels, figures in reports:
         rows = _by_name(figures.loaded)

@@ -172,7 +172,7 @@ def test_every_counter_changes_by_what_was_done(metered: Metered) -> None:
     expected = cold(fetched_bytes(metered.root / "sql"))
     expected |= {
         **metered.ended("sql", 3),
-        "vllm:max_gpu_lora_adapters,0": HOST_PLACES,  # which workers say with their first step
+        "vllm:max_gpu_lora_adapters,0": HOST_PLACES - SLOTS,  # which workers say with their first step
         "vllm:num_gpu_loaded_lora_adapters,0": 1,
         "vllm:num_cpu_loaded_lora_adapters,0": 1,
     }

@@ -165,7 +165,7 @@ def _figures(self: Any) -> PlannerFigures:
     state = _planner(self).state
     cache = state.cache
     return PlannerFigures(
-        slots=state.slots.total,
+        slots=(state.pointed if state.pointed.size else state.copied).size,  # an ordinary adapter takes no other
         held=state.closed_count + self.scheduler.stopped_count,
         host_bytes=cache.used_bytes,
         host_max_adapters=cache.max_adapters,
