@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-served-table bench-kernels-aot bench-life bench-growth bench-real wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-real wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -107,13 +107,12 @@ bench-suite: set-up ## what make test costs, and the order in which its files be
 
 bench-verify: set-up ## what verification costs, by adapter size, and what an event loop notices of it
 	@$(RUN) -m benchmarks.verify_cost
-	@$(RUN) -m benchmarks.verify_loop
+	@$(RUN) -m benchmarks.verify_cost --loop
 
 bench-models: set-up ## adapters of every kind on each architecture of the testbed; writes docs/reference/models.md (10 minutes)
 	@$(RUN) -m benchmarks.models
 
-bench-mutants: set-up ## adapters with a fault, and of threads on stock vLLM: refused, caught, or silent (6 minutes)
-	@$(RUN) -m benchmarks.threads
+bench-mutants: set-up ## adapters with a fault: refused, caught, or silent (4 minutes)
 	@$(RUN) -m benchmarks.mutants
 	@$(RUN) -m benchmarks.models --page
 
@@ -136,9 +135,6 @@ bench-queue: set-up ## waits under overload and the cost of a step, in vLLM's sc
 
 bench-overload: set-up ## first tokens of cold adapters on servers that a flood fills, vLLM's manager beside ours (6 minutes)
 	@$(RUN) -m benchmarks.overload
-
-bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, against vLLM's order
-	@$(RUN) -m benchmarks.admission
 
 bench-routing: set-up ## routing policies, simulated: 100,000 adapters on 1,000 replicas (3 minutes)
 	@$(RUN) -m benchmarks.routing
@@ -172,18 +168,8 @@ bench-rl: set-up ## a policy learns while it is served: pushes (finish, inflight
 bench-front-ends: set-up ## four API servers: 1,000 swaps under 100,000 requests, kills, throughput (25 minutes)
 	@$(RUN) -m benchmarks.front_ends
 
-bench-served-table: set-up ## a SQLite table in the place of the first API server: looks, changes, kills, lines (15 minutes)
-	@$(RUN) -m benchmarks.served_table
-	@$(RUN) -m benchmarks.served_table --case first
-
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.kernels_aot
-
-bench-life: set-up ## the life of an adapter, from events of a real server; writes docs/images/life.svg (3 minutes)
-	@$(RUN) -m benchmarks.life
-
-bench-growth: set-up ## what a server keeps of 100,000 requests that never come again: memory, threads, files, series
-	@$(RUN) -m benchmarks.growth
 
 PARTS =
 bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, swaps, 1,000 of them (25 minutes; PARTS="decode cold", QUICK=1)

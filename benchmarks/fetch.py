@@ -32,7 +32,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from benchmarks.record import keep
-from benchmarks.verify_cost import write_adapter
+from benchmarks.verify_cost import write_sized_adapter
 
 SIZES_MB = (20, 200, 1000)
 NETWORKS = {"loopback": 0, "40 MB/s per connection": 40_000_000}
@@ -197,7 +197,7 @@ def main() -> int:
             home = Path(name)
             directory = home / "served" / "bucket" / KEY
             directory.mkdir(parents=True)
-            write_adapter(directory, size_mb, "BF16", 2)
+            write_sized_adapter(directory, size_mb, "BF16", 2)
             results: dict[str, list[dict[str, float]]] = {contender: [] for contender in contenders}
             with range_server(home / "served", bytes_per_s=NETWORKS[network]) as server:
                 for repeat in range(options.repeats or REPEATS.get(size_mb, 5)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks import kernels_cpu, kernels_plot, life_plot, rl, routing
+from benchmarks import kernels_cpu, kernels_plot, rl, routing
 from benchmarks.manager import plot
 from benchmarks.record import RESULTS
 
@@ -17,7 +17,6 @@ def rows(name: str) -> Any:
 def main() -> None:
     drawn = (
         kernels_plot.plot([row for row in kernels_cpu.kept() if "case" in row]),
-        life_plot.plot(rows("life")),
         rl.plot(rows("rl")),
         plot.stall(rows("stall")),
         routing.plot([routing.Outcome(**of_one) for of_one in rows("routing")["policies"]]),

@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 
 from benchmarks.record import RESULTS, keep
-from benchmarks.threads import EQUAL, far, shortened
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.cli.at_fault import ByPeft
 from lora_plugins.cli.compare import CompletionServer
@@ -42,6 +41,7 @@ from testbed.trainers.table import Row, rows, write
 KEPT = RESULTS / "trainers.json"
 LIMIT = 2.0  # multiples of the noise floor
 FLOOR = 1e-5  # float32's own rounding, in logarithms of probabilities, as in `lora-plugins compare`
+EQUAL = 1e-4  # of logarithms of probabilities, in float32
 PLUGINS = "lora_filesystem_resolver,lora_lru_manager,lora_kernels"
 SERVED, LOADED = "served as trained", "loaded whole"
 AS_BASE, IN_PART = "**accepted, and answers as the base model**", "**accepted, and served otherwise than trained**"
@@ -127,6 +127,23 @@ def asked(url: str, adapter: Path, *, is_stock: bool, by_token: bool) -> Answer 
     except LoRAPluginsError:  # of which only a beginning is kept
         body = {"model": adapter.name, "prompt": IDS, "max_tokens": 1}
         return httpx.post(f"{url}/v1/completions", json=body, timeout=120).text
+
+
+def far(some: Iterable[float], others: Iterable[float]) -> float:
+    """The largest difference of two rows of numbers."""
+    return max(abs(one - other) for one, other in zip(some, others, strict=True))
+
+
+def shortened(text: str) -> str:
+    """The finding, without remedies and temporary folders."""
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/[^\s,;:'\"]*/", "", text)
+    found = re.search(r"(\[L\d{3}\]).*? found (.*?)(?: \(base model|; expected|, such as)", text, re.DOTALL)
+    if found:
+        return f"{found[1]} {found[2]}"
+    message = re.search(r"[\"']message[\"']: *[\"'](.*?)[\"'],", text, re.DOTALL)
+    words = " ".join((message[1] if message else text).split())
+    cause = words.rpartition("<path>, ")[2]  # behind vLLM's own account of the call
+    return cause[:100] + ("…" if len(cause) > 100 else "")
 
 
 def judged(answer: Answer | str, right: Right, row: Row, plain: Answer, floor: float) -> tuple[str, float | None]:

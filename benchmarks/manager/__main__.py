@@ -1,4 +1,4 @@
-"""`python -m benchmarks.manager [admission|stall|neighbours|beams|activation|memory]`, all of them by default.
+"""`python -m benchmarks.manager [admission|stall|activation|memory]`, all of them by default.
 
 Each prints Markdown and keeps its raw rows in benchmarks/results/. A part can be run by itself (`stall --sizes 40`):
 its rows then replace those of the same sizes in the kept file, so that a long benchmark can be taken up again.
@@ -72,20 +72,6 @@ def admission(options: argparse.Namespace) -> None:
     print(table(merged(RESULT, rows, ("serving", "slots", "traffic"))))
 
 
-def neighbours(options: argparse.Namespace) -> None:
-    from benchmarks.manager.neighbours import measure, table
-
-    rows = measure(options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
-    print(table(merged("neighbours", rows, ("arm", "trouble"))))
-
-
-def beams(options: argparse.Namespace) -> None:
-    from benchmarks.manager.beams import measure, table
-
-    rows = measure(options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
-    print(table(merged("beams", rows, ("arm", "kind", "crowd"))))
-
-
 def memory(options: argparse.Namespace) -> None:
     from benchmarks.manager.memory import measure, table
 
@@ -119,16 +105,6 @@ def main() -> int:
     part.add_argument("--stretches", type=int, default=2)
     part.add_argument("--stretch-s", type=float, default=5.0)
     part.set_defaults(run=admission)
-    part = parts.add_parser("neighbours")
-    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels"])
-    part.add_argument("--stretches", type=int, default=3)
-    part.add_argument("--stretch-s", type=float, default=6.0)
-    part.set_defaults(run=neighbours)
-    part = parts.add_parser("beams")
-    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels", "vllm", "ours"])
-    part.add_argument("--stretches", type=int, default=2)
-    part.add_argument("--stretch-s", type=float, default=5.0)
-    part.set_defaults(run=beams)
     part = parts.add_parser("memory")
     part.add_argument("--cycles", type=int, default=10_000)
     part.set_defaults(run=memory)
