@@ -20,7 +20,7 @@ recording: set-up ## record make demo as a terminal shows it; writes docs/images
 	@.venv/bin/uv run --quiet --no-project --with pyte python -m tools.record_demo
 
 demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing, one killed under load (5 minutes)
-	@$(RUN) -m benchmarks.ray_serve
+	@$(RUN) -m benchmarks.routing.ray_serve
 
 # Tests start hundreds of processes, and each would compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
@@ -110,19 +110,19 @@ bench-verify: set-up ## what verification costs, by adapter size, and what an ev
 	@$(RUN) -m benchmarks.verify_cost --loop
 
 bench-models: set-up ## adapters of every kind on each architecture of the testbed; writes docs/reference/models.md (10 minutes)
-	@$(RUN) -m benchmarks.models
+	@$(RUN) -m benchmarks.models.architectures
 
 bench-mutants: set-up ## adapters with a fault: refused, caught, or silent (4 minutes)
-	@$(RUN) -m benchmarks.mutants
-	@$(RUN) -m benchmarks.models --page
+	@$(RUN) -m benchmarks.models.mutants
+	@$(RUN) -m benchmarks.models.architectures --page
 
 bench-trainers: set-up ## adapters as 24 trainers write them, on stock vLLM and with our plugins (4 minutes)
-	@$(RUN) -m benchmarks.trainers
-	@$(RUN) -m benchmarks.models --page
+	@$(RUN) -m benchmarks.models.trainers
+	@$(RUN) -m benchmarks.models.architectures --page
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
 	@$(RUN) -m benchmarks.fetch
-	@$(RUN) -m benchmarks.resolve
+	@$(RUN) -m benchmarks.fetch.resolve
 
 bench-policies: set-up ## eviction policies on replayed traces, against Belady's optimum
 	@$(RUN) -m benchmarks.policies
@@ -131,45 +131,45 @@ bench-manager: set-up ## the adapter manager against vLLM's: admission, stalls, 
 	@$(RUN) -m benchmarks.manager
 
 bench-queue: set-up ## waits under overload and the cost of a step, in vLLM's scheduler alone and with ours (1 minute)
-	@VLLM_PLUGINS= $(RUN) -m benchmarks.queue
+	@VLLM_PLUGINS= $(RUN) -m benchmarks.manager.queue
 
 bench-overload: set-up ## first tokens of cold adapters on servers that a flood fills, vLLM's manager beside ours (6 minutes)
-	@$(RUN) -m benchmarks.overload
+	@$(RUN) -m benchmarks.manager.overload
 
 bench-routing: set-up ## routing policies, simulated: 100,000 adapters on 1,000 replicas (3 minutes)
-	@$(RUN) -m benchmarks.routing
+	@$(RUN) -m benchmarks.routing.simulated
 
 bench-scale: set-up ## 100,000 names and 50,000 stored adapters: what the event loop notices, start-up, fetches (5 minutes)
 	@$(RUN) -m benchmarks.scale
 
 bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
-	@$(RUN) -m benchmarks.kernels_cpu
+	@$(RUN) -m benchmarks.kernels.cpu
 
 bench-access: set-up ## whether response times reveal an adapter that a key may not use
 	@$(RUN) -m benchmarks.access
 
 bench-faults: set-up ## random faults of processes, disks, clock and sources under load; takedowns, outages (7 minutes; SEED)
-	@$(RUN) -m benchmarks.faults $(if $(SEED),--seed $(SEED))
+	@$(RUN) -m benchmarks.faults.measure $(if $(SEED),--seed $(SEED))
 
 bench-flood: set-up ## a hot adapter beside 1,000 unknown names a second, with ours and with vLLM alone (4 minutes)
-	@$(RUN) -m benchmarks.flood
+	@$(RUN) -m benchmarks.fetch.flood
 
 bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load; a pause beside eight (15 minutes)
-	@$(RUN) -m benchmarks.live
-	@$(RUN) -m benchmarks.live_pause
+	@$(RUN) -m benchmarks.live.pushes
+	@$(RUN) -m benchmarks.live.pause
 
 TRIALS = 200
 bench-live-kills: set-up ## kill -9 of trainer, API server, engine and worker during pushes (an hour; TRIALS, SEED)
-	@$(RUN) -m benchmarks.live_kills --trials $(TRIALS) $(if $(SEED),--seed $(SEED))
+	@$(RUN) -m benchmarks.live.kills --trials $(TRIALS) $(if $(SEED),--seed $(SEED))
 
 bench-rl: set-up ## a policy learns while it is served: pushes (finish, inflight) beside vLLM's load_inplace (7 minutes)
 	@$(RUN) -m benchmarks.rl
 
 bench-front-ends: set-up ## four API servers: 1,000 swaps under 100,000 requests, kills, throughput (25 minutes)
-	@$(RUN) -m benchmarks.front_ends
+	@$(RUN) -m benchmarks.front_ends.measure
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
-	@$(RUN) -m benchmarks.kernels_aot
+	@$(RUN) -m benchmarks.kernels.aot
 
 PARTS =
 bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, swaps, 1,000 of them (25 minutes; PARTS="decode cold", QUICK=1)

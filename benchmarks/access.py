@@ -1,4 +1,6 @@
-"""Whether response times distinguish an adapter that a key may not use from one that does not exist.
+"""Figure of docs/guides/access.md#by-the-clock, for R38: `make bench-access`.
+
+Whether response times distinguish an adapter that a key may not use from one that does not exist.
 
 One real server with a directory and an S3 (moto) as sources, `lora_admin` and a policy. A tenant asks, in an order
 drawn at random, for names of five kinds: another tenant's that are loaded, that are only at a source, and that do not

@@ -1,4 +1,6 @@
-"""A policy that learns while it is served: three ways of handing each step's adapter to the server, side by side.
+"""Figure of docs/guides/rl.md#a-loop-on-the-cpu-measured, for R53: `make bench-rl`.
+
+A policy that learns while it is served: three ways of handing each step's adapter to the server, side by side.
 
     make bench-rl                         # 200 steps of each
     python -m benchmarks.rl --steps 20    # a try
@@ -38,7 +40,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from benchmarks.record import IMAGES, keep
+from benchmarks import plots
+from benchmarks.record import keep
 from lora_plugins.client import push_async
 from testbed.models import build_base
 from testbed.server import Server, vllm_server
@@ -273,38 +276,6 @@ def is_as_wanted(of_arm: dict[str, dict[str, Any]]) -> bool:
     )
 
 
-def plot(rows: list[dict[str, Any]]) -> Path:
-    """Draw docs/images/rl.svg: rewards by step, and what the stamps say."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
-
-    mpl.rcParams["svg.hashsalt"] = "rl"  # the same rows give the same file
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained", width_ratios=(3, 2))
-    for arm, (label, colour) in ARMS.items():
-        left.plot([row["reward"] for row in rows if row["arm"] == arm], color=colour, lw=1.2, label=label)
-    left.set_xlabel("step")
-    left.set_ylabel("mean reward of the step's rollouts")
-    left.set_ylim(0, 1)
-    left.legend(frameon=False, fontsize=8, loc="lower right")
-    names, filled = [label for label, _ in ARMS.values()], [0.0] * len(ARMS)
-    counts = [summary(arm, rows) for arm in ARMS]
-    for said, colour in STAMPS.items():
-        shares = [100 * one["stamps"].get(said, 0) / one["rollouts"] for one in counts]
-        right.barh(names, shares, left=filled, color=colour, label=said)
-        filled = [one + other for one, other in zip(filled, shares, strict=True)]
-    right.invert_yaxis()
-    right.set_xlabel("% of rollouts, by what their stamp says")
-    right.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(STAMPS))
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    path = IMAGES / "rl.svg"
-    figure.savefig(path, metadata={"Date": None, "Title": "A policy that learns while it is served"})
-    plt.close(figure)
-    return path
-
-
 def main() -> int:
     import torch
 
@@ -330,7 +301,8 @@ def main() -> int:
     seconds = {arm: sum(row["elapsed_s"] for row in rows if row["arm"] == arm) for arm in ("finish", "inflight")}
     ratio = seconds["finish"] / seconds["inflight"]  # both have the same number of tokens
     print(f"tokens/s of inflight / finish: {ratio:.3f}")
-    print(f"written to {keep('rl', rows, summary=of_arm, ratio=ratio, load_before=load_before)}; {plot(rows).name}")
+    plots.rl(rows)
+    print(f"written to {keep('rl', rows, summary=of_arm, ratio=ratio, load_before=load_before)}")
     return int(not is_as_wanted(of_arm))
 
 

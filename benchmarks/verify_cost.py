@@ -15,16 +15,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.adapters import write_adapter, write_sized_adapter
 from benchmarks.record import keep
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
@@ -35,35 +35,8 @@ from lora_plugins.verification.children import children
 
 REPEATS = 7
 SIZES_MB = (20, 200, 1000)
-RANK, HIDDEN = 64, 4096
 LAYERS, EXPERTS, PARTS = 91, 128, ("gate_proj", "up_proj", "down_proj")  # of a large mixture of experts
 EXPERT_WIDTH = 2
-
-
-def write_adapter(directory: Path, modules: Iterable[str], width: int, rank: int, dtype: str, item_bytes: int) -> None:
-    """An adapter of these square modules, written without torch."""
-    size, header, end = rank * width * item_bytes, {}, 0
-    names = [f"base_model.model.{module}.lora_{side}.weight" for module in modules for side in "AB"]
-    for name in names:
-        shape = [rank, width] if name.endswith("A.weight") else [width, rank]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    raw = json.dumps(header).encode()
-    piece = np.random.default_rng(0).integers(0, 0x3F, size, dtype=np.uint8).tobytes()
-    with (directory / "adapter_model.safetensors").open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for _ in names:
-            file.write(piece)
-    targets = sorted({name.split(".")[-3] for name in names})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": targets}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-
-
-def write_sized_adapter(directory: Path, size_mb: int, dtype: str, item_bytes: int) -> None:
-    """A Llama-8B-like adapter of about this size."""
-    count = max(1, round(size_mb * 1e6 / (2 * RANK * HIDDEN * item_bytes)))
-    modules = (f"model.model.layers.{index // 4}.self_attn.{'qkvo'[index % 4]}_proj" for index in range(count))
-    write_adapter(directory, modules, HIDDEN, RANK, dtype, item_bytes)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -79,8 +52,8 @@ def plain_read(path: Path) -> None:
             pass
 
 
-def costs(directory: Path, size_mb: int, dtype: str, item_bytes: int, repeats: int) -> dict:
-    write_sized_adapter(directory, size_mb, dtype, item_bytes)
+def costs(directory: Path, size_mb: int, dtype: str, repeats: int) -> dict:
+    write_sized_adapter(directory, size_mb, dtype)
     weights = directory / "adapter_model.safetensors"
     whole = Settings(base_match=BaseMatch.OFF)
     header_only = Settings(base_match=BaseMatch.OFF, check_finite=False)
@@ -112,7 +85,8 @@ def of_experts(directory: Path) -> BaseModel:
     """Write an adapter of every expert, with the smallest tensors; returns the model that it fits."""
     experts = [f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(LAYERS) for expert in range(EXPERTS)]
     modules = [f"{expert}.{part}" for expert in experts for part in PARTS]
-    write_adapter(directory, modules, EXPERT_WIDTH, 1, "BF16", 2)
+    piece, shape = np.zeros(EXPERT_WIDTH, np.uint16), (EXPERT_WIDTH, EXPERT_WIDTH)
+    write_adapter(directory, dict.fromkeys(modules, shape), 1, lambda _: piece, dtype="BF16")
     places = {module: ModulePlace(module, in_features=EXPERT_WIDTH, out_features=EXPERT_WIDTH) for module in modules}
     return BaseModel("base", model=Model(ModelModules("Moe", "", places), _read_name))
 
@@ -181,13 +155,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--dry", action="store_true", help="keep nothing")
     options = parser.parse_args()
-    rows: list[dict] = []
     with tempfile.TemporaryDirectory() as name:
         if options.loop:
             rows = loop_rows(Path(name), options.repeats)
         else:
-            for dtype, item_bytes in (("BF16", 2), ("F32", 4)):
-                rows += [costs(Path(name), size, dtype, item_bytes, options.repeats) for size in options.sizes]
+            rows = [
+                costs(Path(name), size, dtype, options.repeats) for dtype in ("BF16", "F32") for size in options.sizes
+            ]
     print(loop_table(rows) if options.loop else table(rows))
     if not options.dry:
         print(

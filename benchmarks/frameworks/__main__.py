@@ -1,4 +1,6 @@
-"""RL frameworks' own programs, on vLLM alone and with our plugins, by turns: `make test-trainers`.
+"""Gate of R74 and R75, and the figures of docs/explanation/frameworks.md: `make test-trainers`.
+
+RL frameworks' own programs, on vLLM alone and with our plugins, by turns: `make test-trainers`.
 
     python -m benchmarks.frameworks                    # every part
     python -m benchmarks.frameworks trl clients        # these

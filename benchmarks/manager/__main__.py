@@ -1,4 +1,6 @@
-"""`python -m benchmarks.manager [admission|stall|activation|memory]`, all of them by default.
+"""Figures of docs/benchmarks/manager.md: `make bench-manager`.
+
+`python -m benchmarks.manager [admission|stall|activation|memory]`, all of them by default.
 
 Each prints Markdown and keeps its raw rows in benchmarks/results/. A part can be run by itself (`stall --sizes 40`):
 its rows then replace those of the same sizes in the kept file, so that a long benchmark can be taken up again.
@@ -11,6 +13,7 @@ import json
 import signal
 import sys
 
+from benchmarks import plots
 from benchmarks.record import RESULTS, keep
 
 
@@ -25,7 +28,6 @@ def merged(name: str, rows: list[dict], same: tuple[str, ...]) -> list[dict]:
 
 
 def stall(options: argparse.Namespace) -> None:
-    from benchmarks.manager import plot
     from benchmarks.manager.stall import measure, table
 
     name = "stall_disk" if options.disk else "stall"
@@ -48,7 +50,7 @@ def stall(options: argparse.Namespace) -> None:
                 rows = merged(name, rows, ("arm", "size_mb"))
     print(table(rows))
     if name == "stall":
-        plot.stall(rows)
+        plots.stall(rows)
 
 
 def activation(options: argparse.Namespace) -> None:

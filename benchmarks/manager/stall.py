@@ -1,4 +1,6 @@
-"""What running streams feel while cold adapters arrive: vLLM's own manager against ours.
+"""Figure of README and docs/benchmarks/manager.md#a-cold-adapter-beside-running-streams, for R18.
+
+What running streams feel while cold adapters arrive: vLLM's own manager against ours.
 
 One server for each arm, all up at once; blocks of a few arrivals alternate between them. Streams of the base model run
 at a steady rate; an adapter that no process has seen is loaded and asked for a few tokens; a moment later it is asked

@@ -1,4 +1,6 @@
-"""Adapters on a model that writes sentences, SmolLM2-135M-Instruct: `make bench-real`.
+"""Figures of docs/benchmarks/real.md, for R66: `make bench-real`.
+
+Adapters on a model that writes sentences, SmolLM2-135M-Instruct: `make bench-real`.
 
     python -m benchmarks.real                    # every part
     python -m benchmarks.real decode prefill     # these

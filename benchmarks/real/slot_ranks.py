@@ -1,4 +1,6 @@
-"""Tokens/s of 16 streams with adapters against the base, by `--max-lora-rank`, with our CPU kernels and with vLLM's.
+"""Figure of docs/benchmarks/real.md#rank-of-the-slots, for R30 and R66.
+
+Tokens/s of 16 streams with adapters against the base, by `--max-lora-rank`, with our CPU kernels and with vLLM's.
 
 vLLM's kernels compute each adapter at the rank of the slots, ours at the adapter's own. Each share is that of a server
 and a round: its adapters against its own base model. With vLLM's kernels and large slots an answer takes long, so its

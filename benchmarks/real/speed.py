@@ -1,4 +1,6 @@
-"""Tokens/s with 1, 4 and 16 adapters in a batch of 16 requests against the base model, on one server, in turn.
+"""Gate of R30 on a real model (docs/benchmarks/real.md#decoding-16-streams).
+
+Tokens/s with 1, 4 and 16 adapters in a batch of 16 requests against the base model, on one server, in turn.
 
 Decode: 16 streams; a stream's speed is that from its first token to its last one. Prefill: 16 prompts of 512 tokens,
 answered with one token each, no prefix cache. A ratio is that of one round, whose turns follow each other.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.fault_injection import Interposer
+from benchmarks.faults.injection import Interposer
 from benchmarks.soak.bank import Bank
 from benchmarks.soak.world import ABSENT_TTL_S, REVALIDATE_S
 from testbed import v2_runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
-from benchmarks.trainers import shortened
+from benchmarks.models.trainers import shortened
 
 
 def test_a_refusal_names_the_adapter_without_its_temporary_folder() -> None:
