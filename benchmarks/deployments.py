@@ -1,4 +1,4 @@
-"""Gate of R43 and R61, and the table of docs/reference/deployments.md: `make matrix`.
+"""Goal of R43 and R61, and the table of docs/reference/deployments.md: `make matrix`.
 
 What becomes of us in each deployment: runs the tests that say so; writes the table in docs/reference/deployments.md.
 

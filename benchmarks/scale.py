@@ -1,4 +1,4 @@
-"""Gate of R62, and the figures of docs/benchmarks/scale.md: `make bench-scale`.
+"""Goal of R62, and the figures of docs/benchmarks/scale.md: `make bench-scale`.
 
 What a server does with 100,000 names and 50,000 stored adapters: what its event loop notices, and how long it takes.
 

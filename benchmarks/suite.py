@@ -1,4 +1,4 @@
-"""Gate of `make test`'s 600 s, and the order of its files (tests/seconds.json): `make bench-suite`.
+"""Goal of `make test`'s 600 s, and the order of its files (tests/seconds.json): `make bench-suite`.
 
 What `make test` costs: seconds of wall and of both cores, by file; run it with nothing else on the machine.
 

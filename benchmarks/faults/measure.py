@@ -1,4 +1,4 @@
-"""Gate of R50 and R58 (benchmarks/results/faults.json): `make bench-faults`.
+"""Goal of R50 and R58 (benchmarks/results/faults.json): `make bench-faults`.
 
 A real server under load while processes, disks, limits, clock and sources fail at random: `make bench-faults`.
 

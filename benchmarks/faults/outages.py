@@ -1,4 +1,4 @@
-"""Gate of R59's takedowns and R13's outages, within `make bench-faults`.
+"""Goal of R59's takedowns and R13's outages, within `make bench-faults`.
 
 Takedowns and outages at a running server: called by `benchmarks.faults.measure`.
 """

@@ -154,17 +154,13 @@ async def measure(contender: str, url: str, target: Path) -> dict[str, float]:
     return {"s": seconds, "cpu_s": cpu_s, "peak_mb": (peak_kb - idle_kb) / 1024}
 
 
-def run_once(contender: str, url: str, home: Path, before: Path | None = None) -> dict[str, float]:
-    """One cold fetch; of "before", ours as it is in the checkout at `before`."""
+def run_once(contender: str, url: str, home: Path) -> dict[str, float]:
+    """One cold fetch."""
     target = home / "target"
-    where = before if contender == "before" else Path.cwd()
-    contender = "ours" if contender == "before" else contender
     shutil.rmtree(target, ignore_errors=True)
     os.sync()  # no contender pays for what the one before left unwritten
     command = [sys.executable, "-m", "benchmarks.fetch", "--one", contender, url, str(target)]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, cwd=where, env={**os.environ, "PYTHONPATH": str(where)}
-    )
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     result = json.loads(done.stdout.splitlines()[-1])
     shutil.rmtree(target, ignore_errors=True)
     return result
@@ -176,10 +172,8 @@ def main() -> int:
     arguments.add_argument("--sizes", type=int, nargs="*", default=SIZES_MB)
     arguments.add_argument("--networks", nargs="*", default=list(NETWORKS))
     arguments.add_argument("--repeats", type=int)
-    arguments.add_argument("--before", type=Path, help="a checkout of an earlier state, as one more contender")
     arguments.add_argument("--keep", default="fetch", help="name of the file of results")
     options = arguments.parse_args()
-    contenders = (*CONTENDERS, *(["before"] if options.before else []))
     if options.one:
         contender, url, target = options.one
         print(json.dumps(asyncio.run(measure(contender, url, Path(target)))))
@@ -191,11 +185,11 @@ def main() -> int:
             directory = home / "served" / "bucket" / KEY
             directory.mkdir(parents=True)
             write_sized_adapter(directory, size_mb, "BF16")
-            results: dict[str, list[dict[str, float]]] = {contender: [] for contender in contenders}
+            results: dict[str, list[dict[str, float]]] = {contender: [] for contender in CONTENDERS}
             with range_server(home / "served", bytes_per_s=NETWORKS[network]) as server:
                 for repeat in range(options.repeats or REPEATS.get(size_mb, 5)):
-                    for contender in contenders if repeat % 2 == 0 else contenders[::-1]:
-                        results[contender].append(run_once(contender, server.url, home, options.before))
+                    for contender in CONTENDERS if repeat % 2 == 0 else CONTENDERS[::-1]:
+                        results[contender].append(run_once(contender, server.url, home))
             rows.append({"network": network, "size_mb": size_mb, "load": os.getloadavg()[0], "results": results})
     print_table(rows)
     print(f"\nRaw: {keep(options.keep, rows)}")

@@ -1,4 +1,4 @@
-"""Gate of R74 and R75, and the figures of docs/explanation/frameworks.md: `make test-trainers`.
+"""Goal of R74 and R75, and the figures of docs/explanation/frameworks.md: `make test-trainers`.
 
 RL frameworks' own programs, on vLLM alone and with our plugins, by turns: `make test-trainers`.
 

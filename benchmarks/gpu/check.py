@@ -1,4 +1,4 @@
-"""Gate of R27 on a GPU, before any figure of docs/explanation/kernels-gpu.md.
+"""Goal of R27 on a GPU, before any figure of docs/explanation/kernels-gpu.md.
 
 Correctness on the device itself, against float64, before anything is timed.
 

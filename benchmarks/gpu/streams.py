@@ -1,4 +1,4 @@
-"""Gate of R18 on a GPU, of docs/explanation/kernels-gpu.md.
+"""Goal of R18 on a GPU, of docs/explanation/kernels-gpu.md.
 
 Slots written on a side stream while a captured graph computes with others.
 

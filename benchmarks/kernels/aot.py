@@ -1,4 +1,4 @@
-"""Gate of R27 without a GPU, and the figures of docs/explanation/kernels-gpu.md: `make bench-kernels-aot`.
+"""Goal of R27 without a GPU, and the figures of docs/explanation/kernels-gpu.md: `make bench-kernels-aot`.
 
 What the Triton kernels compile to, without a GPU: registers, spills, shared memory, width of loads.
 

@@ -1,4 +1,4 @@
-"""Gate of R30, and the figure of README and docs/explanation/kernels.md#measured: `make bench-kernels-cpu`.
+"""Goal of R30, and the figure of README and docs/explanation/kernels.md#measured: `make bench-kernels-cpu`.
 
 What adapters cost on the CPU: tokens/s with adapters against the base model, vLLM's kernels and ours.
 

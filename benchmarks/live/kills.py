@@ -1,4 +1,4 @@
-"""Gate of R46 under `kill -9`, of docs/benchmarks/index.md#pushes: `make bench-live-kills`.
+"""Goal of R46 under `kill -9`, of docs/benchmarks/index.md#pushes: `make bench-live-kills`.
 
 kill -9 of a trainer, an API server, an engine or a worker at random moments of pushes: old or new, never neither.
 

@@ -1,4 +1,4 @@
-"""Gate of 40 µs at the p90 and 50 at the p99 (docs/benchmarks/manager.md#what-a-step-costs-to-plan).
+"""Goal of 40 µs at the p90 and 50 at the p99 (docs/benchmarks/manager.md#what-a-step-costs-to-plan).
 
 What the planner takes of a step's time, without an engine: many held requests, and many idle adapters.
 

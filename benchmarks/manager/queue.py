@@ -1,4 +1,4 @@
-"""Gate of R64, 1.1 times vLLM's waits (docs/benchmarks/manager.md): `make bench-queue`.
+"""Goal of R64, 1.1 times vLLM's waits (docs/benchmarks/manager.md): `make bench-queue`.
 
 Who waits how long for what, and what a step costs, in vLLM's scheduler alone and with our queue in it.
 

@@ -1,4 +1,4 @@
-"""Gate of R52 (docs/benchmarks/manager.md#vllms-own-tests-over-our-scheduler).
+"""Goal of R52 (docs/benchmarks/manager.md#vllms-own-tests-over-our-scheduler).
 
 vLLM's own tests of its scheduler, KV cache, sessions and connectors: on vLLM alone, and over our scheduler.
 

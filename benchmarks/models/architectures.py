@@ -1,4 +1,4 @@
-"""Gate of R41, and the README's count of right answers (docs/reference/models.md): `make bench-models`.
+"""Goal of R41, and the README's count of right answers (docs/reference/models.md): `make bench-models`.
 
 What becomes of each kind of adapter on each architecture of the testbed; writes docs/reference/models.md.
 

@@ -1,4 +1,4 @@
-"""Gate of R8 and R54, no silent fault (docs/reference/models.md): `make bench-mutants`.
+"""Goal of R8 and R54, no silent fault (docs/reference/models.md): `make bench-mutants`.
 
 What becomes of adapters with one fault each: refused, caught by `lora-plugins compare`, or silent.
 

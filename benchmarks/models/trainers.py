@@ -1,4 +1,4 @@
-"""Gate of R51 (docs/reference/models.md): `make bench-trainers`.
+"""Goal of R51 (docs/reference/models.md): `make bench-trainers`.
 
 What becomes of adapters as trainers write them (testbed/trainers), on stock vLLM and with our plugins.
 

@@ -1,4 +1,4 @@
-"""Gate of R54 and R66 (docs/benchmarks/real.md#served-as-trained).
+"""Goal of R54 and R66 (docs/benchmarks/real.md#served-as-trained).
 
 Served logarithms of probabilities against PEFT's, by `lora-plugins compare`, for each trained adapter.
 

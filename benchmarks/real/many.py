@@ -1,4 +1,4 @@
-"""Gate of R70, and the figures of docs/benchmarks/real.md, 100 under Zipf and 1,000 in host memory.
+"""Goal of R70, and the figures of docs/benchmarks/real.md, 100 under Zipf and 1,000 in host memory.
 
 Many adapters: 100 under Zipf over 8 slots, with our plugins and on stock vLLM; 1,000 in host memory, and one.
 

@@ -1,4 +1,4 @@
-"""Gate of R30 on a real model (docs/benchmarks/real.md#decoding-16-streams).
+"""Goal of R30 on a real model (docs/benchmarks/real.md#decoding-16-streams).
 
 Tokens/s with 1, 4 and 16 adapters in a batch of 16 requests against the base model, on one server, in turn.
 

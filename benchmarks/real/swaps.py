@@ -1,4 +1,4 @@
-"""Gate of R34 on a real model (docs/benchmarks/real.md#swaps-under-load).
+"""Goal of R34 on a real model (docs/benchmarks/real.md#swaps-under-load).
 
 A name gets a new version again and again while clients ask for it; each answer is compared with PEFT's.
 

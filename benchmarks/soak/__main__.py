@@ -1,4 +1,4 @@
-"""Gate of R34, R46 and R50 over time (docs/reference/deployments.md#the-soak): `make soak`.
+"""Goal of R34, R46 and R50 over time (docs/reference/deployments.md#the-soak): `make soak`.
 
 `python -m benchmarks.soak --seconds 1800 --seed 7`; exits with 1 where an invariant did not hold.
 """
