@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-kernels-aot bench-real wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-front-ends bench-kernels-aot bench-real wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -161,9 +161,6 @@ bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under l
 TRIALS = 200
 bench-live-kills: set-up ## kill -9 of trainer, API server, engine and worker during pushes (an hour; TRIALS, SEED)
 	@$(RUN) -m benchmarks.live.kills --trials $(TRIALS) $(if $(SEED),--seed $(SEED))
-
-bench-rl: set-up ## a policy learns while it is served: pushes (finish, inflight) beside vLLM's load_inplace (7 minutes)
-	@$(RUN) -m benchmarks.rl
 
 bench-front-ends: set-up ## four API servers: 1,000 swaps under 100,000 requests, kills, throughput (25 minutes)
 	@$(RUN) -m benchmarks.front_ends.measure

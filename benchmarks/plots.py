@@ -1,6 +1,6 @@
 """Draws the plots of docs/images from what is kept in benchmarks/results: `python -m benchmarks.plots`.
 
-`kernels_cpu` (README, index, kernels.md), `stall` (index, manager.md), `routing` (routing.md), `rl` (rl.md).
+`kernels_cpu` (README, index, kernels.md), `stall` (index, manager.md), `routing` (routing.md).
 """
 
 from __future__ import annotations
@@ -124,31 +124,8 @@ def routing(rows: dict[str, Any]) -> None:
         figure.suptitle(f"{many:,} adapters on {replicas:,} replicas with room for {places} each", fontsize=11)
 
 
-def rl(rows: list[dict[str, Any]]) -> None:
-    """Rewards by step, and what the stamps say."""
-    from benchmarks.rl import ARMS, STAMPS, summary
-
-    title = "A policy that learns while it is served"
-    with drawing("rl", title, ncols=2, figsize=(10, 3.2), width_ratios=(3, 2)) as (_, (left, right)):
-        for arm, (label, colour) in ARMS.items():
-            left.plot([row["reward"] for row in rows if row["arm"] == arm], color=colour, lw=1.2, label=label)
-        left.set_xlabel("step")
-        left.set_ylabel("mean reward of the step's rollouts")
-        left.set_ylim(0, 1)
-        left.legend(frameon=False, fontsize=8, loc="lower right")
-        names, filled = [label for label, _ in ARMS.values()], [0.0] * len(ARMS)
-        counts = [summary(arm, rows) for arm in ARMS]
-        for said, colour in STAMPS.items():
-            shares = [100 * one["stamps"].get(said, 0) / one["rollouts"] for one in counts]
-            right.barh(names, shares, left=filled, color=colour, label=said)
-            filled = [one + other for one, other in zip(filled, shares, strict=True)]
-        right.invert_yaxis()
-        right.set_xlabel("% of rollouts, by what their stamp says")
-        right.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(STAMPS))
-
-
 def main() -> None:
-    for draw in (kernels_cpu, stall, routing, rl):
+    for draw in (kernels_cpu, stall, routing):
         rows = json.loads((RESULTS / f"{draw.__name__}.json").read_text())["rows"]
         draw([row for row in rows if "case" in row] if draw is kernels_cpu else rows)
         print(path_of(draw.__name__).name)
