@@ -11,9 +11,9 @@ answer must be of a version between the last that was answered as the request be
 answer ended, with PEFT's tokens for the digest that its header says. After a trainer's death nothing may fail, and
 after a server's the next start (`LORA_PLUGINS_RESTORE=1`, the same store) must serve such a version at once. Nothing of
 a push that was cut off may stay in the store. A server that answers nothing for 30 s after its engine's or worker's
-death hangs. `--alone 12` counts instead how often an answer of vLLM without plugins hangs after a worker's death.
+death hangs.
 
-Writes `benchmarks/results/live_kills.json`, or `benchmarks/results/live_kills_alone.json`; 1 where anything else was
+Writes `benchmarks/results/live_kills.json`; 1 where anything else was
 seen.
 """
 
@@ -54,7 +54,7 @@ RIGHT = "right"
 
 
 @contextlib.contextmanager
-def serving(bed: Bed, home: Path, plugins: str = "lora_lru_manager,lora_kernels,lora_admin") -> Iterator[Server]:
+def serving(bed: Bed, home: Path) -> Iterator[Server]:
     """A server with two workers over the store in `home`, which serves again what the last one served."""
     with vllm_server(
         bed.base,
@@ -62,7 +62,7 @@ def serving(bed: Bed, home: Path, plugins: str = "lora_lru_manager,lora_kernels,
         arguments=("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "16",
                    "--tensor-parallel-size", "2"),
         env={
-            "VLLM_PLUGINS": plugins,
+            "VLLM_PLUGINS": "lora_lru_manager,lora_kernels,lora_admin",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "LORA_PLUGINS_STORE_DIR": str(home / "store"),
             "LORA_PLUGINS_RESTORE": "1",
@@ -244,44 +244,13 @@ def run(bed: Bed, home: Path, count: int, seed: int) -> tuple[list[dict[str, Any
     return rows, wrong
 
 
-def hangs_alone(bed: Bed, home: Path, count: int) -> int:
-    """In how many of `count` deaths of a worker an answer of vLLM without plugins hangs."""
-    hanging, body = 0, {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-    home.mkdir()
-    for number in range(count):
-        chance = random.Random(number)
-        with serving(bed, home, plugins="") as server:
-            model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
-
-            def ask(url: str = f"{server.url}/v1/completions", model: str = model) -> None:
-                with contextlib.suppress(httpx.HTTPError):
-                    httpx.post(url, json={"model": model, **body}, timeout=LONGEST_S)
-
-            asking = threading.Thread(target=ask)
-            asking.start()
-            time.sleep(chance.uniform(0.2, 0.6))
-            assert asking.is_alive(), "the answer was too short"
-            os.kill(chance.choice(processes(server, "Worker")), signal.SIGKILL)
-            asking.join(HANGS_S)
-            hanging += asking.is_alive()
-            end(server.process)
-            asking.join()
-    return hanging
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--alone", type=int, help="only deaths of a worker of vLLM without plugins")
     options = parser.parse_args()
     bed = prepare()
     with tempfile.TemporaryDirectory(prefix="live-kills-") as folder:
-        if options.alone:
-            hanging = hangs_alone(bed, Path(folder) / "alone", options.alone)
-            print(f"vLLM without plugins hangs after {hanging} of {options.alone} deaths of a worker")
-            print(f"written to {keep('live_kills_alone', [], deaths=options.alone, hanging=hanging)}")
-            return 0
         (Path(folder) / "journal.txt").touch()
         rows, wrong = run(bed, Path(folder), options.trials, options.seed)
     killed = Counter(f"{row['victim']}{', in a push' if row['is_in_push'] else ''}" for row in rows)

@@ -30,8 +30,6 @@ def merged(name: str, rows: list[dict], same: tuple[str, ...]) -> list[dict]:
 def stall(options: argparse.Namespace) -> None:
     from benchmarks.manager.stall import measure, table
 
-    name = "stall_disk" if options.disk else "stall"
-    name += f"_rank{options.max_rank}" if options.max_rank else ""
     for size_mb in options.sizes:
         rows: list[dict] = []
         try:
@@ -41,16 +39,13 @@ def stall(options: argparse.Namespace) -> None:
                 rows,
                 blocks=options.blocks,
                 arrivals=options.arrivals,
-                max_rank=options.max_rank,
-                disk=options.disk,
             )
         finally:  # a time limit leaves what has been measured
             if rows:
                 print(table(rows), flush=True)
-                rows = merged(name, rows, ("arm", "size_mb"))
+                rows = merged("stall", rows, ("arm", "size_mb"))
     print(table(rows))
-    if name == "stall":
-        plots.stall(rows)
+    plots.stall(rows)
 
 
 def activation(options: argparse.Namespace) -> None:
@@ -93,8 +88,6 @@ def main() -> int:
     part.add_argument("--arms", nargs="*", default=["vllm", "vllm+kernels", "ours+kernels"])
     part.add_argument("--blocks", type=int, default=3)
     part.add_argument("--arrivals", type=int, default=3)
-    part.add_argument("--max-rank", type=int, help="max_lora_rank; by default the adapter's own rank")
-    part.add_argument("--disk", action="store_true", help="drop the adapter from the page cache before it arrives")
     part.set_defaults(run=stall)
     part = parts.add_parser("activation")
     pairs = [(16, 16), (64, 64), (256, 256), (16, 64), (16, 256), (64, 256)]

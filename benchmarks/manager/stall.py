@@ -39,15 +39,13 @@ def measure(
     *,
     blocks: int,
     arrivals: int,
-    max_rank: int | None,
-    disk: bool,
 ) -> None:
     """Append the rows of one size: one for each arrival, of each kind and arm."""
     rank = bed.RANKS[size_mb]
     base = bed.base_model()
     source = bed.adapter(base, rank)
     bed.warm_page_cache(source)
-    arguments = ("--max-lora-rank", str(max_rank or rank), "--max-loras", "2", "--max-cpu-loras", "3")
+    arguments = ("--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "3")
     with (
         tempfile.TemporaryDirectory(dir=bed.CACHE) as home,
         servers(arms, base, Path(home), arguments) as running,
@@ -61,7 +59,7 @@ def measure(
                 for _ in range(arrivals):
                     arrived += 1
                     links.append(bed.link(source, Path(home) / f"cold-{arrived}"))
-                measured = asyncio.run(block_of(arm, str(base), links, disk=disk))
+                measured = asyncio.run(block_of(arm, str(base), links))
                 if block >= 0:
                     rows += [{"arm": arm.name, "size_mb": size_mb, "rank": rank, "block": block, **r} for r in measured]
 
@@ -71,7 +69,7 @@ async def block_of(
     base: str,
     adapters: list[Path],
     *,
-    disk: bool,
+    disk: bool = False,
     count: int = STREAMS,
     bring: Callable[[int, str, str], Awaitable[None]] = load,
     kinds: Sequence[str] = KINDS,
