@@ -36,11 +36,11 @@ from testbed.bed import Bed, prepare
 from testbed.models import PROMPT
 from testbed.proxy import fault_proxy
 from testbed.s3 import Bucket, s3_server
-from testbed.server import Server, vllm_server
+from testbed.server import ONE_THREAD, Server, plugged, vllm_server
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAMES, CLIENTS, TOKENS = 24, 3, 8
-PLUGINS = ("filesystem_resolver", "s3_resolver", "lru_manager", "kernels", "admin")
+PLUGINS = "lora_filesystem_resolver,lora_s3_resolver,lora_lru_manager,lora_kernels,lora_admin"
 MOST_FAULT_S, PAUSE_S, SERVED_AGAIN_S, LONGEST_S = 6.0, 1.0, 5.0, 120.0
 
 
@@ -244,13 +244,9 @@ def main() -> int:
         names = fill(bed, root, s3.bucket("adapters"))
         interposer = Interposer(home, [root, store])
         env = {
-            "VLLM_PLUGINS": ",".join(f"lora_{plugin}" for plugin in PLUGINS),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
+            **plugged(PLUGINS, store, root),
+            **ONE_THREAD,
             "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
-            "LORA_PLUGINS_STORE_DIR": str(store),
             "LORA_PLUGINS_STORE_MAX_BYTES": str(names.size_bytes // 3),
             "LORA_PLUGINS_HOST_MAX_BYTES": str(names.size_bytes // 4),
             "LORA_PLUGINS_FETCH_TIMEOUT_S": str(outages.DEADLINE_S),

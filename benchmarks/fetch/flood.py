@@ -38,7 +38,7 @@ from benchmarks.record import keep
 from testbed.bed import Bed, prepare
 from testbed.models import PROMPT
 from testbed.s3 import s3_server
-from testbed.server import Server, vllm_server
+from testbed.server import ONE_THREAD, Server, plugged, vllm_server
 
 UNKNOWN_PER_S, MOST_AT_ONCE, HOT_REQUESTS, HOT = 1000, 500, 300, "hot"
 P99_RATIO = 1.5
@@ -107,7 +107,7 @@ def serving(case: str, bed: Bed, folder: Path) -> Iterator[tuple[Server, list[ps
     root = folder / case
     root.mkdir()
     shutil.copytree(adapter, root / HOT)
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    env = dict(ONE_THREAD)
     arguments = ["--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--served-model-name", "base"]
     with contextlib.ExitStack() as stack:
         stores = []
@@ -115,13 +115,8 @@ def serving(case: str, bed: Bed, folder: Path) -> Iterator[tuple[Server, list[ps
             env["VLLM_PLUGINS"] = ""
             arguments += ["--lora-modules", f"{HOT}={adapter}"]
         else:
-            plugins = ["filesystem_resolver", *(["s3_resolver"] if case == "s3" else []), "lru_manager", "kernels"]
-            env |= {
-                "VLLM_PLUGINS": ",".join(f"lora_{plugin}" for plugin in plugins),
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-                "VLLM_LORA_RESOLVER_CACHE_DIR": str(root),
-                "LORA_PLUGINS_STORE_DIR": str(folder / f"{case}-store"),
-            }
+            plugins = "lora_filesystem_resolver,lora_lru_manager,lora_kernels" + ",lora_s3_resolver" * (case == "s3")
+            env |= plugged(plugins, folder / f"{case}-store", root)
         if case == "s3":
             before = set(psutil.Process().children())
             s3 = stack.enter_context(s3_server())

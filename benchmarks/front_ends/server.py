@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.record import ROOT
 from testbed.bed import Bed
-from testbed.server import Server, vllm_server
+from testbed.server import ONE_THREAD, Server, plugged, vllm_server
 
 COUNT = 4
 PLUGINS = "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin"
@@ -39,13 +39,9 @@ def serving(
         ),
         env={
             "PYTHONPATH": str(ROOT),  # for the middleware
-            "VLLM_PLUGINS": PLUGINS,
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+            **plugged(PLUGINS, home / "store", home / "adapters"),
+            **ONE_THREAD,
             "LORA_PLUGINS_REFRESH_S": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
             **env,
         },
         is_forking=is_forking,

@@ -45,7 +45,7 @@ from benchmarks.record import keep
 from lora_plugins.client import CallFailed, push
 from testbed.bed import MAX_TOKENS, Bed, prepare
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from testbed.server import Server, end, vllm_server
+from testbed.server import ONE_THREAD, Server, end, plugged, vllm_server
 
 NAME, KEPT, LONGEST_S = "policy", 16, 240.0
 HANGS_S = 30.0  # a server that answers nothing for so long after a kill is ended, as its operator would end it
@@ -62,13 +62,10 @@ def serving(bed: Bed, home: Path) -> Iterator[Server]:
         arguments=("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "16",
                    "--tensor-parallel-size", "2"),
         env={
-            "VLLM_PLUGINS": "lora_lru_manager,lora_kernels,lora_admin",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+            **plugged("lora_lru_manager,lora_kernels,lora_admin", home / "store"),
+            **ONE_THREAD,
             "LORA_PLUGINS_RESTORE": "1",
             "LORA_PLUGINS_REPLICA": "only",  # each start has another port
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
         },
         is_forking=True,
     ) as server:  # fmt: skip

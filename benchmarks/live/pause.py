@@ -32,7 +32,7 @@ from benchmarks.record import keep
 from lora_plugins.client import pause_async, push_async, resume_async
 from testbed.bed import MAX_TOKENS, Bed, prepare
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from testbed.server import Server, vllm_server
+from testbed.server import Server, plugged, vllm_server
 
 RUNNING, KEPT, HELD, LONG = 8, 2, 8, 900
 PAUSED, ORIGINAL = "paused", "sql"
@@ -114,11 +114,7 @@ def main() -> int:
     load_before, bed = os.getloadavg()[0], prepare()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        env = {
-            "VLLM_PLUGINS": "lora_lru_manager,lora_kernels,lora_admin",
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        }
+        env = plugged("lora_lru_manager,lora_kernels,lora_admin", home / "store")
         count = str(RUNNING + 1)
         arguments = ("--enable-lora", "--max-lora-rank", "64", "--max-loras", count, "--max-cpu-loras", count,
                      "--max-model-len", "1000")  # fmt: skip

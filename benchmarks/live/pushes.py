@@ -48,7 +48,7 @@ from benchmarks.record import keep
 from lora_plugins.client import push_async
 from testbed.bed import MAX_TOKENS, prepare
 from testbed.models import ATTENTION, DEMO_ADAPTERS, MLP, PROMPT, AdapterSpec, build_adapter, build_base
-from testbed.server import Server, vllm_server
+from testbed.server import ONE_THREAD, Server, plugged, vllm_server
 
 STREAMS, CLIENTS, LARGE_PUSHES, SECONDS_WITHOUT = 8, 4, 12, 15
 QUIET_S = 1.0  # the threads of an engine that has just computed spin for a while, and would slow the other engine
@@ -71,14 +71,12 @@ def server_of(
     base: Path, home: Path, *more: str, plugins: str = "lora_lru_manager,lora_kernels,lora_admin"
 ) -> Iterator[Server]:
     home.mkdir()
-    env = {"VLLM_PLUGINS": plugins, "LORA_PLUGINS_STORE_DIR": str(home / "store")}
+    env = plugged(plugins, home / "store")
     if more:
         (home / "metrics").mkdir()  # vLLM makes one before it spawns its API servers, but these are forked
-        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        env["PROMETHEUS_MULTIPROC_DIR"] = str(home / "metrics")
+        env |= {**ONE_THREAD, "PROMETHEUS_MULTIPROC_DIR": str(home / "metrics")}
     arguments = ("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "8", *more)
-    log = home / "server.log"
-    with vllm_server(base, log, arguments=arguments, env={**env, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as server:
+    with vllm_server(base, home / "server.log", arguments=arguments, env=env) as server:
         yield server
 
 

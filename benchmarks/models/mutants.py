@@ -26,7 +26,7 @@ from lora_plugins.cli.compare import AS_BASE, OK, OUT, PROMPTS, UNSEEN, Completi
 from lora_plugins.errors import LoRAPluginsError
 from testbed.models import build_adapter, build_base
 from testbed.mutants import HIDDEN, LAYERS, SOURCES, Mutant, build
-from testbed.server import vllm_server
+from testbed.server import ONE_THREAD, plugged, vllm_server
 
 KEPT = RESULTS / "mutants.json"
 TIMES = 2  # places of each fault in each adapter
@@ -106,13 +106,9 @@ def measure(only: str) -> list[Row]:
                 adapters.mkdir(exist_ok=True)
                 (adapters / source).symlink_to(path)
         env = {
-            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(adapters),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "LORA_PLUGINS_STORE_DIR": str(home / "store"),
+            **plugged("lora_filesystem_resolver,lora_lru_manager,lora_kernels", home / "store", adapters),
+            **ONE_THREAD,
             "LORA_PLUGINS_LINK_ROOTS": "/",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
         }
         arguments = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "2", "--max-cpu-loras", "4")
         log = home / "server.log"

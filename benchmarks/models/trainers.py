@@ -34,7 +34,7 @@ from testbed.architectures import BY_NAME
 from testbed.forked_engines import ForkedEngines
 from testbed.model_builder import PROMPT as IDS
 from testbed.models import build_base
-from testbed.server import vllm_server
+from testbed.server import ONE_THREAD, plugged, vllm_server
 from testbed.trainers import shapes
 from testbed.trainers.adapters import HIDDEN, LAYERS, PEFT, Base, copied
 from testbed.trainers.forms import peft
@@ -103,14 +103,7 @@ def by_peft(base: Path, home: Path, wanted: Iterable[Row]) -> Right:
 @contextlib.contextmanager
 def server(base: Path, home: Path, plugins: str) -> Iterator[str]:
     """One `vllm serve` with these plugins; its URL."""
-    env = {
-        "VLLM_PLUGINS": plugins,
-        "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
+    env = {**plugged(plugins, home / "store", home / "adapters"), **ONE_THREAD}
     arguments = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--num-gpu-blocks-override", "160")
     log = home / f"server-{'ours' if plugins else 'stock'}.log"
     with vllm_server(base, log, arguments=("--max-model-len", "128", *arguments), env=env, is_forking=True) as running:
