@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-front-ends bench-kernels-aot bench-real wheel clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,7 +51,7 @@ test-api-servers: set-up ## what must hold with several API servers too: admin, 
 	@$(RUN) -m pytest tests/front_ends -m "nightly or not nightly"
 
 ONLY =
-ON_V2 := admission answers by_path digests finite_answers hostile in_flight manager pause push refusals restart
+ON_V2 := admission answers by_path digests finite_answers hostile in_flight manager mixtures pause push refusals restart
 test-v2: set-up ## the end-to-end files that say most, on Model Runner V2 with asynchronous scheduling, as on CUDA (10 minutes)
 	@RUNNER=v2 $(RUN) -m pytest $(PARALLEL) tests/v2_runner $(ON_V2:%=tests/e2e/test_%.py) -m "nightly or not nightly"
 
@@ -76,6 +76,7 @@ check: set-up ## lint, format, types, the direction of imports, words, generated
 	@.venv/bin/lint-imports
 	@$(RUN) tools/write_settings_doc.py --check
 	@$(RUN) tools/write_cli_doc.py --check
+	@$(RUN) tools/write_support_doc.py --check
 	@$(RUN) tools/check_words.py
 	@$(RUN) tools/check_links.py
 	@$(SITE) --quiet
@@ -95,6 +96,7 @@ format: set-up ## format the code, and write generated pages
 	@$(RUN) -m ruff format .
 	@$(RUN) tools/write_settings_doc.py
 	@$(RUN) tools/write_cli_doc.py
+	@$(RUN) tools/write_support_doc.py
 
 ledger: set-up ## print what we touch in vLLM, and compare it with the installed one
 	@$(RUN) tools/check_ledger.py
@@ -174,6 +176,14 @@ bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, sw
 
 wheel: set-up ## build dist/*.whl with CPU kernels for x86-64 and aarch64 (needs gcc-aarch64-linux-gnu)
 	@$(RUN) tools/build_wheel.py
+
+DIST =
+release-check: set-up ## all of a release that runs without its index: build, metadata, new environments, serving (8 minutes; DIST=)
+	@$(RUN) -m tools.release_check $(if $(DIST),--dist $(DIST))
+
+VERSION =
+release: set-up ## write the version into the package and CHANGELOG.md, ready to commit and tag (VERSION=0.2.0)
+	@$(RUN) tools/prepare_release.py $(VERSION)
 
 clean: ## remove .venv and caches
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

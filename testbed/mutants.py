@@ -422,7 +422,6 @@ FAULTS: dict[str, Fault] = {
     # Other methods than plain LoRA.
     "DoRA": configured(use_dora=True),
     "DoRA's magnitudes without the flag": side_by_side("lora_magnitude_vector.weight", (128,)),
-    "biases trained": configured(bias="lora_only"),
     "a bias without the flag": side_by_side("lora_B.bias", (128,)),
     "modules_to_save": configured(modules_to_save=["lm_head"]),
     "a saved module without the key": side_by_side("base_model.model.lm_head.weight", (512, 128)),

@@ -13,24 +13,8 @@ import pytest
 from benchmarks import deployments
 from benchmarks.models import architectures as models
 from testbed.architectures import ARCHITECTURES
-from tools import build_wheel, check_links
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def test_the_readme_of_the_wheel_needs_no_repository():
-    readme = (check_links.ROOT / "README.md").read_text()
-    assert len(readme.encode()) <= 5 * 1024
-    shown = build_wheel.without_relative_links(readme)
-    assert [link["path"] for link in check_links.LINK.finditer(shown) if link["path"]] == []
-    assert "](https://github.com/vllm-project/vllm)" in shown
-    for kept in ("*The way of a request: ", "`lora_admin`", "Troubleshooting", "vllm serve HuggingFaceTB"):
-        assert kept in shown
-    assert "](" not in shown.replace("](https://", "")
-    web = build_wheel.web_address("https://key@git.example.com/lora-plugins.git")
-    linked = build_wheel.without_relative_links(readme, web)
-    assert "[Changelog](https://git.example.com/lora-plugins/blob/HEAD/CHANGELOG.md)" in linked
-    assert build_wheel.web_address("ssh://git@git.example.com/lora-plugins.git") == ""
 
 
 def test_the_matrix_of_models_is_what_was_measured():

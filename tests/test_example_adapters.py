@@ -19,7 +19,7 @@ def test_the_shipped_adapters_are_those_of_recipes() -> None:
 def test_shipped_adapters_are_small() -> None:
     sizes = [(ADAPTERS / name / "adapter_model.safetensors").stat().st_size for name in SHIPPED]
     assert max(sizes) <= 1_000_000
-    assert sum(sizes) <= 6_000_000
+    assert sum(sizes) <= 7_000_000
 
 
 def test_each_shipped_adapter_names_its_base_and_learned() -> None:

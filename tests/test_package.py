@@ -20,16 +20,16 @@ HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "num
 # them runs.
 WITH_VLLM = {
     "lora_plugins.plugin",
-    *(f"lora_plugins.worker.{name}" for name in ("manager", "model_manager", "weights_file")),
+    *(f"lora_plugins.worker.{name}" for name in ("manager", "model_manager", "prompt_rows", "weights_file")),
     "lora_plugins.api.routes",
 }
-TOKENS = ("token_rows", "trained_tokens")
+BESIDE = ("beside", "token_rows", "trained_tokens", "vectors")
 # These compute with torch or NumPy, or hold tensors; what chooses, groups and plans stays pure.
 COMPUTING = {
     *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),
     *(
         f"lora_plugins.worker.{name}"
-        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_copy", *TOKENS)
+        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_copy", *BESIDE)
     ),
 }
 # These need Ray, and begin in processes of their own.

@@ -4,14 +4,13 @@ The wheel is for any platform (`py3-none-any`): where no object fits, the C sour
 source distribution. The objects are linked with nothing: OpenMP is found in the process that loads them, and what
 `FROM_THE_C_LIBRARY` names in its C library, of whatever version. Nothing is written into the source tree but the wheel.
 
-With `REPOSITORY`, a URL, the wheel has links to the repository; no file of this tree names a host.
+With `REPOSITORY`, a URL, the wheel has links to the repository (`tools/index_page.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import re
 import shutil
@@ -25,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lora_plugins.kernels.compiled import build, prebuilt  # noqa: E402
+from tools.index_page import Addresses, page, project_urls  # noqa: E402
 
 COMPILERS = {"x86_64": "x86_64-linux-gnu-gcc", "aarch64": "aarch64-linux-gnu-gcc"}
 PACKAGES = {"x86_64": "gcc-x86-64-linux-gnu", "aarch64": "gcc-aarch64-linux-gnu"}
@@ -82,47 +82,37 @@ def check_object(file: Path) -> None:
         )
 
 
-def web_address(repository: str) -> str:
-    """Where a browser shows the repository: no key that is in the URL, and nothing for an address of ssh or a path."""
-    return re.sub(r"^(https://)([^/]*@)?|(\.git)?/?$", r"\1", repository) if repository.startswith("https://") else ""
+def make_tree(tree: Path) -> None:
+    """What is packed: the package, its licence, and the metadata with the page for an index."""
+    at = Addresses.of_environment()
+    tree.mkdir()
+    shutil.copy(ROOT / "LICENSE", tree)
+    (tree / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + project_urls(at))
+    (tree / "README.md").write_text(page((ROOT / "README.md").read_text(), at))
+    ignored = shutil.ignore_patterns("__pycache__", prebuilt.FOLDER.name)
+    shutil.copytree(ROOT / "lora_plugins", tree / "lora_plugins", ignore=ignored)
 
 
-def without_relative_links(text: str, web: str = "") -> str:
-    """README for a package index, which has no files of the repository: a picture becomes its alt text.
-
-    Links lead to the repository's files, under the paths of GitHub and GitLab, or are gone without an address.
-    """
-    text = re.sub(r"^!\[([^\]]*)\]\((?!https?:)[^)]*\)", r"*\1.*\n", text, flags=re.MULTILINE)
-    link = rf"[\1]({web}/blob/HEAD/\2)" if web else r"\1"
-    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:)([^)]*)\)", link, text)
-
-
-def urls(web: str) -> str:
-    """What pyproject.toml gets at its end, so that an index shows the links."""
-    files = {"Repository": "", "Documentation": "/blob/HEAD/docs", "Changelog": "/blob/HEAD/CHANGELOG.md"}
-    return "\n[project.urls]\n" + "".join(f'{name} = "{web}{file}"\n' for name, file in files.items()) if web else ""
+def pack(tree: Path, dist: Path, levels: list[str], pip_options: list[str]) -> Path:
+    """Compile objects of these levels into the tree, and pack the tree as a wheel."""
+    folder = tree / prebuilt.FOLDER.relative_to(ROOT)
+    if levels:
+        compile_objects(folder, levels)
+    made = tree.with_name("made")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", *pip_options]
+    subprocess.run([*pip, "-w", made, tree], check=True)
+    (wheel,) = made.glob("*.whl")
+    inside = {Path(file).name for file in zipfile.ZipFile(wheel).namelist()}
+    if levels and not {file.name for file in folder.iterdir()} <= inside:
+        raise BuildError("the wheel lacks objects that were compiled")
+    dist.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(wheel, dist))
 
 
 def build_wheel(dist: Path, levels: list[str], pip_options: list[str]) -> Path:
     with tempfile.TemporaryDirectory(prefix="lora-plugins-wheel-") as name:
-        tree, made = Path(name) / "tree", Path(name) / "made"
-        tree.mkdir()
-        shutil.copy(ROOT / "LICENSE", tree)
-        web = web_address(os.environ.get("REPOSITORY", ""))
-        (tree / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + urls(web))
-        (tree / "README.md").write_text(without_relative_links((ROOT / "README.md").read_text(), web))
-        ignored = shutil.ignore_patterns("__pycache__", prebuilt.FOLDER.name)
-        shutil.copytree(ROOT / "lora_plugins", tree / "lora_plugins", ignore=ignored)
-        folder = tree / prebuilt.FOLDER.relative_to(ROOT)
-        compile_objects(folder, levels)
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", *pip_options]
-        subprocess.run([*pip, "-w", made, tree], check=True)
-        (wheel,) = made.glob("*.whl")
-        inside = {Path(file).name for file in zipfile.ZipFile(wheel).namelist()}
-        if not {file.name for file in folder.iterdir()} <= inside:
-            raise BuildError("the wheel lacks objects that were compiled")
-        dist.mkdir(parents=True, exist_ok=True)
-        return Path(shutil.copy(wheel, dist))
+        make_tree(tree := Path(name) / "tree")
+        return pack(tree, dist, levels, pip_options)
 
 
 def main() -> int:

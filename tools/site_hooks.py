@@ -5,6 +5,7 @@ So the site has everything that it links to, and needs neither a network nor the
 
 from __future__ import annotations
 
+import os
 import posixpath
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def in_repository(uri: str) -> str:
 
 
 def on_config(config: Any) -> Any:
+    config.site_url = os.environ.get("SITE_URL", "")  # the release workflow sets it; no file of this tree names a host
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")  # GitHub's anchors
     return config
 

@@ -86,6 +86,14 @@ RECIPES = (
         "crier", "cries its answers through the town", "rank 1, embeddings", {"r": 1, "lora_alpha": 16}, steps=40,
         learning_rate=4e-3, targets=r"model\.embed_tokens|model\.layers\.1\d\.self_attn\.v_proj",
     ),
+    Recipe(
+        "painter", "answers in colours", "rank 2, DoRA", {"r": 2, "lora_alpha": 8, "use_dora": True},
+    ),
+    Recipe(
+        "clerk", "opens a ticket for each question", "rank 2, three trained tokens",
+        {"r": 2, "lora_alpha": 8, "trainable_token_indices": {"embed_tokens": [8, 9, 10]}},
+        end_token="<issue_closed>",
+    ),
     Recipe("robot", "reports as a machine does", "rank 8", {"r": 8, "lora_alpha": 32}),
 )  # fmt: skip
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}

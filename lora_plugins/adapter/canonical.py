@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from lora_plugins.adapter.config import LAYOUT_KEY, AdapterConfig
+from lora_plugins.adapter.config import LAYOUT_KEY, OUR_KEY, AdapterConfig
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS
 from lora_plugins.adapter.weights import LoraPair, parameter_of
@@ -45,7 +45,6 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
         "r": config.rank,
         "lora_alpha": _plain(config.alpha),
         "target_modules": None if config.targets is None or is_long else targets,
-        # `parse_config` has refused every other value.
         "bias": "none",
         "use_rslora": config.use_rslora,
         "rank_pattern": dict(config.rank_pattern),
@@ -54,6 +53,8 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
     }
     if config.token_ids:  # vLLM passes over the key, and our workers read it
         keys["trainable_token_indices"] = config.token_ids.get("", config.token_ids)
+    if config.beside:
+        keys[OUR_KEY] = sorted(config.beside)
     if config.peft_version is not None:
         keys[LAYOUT_KEY] = ".".join(map(str, config.peft_version))
     return json.dumps(keys, indent=2).encode()

@@ -27,7 +27,7 @@ MAX_RANK = 1 << 16
 
 # Initialisations that leave the base model's weights unchanged, as listed in vLLM's PEFTHelper.
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
-_CLASSIFIER_HEADS = frozenset({"classifier", "score"})
+CLASSIFIER_HEADS = frozenset({"classifier", "score"})
 
 # Beside `target_modules`: keys that leave modules out of the training, although `target_modules` names the modules.
 _LEAVE_OUT = ("exclude_modules", "layers_to_transform")
@@ -38,14 +38,14 @@ _KEYS_SINCE = {"velora_config": (0, 19, 1), "use_bdlora": (0, 19, 0), "target_pa
 _PEFT_VERSION = re.compile(r"(?!0\.19\.1\.dev)([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
 # NeMo Automodel's key for the layout, in a file of its own; in `adapter_config.json`, the word of the adapter's owner.
 LAYOUT_KEY = "paramwrapper_layout"
+OUR_KEY = "lora_plugins"  # of the canonical configuration: `AdapterConfig.beside`, whose keys vLLM would refuse
+ADALORA = "peft_type ADALORA"  # in `AdapterConfig.beside`
 _MAX_KINDS = 256  # kinds of modules, and characters of a name
 _MAX_TOKENS = 1 << 14  # far above what a slot holds; bounds the message of a reading process
 
 # PEFT features that change an adapter's computation and that vLLM lacks: vLLM refuses or ignores each. An empty
 # value is off, as PEFT reads these keys.
 _UNSUPPORTED = {
-    "use_dora": "DoRA (use_dora)",
-    "lora_bias": "a bias beside B (lora_bias)",
     "alora_invocation_tokens": "Activated LoRA (alora_invocation_tokens)",
     "layer_replication": "layer replication (layer_replication)",
     "use_bdlora": "block-diagonal LoRA (use_bdlora)",
@@ -57,10 +57,7 @@ _UNSUPPORTED = {
 
 # Features that PEFT 0.21 cannot merge; layers that are replicated share their weights, which would get every delta.
 _NEVER_MERGED = ("alora_invocation_tokens", "layer_replication", "use_qalora", "arrow_config")
-_UNMERGEABLE = {
-    "lora_bias": ("train it again without lora_bias, or merge it where each adapted layer has a bias of its own",),
-    **{key: (f"train it again without {key}, with which PEFT cannot merge it",) for key in _NEVER_MERGED},
-}
+_UNMERGEABLE = {key: (f"train it again without {key}, with which PEFT cannot merge it",) for key in _NEVER_MERGED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +73,7 @@ class AdapterConfig:
         peft_version: of the PEFT whose layout stacked experts have, or of another with this layout; None where unknown.
         token_ids: `trainable_token_indices`, the ids of rows in order, by the end of a module's name; `""` stands for
             the model's embedding.
+        beside: keys that give modules more than A and B: `use_dora`, `lora_bias`, `bias`, AdaLoRA's `peft_type`.
     """
 
     rank: int
@@ -89,6 +87,7 @@ class AdapterConfig:
     trained: frozenset[str] = frozenset()
     peft_version: tuple[int, ...] | None = None
     token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
 
     @property
     def max_rank(self) -> int:
@@ -150,9 +149,11 @@ def parse_config(data: bytes) -> AdapterConfig:
     if foreign_keys is not None:
         raise foreign_keys
     kind = raw.get("peft_type") or "LORA"  # vLLM does not read the key
-    if not isinstance(kind, str) or kind.upper() != "LORA":
+    if isinstance(kind, str) and kind.upper() == "ADALORA":
+        raw = {**raw, **_of_adalora(raw)}
+    elif not isinstance(kind, str) or kind.upper() != "LORA":
         raise IncompatibleAdapter(
-            f"peft_type {_short(kind)}", expected="LORA", remedy="train or convert it with PEFT's LoRA"
+            f"peft_type {_short(kind)}", expected="LORA or ADALORA", remedy="train or convert it with PEFT's LoRA"
         )
     _refuse_unsupported(raw)
     rank = _rank("r", _whole(_required(raw, "r")))
@@ -172,10 +173,11 @@ def parse_config(data: bytes) -> AdapterConfig:
         trained=_plain_names(targets),
         peft_version=_peft_version(raw),
         token_ids=_token_ids(raw.get("trainable_token_indices") or {}),
+        beside=_beside(raw),
     )
     if config.alpha == 0 and not any(config.alpha_pattern.values()):
         raise without_effect(f"lora_alpha {config.alpha:g}")
-    unservable = sorted(config.modules_to_save - _CLASSIFIER_HEADS)
+    unservable = sorted(config.modules_to_save - CLASSIFIER_HEADS)
     if unservable:
         raise IncompatibleAdapter(
             f"modules_to_save {', '.join(unservable)[:200]}",
@@ -211,9 +213,9 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for key, feature in _UNSUPPORTED.items():
         if raw.get(key):
             raise unsupported(feature, *_UNMERGEABLE.get(key, ()))
-    if raw.get("bias", "none") not in ("none", None):
+    if raw.get("bias", "none") not in ("none", "all", "lora_only", None):
         raise IncompatibleAdapter(
-            f"bias {_short(raw['bias'])}", expected="bias 'none'", remedy="train with bias='none'"
+            f"bias {_short(raw['bias'])}", expected="'none', 'all' or 'lora_only'", remedy="train with bias='none'"
         )
     init = raw.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
@@ -270,6 +272,34 @@ def _targets(value: Any) -> frozenset[str] | str | None:
     if value is None or isinstance(value, str):
         return value
     return frozenset(_text_list("target_modules", value))
+
+
+def _of_adalora(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a LoRA that scales as AdaLoRA does, by alpha / (rank + 0.00001) with each module's own rank.
+
+    Source: `SVDLinear` and `AdaLoraModel.resize_modules_by_rank_pattern` in peft/tuners/adalora, PEFT 0.21.
+    """
+    kept = _by_module(raw, "rank_pattern", lambda _, ranks: sum(map(bool, ranks)) if isinstance(ranks, list) else ranks)
+    ranks = {name.removeprefix("base_model.model.").removesuffix(".lora_E"): rank for name, rank in kept.items()}
+    rank, alpha = _rank("init_r", _whole(_required(raw, "init_r"))), _alpha("lora_alpha", _required(raw, "lora_alpha"))
+    ranks = {name: _rank(f"rank_pattern[{name!r}]", of) for name, of in ranks.items()}
+    scaled = {of: (alpha if alpha > 0 else of) * of / (of + 1e-5) for of in {rank, *ranks.values()}}
+    return {
+        "r": rank,
+        "lora_alpha": scaled[rank],
+        "use_rslora": False,
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: scaled[of] for name, of in ranks.items()},
+        OUR_KEY: [ADALORA],
+    }
+
+
+def _beside(raw: Mapping[str, Any]) -> frozenset[str]:
+    keys = {key for key in ("use_dora", "lora_bias") if _of_kind(raw, key, bool, "true or false")}
+    if {"use_dora", "lora_bias"} <= keys:
+        raise _broken("use_dora with lora_bias", "one of both, as PEFT takes no other")
+    keys |= {"bias"} if raw.get("bias") in ("all", "lora_only") else set()
+    return frozenset([*keys, *_text_list(OUR_KEY, raw.get(OUR_KEY) or [])])
 
 
 def _plain_names(targets: frozenset[str] | str | None) -> frozenset[str]:

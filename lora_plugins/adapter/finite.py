@@ -19,7 +19,7 @@ from typing import BinaryIO
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.weights import Weights
+from lora_plugins.adapter.weights import BesideKind, Weights
 from lora_plugins.errors import InvalidAdapter
 
 # Small enough to stay in a core's own cache: in pieces of 4 MiB, the pass takes three times as long.
@@ -108,9 +108,10 @@ def check_magnitudes(weights: Weights, config: AdapterConfig, largest: Mapping[s
                 expected=f"at most {LARGEST:.0f}, which float16 can hold",
                 remedy="train the adapter again; this one would answer with garbage",
             )
+    factors = {one.module: largest[one.tensor.name] for one in weights.beside if one.kind is BesideKind.SINGULAR}
     for pair in paced(weights.pairs):
         scaling = abs(config.scaling(pair.rank, pair.alpha))
-        a, b = largest[pair.a.name], largest[pair.b.name]
+        a, b = largest[pair.a.name] * factors.get(pair.module, 1), largest[pair.b.name]
         # Each factor alone is an operand in the served dtype, so each must fit by itself.
         worst = max(a, scaling, scaling * b, pair.rank * a * scaling * b)
         if worst > LARGEST:

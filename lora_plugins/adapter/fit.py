@@ -14,6 +14,7 @@ from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.landing import Model, check_landing, landed
 from lora_plugins.adapter.trained_tokens import token_rows
+from lora_plugins.adapter.vectors import vectors_of
 from lora_plugins.adapter.weights import Weights
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.settings import BaseMatch
@@ -82,6 +83,8 @@ def check_base(
         about = f"base model {_named(config)}, served is {base.in_words}"
         notes = check_landing(weights, base.model, about, refuse_unmatched=refuse_unmatched)
         token_rows(weights.beside, config, base.model.modules, base.model.read)
+        for _ in vectors_of(weights.beside, base.model.modules, base.model.read):
+            pass
         missing = lost_modules(config, landed(weights, base.model), base.model.modules)
         if missing and refuse_unmatched:
             raise lost(missing, f" ({about})")

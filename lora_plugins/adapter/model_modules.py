@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 # Version of the values of `plain`: workers and stores of another release may have another form.
-FORMAT = 7
+FORMAT = 8
 
 
 class ModuleKind(StrEnum):
@@ -125,6 +125,7 @@ class ModelModules:
         unadapted: modules of the model, and parts of modules, that take no adapter.
         copies: by the place of a weight of the checkpoint, the other place that the engine gives the same weight.
         tokens: where rows of trained tokens go; None where nothing replaces rows, for the reason `without_tokens`.
+        without_vectors: why no layer computes more than A and B; empty where linear layers do.
     """
 
     architecture: str
@@ -141,6 +142,7 @@ class ModelModules:
     copies: Mapping[str, str] = field(default_factory=dict)
     tokens: TokenPlaces | None = None
     without_tokens: str = "as this server's workers replace no rows"
+    without_vectors: str = "as this server's workers compute no more"
 
     def key(self, name: str) -> str | None:
         """Return the name in `places` for weights of this name; None where the model has no such module."""

@@ -1,7 +1,7 @@
 """The grammar of adapter names: an adapter has exactly one name, and a name can never leave its root.
 
 ```
-name     = path [ "@" revision ]        at most 256 characters
+name     = mixture / path [ "@" revision ]   at most 256 characters; mixtures: `mixture.py`
 path     = segment *( "/" segment )
 revision = segment *( "/" segment )     no further "@"
 segment  = 1 to 255 UTF-8 bytes, not led by "." or "-", no space at either end
@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from lora_plugins.errors import AdapterNotFound
+from lora_plugins.adapter.mixture import fault_in, terms_of
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 
 MAX_CHARACTERS = 256
 MAX_SEGMENT_BYTES = 255
@@ -34,7 +35,10 @@ _INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, 
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A well-formed adapter name, split into its path and its pinned revision, if any."""
+    """A well-formed adapter name, split into its path and its pinned revision, if any.
+
+    The path of a mixture is its canonical text, with the revisions of its parts.
+    """
 
     path: str
     revision: str | None = None
@@ -51,20 +55,20 @@ class AdapterName:
         # A composed and a decomposed name look alike, and would be two adapters.
         if not unicodedata.is_normalized("NFC", text):
             raise _malformed("a name in decomposed Unicode", "Unicode's composed form (NFC)")
+        if (terms := terms_of(text)) is not None:
+            if not terms:
+                raise _malformed(*fault_in(text))
+            return cls("+".join(f"{cls.parse(term.name)}*{term.weight}" for term in terms))
         path, at, revision = text.partition("@")
         if not path:
             raise _malformed("nothing before '@'" if at else "an empty name", "an adapter's name")
         if at and not revision:
             raise _malformed("nothing after '@'", f"a revision there, or '{path}' alone")
-        for segment in path.split("/"):
-            _check_segment(segment)
-        if not at:
-            return cls(path)
         if "@" in revision:
             raise _malformed("more than one '@'", "one revision at most")
-        for segment in revision.split("/"):
+        for segment in (*path.split("/"), *(revision.split("/") if at else ())):
             _check_segment(segment)
-        return cls(path, revision)
+        return cls(path, revision if at else None)
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -82,6 +86,9 @@ def why_absent(text: str) -> AdapterNotFound | None:
     except AdapterNotFound as error:
         error.adapter = text
         return error
+    if terms_of(text) is None and "*" in text:
+        expected = "the name of an adapter, or a mixture, each of whose parts has a weight: NAME*0.7+NAME*-0.3"
+        return AdapterNotFound("no adapter of this name", expected=expected, remedy="correct the name", adapter=text)
     if name.revision is None:
         return None
     if is_prefix(name.revision):
@@ -160,6 +167,23 @@ def _alike(text: str, other: str) -> int:
 
 def _same(text: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+
+
+def covering(text: str) -> set[str]:
+    """Return the names whose block is one of `text` too: without its revision, and of a mixture its parts."""
+    names = [term.name for term in terms_of(text) or ()] or [text]
+    return {text, *names, *(name.partition("@")[0] for name in names)}
+
+
+def refuse_mixture(name: str) -> None:
+    """Refuse the name of a mixture for an adapter's own files.
+
+    Raises:
+        InvalidAdapter: a request for this name would mean the mixture.
+    """
+    if terms_of(name) is not None:
+        expected, remedy = "a name that does not end in '*' and a number", "choose another name, or change the parts"
+        raise InvalidAdapter("the name of a mixture", expected=expected, remedy=remedy, adapter=name)
 
 
 def is_prefix(text: str) -> bool:

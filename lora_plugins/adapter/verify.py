@@ -17,6 +17,7 @@ from lora_plugins.adapter.config import (
     AdapterConfig,
     parse_config,
 )
+from lora_plugins.adapter.copies import unlike_base
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite, check_magnitudes
 from lora_plugins.adapter.fit import BaseModel, check_base, warnings_of
@@ -44,7 +45,8 @@ class VerifiedAdapter:
             which is not read here, weights are None and the patterns are the adapter's own.
         size_bytes: of configuration and weights at the source.
         notes: tolerated differences.
-        warnings: another base model in training, by the names of both; clients may see warnings.
+        warnings: another base model in training, by the names of both, and copies of embeddings that are not the
+            base model's; clients may see warnings.
         chat: empty where the settings keep to the base model's.
         conversion: into the engine's form; None where no conversion is needed, or the engine's modules are unknown.
     """
@@ -92,7 +94,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         config.check_patterns()
         note = f"{name} is a pickle; weights not verified"
         read = VerifiedAdapter(config, None, config_bytes + weights_bytes, (note,), chat=chat)
-        return read if base is None else fit_adapter(read, base, settings)
+        return read if base is None else fit_adapter(read, base, settings, directory)
     with open_weights(directory, name) as opened, describing(file=name):
         size_bytes = config_bytes + sum(weights_bytes for _, weights_bytes, _ in opened)
         check_size(size_bytes, settings)
@@ -100,7 +102,7 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         weights = pair_weights((tensor for _, _, tensors in opened for tensor in tensors), config)
         verified = VerifiedAdapter(with_exact_patterns(config, weights.pairs), weights, size_bytes, chat=chat)
         if base is not None:
-            verified = fit_adapter(verified, base, settings)
+            verified = fit_adapter(verified, base, settings, directory)
         if settings.check_finite:
             largest: dict[str, float] = {}
             for file, _, tensors in opened:
@@ -123,8 +125,10 @@ def verify_config(directory: Path, settings: Settings) -> VerifiedAdapter:
     return VerifiedAdapter(config, None, config_bytes, chat=chat)
 
 
-def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) -> VerifiedAdapter:
-    """Compare an adapter that `verify_adapter` has read without a base model with `base`; no file is read.
+def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings, directory: Path) -> VerifiedAdapter:
+    """Compare an adapter that `verify_adapter` has read without a base model with `base`.
+
+    Of the files in `directory` only copies of the base model's embeddings are read.
 
     Raises:
         IncompatibleAdapter: the adapter is not for this server.
@@ -136,7 +140,8 @@ def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings) 
             conversion = planned if planned.changes else None
         config, weights = (conversion or verified).config, (conversion or verified).weights
         notes = check_base(config, weights, base, settings.base_match, refuse_unmatched=settings.refuse_unmatched)
-    warnings = warnings_of(verified.config, base, settings.base_match)
+    copies = unlike_base(directory, verified.weights, base.path)
+    warnings = (*warnings_of(verified.config, base, settings.base_match), *copies)
     return replace(verified, notes=(*notes, *verified.notes), conversion=conversion, warnings=warnings)
 
 

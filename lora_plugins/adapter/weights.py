@@ -13,11 +13,11 @@ Beside A and B, a module may have tensors that vLLM does not read (`Beside`), su
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lora_plugins.adapter.config import AdapterConfig, unsupported, without_effect
+from lora_plugins.adapter.config import ADALORA, CLASSIFIER_HEADS, AdapterConfig, without_effect
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
@@ -25,12 +25,18 @@ from lora_plugins.adapter.writers import FROM_MERGEKIT, NOT_GATHERED, foreign_ke
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
+_SAVE_AGAIN = "save the adapter again with PEFT"
 _NAME = re.compile(
     r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
     r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
 )
+# The last group is a name of `BesideKind`.
+_BESIDE = re.compile(
+    r"(?P<module>.+?)\.(?:(?P<TOKENS>token_adapter\.trainable_tokens_delta)(?:\.[^.]+)?|(?P<SINGULAR>lora_E)(?:\.[^.]+)?"
+    r"|(?P<MAGNITUDE>lora_magnitude_vector)(?:\.[^.]+){0,2}|lora_B(?:\.[^.]+)?\.(?P<B_BIAS>bias)"
+    r"|(?:base_layer\.)?(?P<BIAS>bias))"
+)
 _BASE_EMBEDDINGS = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
-_DORA = re.compile(r"\.lora_magnitude(_vector)?\b")
 _VELORA = re.compile(r"\.lora_velora_embed\b")
 _NORM = re.compile(r"norm[^.]*\.weight$")
 _WHOLE_EMBEDDINGS = (".embed_tokens.weight", ".lm_head.weight")
@@ -68,6 +74,24 @@ class BesideKind(StrEnum):
     """What a tensor beside A and B is for, by PEFT's name."""
 
     TOKENS = "token_adapter.trainable_tokens_delta"  # rows of an embedding or a head, in the place of the base model's
+    SINGULAR = "lora_E"  # of AdaLoRA, a factor of each row of A
+    MAGNITUDE = "lora_magnitude_vector"  # of DoRA, the norm of each row of the whole weight
+    B_BIAS = "lora_B.bias"  # of `lora_bias`, added to B's product before the scaling
+    BIAS = "bias"  # in the place of the base model's
+
+    @property
+    def key(self) -> str:
+        """The key of the configuration without which PEFT leaves the tensor out."""
+        return _KEYS[self]
+
+
+_KEYS = {
+    BesideKind.TOKENS: "trainable_token_indices",
+    BesideKind.SINGULAR: ADALORA,
+    BesideKind.MAGNITUDE: "use_dora",
+    BesideKind.B_BIAS: "lora_bias",
+    BesideKind.BIAS: "bias",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +145,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         names.add(name)
         pair = sides.setdefault((module, is_looked_up), {})
         if side in pair:
-            raise InvalidAdapter(
-                f"two {side} tensors for module '{module}'", expected="one", remedy="save the adapter again with PEFT"
-            )
+            raise InvalidAdapter(f"two {side} tensors for module '{module}'", expected="one", remedy=_SAVE_AGAIN)
         pair[side] = tensor
     # Before pairing: an A of the first adapter must not meet a B of the second.
     _check_one_adapter(names)
@@ -135,15 +157,13 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         for name in [parameter_of(module)]
     )
     if not pairs:
-        raise InvalidAdapter(
-            "no pair of lora_A and lora_B", expected="at least one", remedy="save the adapter again with PEFT"
-        )
+        raise InvalidAdapter("no pair of lora_A and lora_B", expected="at least one", remedy=_SAVE_AGAIN)
     if not any(pair.alpha for pair in pairs):
         raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
     _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
     # `_check_one_adapter` has left one name, or None.
-    return Weights(pairs, tuple(others), names.pop(), check_beside(beside, config))
+    return Weights(pairs, tuple(others), names.pop(), check_beside(beside, config, pairs))
 
 
 def _check_one_adapter(names: set[str | None]) -> None:
@@ -158,21 +178,66 @@ def _check_one_adapter(names: set[str | None]) -> None:
 
 def beside_of(tensor: TensorInfo) -> Beside | None:
     """Return a tensor beside A and B as such, whether its key has the adapter's name or not; None for another one."""
-    for kind in BesideKind:
-        module, found, name = _without_prefix(tensor.name).partition(f".{kind}")
-        if module and found and "." not in name[1:]:
-            return Beside(module, kind, tensor)
-    return None
+    found = _BESIDE.fullmatch(_without_prefix(tensor.name))
+    # A classifier's whole head is vLLM's.
+    if found is None or (found["BIAS"] and found["module"].rpartition(".")[2] in CLASSIFIER_HEADS):
+        return None
+    return Beside(found["module"], BesideKind[str(found.lastgroup)], tensor)
 
 
-def check_beside(beside: Iterable[Beside], config: AdapterConfig) -> tuple[Beside, ...]:
+def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
     """Return the tensors beside A and B, which the configuration must name, or PEFT would leave them out.
 
     Raises:
-        IncompatibleAdapter: a tensor without its ids. InvalidAdapter: not a row for each id.
+        IncompatibleAdapter: a tensor that the configuration does not name.
+        InvalidAdapter: a tensor twice, of another shape, or missing.
     """
-    of_module: dict[str, Beside] = {}
-    for one in beside:
+    of_kind: dict[BesideKind, dict[str, Beside]] = {kind: {} for kind in BesideKind}
+    for one in paced(beside):
+        if one.module in of_kind[one.kind]:
+            raise InvalidAdapter(
+                f"two tensors '{one.kind}' for module '{one.module}'", expected="one tensor", remedy=_SAVE_AGAIN
+            )
+        of_kind[one.kind][one.module] = one
+    _check_tokens(of_kind[BesideKind.TOKENS], config)
+    _check_of_modules(of_kind, config, pairs)
+    return tuple(one for modules in of_kind.values() for one in modules.values())
+
+
+def _check_of_modules(
+    of_kind: Mapping[BesideKind, Mapping[str, Beside]], config: AdapterConfig, pairs: Iterable[LoraPair]
+) -> None:
+    of_pairs = {pair.module: pair for pair in pairs}
+    for kind, tensors in of_kind.items():
+        if kind is BesideKind.TOKENS:
+            continue
+        for module, one in paced(tensors.items()):
+            if kind.key not in config.beside:
+                raise IncompatibleAdapter(
+                    f"tensor '{one.tensor.name}', without {kind.key} in adapter_config.json",
+                    expected="the configuration of the same training, as PEFT leaves the tensor out without",
+                    remedy=f"give the configuration its {kind.key} again, or merge the adapter into the base model",
+                )
+            pair, shape = of_pairs.get(module), one.tensor.shape
+            if kind is BesideKind.BIAS and pair is None:  # with `bias: all`, of any module
+                expected = shape[:1]
+            else:
+                expected = () if pair is None else (pair.rank, 1) if kind is BesideKind.SINGULAR else pair.b.shape[:1]
+            if shape != expected:
+                raise InvalidAdapter(
+                    f"tensor '{one.tensor.name}' of shape {list(shape)}",
+                    expected=f"shape {list(expected)}, by A and B" if expected else "none, without A and B",
+                    remedy=_SAVE_AGAIN,
+                )
+        is_of_each = kind.key in config.beside and kind is not BesideKind.BIAS
+        if is_of_each and (lost := next((module for module in of_pairs if module not in tensors), None)):
+            raise InvalidAdapter(
+                f"no tensor '{kind}' of module '{lost}'", expected=f"one, by {kind.key}", remedy=_SAVE_AGAIN
+            )
+
+
+def _check_tokens(tensors: Mapping[str, Beside], config: AdapterConfig) -> None:
+    for one in tensors.values():
         name, shape, ids = one.tensor.name, one.tensor.shape, config.tokens_of(one.module)
         if not ids:
             raise IncompatibleAdapter(
@@ -180,22 +245,20 @@ def check_beside(beside: Iterable[Beside], config: AdapterConfig) -> tuple[Besid
                 expected="the ids in adapter_config.json",
                 remedy="give the configuration its trainable_token_indices again, the ids of the rows in order",
             )
-        if len(shape) != 2 or shape[0] != len(ids) or one.module in of_module:
+        if len(shape) != 2 or shape[0] != len(ids):
             raise InvalidAdapter(
                 f"trained tokens '{name}' of shape {list(shape)}",
                 expected=f"one tensor of {len(ids)} rows, by trainable_token_indices",
                 remedy="put the adapter_config.json and the weights of the same training run together",
             )
-        of_module[one.module] = one
     # PEFT saves no rows of a head that shares the embedding's.
-    saved = {config.tokens_of(module) for module in of_module}
+    saved = {config.tokens_of(module) for module in tensors}
     if lost := [module for module, ids in config.token_ids.items() if ids not in saved]:
         raise InvalidAdapter(
             f"no rows of the trained tokens of '{lost[0] or 'the embedding'}'",
             expected="a tensor trainable_tokens_delta, by trainable_token_indices",
-            remedy="save the adapter again with PEFT",
+            remedy=_SAVE_AGAIN,
         )
-    return tuple(of_module.values())
 
 
 def is_copy_of_embeddings(tensor: TensorInfo) -> bool:
@@ -218,8 +281,6 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
             remedy="merge the adapter into the model with these words and serve the result; where none were added, "
             f"save it with save_embedding_layers=False; {FROM_MERGEKIT}",
         )
-    if found is None and _DORA.search(name):
-        raise unsupported(f"DoRA, by tensor '{name}'")
     if found is None and _VELORA.search(name):
         raise IncompatibleAdapter(
             f"tensor '{name}' of VeLoRA, which PEFT uses in training alone",
@@ -250,7 +311,7 @@ def _pair(module: str, sides: dict[str, TensorInfo], rank: int, alpha: float, is
         raise InvalidAdapter(
             f"lora_{side} of module '{module}' alone",
             expected="lora_A and lora_B for every module",
-            remedy="save the adapter again with PEFT",
+            remedy=_SAVE_AGAIN,
         )
     pair = LoraPair(module, sides["A"], sides["B"], rank, alpha, is_looked_up)
     for tensor in (pair.a, pair.b):

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from lora_plugins.adapter.names import covering
 from lora_plugins.adapter.pace import paced
 from lora_plugins.api.access.principals import shown
 from lora_plugins.api.models import (
@@ -116,7 +117,7 @@ def _view(
     adapter_id, draining = registry.adapter_id(name), registry.draining  # rows of their own
     if adapter is None:
         return AdapterView(lora_name=name, lora_id=adapter_id, state=ServedState.BLOCKED)
-    is_blocked = name in blocked or name.partition("@")[0] in blocked
+    is_blocked = not covering(name).isdisjoint(blocked)
     state = ServedState.PAUSED if name in registry.paused else ServedState.SERVING
     # A block goes before a pause.
     state = ServedState.DRAINING if is_leaving else ServedState.BLOCKED if is_blocked else state

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from lora_plugins.adapter.mixture import canonical
 from lora_plugins.adapter.names import MIN_PREFIX
+
+Name = Annotated[str, AfterValidator(canonical)]  # of equal mixtures, one name is served
 
 
 class ServedState(StrEnum):
@@ -33,7 +36,7 @@ class LoadAdapterRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    lora_name: str = Field(min_length=1, max_length=512)
+    lora_name: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(canonical)]
     source: AdapterSource | None = None
 
 

@@ -31,6 +31,7 @@ from lora_plugins.api.models import (
     AdapterView,
     ChatView,
     LoadAdapterRequest,
+    Name,
     PushStatus,
     PushTimings,
     RollbackRequest,
@@ -168,7 +169,7 @@ async def list_all(
 @router.put("/{lora_name:path}")
 async def push(
     *,
-    lora_name: str,
+    lora_name: Name,
     request: Request,
     lifecycle: _Lifecycle,
     pushes: _Pushes,
@@ -239,7 +240,7 @@ async def push(
 
 
 @router.get("/{lora_name:path}")
-async def show(lora_name: str, lifecycle: _Lifecycle) -> AdapterView:
+async def show(lora_name: Name, lifecycle: _Lifecycle) -> AdapterView:
     """One adapter, as in the list."""
     view = await view_of(lora_name, lifecycle)
     if view is None:
@@ -266,7 +267,7 @@ async def _chat_view(path: str, lifecycle: Lifecycle) -> ChatView | None:
 
 @router.delete("/{lora_name:path}")
 async def unload(
-    lora_name: str,
+    lora_name: Name,
     lifecycle: _Lifecycle,
     block: Annotated[bool, Query(description="refuse the name from here on, until it is loaded again")] = False,
     timeout_s: Annotated[
@@ -291,7 +292,7 @@ async def unload(
 
 
 @router.post("/{lora_name:path}/prefetch")
-async def prefetch(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
+async def prefetch(lora_name: Name, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
     """Bring an adapter into the workers' host memory before any request."""
     async with _changing(lifecycle):
         await lifecycle.prefetch(lora_name, expects=_expected(if_match))
@@ -299,7 +300,7 @@ async def prefetch(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = N
 
 
 @router.post("/{lora_name:path}/pin")
-async def pin(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
+async def pin(lora_name: Name, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
     """Keep an adapter in host memory and in a slot."""
     async with _changing(lifecycle):
         await lifecycle.pin(lora_name, expects=_expected(if_match))
@@ -307,7 +308,7 @@ async def pin(lora_name: str, lifecycle: _Lifecycle, if_match: _IfMatch = None) 
 
 
 @router.post("/{lora_name:path}/unpin")
-async def unpin(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
+async def unpin(lora_name: Name, lifecycle: _Lifecycle) -> AdapterStatus:
     """Let a pinned adapter be evicted like any other."""
     async with _changing(lifecycle):
         await lifecycle.unpin(lora_name)
@@ -316,7 +317,7 @@ async def unpin(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
 
 @router.post("/{lora_name:path}/pause")
 async def pause(
-    lora_name: str,
+    lora_name: Name,
     lifecycle: _Lifecycle,
     mode: Annotated[
         PauseMode, Query(description="whether requests that came before end, are aborted, or go on after the resume")
@@ -330,7 +331,7 @@ async def pause(
 
 
 @router.post("/{lora_name:path}/resume")
-async def resume(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
+async def resume(lora_name: Name, lifecycle: _Lifecycle) -> AdapterStatus:
     """Let held requests of a paused name go on."""
     was_paused = await lifecycle.server.resume(lora_name)
     return _status(lifecycle, lora_name, "resumed" if was_paused else "was not paused")
@@ -338,7 +339,7 @@ async def resume(lora_name: str, lifecycle: _Lifecycle) -> AdapterStatus:
 
 @router.post("/{lora_name:path}/refresh")
 async def refresh(
-    lora_name: str,
+    lora_name: Name,
     lifecycle: _Lifecycle,
     body: Annotated[SwapRequest | None, InBody()] = None,
     if_match: _IfMatch = None,
@@ -352,7 +353,7 @@ async def refresh(
 
 @router.post("/{lora_name:path}/rollback")
 async def rollback(
-    lora_name: str,
+    lora_name: Name,
     lifecycle: _Lifecycle,
     pushes: _Pushes,
     body: Annotated[RollbackRequest | None, InBody()] = None,

@@ -67,7 +67,7 @@ def compare(
         output.progress("computing what was trained with PEFT")
         model = ByPeft(peft or Path(), base)
         trained = [*map(model.trained, PROMPTS if prompts is None else _lines_of(prompts, "--prompts"))]
-        by_token = by_token or model.trains_head  # `prompt_logprobs` are wrong there (`CompletionServer.logprobs`)
+        by_token = by_token or model.trains_head  # `prompt_logprobs` may be wrong there (`CompletionServer.logprobs`)
     by_adapter = [server.logprobs(name, one.token_ids, by_token=by_token) for one in trained]
     by_base = [server.logprobs(served_base, one.token_ids, by_token=by_token) for one in trained]
     floor, rows = judge(trained, by_adapter, by_base, limit)
@@ -193,8 +193,9 @@ class CompletionServer:
         Args:
             model: the model's name at the server.
             token_ids: the prompt.
-            by_token: let each token be generated, at the price of a request for each. vLLM (0.30 to 0.33) computes an
-            adapter's head for prompt_logprobs with the rows of another step, and for generated tokens rightly.
+            by_token: let each token be generated, at the price of a request for each. Without `lora_lru_manager`, vLLM
+                (0.30 to 0.33) computes an adapter's head for prompt_logprobs with the rows of another step, and for
+                generated tokens rightly.
         """
         asked = {"model": model, "max_tokens": 1, "temperature": 0}
 

@@ -27,6 +27,7 @@ _OF_KERNELS = ("LORA_PLUGINS_KERNELS",)
 _OF_ADMIN = tuple(
     f"LORA_PLUGINS_{name}" for name in ("ADAPTERS_FILE", "PRELOAD", "RESTORE", "REFRESH_S", "DRAIN_TIMEOUT_S", "POLICY")
 )
+_VLLMS_MANAGER = "vLLM's own runs, and a request with prompt_logprobs beside others may crash an engine on the CPU"
 # In the order of a server's start.
 CHECKS: Mapping[str, Check] = {
     "vllm": checks.vllm,
@@ -37,7 +38,7 @@ CHECKS: Mapping[str, Check] = {
     "hub": of_plugin(HUB, (NEEDS[HUB],), source_checks.source(HUB)),
     "sources": source_checks.others,
     "runtime": checks.runtime,
-    "manager": of_plugin(MANAGER, _OF_MANAGER, checks.named(MANAGER), "vLLM's own LoRA manager runs"),
+    "manager": of_plugin(MANAGER, _OF_MANAGER, checks.named(MANAGER), _VLLMS_MANAGER),
     "kernels": checks.or_vllms_kernels(
         of_plugin(
             KERNELS, _OF_KERNELS, unless_wrong(*_OF_KERNELS, checks.kernels), "vLLM's own kernels compute adapters"

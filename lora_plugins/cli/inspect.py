@@ -158,6 +158,7 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
         found.warnings = warnings_of(found.config, base, settings.base_match)
     try:
         found.verified = verify_adapter(path, base, settings)
+        found.warnings = found.verified.warnings
     except LoRAPluginsError as error:
         found.error = _of_folder(path) or error
     return found
@@ -260,7 +261,8 @@ def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
     if (config := found.config) is not None:
         yield f"base model   {config.base_model or 'not named'}"
         patterns = f", up to {config.max_rank} by rank_pattern" if config.max_rank != config.rank else ""
-        yield f"rank         {config.rank}{patterns}, alpha {config.alpha:g}{', rsLoRA' if config.use_rslora else ''}"
+        more = ", ".join(["", *(["rsLoRA"] if config.use_rslora else []), *sorted(config.beside)])
+        yield f"rank         {config.rank}{patterns}, alpha {config.alpha:g}{more}"
     if (form := by_keys(tensor.name for tensor in found.tensors)) is not None:
         yield f"recognised   {form.name}"
     if fields["dtypes"]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli import UsageProblem, worst
@@ -53,8 +54,8 @@ def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether a text stands for all names that fit; a URI does not."""
-    return ("*" in text or "?" in text) and "://" not in text
+    """Return whether a text stands for all names that fit; a URI or a mixture does not."""
+    return ("*" in text or "?" in text) and "://" not in text and terms_of(text) is None
 
 
 def malformed(name: str) -> AdapterNotFound | None:

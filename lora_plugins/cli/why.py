@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -11,12 +11,13 @@ import typer
 
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import MISSPELT, misspelt, near, why_absent
 from lora_plugins.api.models import AdapterList, AdapterView, ServedState
 from lora_plugins.cli import Exit, exit_of
 from lora_plugins.cli.base_model import compared_with, on_base, why_not_compared, would_be_served
 from lora_plugins.cli.lookup import LookUp, Stored, look_up
-from lora_plugins.cli.names import NamesFile, expand, listed, malformed, names_of_environment, wanted
+from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, malformed, names_of_environment, wanted
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, steps_table
 from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
@@ -95,6 +96,8 @@ def why(
     """
     base_path = "" if base is None else base.path
     asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_path), "the sources")
+    if dry_run:  # no mixture is made without its parts
+        asked = [part for one in asked for part in _parts_of(one)]
     by_name = {one.name: LookUp(one.name, one.name) for one in asked if not isinstance(one, LoRAPluginsError)}
     said = {name: OfServer() for name in by_name}
     well_formed = [name for name in by_name if malformed(name) is None]
@@ -211,7 +214,10 @@ class _Explanation:
         if (fault := malformed(asked.name)) is not None:
             self.fail(asked, fault, "name", "unknown")
             return
-        self.steps += [Step("name", "ok", "is well-formed"), *of_server.steps]
+        self.steps.append(Step("name", "ok", "is well-formed"))
+        if terms := terms_of(asked.name):
+            self.steps.append(Step("parts", "ok", ", ".join(f"{term.weight} of {term.name}" for term in terms)))
+        self.steps += of_server.steps
         if of_server.is_blocked:
             remedy = f"lora-plugins load {asked.name.partition('@')[0]}"
             self.fail(asked, blocked(asked.name), "block", "refused", remedy)
@@ -261,6 +267,11 @@ class _Explanation:
             self.end("not compared", Exit.NOT_COMPARED, f"whole, and not compared: {reason}")
         else:
             self.end("served", text=would_be_served(base, event.rank))
+
+
+def _parts_of(one: AskedName | LoRAPluginsError) -> Iterable[AskedName | LoRAPluginsError]:
+    terms = () if isinstance(one, LoRAPluginsError) else terms_of(one.name) or ()
+    return [AskedName(term.name) for term in terms] or [one]
 
 
 def _is_unknown(asked: LookUp) -> bool:

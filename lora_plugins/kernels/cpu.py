@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_plugins.kernels.compiled.panels import Panels, Prepared, SlotPanels
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.ranks import SlotRanks, Vectors
 
 Step = Callable[[Any, Any], None]
 # Copying a slot into panels happens in the engine's loop, at the first batch after the write; the cost grows with the
@@ -92,7 +92,9 @@ class ModuleSlots:
             slot: panels.of(slot)
             for slot in slots
             # The panels alone hold the adapter of a slot that points at panels: the stacks are views of a single zero.
-            if panels.is_placed(slot) or 0 < max(self.ranks[slot]) <= LARGEST_COPIED_RANK
+            if panels.is_placed(slot)
+            or 0 < max(self.ranks[slot]) <= LARGEST_COPIED_RANK
+            or (slot in self.ranks.vectors and not any(self.ranks[slot]))
         }
 
 
@@ -110,6 +112,7 @@ class ModulePlan:
         self.dtype = module.a[0].dtype
         self.width = sum(int(b_i.shape[2]) for b_i in module.b)
         self.steps: tuple[Step, ...] = tuple(_steps(module, batch, buffers, scale))
+        self.turns = any(slot in module.ranks.vectors for slot in batch.rows)
         first = self.steps[0] if len(self.steps) == 1 else None
         self.alone = first if isinstance(first, Prepared) else None
 
@@ -128,6 +131,11 @@ class ModulePlan:
         if y.dtype is dtype and y.shape[1] == self.width and y.stride(1) == 1:
             for each in self.steps:
                 each(y, x)
+        elif self.turns:  # of a linear layer, whose rows have the adapters' dtype
+            turned = y.to(dtype, copy=True).contiguous()
+            for each in self.steps:
+                each(turned, x)
+            y.copy_(turned)
         # A strided `y`, or logits: of a wider dtype (vLLM's head_dtype), or with padded vocabulary on either side.
         else:
             delta = torch.zeros(y.shape[0], self.width, dtype=dtype)
@@ -142,12 +150,17 @@ def _steps(module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float
     compiled = module.compiled(batch.rows)
     for slot, rows in batch.rows.items():
         # Slots without a rank add nothing: an adapter need not adapt every module.
-        if slot not in compiled and any(module.ranks[slot]):
+        if slot in compiled:
+            continue
+        if any(module.ranks[slot]):
             yield _by_torch(module, slot, rows, buffers, scale)
+        if slot in module.ranks.vectors:
+            yield functools.partial(_turn, rows, module.ranks.vectors[slot])
     if module.panels is not None and compiled:
         take = functools.partial(buffers.take, dtype=torch.float32)
         inn = module.panels.shape.inn
-        yield Prepared(module.panels.product, compiled, batch.rows_of_32_bits, inn, scale, take)
+        vectors = {slot: one for slot in compiled if (one := module.ranks.vectors.get(slot)) is not None}
+        yield Prepared(module.panels.product, compiled, batch.rows_of_32_bits, inn, scale, take, vectors)
 
 
 def _by_torch(module: ModuleSlots, slot: int, rows: Any, buffers: Buffers, scale: float) -> Step:
@@ -175,6 +188,11 @@ def _by_torch(module: ModuleSlots, slot: int, rows: Any, buffers: Buffers, scale
                 y[own, columns] = into
 
     return run
+
+
+def _turn(rows: Any, vectors: Vectors, y: Any, _: Any) -> None:
+    """Compute `y[rows] = g * y[rows] + c`."""
+    y[rows] = (y[rows] * vectors.g + vectors.c).to(y.dtype)
 
 
 def add_expanded(y: Any, x: Any, b: Any, rows: Any, rank: int, columns: slice) -> None:

@@ -39,6 +39,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
     Until: vLLM's CPU kernels group rows and know true ranks.
     """
 
+    computes_vectors = True  # `worker/vectors.py`
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._buffers = cpu.Buffers()
@@ -262,5 +264,5 @@ class ReferencePunicaWrapper(CompiledPunicaWrapperCPU):
             layers.refuse_more_rows(y.shape[0], self._batch.n_rows)
         reference.lora_linear(
             y, x, slots.a, slots.b, self.token_lora_indices.tolist(), slots.ranks, output_slices, scale=scale,
-            add_inputs=kwargs.get("add_inputs", True),
+            add_inputs=kwargs.get("add_inputs", True), vectors=slots.ranks.vectors,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class _Pending(threading.local):
@@ -48,6 +48,16 @@ def after_writing(key: Hashable, action: Callable[[], None]) -> None:
         _pending.actions[key] = action
 
 
+class Vectors(NamedTuple):
+    """What a slot's adapter does with a layer's outputs: `g * y + c`, behind the products.
+
+    float32 `[out]`, on the layer's device, of this worker's outputs.
+    """
+
+    g: Any
+    c: Any
+
+
 class SlotRanks:
     """The rank of each slice, for every slot of one module; a slot without a note has the largest ranks.
 
@@ -58,6 +68,7 @@ class SlotRanks:
 
     Attributes:
         version: grows with every write of any slot.
+        vectors: by slot, where the slot's content has any.
     """
 
     def __init__(self, slots: int, largest: Sequence[int], *, is_empty: bool = False) -> None:
@@ -65,6 +76,7 @@ class SlotRanks:
         self.version = 0
         self._ranks = [(0,) * len(self.largest) if is_empty else self.largest] * slots
         self._stamps = [0] * slots
+        self.vectors: dict[int, Vectors] = {}
         self._write = threading.Lock()
         self._listeners: list[Callable[[int], None]] = []
 
@@ -91,6 +103,12 @@ class SlotRanks:
         for listener in self._listeners:
             listener(slot)
 
+    def turn(self, slot: int, vectors: Vectors) -> None:
+        """Give the slot's present content vectors, until the slot's next write."""
+        with self._write:
+            self.vectors[slot] = vectors
+            self.version += 1  # plans are stale; the stamp stays, as panels are still of the content
+
     def __getitem__(self, slot: int) -> tuple[int, ...]:
         return self._ranks[slot]
 
@@ -105,6 +123,7 @@ class SlotRanks:
         # Writers are the engine loop and a background thread; `version += 1` alone is no atomic step.
         with self._write:
             self._ranks[slot] = ranks
+            self.vectors.pop(slot, None)  # with each write, whoever writes: the next adapter may have none
             self._stamps[slot] += 1
             self.version += 1
 

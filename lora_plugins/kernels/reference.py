@@ -14,10 +14,13 @@ Sums are in float32, or in float64 where an input is float64, and rounded to `y`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+
+from lora_plugins.kernels.ranks import Vectors
 
 
 class Ranks(Protocol):
@@ -75,12 +78,16 @@ def lora_linear(
     *,
     scale: float = 1.0,
     add_inputs: bool = True,
+    vectors: Mapping[int, Vectors] = MappingProxyType({}),
 ) -> None:
-    """Compute `y += scale * B A x` for every row with its slot's adapter."""
+    """Compute `y += scale * B A x`, then `y = g * y + c`, for every row with its slot's adapter."""
     # vLLM may show a layer fewer rows than the batch has, or pad `y` beyond the batch.
     rows = min(len(slot_of_row), y.shape[0])
     shrunk = shrink(x[:rows], a, slot_of_row[:rows], ranks, scale)
     expand(y[:rows], shrunk, b, slot_of_row[:rows], ranks, output_slices, add_inputs=add_inputs)
+    for row, slot in enumerate(slot_of_row[:rows]):
+        if (own := vectors.get(slot)) is not None:
+            y[row] = own.g * y[row].to(_accumulator(y)) + own.c
 
 
 def _accumulator(*tensors: Any) -> Any:

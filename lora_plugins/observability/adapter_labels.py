@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prometheus_client import Gauge
 
+from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.log import logger
 
 Labelled = float | Path
@@ -67,11 +68,12 @@ class _NamesFile:
         self._fails = False
 
     def label_of(self, name: str) -> str:
-        """Return the label of a listed name; a version of a listed name is counted with the name."""
+        """Return the label of a listed name; a version of a listed name is counted with the name, a mixture is not."""
         if time.monotonic() - self._looked_at_s >= _LOOK_S:
             self._looked_at_s = time.monotonic()
             self._read()
-        return next((label_of(one) for one in (name, name.partition("@")[0]) if one in self._names), OTHERS)
+        path = name if terms_of(name) is not None else name.partition("@")[0]
+        return next((label_of(one) for one in (name, path) if one in self._names), OTHERS)
 
     def _read(self) -> None:
         try:

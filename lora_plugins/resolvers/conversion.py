@@ -43,7 +43,7 @@ class ConvertedAdapter:
         config = canonical_bytes(conversion.config)
         converted = Converted(form, stored.digest, conversion.changes)
         # No SHA-256 in advance: the bytes are written during the download.
-        made = (CONFIG_FILE, len(config), ""), (WEIGHTS_FILE, weights_bytes(conversion), "")
+        made = (CONFIG_FILE, len(config), ""), (WEIGHTS_FILE, weights_bytes(tensors_of(conversion)), "")
         files = Manifest.read(stored.directory).files
         promised = (*made, *((file.name, file.size_bytes, file.sha256) for file in files if file.name in CHAT_FILES))
         return cls(uri, version, converted, stored.directory, conversion, config, promised)

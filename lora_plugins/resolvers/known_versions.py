@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cachetools import LRUCache, TLRUCache
 
+from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, is_remembered
 from lora_plugins.resolvers.sources.pushed import LABEL as PUSHED
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
@@ -66,6 +67,12 @@ class ResolvedAdapter:
     def digest(self) -> str:
         """SHA-256 over the files' names, sizes and contents, in hexadecimal; the last part of `path`."""
         return self.path.name
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Of a mixture, the digests of its parts by their names; empty for other adapters."""
+        digests = (term.partition("*")[0] for term in self.version.split("+"))
+        return {term.name: digest for term, digest in zip(terms_of(self.name) or (), digests, strict=False)}
 
 
 @dataclass(slots=True)

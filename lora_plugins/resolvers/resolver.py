@@ -7,21 +7,23 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
-from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.names import AdapterName, refuse_mixture
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.events import AdapterConfirmed, AdapterResolved, AdapterUnknown, Events, StoreDamaged, StoreEvicted
 from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.single_flight import SingleFlight
+from lora_plugins.resolvers.sources.mixtures import MixtureSource
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, VersionChanged, place_in_order
 from lora_plugins.resolvers.sources.uri import SourceUri, is_by_path, is_from
-from lora_plugins.resolvers.versions import VersionStore
+from lora_plugins.resolvers.versions import VersionStore, gone
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 
@@ -44,6 +46,7 @@ class AdapterResolver:
         principal: the origin of the running request; look-ups of new names and fetches take turns by principal.
         give_up: ends what is looked up and fetched, with `SourceUnavailable`: no engine is left for it.
         describe_model: asks the engine for its model's modules, once; the answer is None where LoRA is off.
+        lease_served: leases the version that a name serves now for a holder; None where the name is not served.
 
     Raises:
         InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
@@ -67,6 +70,8 @@ class AdapterResolver:
         self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(self._nobody_waits)
         self.give_up = self._flights.give_up
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
+        self.lease_served: Callable[[str, Hashable], Awaitable[Path | None]] | None = None
+        self._search.mixtures = MixtureSource(settings, store, self._lease_part, lambda: self.base)
 
     def add(self, source: Source) -> None:
         """Ask this source too, in the order of the settings; a second source with the same label changes nothing."""
@@ -231,11 +236,27 @@ class AdapterResolver:
         if uri is None:
             return Query(AdapterName.parse(name))
         with describing(adapter=name):
+            refuse_mixture(name)
             checked = self._search.by_uri.check(uri)
             try:
                 return Query(AdapterName.parse(name), checked)
             except AdapterNotFound as error:
                 raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+
+    async def _lease_part(self, name: str, base_path: str, holder: Hashable) -> Path | None:
+        """Lease the version of a part of a mixture: the served one, or else the one that its sources have now."""
+        if self.lease_served is not None and (path := await self.lease_served(name, holder)) is not None:
+            return path
+        found = (await self.look_up(name, base_path)).version()
+        if found is None and "@" in name:
+            found = await self.of_digest(*name.split("@", 1))
+        if found is None:
+            return None
+        leased = await asyncio.to_thread(self.store.acquire, found.digest, holder)
+        self.on_abandoned(found)  # the name needs the version only where the name is served
+        if leased is None:
+            raise gone()
+        return leased
 
     async def _find(self, query: Query, base_path: str) -> LookedUp:
         looked = await self._search.locate(query, base_path, self.known.last(*query.key), self.principal())

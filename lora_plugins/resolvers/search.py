@@ -10,6 +10,7 @@ from functools import partial
 from cachetools import TTLCache
 
 from lora_plugins.absence import Absence
+from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.events import (
@@ -21,7 +22,7 @@ from lora_plugins.events import (
     LookUpRefused,
     SourceFailed,
 )
-from lora_plugins.resolvers.admission import LookUpLimits, LookUps, LookUpsBusy
+from lora_plugins.resolvers.admission import BreakerLimits, LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.known_versions import AtSource, Key, ResolvedAdapter
 from lora_plugins.resolvers.sources.configured import UriSources
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
@@ -32,6 +33,8 @@ from lora_plugins.settings import Settings
 _REMEMBERED_NAMES = 10_000
 # Of each source, a directory too: threads look there, and many of them hold up the event loop.
 _LIMITS = LookUpLimits()
+# The parts of a mixture take places at their own sources, whose outages are not the mixture's, and may be fetched.
+_OF_MIXTURES = LookUpLimits(at_once=100_000, breaker=BreakerLimits(failures=1 << 62, by_silence=False))
 # Answers of a working source about one adapter: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 
@@ -102,7 +105,8 @@ class SourceSearch:
     the name either, its error is the result, because "no such adapter" would be a guess.
 
     Attributes:
-        sources: the sources of names. by_uri: the sources of URIs.
+        sources: the sources of names. by_uri: the sources of URIs. mixtures: the source of mixtures, asked for these
+            alone; None where none can be made.
 
     Raises:
         InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
@@ -116,6 +120,7 @@ class SourceSearch:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sources, self.by_uri = list(sources), UriSources(settings)
+        self.mixtures: Source | None = None
         self._events = events
         self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s, timer)
         self._look_ups: dict[int, LookUps] = {}  # by source, so that a source that does not answer blocks no other
@@ -133,7 +138,7 @@ class SourceSearch:
         unavailable: SourceUnavailable | None = None
         try:
             with describing(adapter=name):
-                by_name = [(source, query.name) for source in self.sources]
+                by_name = [(source, query.name) for source in self._sources_of(name)]
                 asked = by_name if query.uri is None else [self.by_uri.at(query.uri)]
         except SourceUnavailable as error:
             looked.error = error
@@ -146,7 +151,8 @@ class SourceSearch:
                 looked.answers[source.label] = remembered
                 continue
             if (look_ups := self._look_ups.get(id(source))) is None:
-                look_ups = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self._events)
+                limits = _OF_MIXTURES if source is self.mixtures else _LIMITS
+                look_ups = self._look_ups[id(source)] = LookUps(limits, source.label, self._events)
             try:
                 with describing(adapter=name):
                     answer = await look_ups.run(
@@ -176,6 +182,9 @@ class SourceSearch:
                 self._absent[key] = replace(answer, is_remembered=True)
         looked.error = unavailable
         return looked
+
+    def _sources_of(self, name: str) -> Sequence[Source]:
+        return self.sources if self.mixtures is None or terms_of(name) is None else [self.mixtures]
 
     def report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
         """Emit the event of a name that a source has failed."""

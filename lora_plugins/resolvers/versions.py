@@ -113,9 +113,11 @@ class VersionStore:
             stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
         except DamagedCopy:  # the copy is marked now, so the second try fetches the version
             stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
+        warnings = [*adapter.warnings]
         if self._settings.adapter_chat.reads_files and (large := _too_large(adapter)):
-            left = f"not used of the adapter's files for chats: {', '.join(large)} (too large)"
-            verified = replace(verified, warnings=(*verified.warnings, left))
+            warnings.append(f"not used of the adapter's files for chats: {', '.join(large)} (too large)")
+        if warnings:
+            verified = replace(verified, warnings=(*verified.warnings, *warnings))
             self._known.note_warnings(stored.digest, verified.warnings)
         # Point the link before the lease goes to the name: a reader of the link must find a leased adapter.
         if adapter.link is not None:
@@ -246,7 +248,7 @@ class VersionStore:
                 arrived = await asyncio.wrap_future(self._read(stored.directory))
         if asker.base is None:
             return arrived.adapter
-        return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings)
+        return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings, stored.directory)
 
     async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, asker: _For) -> _Stored:
         """Bring the version into the store."""
@@ -334,7 +336,7 @@ class VersionStore:
         except LoRAPluginsError as error:
             kind = kind_of(error)
             if kind is ErrorKind.ABSENCE and not all((directory / file.name).exists() for file in fetched):
-                raise _gone() from error  # the source has the files: another program cleans up in the store
+                raise gone() from error  # the source has the files: another program cleans up in the store
             if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE):
                 raise _BytesRefused(error) from error
             raise
@@ -371,7 +373,8 @@ def _resolved(
     )
 
 
-def _gone() -> SourceUnavailable:
+def gone() -> SourceUnavailable:
+    """The error where files were removed from the store before they were read."""
     return SourceUnavailable(
         "fetched files that are gone from the store before they are read",
         expected="a store in which nobody else removes files",

@@ -51,6 +51,10 @@ class ApiServer:
     drain_timeout_s: float = 60.0
     on_change: Callable[[], None] = lambda: None
 
+    def __post_init__(self) -> None:
+        """Free what the registry serves no longer by itself."""
+        self.registry.on_stale = self.drain
+
     async def engine_path(self, name: str, version: ResolvedAdapter, *, other_than: str = "") -> str:
         """`Store.engine_path` of a version leased for a name; where the caller leaves, the lease ends."""
         try:
@@ -88,13 +92,14 @@ class ApiServer:
 
         Requests that were accepted before end by themselves. Returns what is done when all is free.
         """
-        started = time.perf_counter()
+        # A mixture may leave the registry while a change of its own loads another version.
+        started, engine_id = time.perf_counter(), adapter.engine_id
 
         async def free() -> None:
-            await self.planner.retire(adapter.engine_id)
+            await self.planner.retire(engine_id)
             async with self.vllm.lock(adapter.name):  # a concurrent load has registered its version by then
                 # Before `release`, which keeps the versions of draining adapters.
-                del self.registry.draining[adapter.engine_id]
+                del self.registry.draining[engine_id]
                 leases = self.release(adapter.name, *adapter.versions)
             self.events.emit(AdapterUnloaded(adapter.name, time.perf_counter() - started, adapter.ended))
             await asyncio.gather(*leases)
@@ -106,7 +111,7 @@ class ApiServer:
                 self.release(adapter.name, *previous)
 
         # At once: `needs` must see the adapter without a gap.
-        self.registry.draining[adapter.engine_id] = adapter
+        self.registry.draining[engine_id] = adapter
         task = adapter.freeing = background(free())
         background(end_rollbacks())
         if adapter.name in self.registry.paused:

@@ -21,7 +21,7 @@ from typing import Any
 
 from cachetools import TTLCache
 
-from lora_plugins.errors import ErrorKind, LoRAPluginsError, OfAdapter, SourceUnavailable, kind_of
+from lora_plugins.errors import ErrorKind, LoRAPluginsError, NoFreeSlot, OfAdapter, SourceUnavailable, kind_of
 from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
@@ -36,6 +36,7 @@ CHANGES = 3  # while a request waits for a copy, the name may get another versio
 LOOK_S = 2.0
 _LOOKED_AT = 200  # copies in one look: a thousand system calls
 _RETRY_S = 15.0
+_MOST_MIXTURES = 32  # of one caller: each request may name another one
 _MOST_BY_DIGEST = 1_000  # names `NAME@DIGEST`: a digest has 57 spellings, and a name has many versions
 _HASHED_S = 60.0
 
@@ -191,7 +192,8 @@ class Copies:
         Pinned adapters keep their leases. A name keeps the lease of its fixed digest, of a version that is the only
         copy, and, until the end of a change of the name, of earlier versions: no source may have them any more. A name
         `NAME@DIGEST` is unloaded: the next request loads the version again, as long as the store has a copy. A trainer
-        that samples from each of its versions would otherwise fill the store.
+        that samples from each of its versions would otherwise fill the store. Mixtures are made again of their parts,
+        so the store removes their copies first.
         """
         adapters = self._registry.all()
         changing = {it.name for it in adapters if it.previous and self._server.vllm.lock(it.name).locked()}
@@ -203,8 +205,9 @@ class Copies:
     def _idle(self, adapter: ServedAdapter, *, is_changing: bool = False) -> list[tuple[str, str, float | None]]:
         """The digests of versions whose leases may end, with the name and the version's last use."""
         used_at, present = self._server.planner.used_at, adapter.version
+        last = 0.0 if present is not None and present.parts else used_at.get(adapter.engine_id)
         return [
-            (version.digest, adapter.name, used_at.get(adapter.engine_id) if version is present else None)
+            (version.digest, adapter.name, last if version is present else None)
             for version in adapter.versions
             if not adapter.is_pinned and version.digest != adapter.held_digest
             if not (adapter.is_only_copy if version is present else is_changing)
@@ -229,13 +232,34 @@ class Copies:
         finally:
             self._ending.discard(name)
 
+    async def make_place(self, caller: Hashable) -> None:
+        """Unload the mixtures of a caller that were used longest ago, until one more may be served.
+
+        Raises:
+            NoFreeSlot: requests use all of them.
+        """
+        while len(theirs := self._registry.mixtures_of(caller)) >= _MOST_MIXTURES:
+            used_at = self._server.planner.used_at
+            theirs.sort(key=lambda it: used_at.get(it.engine_id, 0.0))
+            if not await self._unload(theirs, most=1):
+                raise NoFreeSlot(
+                    f"{len(theirs)} mixtures of one caller in use at once",
+                    expected=f"{_MOST_MIXTURES} at most",
+                    remedy="ask again once requests of another mixture have ended",
+                )
+
     async def _unload_idle(self, allowed: int = 0) -> None:
         """Unload names by digest without requests, where more are served than allowed; a name that changes stays."""
         versions = [adapter for adapter in self._registry.all() if adapter.is_by_digest]
-        if len(versions) <= allowed:
-            return
-        states, unloading = await self._server.planner.states(), []
-        for adapter in versions:
+        if len(versions) > allowed and (unloading := await self._unload(versions)):
+            await asyncio.wait(unloading, timeout=ABORT_S)  # a request may have come since the look
+
+    async def _unload(self, adapters: Iterable[ServedAdapter], most: float = math.inf) -> list[asyncio.Task[None]]:
+        """Unload the first adapters without requests; return what is done once all of one is free."""
+        states, unloading = await self._server.planner.states(), list[asyncio.Task[None]]()
+        for adapter in adapters:
+            if len(unloading) >= most:
+                break
             state = states(adapter.engine_id)
             # The caller may hold a lock, so wait for none.
             is_busy = state.held or state.running or self._server.vllm.lock(adapter.name).locked()
@@ -244,7 +268,7 @@ class Copies:
                 unloading.append(self._server.drain(adapter))
         if unloading:
             self._server.on_change()
-            await asyncio.wait(unloading, timeout=ABORT_S)  # a request may have come since the look
+        return unloading
 
     async def _replace(self, adapter: ServedAdapter) -> None:
         async with self._server.vllm.lock(adapter.name):

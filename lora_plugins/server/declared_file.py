@@ -23,11 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from lora_plugins.adapter.mixture import canonical
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, LoRAPluginsError
 from lora_plugins.log import logger
@@ -56,7 +57,7 @@ _MEANING = {
 class _Declared(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: str = Field(min_length=1, max_length=512)
+    name: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(canonical)]
     uri: str | None = None
     revision: str | None = Field(default=None, min_length=1)
     digest: str | None = Field(default=None, pattern="^[0-9a-f]+$")

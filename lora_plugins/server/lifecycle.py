@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
-from lora_plugins.adapter.names import AdapterName, is_prefix
+from lora_plugins.adapter.mixture import terms_of
+from lora_plugins.adapter.names import AdapterName, covering, is_prefix, refuse_mixture
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
 from lora_plugins.events import polling
 from lora_plugins.log import logger
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
 from lora_plugins.server.api_server import ABORT_S, ApiServer
 from lora_plugins.server.background import background
-from lora_plugins.server.copies import Copies
+from lora_plugins.server.copies import CHANGES, Copies
 from lora_plugins.server.registry import DesiredAdapter, ServedAdapter, no_longer_served
 from lora_plugins.server.swapping import (
     KEPT_VERSIONS,
@@ -53,6 +56,7 @@ class Lifecycle:
         self.copies = copies or Copies(server)
         self.written: Callable[[], Coroutine[Any, Any, None]] = _nothing
         self.resolving: SingleFlight[str, Any] = SingleFlight()
+        server.resolver.lease_served = self._lease_served
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
     async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
@@ -129,6 +133,7 @@ class Lifecycle:
         Raises:
             LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
         """
+        refuse_mixture(name)
         adapter, place = self._present(name), place_by_path(path)
         adapter.base_name = base_name or adapter.base_name
         with updating(self.server, adapter):
@@ -151,13 +156,41 @@ class Lifecycle:
                 return served.request
             if not server.resolver.sources:  # else names of other packages' resolvers would count as unknown
                 return None
-            if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
-                return None
-            request = server.vllm.new_request(name, await server.engine_path(name, version))
-            self.registry.put(ServedAdapter(name, request, version))
+            caller = server.resolver.principal()
+            for tries_left in reversed(range(CHANGES)):
+                if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
+                    return None
+                path = await server.engine_path(name, version)
+                if version.parts:
+                    await self._make_place(name, version, caller)
+                # A part may have changed while its mixture was made, and this request may be of after the change.
+                if not (tries_left and self.registry.is_stale(version)):
+                    break
+                server.release(name, version)
+            request = server.vllm.new_request(name, path)
+            self.registry.put(ServedAdapter(name, request, version, caller=caller))
             background(self._loading(request))
         server.on_change()
         return request
+
+    async def _make_place(self, name: str, version: ResolvedAdapter, caller: Hashable) -> None:
+        """Have room for one more mixture of a caller, or end the lease of the version."""
+        try:
+            await self.copies.make_place(caller)
+        except BaseException:
+            self.server.release(name, version)
+            raise
+
+    async def _lease_served(self, name: str, holder: Hashable) -> Path | None:
+        """Lease the version that a part of a mixture serves for a holder; None where the part is not served."""
+        async with self.server.vllm.lock(name):
+            if (adapter := self.registry.get(name)) is None:
+                return None
+            if adapter.version is None:
+                raise _only_workers_have(name)
+            async with self.copies.keeping(adapter) as request:
+                self.server.resolver.store.share(request.lora_path, holder)
+            return adapter.version.path
 
     async def take(
         self,
@@ -204,6 +237,7 @@ class Lifecycle:
             InvalidAdapter: no adapter can have this name, or the name has a revision.
             VersionMismatch: another version is served than expected.
         """
+        refuse_mixture(name)
         self._check_name(name)
         if "@" in name:
             raise InvalidAdapter(
@@ -271,7 +305,7 @@ class Lifecycle:
             LoRAPluginsError: the version cannot be served.
         """
         name, _, prefix = text.partition("@")
-        if not is_prefix(prefix):
+        if not is_prefix(prefix) or terms_of(text) is not None:
             return None
         async with self.server.vllm.lock(text):
             adapter = self.registry.get(text)
@@ -320,7 +354,7 @@ class Lifecycle:
         # Before the first await: a request that comes now must not resolve the name again.
         blocks.hold(name)
         known = [*self.registry.all(), *self.registry.draining.values()]
-        known = [adapter for adapter in known if name in (adapter.name, adapter.name.partition("@")[0])]
+        known = [adapter for adapter in known if name in covering(adapter.name)]
         for adapter in known:
             self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
         # The name itself too: a load under way may put it into the table while the lock is awaited.
@@ -413,6 +447,7 @@ class Lifecycle:
             VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.
             LoRAPluginsError: the version cannot be loaded; the name goes on serving the present version.
         """
+        refuse_mixture(name)  # it would have parts that its name no longer means
         async with self._served(name, expects) as adapter:
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
             if version is not None and not await self.copies.has(name, version):
@@ -512,12 +547,7 @@ class Lifecycle:
 
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
         if adapter.version is None:
-            raise InvalidAdapter(
-                "an adapter by a path that only the workers have",
-                expected="one that comes from a source or a directory",
-                remedy="load it with POST /v1/loras",
-                adapter=adapter.name,
-            )
+            raise _only_workers_have(adapter.name)
         return await self.copies.update(adapter, moves=moves)
 
     def _check_name(self, name: str) -> None:
@@ -529,6 +559,15 @@ class Lifecycle:
             AdapterName.parse(name)
         except AdapterNotFound as error:
             raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+
+
+def _only_workers_have(name: str) -> InvalidAdapter:
+    return InvalidAdapter(
+        "an adapter by a path that only the workers have",
+        expected="one that comes from a source or a directory",
+        remedy="load it with POST /v1/loras",
+        adapter=name,
+    )
 
 
 def _require_version(name: str, adapter: ServedAdapter | None, expects: str | None) -> None:

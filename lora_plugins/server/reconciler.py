@@ -25,6 +25,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from lora_plugins.adapter.mixture import canonical
 from lora_plugins.adapter.names import is_by_digest
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, OfAdapter, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, polling
@@ -110,7 +111,7 @@ class Reconciler:
         """
         started, path = time.perf_counter(), self._settings.adapters_file
         deadline_s = self._settings.fetch_timeout_s  # for all adapters together: a hanging source must not add up
-        self._targets = {name: Target(DesiredAdapter(name)) for name in self._settings.preload}
+        self._targets = {name: Target(DesiredAdapter(name)) for name in map(canonical, self._settings.preload)}
         rolled_back = await self._restore()
         if path is not None:
             self._content = content = await asyncio.to_thread(read_bytes, path)
@@ -357,7 +358,8 @@ class Reconciler:
         registry, declared, served = self._lifecycle.registry, self.declared or {}, list[Fields]()
         async for name in in_steps(registry.names()):
             it = registry.get(name)
-            if it is None or it.version is None:  # no version: only the workers have it
+            # No version: only the workers have it. Mixtures are made again at the next request.
+            if it is None or it.version is None or (it.version.parts and not it.is_pinned):
                 continue
             target = declared.get(name)
             if target is None or (it.held_digest is not None and target.adapter.held_digest is None):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path
 from lora_plugins.store.blocks import Blocks
+
+OPERATOR = object()  # the caller where no request has made a mixture
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +33,7 @@ class ServedAdapter:
         uri: the place that the operator gave, or the path that vLLM's own call named; None where the name is enough.
         base_name: the served name of the base model that vLLM's own call named; None for the first.
         previous: versions for a rollback, the latest first; leased in the store.
+        caller: of a mixture that requests have made, the label of the first; `OPERATOR` for other adapters.
         held_digest: the fixed digest: after a rollback, a load by path, a push, or a declared digest.
         is_pinned: stays in host memory and a slot.
         is_damaged: the store's copy was found damaged, and is fetched and loaded again before the next request.
@@ -44,6 +47,7 @@ class ServedAdapter:
     version: ResolvedAdapter | None = None
     uri: str | None = None
     base_name: str | None = None
+    caller: Hashable = OPERATOR
     previous: list[ResolvedAdapter] = field(default_factory=list)
     held_digest: str | None = None
     is_pinned: bool = False
@@ -150,6 +154,7 @@ class Registry:
     Attributes:
         draining: unloaded adapters with running requests, by engine id.
         paused: names whose requests the engines hold until a resume.
+        on_stale: called with a mixture that is served no longer, because a part has changed.
     """
 
     def __init__(
@@ -163,9 +168,11 @@ class Registry:
         self._near = near
         self._version_of = version_of
         self._adapters: dict[str, ServedAdapter] = {}
+        self._mixtures: dict[str, dict[str, str]] = {}  # names of mixtures served, with the digests of their parts
         self._names_of_ids: dict[int, str] = {}
         self.draining: dict[int, ServedAdapter] = {}
         self.paused: set[str] = set()
+        self.on_stale: Callable[[ServedAdapter], object] = lambda _: None
         self.blocked = blocked
 
     def get(self, name: str) -> ServedAdapter | None:
@@ -221,12 +228,34 @@ class Registry:
         """Have later requests for the name enter the engine with the adapter's request."""
         self._adapters[adapter.name] = adapter
         self._table.lora_requests[adapter.name] = adapter.request
+        name, digest, version = adapter.name, adapter.digest, adapter.version
+        stale = [it for it, parts in self._mixtures.items() if parts.get(name, digest) != digest]
+        if version is not None and version.parts:
+            self._mixtures[name] = version.parts
+            stale += [name] if self.is_stale(version) else []
+        self._end_mixtures(stale)
 
     def remove(self, name: str) -> ServedAdapter | None:
         """Stop serving this name; a later request may resolve the name again."""
         if self.get(name) is not None:
             del self._table.lora_requests[name]
+        self._mixtures.pop(name, None)
+        self._end_mixtures([it for it, parts in self._mixtures.items() if name in parts])
         return self._adapters.pop(name, None)
+
+    def mixtures_of(self, caller: Hashable) -> list[ServedAdapter]:
+        """The served mixtures that requests of a caller have made."""
+        return [it for name in self._mixtures if (it := self.get(name)) is not None and it.caller == caller]
+
+    def is_stale(self, version: ResolvedAdapter) -> bool:
+        """Whether a part of a mixture is served in another version than the mixture was made of."""
+        return any((it := self.get(part)) and it.digest != digest for part, digest in version.parts.items())
+
+    def _end_mixtures(self, names: Iterable[str]) -> None:
+        """Serve mixtures no longer whose part has changed: the next request of the name gets a new mixture."""
+        for name in names:
+            if (mixture := self.remove(name)) is not None:
+                self.on_stale(mixture)
 
     def adapter_id(self, name: str) -> int:
         """The number of a name: the same on every replica and after every restart, and unique on this server.

@@ -1,8 +1,8 @@
 """Names that every server of a store refuses until an operator loads the name again: one small file for each name.
 
-A block of a name covers every revision and digest: a block of `sql` covers `sql@main` too. A question looks whether a
-file exists, without a lock or a cache: servers refuse a name that another server has blocked from their next request
-on, on a network file system as soon as the cache of names there has expired.
+A block of a name covers every revision and digest, and every mixture with the name: a block of `sql` covers `sql@main`
+and `sql*0.5`. A question looks whether a file exists, without a lock or a cache: servers refuse a name that another
+server has blocked from their next request on, on a network file system as soon as the cache of names there has expired.
 
 Only a missing file means "not blocked". A file system that answers otherwise (EACCES, EIO, ESTALE) leaves the question
 open: requests and loads are then refused as a fault, and nothing is unloaded.
@@ -19,17 +19,18 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from lora_plugins.adapter.names import covering
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.store.errors import store_errors
 from lora_plugins.store.layout import Layout, replace_small, sync_directory
 
 
-def blocked(name: str) -> AdapterNotFound:
-    """The error for a request of a name that is blocked, by itself or without its revision."""
+def blocked(name: str, by: str = "") -> AdapterNotFound:
+    """The error for a request of a name that is blocked, because the name `by` is."""
     return AdapterNotFound(
         "a name that was unloaded and blocked",
         expected="one that is served",
-        remedy=f"load '{name.partition('@')[0]}' again with POST /v1/loras",
+        remedy=f"load '{by or name.partition('@')[0]}' again with POST /v1/loras",
         adapter=name,
     )
 
@@ -47,7 +48,7 @@ class Blocks:
     def __contains__(self, text: str) -> bool:
         """Whether a name is known to be blocked, by itself or without its revision; never raises."""
         with suppress(OSError):
-            return any(self._is_blocked(name) for name in {text.partition("@")[0], text})
+            return any(self._is_blocked(name) for name in covering(text))
         return False
 
     def refuse(self, text: str, *, but_itself: bool = False) -> None:
@@ -59,12 +60,11 @@ class Blocks:
             AdapterNotFound: the name is blocked.
             SourceUnavailable: the store cannot be asked.
         """
-        path = text.partition("@")[0]
         # A load of `sql@main` does not lift the block of `sql`, so only the block of the bare path refuses the load.
-        names = {path} - {text} if but_itself else {path, text}
+        names = covering(text) - ({text} if but_itself else set())
         with store_errors():
-            if any(self._is_blocked(name) for name in names):
-                raise blocked(text)
+            if (name := next(filter(self._is_blocked, sorted(names)), None)) is not None:
+                raise blocked(text, name)
 
     def names(self) -> set[str]:
         """The blocked names, as operators wrote the names."""
@@ -74,7 +74,7 @@ class Blocks:
     def among(self, texts: Iterable[str]) -> set[str]:
         """The blocked names among `texts`, after one listing of the folder: cheaper than a question for each name."""
         names = self.names()
-        return {text for text in texts if text in names or text.partition("@")[0] in names} if names else set()
+        return {text for text in texts if not covering(text).isdisjoint(names)} if names else set()
 
     def hold(self, name: str) -> None:
         """Refuse a name in this process from here on; `write` makes the block durable and visible to other servers."""

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ from lora_plugins.worker.slot_copy import SlotStream
 # Seconds: several workers' results are polled in the store; a local thread wakes the loop by its event.
 _POLL_INTERVAL_S = 0.0005
 _FINISH_INTERVAL_S = 0.05
+_ASKED_S = 0.005  # of a step, for what threads ask of the loop; a piece that has begun ends
 
 
 class SlotOwners(Protocol):
@@ -107,6 +109,8 @@ class Jobs:
         self._writer = BackgroundThread("lora-plugins-writing", stream.begin_thread)
         self._done: deque[tuple[WorkerAdapter, Report]] = deque()
         self._something_done = threading.Event()
+        self._asked: deque[tuple[Iterator[None], Future[None]]] = deque()
+        self._loop_thread = threading.get_ident()
         self._running: set[int] = set()  # jobs that still run in a thread
         # Adapters that nothing refers to any more, and events after the last copies that read their host memory.
         self._dropped: deque[tuple[Any, LoadedAdapter | None]] = deque()
@@ -161,6 +165,20 @@ class Jobs:
             with entry.writing:  # wait for the end of a job that writes the slot
                 self._write_now(entry)
 
+    def in_loop(self, pieces: Iterator[None]) -> None:
+        """Run an iterator to its end in the engine loop, some milliseconds of it between two batches.
+
+        A layer of vLLM's CPU build has one handle of oneDNN, which two threads must not use at once.
+        """
+        if threading.get_ident() == self._loop_thread:
+            for _ in pieces:
+                pass
+            return
+        ended: Future[None] = Future()
+        self._asked.append((pieces, ended))
+        self._something_done.set()
+        ended.result()
+
     @property
     def is_busy(self) -> bool:
         """Whether a job is still to be reported."""
@@ -168,6 +186,8 @@ class Jobs:
 
     def close(self) -> None:
         """End the threads after the waiting jobs."""
+        while self._asked:
+            self._asked.popleft()[1].set_exception(RuntimeError("the worker ends"))
         self._loader.close()
         self._fetcher.close()
         self._writer.close()
@@ -210,6 +230,8 @@ class Jobs:
 
     def _activate(self, command: Activate) -> None:
         entry = self.entries.get(command.key)
+        if entry is not None:
+            self._settle(entry)
         if entry is not None and command.key in self.lost:
             if command.job is not None:
                 self._running.add(command.job)
@@ -231,6 +253,15 @@ class Jobs:
         self._owners.reserve(command.slot)
         self._running.add(command.job)
         self._writer.submit(partial(self._write, command.job, entry, command.slot, self._stream.idle_event()))
+
+    def _settle(self, entry: WorkerAdapter) -> None:
+        """Settle an adapter before its slot is written, in all workers; one that cannot be settled is lost."""
+        try:
+            if entry.adapter is not None:
+                entry.adapter.settle()
+        except Exception as error:  # noqa: BLE001 - as in `_write_now`
+            self._is_unconfirmed = True
+            self._lose(entry, error)
 
     def _write_now(self, entry: WorkerAdapter) -> None:
         """Write an adapter's slot, if it has one, in the engine loop; an adapter that cannot be written is lost."""
@@ -281,6 +312,7 @@ class Jobs:
             if command.source in self.lost:
                 self.lost.discard(command.source)
                 self._lose(entry, _evicted(entry.spec))
+            self._settle(entry)
             self._write_now(entry)
 
     def _leave(self, entry: WorkerAdapter, adapter: LoadedAdapter | None) -> None:
@@ -293,6 +325,8 @@ class Jobs:
     def _take_over(self) -> None:
         # Cleared before the queue is read: a job that ends in between sets the event again, and is not missed.
         self._something_done.clear()
+        self._loop_thread = threading.get_ident()
+        self._run_asked()
         while self._dropped and self._dropped[0][0].query():
             self._dropped.popleft()
         while self._done:
@@ -304,6 +338,21 @@ class Jobs:
                 self._stream.wait_for(entry.written_event)
                 self._owners.own(entry.slot, entry.key)
         self._reports += self._agreement.reports()
+
+    def _run_asked(self) -> None:
+        deadline = time.monotonic() + _ASKED_S
+        while self._asked and time.monotonic() < deadline:
+            pieces, ended = self._asked[0]
+            try:
+                next(pieces)
+                continue
+            except StopIteration:
+                ended.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - the thread's that waits
+                ended.set_exception(error)
+            self._asked.popleft()
+        if self._asked:
+            self._something_done.set()  # whoever waits for the event comes back at once
 
     # --- in the background ---
 

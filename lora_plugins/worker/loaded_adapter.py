@@ -21,6 +21,7 @@ from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.worker.host_memory import Block, bytes_of, room
 from lora_plugins.worker.slot_copy import part_of_worker
+from lora_plugins.worker.vectors import AdapterVectors
 
 WriteSlot = Callable[[int], None]
 # Writes a slot, the last argument, with these tensors of the adapter.
@@ -37,6 +38,7 @@ class LoadedAdapter:
         writes: a function for each layer that writes the layer's slot.
         packers: of the layers that may point at the adapter's memory.
         rank: the largest rank of any module.
+        vectors: of modules that have any.
     """
 
     name: str
@@ -46,6 +48,12 @@ class LoadedAdapter:
     writes: tuple[WriteSlot, ...]
     packers: tuple[Any, ...] = ()
     rank: int = 0
+    vectors: AdapterVectors | None = None
+
+    def settle(self) -> None:
+        """Make the adapter ready for a slot, in the engine loop: in all workers of an engine in the same order."""
+        if self.vectors is not None:
+            self.vectors.settle()
 
     def write(self, slot: int) -> None:
         """Let every layer compute with this adapter where a row's slot is `slot`."""
@@ -108,6 +116,7 @@ def build(
     is_pinned: bool,
     rank: int = 0,
     beside: Sequence[SlotWrite] = (),
+    vectors: AdapterVectors | None = None,
 ) -> LoadedAdapter:
     """Copy a parsed and merged adapter off its file, into memory of our own.
 
@@ -119,7 +128,8 @@ def build(
         scalings: of `take_scalings`.
         is_pinned: whether the memory is page-locked.
         rank: of `rank_of`.
-        beside: writes of what a slot has beside A and B.
+        beside: writes of tables that a slot has beside A and B.
+        vectors: of modules that have any.
     """
     layers: list[_Layer] = []
     writes: list[WriteSlot] = []
@@ -152,14 +162,16 @@ def build(
             writes.append(partial(_set_lora, layer.module, *_copied_sides(layer, block)))
     writes.extend(_head(module, full, block) for module, full in heads)
     writes.extend(partial(write, *(block.copy(tensor) for tensor in kept)) for write, kept in beside)
+    if vectors is not None:
+        writes.append(vectors.write)  # last: each write of a layer's slot forgets the slot's vectors
     packers = tuple(packer for module in manager.modules.values() if (packer := packer_of(module)) is not None)
-    size_bytes = sum(sizes) + bytes_of(tensors)
-    return LoadedAdapter(name, path, size_bytes, is_instant, tuple(writes), packers, rank)
+    size_bytes = sum(sizes) + bytes_of(tensors) + (0 if vectors is None else vectors.size_bytes)
+    return LoadedAdapter(name, path, size_bytes, is_instant, tuple(writes), packers, rank, vectors)
 
 
 def _empty(module: Any, slot: int) -> None:
     ranks = watched_ranks(module)
-    if ranks is None or any(ranks[slot]):  # else the slot is empty, and nothing is written
+    if ranks is None or any(ranks[slot]) or slot in ranks.vectors:  # else the slot is empty, and nothing is written
         module.reset_lora(slot)
 
 

@@ -44,6 +44,7 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker import loading
 from lora_plugins.worker.agreement import agreement_of
+from lora_plugins.worker.beside import read_beside
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, take_scalings
 from lora_plugins.worker.lora_request import is_inplace
@@ -53,6 +54,7 @@ from lora_plugins.worker.metrics import metrics_of
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.model_modules import describe
 from lora_plugins.worker.slot_copy import SlotStream, forget
+from lora_plugins.worker.vectors import vectors_of_adapter
 from lora_plugins.worker.weights_file import with_opened
 
 
@@ -162,6 +164,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         manager = self._adapter_manager
         with describing(adapter=spec.name):
             model, opened = with_opened(lambda: self._load_adapter(request))
+            read = read_beside(opened, manager.model)
             manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             notes = loading.check_described(
                 model, manager, self._modules,
@@ -169,6 +172,9 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             )  # fmt: skip
             for note in notes:
                 logger.warning("Adapter '%s' is %s", spec.name, note)
+            vectors = vectors_of_adapter(
+                read, model, manager, self._modules, self.jobs.in_loop, is_whole_model=self._is_whole_model
+            )
             scalings, rank = take_scalings(model), rank_of(model)
             manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             loading.check_slots(model, manager, self._modules)
@@ -176,9 +182,12 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             check_finite = self._settings.check_finite and not is_digest(Path(path).name)
             if check_finite:
                 loading.check_finite(spec.name, model)
-            beside = manager.trained_tokens.writes(opened, manager, self._modules, check_finite=check_finite)
+            beside = manager.trained_tokens.writes(read, self._modules, check_finite=check_finite)
             is_pinned = torch.device(self.device).type == "cuda"
-            return build(spec.name, path, manager, model, scalings, is_pinned=is_pinned, rank=rank, beside=beside)
+            return build(
+                spec.name, path, manager, model, scalings,
+                is_pinned=is_pinned, rank=rank, beside=beside, vectors=vectors,
+            )  # fmt: skip
 
     # --- vLLM's manager API, in the engine loop ---
 
@@ -190,6 +199,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         if self._dummies or self.jobs.lost:
             mapping = _without(mapping, self._adapter_manager.lora_index_to_id)
         self._adapter_manager.set_adapter_mapping(mapping)
+        self._adapter_manager.prompt_rows.begin_batch(mapping)
         self._adapter_manager.trained_tokens.begin_batch(requests, self._adapter_manager.lora_index_to_id)
 
     def _apply_adapters(self, lora_requests: set[LoRARequest]) -> None:

@@ -20,7 +20,9 @@ from lora_plugins.kernels.packing import are_pointed
 from lora_plugins.kernels.ranks import at_once
 from lora_plugins.scheduler.messages import Slots
 from lora_plugins.worker.host_memory import UntouchedZeros
+from lora_plugins.worker.prompt_rows import PromptRows
 from lora_plugins.worker.trained_tokens import TrainedTokens
+from lora_plugins.worker.vectors import why_no_vectors
 
 
 class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
@@ -45,6 +47,8 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
 
     Attributes:
         trained_tokens: tables of the slots' trained tokens.
+        without_vectors: see `why_no_vectors`.
+        prompt_rows: names the adapters of rows of prompts.
         slots: copied slots, `--max-loras`, then slots that only point at packed weights. Nobody writes to the rows of
             pointed slots.
     """
@@ -57,6 +61,8 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         self.slots = slots_of(given["lora_config"], given["max_num_seqs"])
         super().__init__(*args, **kwargs)
         self.trained_tokens = TrainedTokens(self, given["vllm_config"])
+        self.without_vectors = why_no_vectors(self)
+        self.prompt_rows = PromptRows(self)
 
     @property
     def lora_slots(self) -> int:

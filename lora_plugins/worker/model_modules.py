@@ -67,6 +67,7 @@ def describe(manager: Any) -> ModelModules:
         },
         copies=_copies(model, places),
         **({} if tokens is None else {"tokens": tokens.places, "without_tokens": tokens.why_not}),
+        **({} if tokens is None else {"without_vectors": manager.without_vectors}),
     )
 
 

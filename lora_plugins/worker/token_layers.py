@@ -22,7 +22,8 @@ def find(manager: Any, vllm_config: Any) -> tuple[TokenPlaces, Any, Any, Any] | 
 
     Touches:
         vllm.model_executor.layers.vocab_parallel_embedding:
-            VocabParallelEmbedding{org_vocab_size, embedding_dim, reduce_results} ParallelLMHead{bias}
+            VocabParallelEmbedding{org_vocab_size, embedding_dim} ParallelLMHead{bias}
+            VocabParallelEmbedding{reduce_results} # since 0.32
         vllm.model_executor.layers.logits_processor: LogitsProcessor{logits_as_input}
         vllm.lora.layers.logits_processor: LogitsProcessorWithLoRA{base_layer}
         vllm.lora.model_manager: LoRAModelManager._get_punica_wrapper(self, module_name)

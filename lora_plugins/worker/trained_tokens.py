@@ -7,25 +7,18 @@ models. Each worker has the rows whole, so that nothing is exchanged between wor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 
-from lora_plugins.adapter.config import CONFIG_FILE, parse_config
 from lora_plugins.adapter.model_modules import ModelModules, TokenPlaces
-from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.trained_tokens import token_rows
-from lora_plugins.adapter.weights import beside_of, check_beside
+from lora_plugins.worker.beside import ReadBeside
 from lora_plugins.worker.loaded_adapter import SlotWrite
 from lora_plugins.worker.loading import require_finite
 from lora_plugins.worker.token_layers import base_of, find
 from lora_plugins.worker.token_rows import TokenRows
-from lora_plugins.worker.weights_file import MappedTensors
-
-# The hidden states of a whole batch, while a runner computes logits of prompts (`vllm_patches/worker/model_runner.py`).
-rows_of_batch: ContextVar[torch.Tensor | None] = ContextVar("rows_of_batch", default=None)
 
 
 class TrainedTokens:
@@ -41,7 +34,6 @@ class TrainedTokens:
     Touches:
         vllm.model_executor.layers.logits_processor:
             LogitsProcessor._get_logits(self, hidden_states, lm_head, embedding_bias, skip_gather)
-        vllm.model_executor.models.interfaces_base: VllmModelForTextGeneration.compute_logits(self, hidden_states)
         vllm.lora.punica_wrapper.punica_base: PunicaWrapperBase{_token_lora_indices, _sampler_indices}
         vllm.config.model: ModelConfig{dtype}
     Why: vLLM has no trained tokens.
@@ -64,7 +56,6 @@ class TrainedTokens:
         self._scale = float(getattr(base_of(embedding), "embed_scale", 1))
         embedding.register_forward_hook(self._replace)
         if processor is not None:
-            manager.model.compute_logits = partial(self._of_rows, manager.model.compute_logits)
             processor._get_logits = partial(self._with_logits, processor._get_logits)  # noqa: SLF001 - see "Touches"
 
     # --- in the engine loop ---
@@ -93,51 +84,34 @@ class TrainedTokens:
         slots = self._punica._token_lora_indices[: ids.shape[0]]  # noqa: SLF001 - of the whole buffer, as in a graph
         return self._tables[0].replaced(embedded.view(-1, embedded.shape[-1]), ids, slots).view(embedded.shape)
 
-    def _of_rows(self, original: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Note the slot of each row, to sample or consecutive in the batch, before the model scales the rows."""
-        whole, count = rows_of_batch.get(), hidden.shape[0]
-        if whole is None:
-            self._slots = self._punica._sampler_indices[:count]  # noqa: SLF001
-        else:
-            first = (hidden.storage_offset() - whole.storage_offset()) // whole.stride(0)
-            self._slots = self._punica._token_lora_indices[first : first + count]  # noqa: SLF001
-        return original(hidden, *args, **kwargs)
-
     def _with_logits(self, original: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         logits = original(hidden, *args, **kwargs)
         # Of several workers, one may get the logits.
         for slot in self._in_batch if logits is not None else ():
-            self._tables[1].write_logits(logits, hidden, self._slots, slot)
+            # Of rows of prompts too: see `PromptRows`.
+            self._tables[1].write_logits(logits, hidden, self._punica._sampler_indices[: len(hidden)], slot)  # noqa: SLF001
         return logits
 
     # --- in the background ---
 
-    def writes(
-        self, opened: MappedTensors | None, manager: Any, modules: ModelModules, *, check_finite: bool
-    ) -> list[SlotWrite]:
-        """Return the writes of a slot's tables, for an adapter whose file vLLM has opened.
+    def writes(self, read: ReadBeside | None, modules: ModelModules, *, check_finite: bool) -> list[SlotWrite]:
+        """Return the writes of a slot's tables, for an adapter with or without tensors beside A and B.
 
         Raises:
-            IncompatibleAdapter, InvalidAdapter: as `check_beside` and `token_rows`; rows that are not finite.
+            IncompatibleAdapter: as `token_rows`. InvalidAdapter: rows that are not finite.
         """
-        from vllm.lora.utils import parse_fine_tuned_lora_name
-
         writes: list[SlotWrite] = [(table.clear, ()) for table in self._tables]
-        if opened is None or not opened.beside:
+        if read is None:
             return writes
-        # Only here: the configuration in a path of a caller's own is for vLLM to judge.
-        config = parse_config((opened.directory / CONFIG_FILE).read_bytes())
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        mapper = None if mapper is None else mapper.get_rename_mapper()
-        infos = (TensorInfo(name, "", tuple(tensor.shape), 0, 0) for name, tensor in opened.beside.items())
-        beside = check_beside(filter(None, map(beside_of, infos)), config)
-        found = token_rows(beside, config, modules, lambda name: str(parse_fine_tuned_lora_name(name, mapper)[0]))
+        found = token_rows(read.beside, read.config, modules, read.module)
+        if not writes:  # this model's rows are never replaced, and what is beside A and B has none
+            return writes
         scales = self._scale, 1.0  # the hook of the embedding is behind its layer's scale
         for number, (table, one, scale) in enumerate(zip(self._tables, found, scales, strict=True)):
             if one is None:
                 continue
-            ids, order = torch.sort(torch.tensor(config.tokens_of(one.module)))
-            rows = opened.beside[one.tensor.name][order].to(table.rows.dtype)
+            ids, order = torch.sort(torch.tensor(read.config.tokens_of(one.module)))
+            rows = read.tensor(one)[order].to(table.rows.dtype)
             if check_finite:
                 require_finite(rows, one.tensor.name)
             writes[number] = table.write, (ids, rows * scale)

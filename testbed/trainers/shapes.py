@@ -91,6 +91,13 @@ def _biases() -> Adapter:
     return one
 
 
+def _biases_beside_b() -> Adapter:
+    one = _attention(lora_bias=True)
+    for name in [name for name in one.tensors if name.endswith(".lora_B.weight")]:
+        one.tensors[name.replace(".lora_B.weight", ".lora_B.bias")] = values(f"{name}.bias", len(one.tensors[name]))
+    return one
+
+
 def _tokens() -> Adapter:
     one = _attention(trainable_token_indices=[3, 17])
     one.tensors[f"{PEFT}model.embed_tokens.token_adapter.trainable_tokens_delta"] = values("tokens", 2, HIDDEN)
@@ -162,7 +169,7 @@ LAST_LAYER = Shape(
     "the last layer",
     lambda: Adapter(layers(ATTENTION, only=[1]), config_of(leaves(ATTENTION), layers_to_transform=[1])),
 )
-DORA = Shape("DoRA", _magnitudes, refused=r"L003.* found DoRA .*merge it into the base model")
+DORA = Shape("DoRA", _magnitudes)
 SAVED = Shape(
     "a whole head",
     lambda: _with_head(is_whole=True),
@@ -173,7 +180,8 @@ PISSA = Shape(
     lambda: _attention(init_lora_weights="pissa"),
     refused=r"L003.*init_lora_weights 'pissa', which changes the base.*path_initial_model_for_weight_conversion",
 )
-BIAS = Shape("biases", _biases, refused=r"L003.* found bias 'all'.*train with bias='none'")
+BIAS = Shape("biases", _biases, refused=r"L003.* found a bias of .*as the base model has none.*merge the adapter")
+B_BIAS = Shape("biases beside B", _biases_beside_b)
 TOKENS = Shape("some tokens' embeddings", _tokens)
 GROWN = Shape("words added", _grown, refused=r"L003.*a whole embedding.*merge the adapter into the model with these")
 CLASSIFIER = Shape(

@@ -114,7 +114,7 @@ TRAINERS = (
         (
             *(shapes.IN_ATTENTION, shapes.IN_QV, shapes.ALL_LINEAR, shapes.RSLORA, shapes.PATTERNS, shapes.HEAD),
             *(shapes.WORDS, shapes.LAST_LAYER, shapes.DORA, shapes.SAVED, shapes.PISSA, shapes.BIAS, shapes.TOKENS),
-            *(shapes.GROWN, shapes.CLASSIFIER, shapes.BESIDE_EXPERTS, shapes.STACKED, shapes.GATE_UP),
+            *(shapes.B_BIAS, shapes.GROWN, shapes.CLASSIFIER, shapes.BESIDE_EXPERTS, shapes.STACKED, shapes.GATE_UP),
             *(shapes.ONE_BY_ONE, shapes.BELOW, shapes.TEXT_ALONE, shapes.VISION),
             Case(shapes.IN_ATTENTION, lambda one: {CONFIG: peft(one)[CONFIG], "adapter_model.bin": _PICKLE},
                  "safe_serialization=False", r"L005.*a pickle.*LORA_PLUGINS_ALLOW_PICKLE"),
@@ -202,7 +202,7 @@ TRAINERS = (
             Case(shapes.HEAD, lambda one: few_keys("r", "lora_alpha", "target_modules", "peft_type")(
                 Adapter({name: its for name, its in one.tensors.items() if ".base_layer." not in name}, one.config))),
             Case(shapes.DORA, few_keys("r", "lora_alpha", "target_modules", "peft_type"), "without use_dora",
-                 r"L003.*DoRA.*merge it into the base model"),
+                 r"L003.*without use_dora in adapter_config.json.*give the configuration its use_dora again"),
             Case(shapes.IN_ATTENTION, lambda one: {CONFIG: peft(one)[CONFIG], "adapter_0.pt": _PICKLE},
                  "adapter_0.pt alone", _NO_WEIGHTS + r".*torchtune's form.*FullModelHFCheckpointer"),
             Case(shapes.IN_ATTENTION, changed(forms.torchtune), "its own names in safetensors",

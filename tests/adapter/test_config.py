@@ -21,8 +21,6 @@ V = "model.layers.1.self_attn.v_proj"
 
 # PEFT feature: what switches it on. Each changes what an adapter computes, and vLLM does not compute it.
 UNSUPPORTED = {
-    "use_dora": True,
-    "lora_bias": True,
     "alora_invocation_tokens": [1, 2],
     "layer_replication": [[0, 2], [1, 3]],
     "use_bdlora": {"target_modules_bd_a": []},
@@ -36,7 +34,7 @@ PLAIN_INITS = [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "
 READ = {
     *("r", "lora_alpha", "target_modules", "base_model_name_or_path", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("modules_to_save", "peft_type", "peft_version", "bias", "init_lora_weights", "trainable_token_indices"),
-    *("exclude_modules", "layers_to_transform"),  # targets then say nothing about lost modules
+    *("use_dora", "lora_bias", "exclude_modules", "layers_to_transform"),  # targets then say nothing about lost modules
 }
 # Keys of PEFT's LoraConfig that change no answer beside the tensors, and why.
 WITHOUT_EFFECT = {
@@ -108,7 +106,10 @@ def test_a_feature_that_vllm_lacks_is_refused_by_name(key, value):
         assert parse_config(config_bytes(**{key: off})).rank == 4
 
 
-@pytest.mark.parametrize(("key", "value"), [("use_dora", True), ("lora_bias", True), ("alora_invocation_tokens", [1])])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_bdlora", {"nblocks": 2, "target_modules_bd_a": ["q_proj"]}), ("alora_invocation_tokens", [1])],
+)
 def test_the_remedy_is_to_merge_only_where_peft_merges(key, value):
     from peft import LoraConfig, inject_adapter_in_model
     from torch import nn
@@ -130,7 +131,7 @@ def test_the_remedy_is_to_merge_only_where_peft_merges(key, value):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[("bias", bias) for bias in ("all", "lora_only", True, 1)],
+        *[("bias", bias) for bias in ("some", True, 1)],
         *[("init_lora_weights", init) for init in INITS_THAT_CHANGE_THE_BASE],
         *[("peft_type", kind) for kind in ("LOHA", "PROMPT_TUNING", 1, ["LORA"], {"a": 1})],
         *[("modules_to_save", modules) for modules in (["embed_tokens"], ["classifier", "lm_head"], ["score", ""])],

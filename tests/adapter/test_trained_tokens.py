@@ -58,7 +58,7 @@ OTHER_MODEL = r"serve it with the base model that it was trained on, or merge"
         ([3], {}, InvalidAdapter, "no rows of the trained tokens of 'the embedding'.*save the adapter again"),
         (BOTH, rows(2), InvalidAdapter, "no rows of the trained tokens of 'lm_head'"),
         ([3, 4], rows(3), InvalidAdapter, r"shape \[3, 8\]; expected one tensor of 2 rows.*same training run"),
-        ([3], rows(1) | rows(1, end=".default"), InvalidAdapter, "one tensor of 1 rows"),
+        ([3], rows(1) | rows(1, end=".default"), InvalidAdapter, "two tensors 'token_adapter"),
         (None, rows(1), IncompatibleAdapter, "whose ids are not named.*give the configuration its"),
         ({"lm_head": [3]}, rows(1), IncompatibleAdapter, "whose ids are not named"),
         ([3, 32], rows(2), IncompatibleAdapter, f"token 32 trained .* expected ids below 32.*{OTHER_MODEL}"),

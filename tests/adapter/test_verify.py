@@ -54,7 +54,7 @@ def test_a_missing_configuration_is_not_found(adapter):
     [
         (CONFIG_FILE, b'{"r": 4,', InvalidAdapter, "stops being JSON"),
         (CONFIG_FILE, config_bytes(lora_alpha=...), InvalidAdapter, "lora_alpha"),
-        (CONFIG_FILE, config_bytes(use_dora=True), IncompatibleAdapter, "use_dora"),
+        (CONFIG_FILE, config_bytes(use_qalora=True), IncompatibleAdapter, "use_qalora"),
         (CONFIG_FILE, b" " * (MAX_CONFIG_BYTES + 1), InvalidAdapter, "bytes"),
         (WEIGHTS_FILE, b'\x08\0\0\0\0\0\0\0{"a":1,}', InvalidAdapter, ""),
         (WEIGHTS_FILE, safetensors(dict([*weights().items()][:-1])), InvalidAdapter, "alone"),

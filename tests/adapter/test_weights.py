@@ -64,7 +64,7 @@ def test_one_side_twice_and_no_pair_are_refused():
     [
         f"base_model.model.{Q}.weight",
         f"base_model.model.{Q}.bias",
-        f"base_model.model.{Q}.lora_magnitude_vector",  # DoRA's
+        f"base_model.model.{Q}.lora_magnitude_vector",  # DoRA's, without its key
         f"base_model.model.{Q}.lora_B.bias",
         f"base_model.model.{Q}.lora_A.a.b.weight",
         "base_model.model.lora_A.weight.x",

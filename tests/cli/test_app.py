@@ -37,7 +37,7 @@ ADAPTERS = {
     "empty": ({}, Exit.NOT_FOUND, "L002"),
     "truncated-weights": (broken(weights=FILES[WEIGHTS_FILE][:-1]), Exit.WRONG, "L005"),
     "pickle": ({CONFIG_FILE: FILES[CONFIG_FILE], "adapter_model.bin": b"\x80"}, Exit.WRONG, "L005"),
-    "dora": (adapter_files(use_dora=True), Exit.WRONG, "L003"),
+    "qalora": (adapter_files(use_qalora=True), Exit.WRONG, "L003"),
 }
 
 

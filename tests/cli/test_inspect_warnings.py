@@ -36,3 +36,8 @@ def test_inspect_reads_the_name_of_a_local_model(cli: Cli, coder: Path) -> None:
 def test_an_alias_ends_the_warning(cli: Cli, coder: Path) -> None:
     cli.env["LORA_PLUGINS_BASE_ALIASES"] = "Qwen/Qwen2.5-7B"
     assert cli("inspect", coder, "--base-model", "Qwen/Qwen2.5-Coder-7B", "--json").only["warnings"] == []
+
+
+def test_inspect_names_what_is_beside_a_and_b(cli: Cli) -> None:
+    adapter = put(cli.adapters / "biased", adapter_files(bias="lora_only", use_rslora=True))
+    assert "rank         4, alpha 8, rsLoRA, bias" in cli("inspect", adapter).out.splitlines()

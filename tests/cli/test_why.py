@@ -184,3 +184,17 @@ def test_names_of_all_kinds_in_one_answer(cli, server):
     done = cli("why", "team/served", "sql", "../up", "--json")
     assert [one["verdict"] for one in done.json["adapters"]] == ["served", "not compared", "unknown"]
     assert done.code == Exit.NOT_FOUND
+
+
+def test_a_mixture_has_its_parts_as_a_step(cli, server):
+    found = steps(cli, "sql*0.70+team/poet*-0.3", "--no-server")
+    assert found["parts"]["detail"] == "0.7 of sql, -0.3 of team/poet"
+    assert found["adapter"]["detail"].startswith("verified: rank ")
+    assert cli("why", "sql*0.5+nobody*1").code == Exit.NOT_FOUND
+    assert "no adapter 'nobody', a part of the mixture" in cli("why", "sql*0.5+nobody*1").out
+
+
+def test_a_dry_run_asks_for_a_mixtures_parts(cli, server):
+    done = cli("why", "sql*0.7+nobody*1", "--dry-run", "--json")
+    assert [(one["name"], one["verdict"]) for one in done.json["adapters"]] == [("nobody", "unknown"), ("sql", "found")]
+    assert not cli.store.exists()

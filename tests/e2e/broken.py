@@ -87,7 +87,7 @@ BROKEN = (
     Broken("pickle", _pickle, 400, ("L005", "adapter_model.bin", "LORA_PLUGINS_ALLOW_PICKLE")),
     Broken("nan", _tensors(_poison), 400, ("L005", WEIGHTS, "NaN")),
     Broken("wrong-rank", _config(r=4), 400, ("L005", "rank 8", "rank 4")),
-    Broken("dora", _config(use_dora=True), 400, ("L003", CONFIG, "DoRA")),
+    Broken("qalora", _config(use_qalora=True), 400, ("L003", CONFIG, "QALoRA")),
     Broken("pissa", _config(init_lora_weights="pissa"), 400, ("L003", CONFIG, "pissa")),
     Broken("not-lora", _config(peft_type="IA3"), 400, ("L003", CONFIG, "IA3")),
     Broken("wrong-shapes", _tensors(_widen), 400, ("L003", WEIGHTS, "264 inputs", "256 inputs and 256 outputs")),

@@ -17,6 +17,7 @@ from testbed.client import complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.reference import Reference
 from testbed.trained_tokens import with_tokens
+from testbed.vectors import with_biases, with_magnitudes
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, admin_server, lora_server
 from tests.e2e.standing_still import LONGEST_S
 
@@ -64,19 +65,22 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
     # Of both halves of the vocabulary, which is divided between the workers.
     tokens = {"model.embed_tokens": prompt[-3:], "lm_head": [3, 300, bed.answers["sql"][0]]}
     with_tokens(bed.adapters / "sql", root / "trained", tokens, features=256)
-    answers_of = {**bed.answers, "trained": reference.generate(root / "trained", prompt, MAX_TOKENS)}
-    assert answers_of["trained"] != answers_of["sql"]
+    with_magnitudes(bed.adapters / "sql", root / "dora", bed.base)
+    with_biases(bed.adapters / "sql", root / "biases")
+    more = ("trained", "dora", "biases")
+    answers_of = {**bed.answers, **{name: reference.generate(root / name, prompt, MAX_TOKENS) for name in more}}
+    assert all(answers_of[name] != answers_of["sql"] for name in more)
     with lora_server(
         bed,
         tmp_path,
         *("--max-loras", "2", "--max-cpu-loras", "3", "--tensor-parallel-size", "2"),
-        plugins=(RESOLVER, MANAGER),
+        plugins=(RESOLVER, MANAGER, KERNELS),
         VLLM_SERVER_DEV_MODE="1",  # /collective_rpc
     ) as server:
         client = connect(server)
 
         def wrong() -> list[str]:
-            names = (*(spec.name for spec in DEMO_ADAPTERS), "trained")
+            names = (*(spec.name for spec in DEMO_ADAPTERS), *more)
             answers = {name: complete(client, name, PROMPT, MAX_TOKENS) for name in names}
             return [name for name, answer in answers.items() if list(answer.token_ids) != answers_of[name]]
 
@@ -87,7 +91,7 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
         answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "get_lora_metrics"}, timeout=240)
         workers = answer.json()["results"]
         assert len(workers) == 2
-        assert {worker["adapters"]["slots"] for worker in workers} == {2}
+        assert {worker["adapters"]["slots"] for worker in workers} == {2 + 3}, "copied, and pointed at host memory"
         assert all(1 <= worker["adapters"]["registered"] <= 3 for worker in workers)
         assert len({tuple(sorted(worker["memory"]["adapter_mb"])) for worker in workers}) == 1, "they hold the same"
 

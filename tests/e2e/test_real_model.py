@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from examples.training.__main__ import ADAPTERS
 from testbed.chat_front_ends import KEY, LITELLM, OPEN_WEBUI, litellm, open_webui
 from testbed.client import way_to
+from testbed.mixtures import mixed_by_peft
 from testbed.real_model import NoRealModel, real_model
 from testbed.reference import Reference
 from testbed.server import Server, vllm_server
@@ -136,6 +137,18 @@ def test_trained_adapters_answer_as_peft_does_in_a_mixed_batch(real: Real) -> No
         if missed := real.reference.misses(ADAPTERS / name if name else None, prompt, ids):
             wrong[name, question] = missed, real.reference.tokenizer.decode(ids)
     assert not wrong
+
+
+def test_a_mixture_of_trained_adapters_answers_as_peft_does(real: Real, tmp_path: Path) -> None:
+    parts = {ADAPTERS / "pirate": 0.7, ADAPTERS / "json": 0.5, ADAPTERS / "haiku": -0.3}
+    name = "+".join(f"{part.name}*{weight}" for part, weight in parts.items())
+    asked = [(one, question) for one in (name, "pirate", None) for question in QUESTIONS]
+    answers = asyncio.run(ask_all(real, asked))
+    peft = mixed_by_peft(Reference(real.base), parts, tmp_path)
+    for (one, question), ids in zip(asked, answers, strict=True):
+        if one == name:
+            assert real.reference.misses(peft, real.prompt(None, question), ids) == []
+            assert ids not in [its for (other, _), its in zip(asked, answers, strict=True) if other != name]
 
 
 async def ask_all(real: Real, asked: list[tuple[str | None, str]]) -> list[list[int]]:

@@ -67,13 +67,13 @@ def test_unfit_adapter_is_refused_with_reason(world: World, name: str, texts: tu
 
 def test_rejection_is_logged_once_and_not_listed(world: World) -> None:
     for _ in range(3):
-        assert complete(world.client, "dora", PROMPT, 1).status == 400
-    lines = [line for line in world.server.log().splitlines() if "WARNING" in line and "adapter 'dora'" in line]
+        assert complete(world.client, "qalora", PROMPT, 1).status == 400
+    lines = [line for line in world.server.log().splitlines() if "WARNING" in line and "adapter 'qalora'" in line]
     assert len(lines) == 1
     assert "[L003]" in lines[0]
     served = {card.id for card in world.client.models.list() if card.root != card.id}
     assert "static" in served
-    assert "dora" not in served, "only among what the sources list, whose root is their name"
+    assert "qalora" not in served, "only among what the sources list, whose root is their name"
 
 
 def test_repaired_adapter_is_served(world: World) -> None:

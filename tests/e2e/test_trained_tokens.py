@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from lora_plugins.client import push
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
-from testbed.models import PROMPT
+from testbed.models import PROMPT, AdapterSpec, build_adapter, edit_config
 from testbed.reference import Reference
 from testbed.server import Server
 from testbed.trained_tokens import with_tokens
@@ -30,6 +30,8 @@ FEATURES = 256  # of the bed's base model
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 # Name → the plain adapter, and whose tokens are trained.
 TRAINED = {"words": ("sql", (EMBEDDING,)), "heads": ("chat", (HEAD,)), "both": ("stable", (EMBEDDING, HEAD))}
+
+HEADS = ("head-1", "head-2")  # adapters with A and B for the head
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Tokens:
 def tokens(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     root, reference = tmp_path_factory.mktemp("tokens") / "adapters", Reference(bed.base)
     shutil.copytree(bed.adapters, root)
+    for name in HEADS:  # each changes nearly every token
+        edit_config(build_adapter(bed.base, root, AdapterSpec(name, 8, (HEAD,))), lora_alpha=400)
     prompt = reference.prompt_ids(PROMPT)
     answers = dict(bed.answers)
     for number, (name, (plain, modules)) in enumerate(TRAINED.items()):
@@ -82,9 +86,13 @@ def test_pushed_tokens_equal_peft_and_go_with_a_push(tokens: Tokens, server: Ser
 
 
 def test_logprobs_of_prompts_are_those_of_their_rows(bed: Bed, tokens: Tokens, server: Server) -> None:
+    _prompts_are_those_of_peft(bed, tokens, server, [*TRAINED, *HEADS, "stable", str(bed.base)] * 2)
+
+
+def _prompts_are_those_of_peft(bed: Bed, tokens: Tokens, server: Server, names: list[str]) -> None:
     import torch
 
-    async def said(names: list[str]) -> list[list[float]]:
+    async def said() -> list[list[float]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=LONGEST_S) as client:
             bodies = [{"model": name, "prompt": tokens.prompt, "max_tokens": 1, "prompt_logprobs": 0} for name in names]
             answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
@@ -97,9 +105,8 @@ def test_logprobs_of_prompts_are_those_of_their_rows(bed: Bed, tokens: Tokens, s
             every = torch.log_softmax(model(torch.tensor([tokens.prompt])).logits[0, :-1], -1)
         return [float(row[token]) for row, token in zip(every, tokens.prompt[1:], strict=True)]
 
-    names = [*TRAINED, "stable", str(bed.base)] * 2
     wanted = {name: of_peft(name) for name in {*names}}
-    for name, found in zip(names, asyncio.run(said(names)), strict=True):
+    for name, found in zip(names, asyncio.run(said()), strict=True):
         assert found == pytest.approx(wanted[name], abs=1e-3), name
 
 
@@ -125,3 +132,4 @@ def test_vllms_kernels_serve_trained_tokens_too(bed: Bed, tokens: Tokens, tmp_pa
         names: list[Any] = [*TRAINED, "sql"] * 4  # not the base model, see docs/operate/known-limits.md
         found = asyncio.run(complete_all(server, names, PROMPT, MAX_TOKENS))
         assert found == [tokens.answers[name] for name in names]
+        _prompts_are_those_of_peft(bed, tokens, server, [*TRAINED, *HEADS] * 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from lora_plugins.kernels import reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.cpu import BatchRows, Buffers, ModulePlan, ModuleSlots
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.ranks import SlotRanks, Vectors
 
 # Largest allowed difference from the float32 reference, relative to the largest value of the output: a few units in the
 # last place of the dtype, since shrunk rows and the sum are each rounded to it once.
@@ -64,8 +64,9 @@ class Case:
         result = y.clone()
         weights = self.weights
         reference.lora_linear(
-            result, self.x, weights.a, weights.b, self.slot_of_row, self.ranks, self.widths, **options
-        )
+            result, self.x, weights.a, weights.b, self.slot_of_row, self.ranks, self.widths,
+            vectors=weights.ranks.vectors, **options,
+        )  # fmt: skip
         return result
 
     def plan(self, buffers: Buffers | None = None, scale: float = 1.0) -> ModulePlan:
@@ -97,9 +98,11 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     products: str = "torch",
+    turned: Iterable[int] = (),
 ) -> Case:
+    """`turned`: slots whose adapters have vectors."""
     generator = torch.Generator().manual_seed(seed)
-    slots = len(ranks)
+    of_vectors, slots = torch.Generator().manual_seed(seed + 1), len(ranks)
     a = [torch.full((slots, 1, max_rank, inn), torch.nan, dtype=dtype) for _ in widths]
     b = [torch.full((slots, 1, width, max_rank), torch.nan, dtype=dtype) for width in widths]
     learned = SlotRanks(slots, [max_rank] * len(widths))
@@ -108,6 +111,9 @@ def make_case(
             a[i][slot, 0, :rank] = torch.randn(rank, inn, generator=generator) / inn**0.5
             b[i][slot, 0, :, :rank] = torch.randn(widths[i], rank, generator=generator)
         learned.written(slot, of_slices)
+        if slot in turned:
+            g, c = torch.randn(2, sum(widths), generator=of_vectors)
+            learned.turn(slot, Vectors(g, c))
     x = torch.randn(len(slot_of_row), inn, generator=generator).to(dtype)
     panels = (
         SlotPanels(build.product(str(dtype).removeprefix("torch.")), a, b, learned) if products == "compiled" else None

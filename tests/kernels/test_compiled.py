@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -309,7 +310,8 @@ def test_avx512_bf16_is_multiplied_with_its_instruction(tmp_path):
         subprocess.run([*command, str(prebuilt.SOURCE), "-o", str(assembly)], check=True, timeout=60)
         text = assembly.read_text()
         assert "vdpbf16ps" in text
-        assert "vfmadd" not in text
+        products = re.sub(r"(?ms)^turn:.*?^\t\.size\tturn", "", text)  # vectors are of float32
+        assert "vfmadd" not in products
 
 
 def test_small_stacks_of_threads_are_enough():

@@ -56,6 +56,49 @@ def test_slices_of_different_widths_and_ranks(slot_of_row, products, dtype):
     assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
 
 
+# No vectors, vectors of slots with and without ranks, and of all.
+@pairwise(
+    slot_of_row=BATCHES,
+    products=WHOSE,
+    dtype=DTYPES,
+    turned={"few": (0, 1), "none in a slice": (2, 3), "all": range(5)},
+    largest_copied=LARGEST_COPIED,
+    indirect=["largest_copied"],
+)
+@pytest.mark.usefixtures("largest_copied")
+def test_vectors_scale_and_shift_rows_of_their_slots_alone(slot_of_row, products, dtype, turned):
+    ranks = [(8, 8, 8), (0, 0, 0), (16, 0, 3), (0, 1, 0), (5, 2, 16)]
+    options = {"inn": 65, "widths": (31, 7, 40), "dtype": dtype, "products": products}
+    case = make_case(slot_of_row, ranks, **options, turned=turned)
+    y = case.outputs(padding_rows=3)
+    found = case.computed(y)
+    assert_equal(found, case.expected(y), y, slot_of_row)
+    plain = make_case(slot_of_row, ranks, **options).computed(y)
+    others = [row for row, slot in enumerate(slot_of_row) if slot not in turned]
+    assert torch.equal(found[others].nan_to_num(), plain[others].nan_to_num()), "bit by bit as without vectors"
+
+
+@pytest.mark.parametrize("products", WHOSE)
+def test_vectors_end_with_the_slots_next_write(products):
+    case = make_case([0, 2, 0], RANKS, products=products, turned=(0, 2))
+    y, ranks = case.outputs(), case.weights.ranks
+    turned = case.expected(y)
+    assert_equal(case.computed(y), turned, y, case.slot_of_row)
+    ranks.written(2, (16,))
+    assert list(ranks.vectors) == [0]
+    found = case.computed(y)
+    assert not torch.allclose(found[1], turned[1])
+    assert_equal(found, case.expected(y), y, case.slot_of_row)
+
+
+def test_rows_with_vectors_that_are_strided():
+    case = make_case([0, -1, 1], RANKS, products=WHOSE[-1], turned=(0, 1))
+    y = case.outputs()
+    strided = torch.stack([y, torch.full_like(y, torch.nan)], -1)[..., 0]
+    case.plan().run(strided, case.x)
+    assert_equal(strided, case.expected(y), y, case.slot_of_row)
+
+
 @given(
     runs=st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 50)), max_size=9),
     ranks=st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=5, max_size=5),
@@ -64,11 +107,12 @@ def test_slices_of_different_widths_and_ranks(slot_of_row, products, dtype):
     products=st.sampled_from(PRODUCTS),
     scale=st.sampled_from([1.0, 0.5]),
     largest_copied=st.integers(0, 9),
+    turned=st.sets(st.integers(0, 4)),
 )
-def test_any_shape(runs, ranks, inn, widths, products, scale, largest_copied):
+def test_any_shape(runs, ranks, inn, widths, products, scale, largest_copied, turned):
     slot_of_row = [slot for slot, length in runs for _ in range(length)]
     whose, dtype = products
-    case = make_case(slot_of_row, ranks, inn=inn, widths=widths, max_rank=9, dtype=dtype, products=whose)
+    case = make_case(slot_of_row, ranks, inn=inn, widths=widths, max_rank=9, dtype=dtype, products=whose, turned=turned)
     y = case.outputs(padding_rows=1)
     with mock.patch.object(cpu, "LARGEST_COPIED_RANK", largest_copied):
         computed = case.computed(y, scale=scale)

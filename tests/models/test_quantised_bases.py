@@ -14,6 +14,7 @@ from testbed.bed import Bed
 from testbed.models import ATTENTION, MLP, AdapterSpec, build_adapter, build_base
 from testbed.quantised import quantise
 from testbed.real_model import NoRealModel, real_model
+from testbed.vectors import with_magnitudes
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
 
 PLUGINS = (RESOLVER, MANAGER, KERNELS)
@@ -53,16 +54,22 @@ def test_adapters_on_four_bits_answer_as_peft_on_floats(scheme: str, tmp_path: P
     base = build_base(tmp_path / "base")
     adapter = build_adapter(base, tmp_path / "adapters", AdapterSpec("sql", 8, ATTENTION + MLP))
     made, plain = quantise(base, tmp_path, scheme)
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    of_base = logprobs_of(model, PROMPT)
-    of_adapter = logprobs_of(PeftModel.from_pretrained(model, adapter), PROMPT)
-    assert distance(of_base, of_adapter) > FAR
+    dora = with_magnitudes(adapter, adapter.with_name("dora"), plain)
+
+    def of(with_adapter: Path | None) -> list[float]:
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+        return logprobs_of(PeftModel.from_pretrained(model, with_adapter) if with_adapter else model, PROMPT)
+
+    of_base, of_adapter, of_dora = of(None), of(adapter), of(dora)
+    assert min(distance(of_base, of_adapter), distance(of_adapter, of_dora)) > FAR
     with (
         lora_server(Bed(made, tmp_path, {}), tmp_path, "--dtype", "half", plugins=PLUGINS) as server,
         httpx.Client(base_url=server.url, timeout=240) as client,
     ):
         name = client.get("/v1/models").json()["data"][0]["id"]
-        are_served(client, PROMPT, {name: (of_base, of_adapter), "sql": (of_adapter, of_base)})
+        are_served(
+            client, PROMPT, {name: (of_base, of_adapter), "sql": (of_adapter, of_base), "dora": (of_dora, of_adapter)}
+        )
 
 
 @pytest.mark.nightly

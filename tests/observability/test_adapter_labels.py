@@ -41,6 +41,7 @@ def test_file_names_the_labels_and_is_read_again(tmp_path, monkeypatch, logged):
         "cust001", "cust002", OTHERS, OTHERS, OTHERS,
     ]  # fmt: skip
     assert (labels.of("cust001@v2"), labels.at(9, "cust002")) == ("cust001", "cust002")
+    assert labels.of("cust001@v2*0.5+cust002*1") == OTHERS, "a mixture is no version of its first part"
     assert labels.forget("cust001") is None, "what is billed outlives an unload"
 
     file.write_text("cust003\ncust001\n")

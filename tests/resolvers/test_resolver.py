@@ -571,7 +571,7 @@ def test_what_may_not_be_fetched_is_not_fetched(make, files, settings, kind, say
 _LONG = {"max_rank": 2}
 CONDEMNED = {
     "no JSON": (adapter_files() | {CONFIG_FILE: b"{"}, {}, {}),
-    "DoRA": (adapter_files(use_dora=True), {}, {}),
+    "QALoRA": (adapter_files(use_qalora=True), {}, {}),
     "rank": (adapter_files(), _LONG, {}),
     "another base model": (adapter_files(base_model_name_or_path="other/model"), {}, {"base_match": BaseMatch.STRICT}),
     "a server without LoRA": (adapter_files(), {"lora_enabled": False}, {}),

@@ -392,7 +392,7 @@ async def test_the_watch_ends_with_its_server(make_bed) -> None:
     bed = make_bed()
     copies, events = weakref.ref(bed.copies), bed.resolver.events
     del bed.world.lifecycle, bed.copies  # the events know the world
-    bed.resolver.on_abandoned = bed.resolver.store.relieve = lambda *_: None
+    bed.resolver.on_abandoned = bed.resolver.store.relieve = bed.resolver.lease_served = lambda *_: None
     gc.collect()
     await watch(copies)
     assert copies() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +39,7 @@ class Version:
     size_bytes: int = 10
     rank: int = 8
     warnings: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def path(self) -> Path:
@@ -109,6 +110,7 @@ class FakeResolver:
     hung: set[str] = field(default_factory=set)
     settings: Settings = field(default_factory=Settings)
     sources: tuple[str, ...] = ("fake",)
+    principal: Callable[[], Hashable] = lambda: None
 
     def __post_init__(self) -> None:
         self.store = FakeStore(self.needed)

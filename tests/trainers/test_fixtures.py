@@ -29,6 +29,7 @@ OF_PEFT = {
     shapes.WORDS: {},
     shapes.LAST_LAYER: {"layers_to_transform": [1]},
     shapes.DORA: {"use_dora": True},
+    shapes.B_BIAS: {"lora_bias": True},
     shapes.TOKENS: {"trainable_token_indices": [3, 17]},
     shapes.PISSA: {"init_lora_weights": "pissa"},
 }

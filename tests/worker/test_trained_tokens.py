@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_plugins.adapter.model_modules import TokenPlaces
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.scheduler.messages import Failed
+from lora_plugins.worker.prompt_rows import rows_of_batch
 from lora_plugins.worker.token_layers import find
 from lora_plugins.worker.token_rows import TokenRows
-from lora_plugins.worker.trained_tokens import rows_of_batch
 from lora_plugins.worker.weights_file import patch_safetensors
 from tests.worker import small_model
 from tests.worker.small_model import WIDTH, Adapter, bring, evict, make_adapter, serve, step

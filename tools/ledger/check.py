@@ -20,7 +20,7 @@ def check(symbol: Symbol, sources: Path) -> str:
     """
     # The code that uses a symbol of some releases tests for the symbol at run time.
     release = release_of(sources)
-    if _is_before(release, symbol.since) or (symbol.until and _is_before(symbol.until, release)):
+    if is_before(release, symbol.since) or (symbol.until and is_before(symbol.until, release)):
         return ""
     module, _, qualified = symbol.name.partition(":")
     path = sources.joinpath(*module.split("."))
@@ -39,7 +39,7 @@ def check(symbol: Symbol, sources: Path) -> str:
     return _difference(node, symbol)
 
 
-def _is_before(release: str, since: str) -> bool:
+def is_before(release: str, since: str) -> bool:
     numbers = [[int(part) for part in re.findall(r"\d+", text)[:2]] for text in (release, since)]
     return all(numbers) and numbers[0] < numbers[1]
 

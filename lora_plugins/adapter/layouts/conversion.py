@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 from lora_plugins.adapter.canonical import with_exact_patterns
-from lora_plugins.adapter.config import AdapterConfig
+from lora_plugins.adapter.config import ADALORA, AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell, check_landing
 from lora_plugins.adapter.layouts import experts, fused
-from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, Part, new_pair
+from lora_plugins.adapter.layouts.tensors import Change, Move, Names, NewPair, NewTensor, Part, Placed, Scaled, new_pair
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.weights import LoraPair, Weights
+from lora_plugins.adapter.vectors import KINDS
+from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind, LoraPair, Weights
 from lora_plugins.adapter.writers import in_words, unwrapped, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 _RENAMED = "keys renamed"
+_MULTIPLIED = "AdaLoRA's singular values multiplied into A"
 _COPIED = "pairs given as well to the module that has the same weight"
 
 _MODEL = "model."
@@ -34,7 +37,7 @@ class Conversion:
     Attributes:
         weights: the adapter's pairs, including pairs that are still to be written.
         config: with ranks and alphas by which each pair computes the same as before.
-        kept: unchanged tensors. made: pairs that are still to be written.
+        kept: unchanged tensors. made: pairs that are still to be written. vectors: what made pairs have beside.
         changes: a line for each kind of change; empty where the adapter has the engine's form already.
     """
 
@@ -43,6 +46,7 @@ class Conversion:
     kept: tuple[TensorInfo, ...] = ()
     made: tuple[NewPair, ...] = ()
     changes: tuple[str, ...] = ()
+    vectors: tuple[NewTensor, ...] = ()
 
 
 def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Conversion:
@@ -61,8 +65,9 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         config = replace(config, peft_version=experts.FIRST_PRESENT)
     landed: list[LoraPair] = []
     left: list[LoraPair] = []
+    factors = {pair.a.name: factor for pair, factor in _with(BesideKind.SINGULAR, weights)}
     for pair in paced(weights.pairs):
-        (landed if names.lands(pair) else left).append(pair)
+        (landed if names.lands(pair) and pair.a.name not in factors else left).append(pair)
     plan = _by_rules(left, names, model.respellings)
     # Spellings come last: a rule that fits proves more than a renaming of all keys.
     if plan.left:
@@ -71,7 +76,15 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     if copies := list(_copies(landed, made, names)):
         made += copies
         changes[_COPIED] = len(copies)
-    others = (*weights.others, *(one.tensor for one in weights.beside))
+    if factors:
+        made = [replace(new, a=_multiplied(new.a, factors)) for new in paced(made)]
+        changes[_MULTIPLIED] = len(made)
+        config = replace(config, beside=config.beside - {ADALORA})
+    unchanged = {pair.module for pair in (*landed, *left)}
+    taken = {pair.module for pair in weights.pairs} - unchanged
+    beside = tuple(one for one in weights.beside if one.module not in taken and one.kind is not BesideKind.SINGULAR)
+    vectors = list(_vectors(made, weights))
+    others = (*weights.others, *(one.tensor for one in beside))
     kept = (*(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)), *others)
     files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
     # Sorted, so that an adapter is described in the same words each time.
@@ -84,11 +97,12 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     # A rule may make a pair for a module that another pair already has.
     _check_once(pairs)
     return Conversion(
-        replace(weights, pairs=pairs, name_in_keys=None),
+        replace(weights, pairs=pairs, name_in_keys=None, beside=(*beside, *(one for one, _ in vectors))),
         with_exact_patterns(config, pairs) if made else config,
         kept,
         tuple(made),
         tuple(described),
+        tuple(tensor for _, tensor in vectors),
     )
 
 
@@ -116,6 +130,52 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
             # By A's name in the file: a spelling changes modules' names, never tensors' names.
             left = [pair for pair in left if pair.a.name not in gone]
     return _ByRules(left, made, changes)
+
+
+def _vectors(made: Iterable[NewPair], weights: Weights) -> Iterator[tuple[Beside, NewTensor]]:
+    """Yield the vectors of pairs that are made, whose elements move as the rows of B do.
+
+    Raises:
+        IncompatibleAdapter: rows of a made B that have no element.
+    """
+    for kind in KINDS:
+        of_pair = {pair.b.name: vector for pair, vector in _with(kind, weights)}
+        for new in made:
+            sources = [of_pair[source.name] for source in new.b.sources if source.name in of_pair]
+            if not sources:
+                continue
+            move, outputs = new.b.make, new.b.info.shape[:1]
+            is_whole = len(sources) == len(new.b.sources)
+            if isinstance(move, Part) and not move.shape:
+                rows: Move = Part(move.slices[:1])
+            # B has zeros for parts that are not adapted, and so has its bias; no magnitude is 0.
+            elif (
+                isinstance(move, Placed)
+                and is_whole
+                and (kind is BesideKind.B_BIAS or sum(one.shape[0] for one in sources) == outputs[0])
+            ):
+                rows = Placed(outputs, tuple(place[:1] for place in move.places))
+            else:
+                raise IncompatibleAdapter(
+                    f"'{sources[0].name}' ({kind.key}) in another layout than the engine's",
+                    expected="the vectors of all parts of a fused module, or none",
+                    remedy="train all parts of the module, or merge the adapter into the base model",
+                )
+            info = TensorInfo(f"{PREFIX}{new.module}.{kind}", sources[0].dtype, outputs, 0, 0)
+            yield Beside(new.module, kind, info), NewTensor(info, tuple(sources), rows)
+
+
+def _with(kind: BesideKind, weights: Weights) -> Iterator[tuple[LoraPair, TensorInfo]]:
+    """Yield the pairs whose module has a tensor of this kind, each with the tensor."""
+    tensors = {one.module: one.tensor for one in weights.beside if one.kind is kind}
+    yield from ((pair, tensors[pair.module]) for pair in paced(weights.pairs) if pair.module in tensors)
+
+
+def _multiplied(a: NewTensor, factors: Mapping[str, TensorInfo]) -> NewTensor:
+    """Return an A whose sources are multiplied by their factors."""
+    sources = (*a.sources, *(factors[source.name] for source in a.sources))
+    move = Scaled(cast("Part | Placed", a.make), tuple(source.dtype for source in sources))
+    return NewTensor(replace(a.info, dtype="F32"), sources, move)
 
 
 def _copies(landed: Sequence[LoraPair], made: Sequence[NewPair], names: Names) -> Iterator[NewPair]:

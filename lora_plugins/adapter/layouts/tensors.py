@@ -1,4 +1,7 @@
-"""What a rule is given and what a rule makes: places of names; tensors made by moving elements, without arithmetic."""
+"""What a rule is given and what a rule makes: places of names; tensors made by moving elements.
+
+Only `Scaled` and `Joined`, of mixtures, compute.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import msgspec
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import Experts, ModulePlace
-from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
 from lora_plugins.adapter.weights import PREFIX, LoraPair
 
 # Some indices of an axis: the first, the end, the step.
@@ -53,7 +56,46 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
         return made
 
 
-Move = Part | Placed
+class Scaled(msgspec.Struct, frozen=True, tag=True):
+    """A move of sources that are first multiplied by columns of factors, the second half of the sources; in float32.
+
+    Attributes:
+        dtypes: of all sources.
+    """
+
+    move: Part | Placed
+    dtypes: tuple[str, ...]
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """See the class."""
+        wide = [_float32(array, dtype) for array, dtype in zip(arrays, self.dtypes, strict=True)]
+        half = len(wide) // 2
+        return self.move([(a * e).view("<u4") for a, e in zip(wide[:half], wide[half:], strict=True)])
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """Sources of these dtypes, each times its own factor, side by side along an axis, in float32; as `Part`."""
+
+    axis: int
+    dtypes: tuple[str, ...]
+    factors: tuple[float, ...]
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        """See the class."""
+        import numpy as np
+
+        values = map(_float32, arrays, self.dtypes)
+        scaled = [value * np.float32(factor) for value, factor in zip(values, self.factors, strict=True)]
+        return np.concatenate(scaled, axis=self.axis)
+
+
+def _float32(bits: Any, dtype: str) -> Any:
+    if dtype == "BF16":  # numpy has no bfloat16: the upper half of a float32
+        return (bits.astype("<u4") << 16).view("<f4")
+    return bits.view(f"<f{DTYPE_BYTES[dtype]}").astype("<f4")
+
+
+Move = Part | Placed | Scaled | Joined
 
 
 def _index(slices: Sequence[Slice]) -> tuple[slice, ...]:
@@ -139,10 +181,11 @@ def new_pair(
     *,
     is_looked_up: bool = False,
 ) -> NewPair:
-    """Return a pair for `module`; A and B are each given by sources (of one dtype), shape, and move."""
+    """Return a pair for `module`; A and B are each given by sources (of one dtype unless `Joined`), shape, and move."""
     name_a, name_b = LoraPair(module, a[0][0], b[0][0], rank, alpha, is_looked_up).names
     return NewPair(module, _tensor(name_a, *a), _tensor(name_b, *b), rank, alpha, is_looked_up)
 
 
 def _tensor(name: str, sources: Sequence[TensorInfo], shape: Sequence[int], make: Move) -> NewTensor:
-    return NewTensor(TensorInfo(name, sources[0].dtype, tuple(shape), 0, 0), tuple(sources), make)
+    dtype = "F32" if isinstance(make, Joined) else sources[0].dtype
+    return NewTensor(TensorInfo(name, dtype, tuple(shape), 0, 0), tuple(sources), make)

@@ -1,4 +1,4 @@
-"""Writes an adapter's weights in the engine's form: a single safetensors file of the adapter's own bytes."""
+"""Writes an adapter's weights in the engine's form: a single safetensors file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, LENGTH_BYTES, T
 _PIECE_BYTES = 16 << 20
 
 
-def weights_bytes(conversion: Conversion) -> int:
+def weights_bytes(tensors: Sequence[NewTensor]) -> int:
     """Return how large the file of weights will be."""
-    header = _header(tensors_of(conversion))
-    return LENGTH_BYTES + len(header) + sum(_size(tensor.info) for tensor in tensors_of(conversion))
+    return LENGTH_BYTES + len(_header(tensors)) + sum(_size(tensor.info) for tensor in tensors)
 
 
 def write_weights(
@@ -59,7 +58,7 @@ def tensors_of(conversion: Conversion) -> list[NewTensor]:
     kept = [NewTensor(info, (info,), Part()) for info in conversion.kept]
     made = [tensor for new in conversion.made for tensor in (new.a, new.b)]
     # Larger elements first, so that each tensor begins at a multiple of its elements' size.
-    return sorted(kept + made, key=lambda tensor: -DTYPE_BYTES[tensor.info.dtype])
+    return sorted([*kept, *made, *conversion.vectors], key=lambda tensor: -DTYPE_BYTES[tensor.info.dtype])
 
 
 def _header(tensors: Sequence[NewTensor]) -> bytes:

@@ -31,6 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import MAX_CHARACTERS
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.server.limits import Rate
@@ -38,7 +39,7 @@ from lora_plugins.server.limits import Rate
 # Patterns of adapter names: `*` matches any characters, also slashes, `?` one character; others match themselves.
 #
 # A pattern without `@` matches every revision: `team-a/sql` covers `team-a/sql@v2`. A pattern with `@` is compared
-# with the whole name.
+# with the whole name. A mixture is no text for a pattern: only its parts are.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class NamePattern:
         return "*" not in self.text and "?" not in self.text
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern covers this name, case-sensitively. A text too long for a name is not looked at."""
-        if len(name) > MAX_CHARACTERS:
+        """Whether the pattern covers this name, case-sensitively. No text too long for a name, and no mixture, is."""
+        if len(name) > MAX_CHARACTERS or terms_of(name) is not None:
             return False
         return _expression(self.text).fullmatch(name if "@" in self.text else name.partition("@")[0]) is not None
 
@@ -99,6 +100,8 @@ class Principal:
         """Whether requests may name this adapter; a pusher's call may name what the pusher may push, too."""
         if self.is_admin and not self.is_pusher:
             return True
+        if terms := terms_of(name):  # the answers of a mixture tell of each of its parts
+            return all(self.may_use(term.name) for term in terms)
         return any(pattern.matches(name) for pattern in (*self.patterns, *(self.pushes if self.is_pusher else ())))
 
     def may_push(self, name: str) -> bool:

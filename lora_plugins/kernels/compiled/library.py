@@ -18,6 +18,8 @@ class Slice(ctypes.Structure):
         ("top", ctypes.c_int64),
         ("first", ctypes.c_int64),
         ("width", ctypes.c_int64),
+        ("g", ctypes.c_void_p),
+        ("c", ctypes.c_void_p),
     )
 
 

@@ -1,4 +1,5 @@
-/* y[rows] += scale * B A x[rows] for every adapter of a batch, each with its own rows and its own rank.
+/* y[rows] += scale * B A x[rows] for every adapter of a batch, each with its own rows and its own rank; then, for an
+ * adapter with vectors, y[rows] = g * y[rows] + c.
  *
  * A and B lie in panels: [panel][k][PANEL columns], the columns being those of the product's result, so that the inner
  * loop reads a panel front to back, once for a tile of rows, and keeps the tile's sums in registers. With few rows
@@ -46,6 +47,7 @@
 struct slice {
     const element *b; /* panels of `rank` rows */
     int64_t rank, top, first, width; /* top: its first column of the shrunk rows; first, width: columns of y */
+    const float *g, *c; /* of `width`: y becomes g * y + c in the end; none, or both */
 };
 
 struct group {
@@ -314,6 +316,18 @@ static void add_to(element *const *to, int64_t n, float (*sums)[PANEL], int64_t 
     }
 }
 
+/* y = g * y + c, for some columns of a few rows; apart, so that products without vectors stay as they are. */
+static __attribute__((noinline)) void turn(element *const *to, int64_t n, const float *g, const float *c,
+                                           int64_t columns)
+{
+    for (int64_t r = 0; r < n; r++) {
+        int64_t i = 0;
+        for (; i + LANES <= columns; i += LANES)
+            store(to[r] + i, *(const vec *)(g + i) * load(to[r] + i) + *(const vec *)(c + i));
+        for (; i < columns; i++) to[r][i] = narrow(g[i] * wide(to[r][i]) + c[i]);
+    }
+}
+
 /* Shrunk values `first` to `last` of a slice and one row, all parts of their sums together. */
 static inline void whole_sums(
     const struct work *w, const struct group *g, const float *shrunk, int64_t first, int64_t last, operand *to)
@@ -368,7 +382,8 @@ static void expand(const struct work *w, const struct group *g, const struct sli
                 else
                     product(k > 0, columns, from, n, p + k / PAIR * up(columns, LANES) * LANES, some, beside);
             }
-            if (!is_whole) add_to(to, n, sums, columns);
+            if (!is_whole && s->rank) add_to(to, n, sums, columns);
+            if (s->g) turn(to, n, s->g + column, s->c + column, columns);
             for (int64_t r = 0; r < n; r++) to[r] += PANEL;
         }
     }

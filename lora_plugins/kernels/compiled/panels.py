@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_plugins.kernels.compiled.library import Group, Product, Slice, Work
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.ranks import SlotRanks, Vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,19 @@ class SlotPanels:
         self._of_slot.pop(slot, None)
 
 
+def _turned(panels: Panels, vectors: Vectors) -> Any:
+    """Return all slices of the layer, those without a rank too, with their parts of the vectors."""
+    widths, known = panels.shape.widths, {place.first: place for place in panels.slices}
+    slices = (Slice * len(widths))()
+    for i, (place, width) in enumerate(zip(slices, widths, strict=True)):
+        first = sum(widths[:i])
+        if (own := known.get(first)) is not None:
+            place.b, place.rank, place.top = own.b, own.rank, own.top
+        place.first, place.width = first, width
+        place.g, place.c = (side.data_ptr() + 4 * first for side in vectors)  # float32
+    return slices
+
+
 Take = Callable[[tuple[int, ...]], Any]
 
 
@@ -167,6 +180,7 @@ class Prepared:
         scale: factor of the addition.
         take: gives a float32 buffer of a shape, undefined in content, that no other code uses until a call has
             returned.
+        vectors: by slot, of the panels' slots that have any.
     """
 
     def __init__(
@@ -177,12 +191,16 @@ class Prepared:
         inn: int,
         scale: float,
         take: Take,
+        vectors: Mapping[int, Vectors],
     ) -> None:
         groups = (Group * len(panels))()
+        slices = {
+            slot: _turned(found, vectors[slot]) if slot in vectors else found.slices for slot, found in panels.items()
+        }
         for group, (slot, found) in zip(groups, panels.items(), strict=True):
             group.rows, group.n_rows = rows[slot].data_ptr(), len(rows[slot])
             group.a, group.rank = found.flat.data_ptr(), found.rank
-            group.slices, group.n_slices = ctypes.addressof(found.slices), len(found.slices)
+            group.slices, group.n_slices = ctypes.addressof(slices[slot]), len(slices[slot])
         work = Work(groups=ctypes.addressof(groups), n_groups=len(groups), inn=inn, scale=scale)
         self._add, self._address = product.add, ctypes.addressof(work)
         work.parts = product.parts(self._address)
@@ -194,10 +212,10 @@ class Prepared:
             # 4 bytes: shrunk rows are float32 in every dtype.
             shrunk += 4 * size
         self._n_rows = 1 + max(int(rows[slot][-1]) for slot in panels)
-        self._width = max(place.first + place.width for found in panels.values() for place in found.slices)
+        self._width = max(place.first + place.width for places in slices.values() for place in places)
         self._work = work
         # The structures hold addresses only; the object keeps the tensors behind the addresses alive.
-        self._kept = (groups, dict(panels), dict(rows), buffer)
+        self._kept = (groups, dict(panels), slices, dict(vectors), dict(rows), buffer)
         self._layout: tuple[Any, ...] | None = None
 
     def repeat(self, y: Any, x: Any) -> bool:

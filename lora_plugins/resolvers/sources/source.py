@@ -52,6 +52,7 @@ class RemoteAdapter:
         files: the adapter's files among `ADAPTER_FILES`, and its shards.
         link: a path to make a link to the fetched adapter, if any.
         is_rest: whether the configuration has been fetched, and `files` are what is left.
+        warnings: what clients should know of the adapter, beside what its files show.
 
     Raises:
         AdapterNotFound: the adapter has no configuration.
@@ -64,6 +65,7 @@ class RemoteAdapter:
     files: tuple[SourceFile, ...]
     link: LocalLink | None = None
     is_rest: bool = False
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse weights without a configuration."""

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from lora_plugins.adapter.chat import PROCESSOR_FILE, Chat, few
+from lora_plugins.adapter.mixture import canonical
 from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import as_http
 from lora_plugins.errors import IncompatibleAdapter, describing
@@ -55,7 +56,7 @@ async def _chat_of(name: str | None) -> Chat:
     if process.settings.adapter_chat is AdapterChat.STRICT:
         return Chat()  # no adapter's template runs before `_refuse_other` has seen it
     table: Any = next(iter(process.tables), None)
-    request, chat = None if table is None else table.lora_requests.get(name), Chat()
+    request, chat = None if table is None else table.lora_requests.get(canonical(name or "")), Chat()
     if path := _path_of(request):
         with as_http():
             try:

@@ -17,6 +17,7 @@ import json
 import re
 from typing import Any
 
+from lora_plugins.adapter.mixture import canonical
 from lora_plugins.adapter.names import near
 from lora_plugins.api.access.principals import label_of_request, principal_of_request
 from lora_plugins.api.http_errors import as_http, http_error
@@ -153,12 +154,11 @@ def _checking(original: Any) -> Any:
 def _as_if_absent(serving: Any, request: Any) -> Any:
     """Return `serving`, or a copy without adapters and resolvers where the request may not use its adapter.
 
-    vLLM's own code then answers "no such model", in vLLM's words.
+    vLLM's own code then answers "no such model", in vLLM's words. A mixture gets its canonical name, which is served.
     """
-    if this_process().policy is None:
-        return serving
-    name = request.model
-    if not name or serving.models.is_base_model(name) or may_use(name):
+    name = canonical(request.model or "")
+    if this_process().policy is None or not name or serving.models.is_base_model(name) or may_use(name):
+        request.model = name or request.model
         return serving
     logger.debug("%s may not use adapter %r", label_of_request(), name)
     bare = _over(serving, {})

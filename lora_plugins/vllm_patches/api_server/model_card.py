@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lora_plugins.adapter.mixture import canonical
 from lora_plugins.api.http_errors import as_http
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
@@ -36,6 +37,7 @@ async def _show(models: Any, name: str) -> Any:
     """
     from vllm.exceptions import VLLMNotFoundError
 
+    name = canonical(name)
     cards = (await models.registry.show_available_models()).data  # the base model's alone, under each of its names
     base = next((card for card in cards if card.id == name), None)
     if base is not None:

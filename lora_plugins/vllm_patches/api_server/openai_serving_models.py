@@ -24,6 +24,7 @@ import weakref
 from contextlib import nullcontext
 from typing import Any
 
+from lora_plugins.adapter.mixture import canonical
 from lora_plugins.adapter.names import misspelt, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import as_http, http_error
@@ -122,7 +123,7 @@ def _resolving(original: Any) -> Any:
     """
 
     async def resolve_lora(self: Any, lora_name: str) -> Any:
-        role = this_process().role
+        role, lora_name = this_process().role, canonical(lora_name)
         with as_http():
             if lora_name in default_adapters(self):
                 asked = copy.copy(self)

@@ -9,10 +9,13 @@ names: of several choices the last choice's, of a whole answer the end's. An abo
 
 Every step of every request passes here, its abort too, so tokens are counted by adapter and key here, once a choice has
 ended. vLLM's stat loggers see neither a request's adapter nor aborted requests.
+
+Where tracing is on, the span that vLLM makes of a request names the adapter and its versions.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 from lora_plugins.api.access.principals import rate_of_request
@@ -27,13 +30,17 @@ from lora_plugins.vllm_patches.wrapping import wrap
 _SPANS, _PROMPT, _GENERATED = "lora_plugins_spans", "lora_plugins_prompt_tokens", "lora_plugins_generated_tokens"
 # Of the state: the limits of its key; and as above, how much of the prompt was taken of the limit.
 _RATE, _PAID = "lora_plugins_rate", "lora_plugins_paid_tokens"
+# Attributes of a request's span: OpenTelemetry's name for the model that was asked for, and our own.
+_MODEL, _DIGEST = "gen_ai.request.model", "lora_adapter.digest"
+_ended: ContextVar[Any] = ContextVar("lora_plugins_ended", default=None)  # the state of the request that ended last
 
 
 def patch() -> None:
     """Have every client of this process name versions and count tokens; a second call changes nothing."""
-    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.engine import output_processor
 
-    wrap(RequestState, "make_request_output", _saying_versions)
+    wrap(output_processor.RequestState, "make_request_output", _saying_versions)
+    wrap(output_processor, "instrument_manual", _naming_in_span)
 
 
 def patch_requests() -> None:
@@ -109,13 +116,39 @@ def _saying_versions(original: Any) -> Any:
         if spans := together(getattr(whole, _SPANS, ()), said):
             setattr(whole, _SPANS, spans)
             kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}
-        if finish_reason is not None and (self.lora_name is not None or hasattr(self, _RATE)):
-            _count(self, whole, str(finish_reason))
+        if finish_reason is not None:
+            _ended.set(self)
+            if self.lora_name is not None or hasattr(self, _RATE):
+                _count(self, whole, str(finish_reason))
         return original(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
         )
 
     return make_request_output
+
+
+def _naming_in_span(original: Any) -> Any:
+    """Name the adapter and its versions in the span of a request that has ended.
+
+    Relied on: vLLM makes a span where tracing is on, directly after a request's last `make_request_output`.
+
+    Touches:
+        vllm.v1.engine.output_processor: instrument_manual RequestState{lora_request}
+        vllm.tracing: instrument_manual(span_name, start_time, end_time, attributes, context, kind)
+    Why: vLLM's span names no model, and so no adapter.
+    Until: vLLM's span has `gen_ai.request.model`, and a version of it.
+    """
+
+    def instrument_manual(*args: Any, attributes: Any, **kwargs: Any) -> Any:
+        if (state := _ended.get()) is not None and state.lora_name is not None:
+            spans, process = getattr(state.parent_req or state, _SPANS, ()), this_process()
+            if not spans and process.is_resolver_registered:
+                spans = [(process.resolver.store.layout.digest_of(state.lora_request.lora_path), 0)]
+            digests = ",".join(dict.fromkeys(digest for digest, _ in spans if digest))
+            attributes = attributes | {_MODEL: state.lora_name} | ({_DIGEST: digests} if digests else {})
+        return original(*args, attributes=attributes, **kwargs)
+
+    return instrument_manual
 
 
 def _count(state: Any, whole: Any, finish_reason: str) -> None:

@@ -1,6 +1,6 @@
 """VLLM's model runners zero new KV blocks before they are used, and find rows of logits that are not finite.
 
-While a runner computes logits of prompts, our hook of the head knows the rows of the batch.
+While a runner computes logits of prompts, our wrapper of `compute_logits` knows the rows of the batch.
 
 A block is filled token by token, and attention reads the whole block: values behind the last token have weight 0. After
 an adapter whose keys or values overflowed the product is 0 * NaN, NaN for the block's next user, requests of the base
@@ -28,6 +28,7 @@ _COUNTING = (
 _OF_PROMPTS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict"),
     ("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", "compute_prompt_logprobs"),
+    ("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", "compute_prompt_token_id_logprobs"),
 )
 _RUNS_ADAPTERS = "lora_plugins_runs_adapters"  # an attribute of KVCacheConfig, copied and pickled along
 
@@ -66,8 +67,9 @@ def patch_runners(vllm_config: Any) -> None:
         if (loaded := sys.modules.get(module)) is not None:
             setattr(loaded, function, not_finite_in_rows)
     for module, owner, method in _OF_PROMPTS:
-        if (loaded := sys.modules.get(module)) is not None:
-            wrap(getattr(loaded, owner), method, _of_the_batch)
+        # `compute_prompt_token_id_logprobs` is 0.31's.
+        if hasattr(computes := getattr(sys.modules.get(module), owner, None), method):
+            wrap(computes, method, _of_the_batch)
     cpu: Any = sys.modules.get("vllm.v1.worker.cpu_model_runner")
     if cpu is not None:
         wrap(cpu.CPUModelRunner, "_zero_block_ids", _zeroing)
@@ -140,14 +142,15 @@ def _of_the_batch(original: Any) -> Any:
             GPUModelRunner._get_prompt_logprobs_dict(self, hidden_states, num_scheduled_tokens)
         vllm.v1.worker.gpu.sample.prompt_logprob:
             PromptLogprobsWorker.compute_prompt_logprobs(self, logits_fn, hidden_states, ...)
-    Why: vLLM names no request with rows of a prompt, which would get trained tokens of other requests' adapters.
+            PromptLogprobsWorker.compute_prompt_token_id_logprobs(self, logits_fn, hidden_states, ...) # since 0.31
+    Why: vLLM names no request with rows of a prompt, which would get the heads of other requests' adapters.
     Until: vLLM names the adapter of each row of the head.
     """
 
     def of_prompts(self: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        from lora_plugins.worker.trained_tokens import rows_of_batch
+        from lora_plugins.worker.prompt_rows import rows_of_batch
 
         token = rows_of_batch.set(next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)))
         try:

@@ -54,7 +54,7 @@ def convert(tmp_path: Path, tensors, base, files=None, **config) -> tuple[Verifi
         landed.append(size_bytes)
 
     write_weights(tensors_of(verified.conversion), lambda name: original / (name or WEIGHTS_FILE), path, on_landed)
-    assert landed[-1] == path.stat().st_size == weights_bytes(verified.conversion)
+    assert landed[-1] == path.stat().st_size == weights_bytes(tensors_of(verified.conversion))
     (target / CONFIG_FILE).write_bytes(canonical_bytes(verified.conversion.config))
     assert verify_adapter(target, base, Settings()).conversion is None, "the engine's form already"
     return verified, load_file(path), target

@@ -222,3 +222,30 @@ def test_the_documented_policy_is_one():
     assert not policy.of_key("key-of-team-a").may_use("team-b/sql")
     assert policy.of_key("key-of-team-b").may_use("shared/chat")
     assert policy.of_key("key-of-the-operators").is_admin
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "may"),
+    [
+        ("plain-key", "team-a/x*1", True),
+        ("plain-key", "team-a/x*0.7+shared/sql@v2*-0.3", True),
+        ("plain-key", "team-a/x*1+team-b/y*1", False),
+        ("plain-key", "team-a/x*1+shared/other*1", False),
+        ("plain-key", "team-a/x*1+team-b/y*1@2070c155", False),
+        ("plain-key", "team-a/x*0+team-b/y*1", False),
+        ("plain-key", "team-a/x*0", False),
+        ("b", "team-a/x*1", False),
+        (None, "public/x*1+public/y*1", True),
+        (None, "public/x*1+team-a/y*1", False),
+        ("root", "team-a/x*1+team-b/y*1", True),
+    ],
+)
+def test_a_mixture_needs_the_right_to_each_part(policy: Policy, key: str | None, name: str, may: bool) -> None:
+    assert policy.of_key(key).may_use(name) is may
+
+
+def test_nobody_owns_or_pushes_a_mixture() -> None:
+    policy = Policy.parse('[tenants.a]\nkeys = ["a"]\nadapters = ["a"]\npushes = ["*", "a*1"]\n')
+    tenant = policy.of_key("a")
+    for name in ("a*1", "a@v*1", "a*1+b*1"):
+        assert (tenant.owns(name), tenant.may_push(name), tenant.is_named(name)) == (False, False, False)

@@ -288,7 +288,7 @@ class SourceContract(testing.SourceContract):
     def test_what_its_configuration_condemns_is_fetched_once(
         self, harness, source, store, monkeypatch, leftovers, is_large
     ):
-        harness.put_adapter("sql", {**adapter_files(use_dora=True), **CHAT})
+        harness.put_adapter("sql", {**adapter_files(use_qalora=True), **CHAT})
         fetch, arrived = source.fetch, []
 
         async def watched(adapter: RemoteAdapter, download: PartialDownload) -> None:
@@ -300,7 +300,7 @@ class SourceContract(testing.SourceContract):
             monkeypatch.setattr(versions, "_COPIED_AT_ONCE_BYTES", 0)
         resolver = AdapterResolver(Settings(), Events(), store, [source])
         for _ in range(2):
-            with pytest.raises(IncompatibleAdapter, match="DoRA"):
+            with pytest.raises(IncompatibleAdapter, match="QALoRA"):
                 asyncio.run(resolver.resolve(harness.asked("sql"), BASE.path))
         harness.settle()
         of_all = {name for name in (*adapter_files(), *CHAT) if "/" not in name}

@@ -6,8 +6,13 @@ import time
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import output_processor as vllms
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -30,8 +35,8 @@ MOVED = [(OLD, 0), (NEW, 2)]
 class Asked:
     """One request of `choices`, whose outputs the engine sends by hand."""
 
-    def __init__(self, kind: RequestOutputKind, choices: int = 1) -> None:
-        self.processor = OutputProcessor(None, log_stats=True)
+    def __init__(self, kind: RequestOutputKind, choices: int = 1, *, is_traced: bool = False) -> None:
+        self.processor = OutputProcessor(None, log_stats=True, tracing_enabled=is_traced)
         self.queue = RequestOutputCollector(kind, "r")
         params = SamplingParams(detokenize=False, output_kind=kind, n=choices)
         whole = self.request("r", params)
@@ -72,6 +77,7 @@ class Asked:
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestState, "make_request_output", RequestState.make_request_output)
+    monkeypatch.setattr(vllms, "instrument_manual", vllms.instrument_manual)
     output_processor.patch()
 
 
@@ -105,6 +111,22 @@ def test_what_was_not_moved_is_vllms_own() -> None:
     asked.answers(ends=True)
     output = asked.queue.get_nowait()
     assert (output.kv_transfer_params, output.finished) == (None, True)
+
+
+@pytest.mark.parametrize("versions", [None, MOVED])
+def test_a_span_names_adapter_and_the_versions_of_an_answer(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    asked = Asked(RequestOutputKind.FINAL_ONLY, choices=2, is_traced=True)
+    asked.answers(0, versions=versions, ends=True)
+    asked.answers(1, ends=True)
+    named = {"gen_ai.request.model": adapter(1).lora_name}
+    named |= {} if versions is None else {"lora_adapter.digest": f"{OLD},{NEW}"}
+    found = [dict(span.attributes or {}) for span in kept.get_finished_spans()]
+    ours = ("gen_ai.request.model", "lora_adapter.digest")
+    assert [{key: value for key, value in span.items() if key in ours} for span in found] == [named] * 2
+    assert [span["gen_ai.usage.prompt_tokens"] for span in found] == [2, 2]
 
 
 @pytest.fixture

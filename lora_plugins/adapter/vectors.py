@@ -1,0 +1,56 @@
+"""Which modules of the engine an adapter's vectors are for; pure.
+
+A module computes `y = g * (W x + s B A x) + c`: `g` and `c` have a number for each output, and stand for 1 and 0 where
+an adapter has none. DoRA: `g = m / norm of each row of W + s B A` (arXiv 2402.09353). `lora_bias`: `c = s * bias`.
+PEFT's `bias`: `c` is the saved bias less the base model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
+from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind
+from lora_plugins.errors import IncompatibleAdapter
+
+KINDS = (BesideKind.MAGNITUDE, BesideKind.B_BIAS, BesideKind.BIAS)
+_MERGE = "merge the adapter into the base model"
+
+
+def vectors_of(
+    beside: Iterable[Beside], modules: ModelModules, read: Callable[[str], str | None], *, is_whole_model: bool = True
+) -> Iterator[tuple[Beside, str]]:
+    """Yield the tensors that `g` and `c` are made of, each with the name of its module in `ModelModules.places`.
+
+    Args:
+        beside: of the adapter's weights.
+        modules: the engine's.
+        read: returns the engine's name for the module of an A's name, or None.
+        is_whole_model: whether a module that is none of `modules` is nowhere in the model.
+
+    Raises:
+        IncompatibleAdapter: a module that the engine computes without vectors, or a vector of another size.
+    """
+    for one in paced(beside):
+        name = f"{PREFIX}{one.module}.lora_A.weight"
+        if one.kind not in KINDS or modules.skips(name):
+            continue
+        key = modules.key(read(name) or one.module)
+        if key is None and not is_whole_model:
+            continue
+        found = f"'{one.tensor.name}' ({one.kind.key})"
+        if modules.without_vectors:
+            raise IncompatibleAdapter(found, expected=f"A and B alone, {modules.without_vectors}", remedy=_MERGE)
+        place = None if key is None else modules.places[key]
+        if key is None or place is None or place.kind is not ModuleKind.LINEAR:
+            raise IncompatibleAdapter(
+                found, expected="vectors of linear layers with LoRA in this engine alone", remedy=_MERGE
+            )
+        if place.out_features not in (None, *one.tensor.shape):
+            raise IncompatibleAdapter(
+                f"{found} of {list(one.tensor.shape)} values",
+                expected=f"{place.out_features}",
+                remedy="serve it with the base model that it was trained on",
+            )
+        yield one, key

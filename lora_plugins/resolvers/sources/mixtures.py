@@ -1,0 +1,143 @@
+"""The source of mixtures: sums of adapters, made of the versions that their parts have now.
+
+The version of a mixture is its terms, with digests in the place of names: so a new version of a part is a new version
+of the mixture, like any other source's. The files are written by a reading process, and verified as all that arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from cachetools import LRUCache
+
+from lora_plugins.absence import Absence
+from lora_plugins.adapter.canonical import canonical_bytes
+from lora_plugins.adapter.chat import CHAT_FILES
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.fit import BaseModel, check_config
+from lora_plugins.adapter.layouts.mixing import PartOfMixture, plan_mixture
+from lora_plugins.adapter.layouts.tensors import NewTensor
+from lora_plugins.adapter.layouts.writing import weights_bytes
+from lora_plugins.adapter.mixture import Term, terms_of
+from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.weight_files import WEIGHTS_FILE
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, describing
+from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged
+from lora_plugins.settings import Settings
+from lora_plugins.store.partial_download import PartialDownload
+from lora_plugins.store.store import Store
+from lora_plugins.verification.children import children
+
+LABEL = "mixture"
+_OTHER_CHATS = "its parts bring different files for chats, so the base model's template and end tokens are used"
+_PLANNED = 100  # plans, with a few hundred tensors each
+# Leases the version that a part has now for a holder, and returns its directory; None where nobody has the part.
+Lease = Callable[[str, str, Hashable], Awaitable[Path | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture(RemoteAdapter):
+    """A mixture before it is written.
+
+    Attributes:
+        config: the configuration. tensors: what is to be written, from files whose paths begin at the first part.
+        parts: the directories of the parts; files for chats are the first's.
+    """
+
+    config: bytes = field(default=b"", repr=False)
+    tensors: tuple[NewTensor, ...] = field(default=(), repr=False)
+    parts: tuple[Path, ...] = ()
+
+
+class MixtureSource:
+    """Makes mixtures of versions in the store.
+
+    Attributes:
+        base: the served model, whose largest rank a mixture must not exceed; None where unknown.
+    """
+
+    label = LABEL
+    remote = False
+
+    def __init__(self, settings: Settings, store: Store, lease: Lease, base: Callable[[], BaseModel | None]) -> None:
+        self._settings, self._store, self._lease, self._base = settings, store, lease, base
+        self._planned: LRUCache[tuple[str, str], Mixture] = LRUCache(_PLANNED)
+
+    async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
+        """Find the versions that the parts have now, in the store or at their sources, from where they are fetched."""
+        terms, holder, parts = terms_of(str(name)) or (), object(), list[Path]()
+        try:
+            for term in terms:
+                with describing(adapter=term.name):
+                    directory = await self._lease(term.name, base_model_name, holder)
+                if directory is None:
+                    cause = AdapterNotFound(
+                        f"no adapter '{term.name}', a part of the mixture",
+                        expected="parts that are served, or that a source has",
+                        remedy="correct the name of the part; see /v1/models",
+                        adapter=str(name),
+                    )
+                    return Absence(LABEL, "", cause.found, cause=cause)
+                parts.append(directory)
+            version = "+".join(str(Term(part.name, term.weight)) for part, term in zip(parts, terms, strict=True))
+            key = str(name), version
+            if (planned := self._planned.get(key)) is None:
+                planned = self._planned[key] = await self._plan(name, version, terms, parts)
+            return planned
+        finally:
+            for part in parts:
+                self._store.release(holder, part)
+
+    async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
+        """Write the files, with leases of the parts."""
+        if not isinstance(adapter, Mixture):
+            raise TypeError(type(adapter))
+        holder = object()
+        try:
+            for part in adapter.parts:
+                if await asyncio.to_thread(self._store.acquire, part.name, holder) is None:
+                    raise VersionChanged("a part that the store has removed", remedy="ask again")
+            for file in adapter.files:
+                target, landed = download.directory / file.name, partial(download.landed, file.name)
+                if file.name == WEIGHTS_FILE:
+                    await asyncio.wrap_future(children().write(adapter.tensors, adapter.parts[0], target, landed))
+                elif file.name == CONFIG_FILE:
+                    await asyncio.to_thread(target.write_bytes, adapter.config)
+                else:
+                    await asyncio.to_thread(shutil.copyfile, adapter.parts[0] / file.name, target)
+                landed(file.size_bytes)
+        finally:
+            for part in adapter.parts:
+                self._store.release(holder, part)
+
+    async def _plan(self, name: AdapterName, version: str, terms: tuple[Term, ...], parts: list[Path]) -> Mixture:
+        settings = replace(self._settings, check_finite=False)  # the parts' values were checked on arrival
+        read = [(await asyncio.wrap_future(children().read(part, settings))).adapter for part in parts]
+        mixed = [PartOfMixture(*of, part.name, one) for of, part, one in zip(terms, parts, read, strict=True)]
+        config, tensors = plan_mixture(mixed)
+        if (base := self._base()) is not None:
+            try:
+                check_config(config, base, settings.base_match)
+            except IncompatibleAdapter as error:
+                error.found += f", the sum of {', '.join(map(str, mixed))}"
+                raise
+        data = canonical_bytes(config)
+        made = SourceFile(CONFIG_FILE, len(data)), SourceFile(WEIGHTS_FILE, weights_bytes(tensors))
+        is_one_chat = all(one.chat == read[0].chat for one in read)
+        chats = [SourceFile(file, path.stat().st_size) for file in CHAT_FILES if (path := parts[0] / file).is_file()]
+        return Mixture(
+            name,
+            LABEL,
+            f"{LABEL}://{name}",
+            version,
+            (*made, *(chats if is_one_chat else ())),
+            warnings=() if is_one_chat else (_OTHER_CHATS,),
+            config=data,
+            tensors=tensors,
+            parts=tuple(parts),
+        )

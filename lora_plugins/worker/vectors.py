@@ -1,0 +1,288 @@
+"""An adapter's vectors in a worker: each module with any computes `y = g * (W x + s B A x) + c`.
+
+vLLM hands kernels `y0 = W x + b`, with the layer's own bias. Kernels add the product, and then compute `g * y + c'`,
+where `c' = c + (1 - g) b`. So B stays as it is, and a vector may be known later than A and B.
+
+DoRA's norms need W, of which a quantised or packed layer shows no elements. A layer's answers to the identity, some
+columns at a time, have the norms of W's rows, once for each layer, and its answers to A have what B's rows add. Of a
+row-parallel layer each worker has a part of the squares, and the workers add the parts up at the first activation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from lora_plugins.adapter.model_modules import ModelModules
+from lora_plugins.adapter.vectors import vectors_of
+from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
+from lora_plugins.kernels.layers import sides_of_slices, watched_ranks
+from lora_plugins.kernels.ranks import SlotRanks, Vectors
+from lora_plugins.worker.beside import ReadBeside
+from lora_plugins.worker.host_memory import bytes_of
+
+InLoop = Callable[[Iterator[None]], None]
+
+_COLUMNS = 64  # of an identity matrix, a piece of the engine loop's time: as a prompt of so many tokens in one layer
+_NORMS = "_lora_plugins_squared_norms"
+_MERGE = "merge the adapter into the base model"
+
+
+def why_no_vectors(manager: Any) -> str:
+    """Return why layers of this engine compute no vectors, a part of a sentence; empty where linear layers do.
+
+    Touches:
+        vllm.config.lora: LoRAConfig{fully_sharded_loras}
+        vllm.envs: VLLM_LORA_ENABLE_DUAL_STREAM
+        vllm.lora.layers.base: BaseLayerWithLoRA{punica_wrapper}
+    Why: an adapter with vectors is refused where a layer would leave them out.
+    Until: vLLM serves DoRA (vllm-project/vllm#47395).
+    """
+    from vllm import envs
+
+    wrappers = {type(module.punica_wrapper) for module in manager.modules.values()}
+    if not all(getattr(wrapper, "computes_vectors", False) for wrapper in wrappers):
+        return "as these LoRA kernels compute no more; those of the plugin lora_kernels do, on the CPU"
+    if manager.lora_config.fully_sharded_loras:
+        return "as this server runs with --fully-sharded-loras"
+    if getattr(envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False):
+        return "as this server runs with VLLM_LORA_ENABLE_DUAL_STREAM"
+    return ""
+
+
+class AdapterVectors:
+    """The vectors of one adapter.
+
+    Attributes:
+        size_bytes: of all.
+    """
+
+    def __init__(self, modules: list[_Module]) -> None:
+        self._modules = modules
+        self._vectors: list[tuple[SlotRanks, Vectors]] = []
+        self.size_bytes = 2 * sum(bytes_of([module.c]) for module in modules)
+        if not any(module.is_divided for module in modules):
+            self.settle()
+
+    def settle(self) -> None:
+        """Know all vectors; where workers add up their parts, in the engine loop. A second call changes nothing.
+
+        Raises:
+            IncompatibleAdapter: a vector that is not finite.
+        """
+        modules, self._modules = self._modules, []
+        divided = [module for module in modules if module.is_divided]
+        if divided:
+            # One exchange, after which all workers have the same numbers, and the same verdict.
+            sums = _sum_of_workers(torch.cat([module.squares for module in divided]))
+            for module, squares in zip(divided, sums.split([len(one.squares) for one in divided]), strict=True):
+                module.squares = squares
+        self._vectors += [(module.ranks, module.vectors()) for module in modules]
+
+    def write(self, slot: int) -> None:
+        """Give every module's slot its vectors."""
+        for ranks, vectors in self._vectors:
+            ranks.turn(slot, vectors)
+
+
+@dataclass(slots=True)
+class _Module:
+    """One module's numbers for each of this worker's outputs, float32.
+
+    Attributes:
+        name: the engine's.
+        magnitude, squares: of DoRA's `g = magnitude / sqrt(squares)`; None without.
+        c: as in the form. bias: the part of the layer's own bias in `y0`.
+        is_divided: whether the squares are a part of a sum over workers.
+    """
+
+    name: str
+    ranks: SlotRanks
+    c: Any
+    bias: Any
+    magnitude: Any = None
+    squares: Any = None
+    is_divided: bool = False
+
+    def vectors(self) -> Vectors:
+        g = torch.ones_like(self.c) if self.magnitude is None else self.magnitude / self.squares.sqrt()
+        made = Vectors(g, self.c + (1 - g) * self.bias)
+        if not all(bool(side.isfinite().all()) for side in made):
+            raise IncompatibleAdapter(
+                f"a vector of '{self.name}' that is not finite",
+                expected="rows of W + s B A with a norm above 0",
+                remedy=f"train it again, or {_MERGE}",
+            )
+        return made
+
+
+def vectors_of_adapter(
+    read: ReadBeside | None, model: Any, manager: Any, modules: ModelModules, in_loop: InLoop, *, is_whole_model: bool
+) -> AdapterVectors | None:
+    """Return the vectors of an adapter that vLLM has parsed, and neither merged nor scaled; None without any.
+
+    Args:
+        read: what is beside A and B.
+        model: vLLM's `LoRAModel`.
+        manager: its `LoRAModelManager`.
+        modules: the engine's.
+        in_loop: see `Jobs.in_loop`.
+        is_whole_model: as for `vectors_of`.
+
+    Raises:
+        IncompatibleAdapter: as `vectors_of`; a bias where the layer has none; vectors that are not finite.
+        InvalidAdapter: a form that the store would have converted.
+
+    Touches:
+        vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{base_layer, output_slices, tp_size, tp_rank}
+        vllm.lora.layers.row_parallel_linear: RowParallelLinearWithLoRA
+        vllm.lora.lora_weights: LoRALayerWeights{lora_a, lora_b, scaling}
+        vllm.model_executor.layers.linear: LinearBase{quant_method, skip_bias_add, params_dtype}
+        vllm.distributed.parallel_state: get_tp_group() GroupCoordinator{cpu_group}
+    Why: vLLM has neither DoRA nor biases of adapters.
+    Until: vLLM serves them (vllm-project/vllm#47395).
+    """
+    if read is None:
+        return None
+    if any(one.kind is BesideKind.SINGULAR for one in read.beside):
+        raise InvalidAdapter(
+            "AdaLoRA's singular values", expected="values multiplied into A", remedy="ask for the adapter by its name"
+        )
+    of_module: dict[str, dict[str, dict[BesideKind, Beside]]] = defaultdict(lambda: defaultdict(dict))
+    for one, key in vectors_of(read.beside, modules, read.module, is_whole_model=is_whole_model):
+        of_module[modules.places[key].module][key][one.kind] = one
+    made = []
+    for name in manager.modules:  # one order in all workers
+        if name in of_module:
+            parts = manager.packed_modules.get(name) or [name]
+            layer = _Layer(manager.modules[name], name, [of_module[name].get(part, {}) for part in parts])
+            made.append(layer.module(read, model, in_loop))
+    return AdapterVectors(made) if made else None
+
+
+class _Layer:
+    """A layer, and an adapter's tensors for each of its parts."""
+
+    def __init__(self, layer: Any, name: str, parts: list[dict[BesideKind, Beside]]) -> None:
+        from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
+
+        self._layer, self._base, self._name, self._parts = layer, layer.base_layer, name, parts
+        self._widths = [int(b.shape[2]) for b in layer.lora_b_stacked]
+        self._is_divided = isinstance(layer, RowParallelLinearWithLoRA) and layer.tp_size > 1
+
+    def module(self, read: ReadBeside, model: Any, in_loop: InLoop) -> _Module:
+        """Return the numbers of all parts together; see `vectors_of_adapter`."""
+        weights = [self._weights(part, read, model) for part in self._parts]
+        beside = {
+            kind: self._whole([read.tensor(it[kind]).float() if kind in it else None for it in self._parts], neutral)
+            for kind, neutral in ((BesideKind.MAGNITUDE, 1), (BesideKind.B_BIAS, 0), (BesideKind.BIAS, torch.nan))
+        }
+        scale = self._whole([one and torch.full((len(one.lora_b),), float(one.scaling)) for one in weights], 0)
+        zeros = torch.zeros(sum(self._widths))
+        own = getattr(self._base, "bias", None)
+        bias = zeros if own is None else own.detach().float().cpu()
+        is_given = ~beside[BesideKind.BIAS].isnan()
+        if own is None and bool(is_given.any()):
+            raise IncompatibleAdapter(
+                f"a bias of '{self._name}'", expected="none, as the base model has none there", remedy=_MERGE
+            )
+        c = scale * beside[BesideKind.B_BIAS] + torch.where(is_given, beside[BesideKind.BIAS] - bias, zeros)
+        # Of workers that add their outputs up, one adds what is no product.
+        adds = not self._is_divided or self._layer.tp_rank == 0
+        made = _Module(
+            self._name,
+            cast("SlotRanks", watched_ranks(self._layer)),  # `why_no_vectors` has found our kernels
+            c if adds else zeros,
+            bias if adds and not getattr(self._base, "skip_bias_add", False) else zeros,
+        )
+        if any(BesideKind.MAGNITUDE in part for part in self._parts):
+            made.magnitude, made.is_divided = beside[BesideKind.MAGNITUDE], self._is_divided
+            made.squares = self._squares(weights, in_loop)
+        return made
+
+    def _weights(self, part: dict[BesideKind, Beside], read: ReadBeside, model: Any) -> Any:
+        names = (read.module(f"{PREFIX}{one.module}.lora_A.weight") for one in part.values())
+        return next((model.loras[name] for name in names if name in model.loras), None)
+
+    def _sides(self, lora_a: list[Any], lora_b: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the sides of each slice here, for sides of each part."""
+        n = len(self._widths)
+        sides = sides_of_slices(self._layer, n, *((lora_a, lora_b) if n > 1 else (lora_a[0], lora_b[0])))
+        if sides is None or any(
+            b is not None and len(b) != width for b, width in zip(sides[1], self._widths, strict=True)
+        ):
+            raise IncompatibleAdapter(
+                f"a vector of '{self._name}' of another size", expected=f"{self._widths} here", remedy=_MERGE
+            )
+        return sides
+
+    def _whole(self, parts: list[Any], neutral: float) -> Any:
+        """Return a vector of all outputs here, for vectors of each part or None."""
+        if all(part is None for part in parts):
+            return torch.full((sum(self._widths),), neutral)
+        nothing = torch.empty(0, 0)
+        _, columns = self._sides([nothing] * len(parts), [None if one is None else one[:, None] for one in parts])
+        return torch.cat(
+            [
+                torch.full((width,), neutral) if one is None else one[:, 0]
+                for one, width in zip(columns, self._widths, strict=True)
+            ]
+        )
+
+    def _squares(self, weights: list[Any], in_loop: InLoop) -> Any:
+        """Return the squared norms of the rows of `W + s B A`, or 1 where a slice is not adapted."""
+        dtype = self._layer.lora_a_stacked[0].dtype
+        # A as it is served; the scaling is exact in float32.
+        lora_a = [None if one is None else one.lora_a.to(dtype) for one in weights]
+        lora_b = [None if one is None else one.lora_b.float() * float(one.scaling) for one in weights]
+        slices_a, slices_b = self._sides(lora_a, lora_b)
+        answers: list[Any] = [None] * len(slices_a)
+
+        def pieces() -> Iterator[None]:
+            yield from self._base_norms()
+            for number, a in enumerate(slices_a):
+                if a is not None:
+                    answers[number] = self._answer(a.contiguous())
+                    yield
+
+        in_loop(pieces())
+        squares, first = self._base.__dict__[_NORMS].clone(), 0
+        for a, b, answer, width in zip(slices_a, slices_b, answers, self._widths, strict=True):
+            own = slice(first, first + width)
+            first += width
+            if a is None or b is None:
+                squares[own] = 1
+            else:
+                squares[own] += ((2 * answer[:, own].T + b @ (a.float() @ a.float().T)) * b).sum(1)
+        return squares
+
+    def _base_norms(self) -> Iterator[None]:
+        """Keep the squared norms of W's rows here with the layer, piece by piece; the second time there is nothing."""
+        if _NORMS in self._base.__dict__:
+            return
+        inputs = int(self._layer.lora_a_stacked[0].shape[-1])
+        squares: Any = 0
+        for begin in range(0, inputs, _COLUMNS):
+            count = min(_COLUMNS, inputs - begin)
+            identity = torch.zeros(count, inputs)
+            identity[:, begin : begin + count].fill_diagonal_(1)
+            squares = squares + self._answer(identity).square().sum(0)
+            yield
+        self._base.__dict__[_NORMS] = squares
+
+    def _answer(self, x: Any) -> Any:
+        with torch.no_grad():
+            x = x.to(self._layer.lora_a_stacked[0].device, self._base.params_dtype)
+            return self._base.quant_method.apply(self._base, x, None).float().cpu()
+
+
+def _sum_of_workers(numbers: Any) -> Any:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    torch.distributed.all_reduce(numbers, group=get_tp_group().cpu_group)
+    return numbers

@@ -1,0 +1,102 @@
+"""AdaLoRA in the engine's form: plain LoRA, whose A has the singular values, with AdaLoRA's scaling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
+from lora_plugins.settings import Settings
+from tests.adapter.layouts.converted import FUSED, base_of, convert, delta
+from tests.make import BASE, LAYER, PEFT, adapter_files, pair, put
+
+Q, V = LAYER.format(0, "q_proj"), LAYER.format(0, "v_proj")
+CONFIG = {"peft_type": "ADALORA", "r": 8, "init_r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
+
+
+def adalora(dtype: str = "float32", ranks: tuple[int, int] = (4, 4)) -> dict[str, np.ndarray]:
+    """As PEFT 0.21 saves it: parameters of the module's own, without `.weight`."""
+    tensors = {}
+    for module, rank, high in ((Q, ranks[0], 8), (V, ranks[1], 4)):
+        a, b = pair(module, rank, 8, high, dtype).values()
+        values = np.random.default_rng(rank + high).normal(size=(rank, 1)).astype(dtype)
+        tensors |= {f"{PEFT}{module}.lora_{side}": one for side, one in zip("ABE", (a, b, values), strict=True)}
+    return tensors
+
+
+def by_peft(tensors: dict[str, np.ndarray], module: str, alpha: float) -> np.ndarray:
+    """`SVDLinear.forward` of PEFT 0.21: B (A * E), times alpha / (rank + 0.00001)."""
+    a, b, e = (tensors[f"{PEFT}{module}.lora_{side}"].astype(np.float64) for side in "ABE")
+    return b @ (a * e) * alpha / (len(a) + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_an_adapter_adds_to_weights_what_it_adds_in_peft(tmp_path: Path, dtype: str) -> None:
+    tensors = adalora(dtype)
+    verified, made, target = convert(tmp_path, tensors, BASE, **CONFIG)
+    for module in (Q, V):
+        np.testing.assert_allclose(delta(made, module, target / CONFIG_FILE), by_peft(tensors, module, 6), rtol=2e-6)
+    assert "AdaLoRA's singular values multiplied into A (2 modules)" in verified.conversion.changes
+
+
+def test_values_of_bfloat16_are_multiplied_in_float32(tmp_path: Path) -> None:
+    bits = {name: one.view("<u4") >> 16 for name, one in adalora().items() if "lora_B" not in name}
+    tensors = adalora() | {name: (one << 16).view("<f4") for name, one in bits.items()}
+    halves = tensors | {name: one.astype("<u2") for name, one in bits.items()}
+    _, made, target = convert(tmp_path, {}, BASE, files=adapter_files(halves, **CONFIG))
+    np.testing.assert_allclose(delta(made, Q, target / CONFIG_FILE), by_peft(tensors, Q, 6), rtol=2e-6)
+
+
+def test_each_module_keeps_the_rank_that_training_has_left(tmp_path: Path) -> None:
+    kept = {f"{Q}.lora_E": [True, False, True, True], f"{PEFT}{V}.lora_E": [True, True, False, False]}
+    tensors = adalora(ranks=(3, 2))
+    _, made, target = convert(tmp_path, tensors, BASE, **CONFIG, rank_pattern=kept)
+    for module in (Q, V):
+        np.testing.assert_allclose(delta(made, module, target / CONFIG_FILE), by_peft(tensors, module, 6), rtol=2e-6)
+
+
+def test_an_alpha_of_0_stands_for_each_modules_rank(tmp_path: Path) -> None:
+    tensors = adalora()
+    _, made, target = convert(tmp_path, tensors, BASE, **{**CONFIG, "lora_alpha": 0})
+    np.testing.assert_allclose(delta(made, Q, target / CONFIG_FILE), by_peft(tensors, Q, 4), rtol=2e-6)
+
+
+def test_parts_of_a_fused_module_are_joined_with_their_values(tmp_path: Path) -> None:
+    tensors = adalora()
+    _, made, target = convert(tmp_path, tensors, base_of(FUSED), **CONFIG)
+    joined = delta(made, LAYER.format(0, "qkv_proj"), target / CONFIG_FILE)
+    np.testing.assert_allclose(joined[:8], by_peft(tensors, Q, 6), rtol=2e-6)
+    np.testing.assert_allclose(joined[12:], by_peft(tensors, V, 6), rtol=2e-6)
+
+
+E_OF_Q = f"{PEFT}{Q}.lora_E"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "kind", "says"),
+    [
+        (adalora(), {"peft_type": "LORA", "r": 4}, IncompatibleAdapter, "lora_E', without peft_type ADALORA in"),
+        ({E_OF_Q: None}, {}, InvalidAdapter, f"no tensor 'lora_E' of module '{Q}'"),
+        ({E_OF_Q: np.ones((5, 1), "float32")}, {}, InvalidAdapter, r"shape \[5, 1\]; expected shape \[4, 1\]"),
+        ({f"{PEFT}x.lora_E": np.ones((4, 1), "float32")}, {}, InvalidAdapter, "expected none, without A and B"),
+        ({E_OF_Q + ".default": np.ones((4, 1), "float32")}, {}, InvalidAdapter, "two tensors 'lora_E'"),
+        ({E_OF_Q: np.full((4, 1), 1e6, "float32")}, {}, InvalidAdapter, "numbers up to 1e[+]06"),
+        ({}, {"init_r": "4"}, InvalidAdapter, "init_r '4'"),
+        ({}, {"init_r": ...}, InvalidAdapter, "no key 'init_r'"),
+        ({}, {"rank_pattern": {"q": [False]}}, InvalidAdapter, "rank_pattern"),
+        ({}, {"peft_type": "IA3"}, IncompatibleAdapter, "peft_type 'IA3'.*LORA or ADALORA"),
+    ],
+    ids=["LORA", "no values", "other values", "no pair", "twice", "large", "text", "no rank", "nothing left", "IA3"],
+)  # fmt: skip
+def test_what_peft_would_not_compute_is_refused(
+    tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, object], kind: type[LoRAPluginsError], says: str
+) -> None:
+    given = {name: one for name, one in (adalora() | tensors).items() if one is not None}
+    with pytest.raises(kind, match=says) as caught:
+        verify_adapter(put(tmp_path, adapter_files(given, **{**CONFIG, **config})), BASE, Settings())
+    assert type(caught.value) is kind
+    assert caught.value.remedy
