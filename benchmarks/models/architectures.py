@@ -78,9 +78,9 @@ with `--enable-tower-connector-lora`.
 _THREADS = """## Threads
 Of threads about six adapters that were accepted and did nothing (vllm-project/vllm#34186, #48019, #48974, #55193,
 thinking-machines-lab/tinker-cookbook#928, #593), an adapter of the form of each was asked for by name on `vllm serve`
-0.32 on 2026-11-26, by `01294c71:benchmarks/threads.py`. Without our plugins vLLM accepted five: four answered as the base model, one was served in part. With our plugins two are served as trained, and
-four refused (L003): the model does not have their modules or computes them without adapters, or the server leaves them
-out.
+0.32 on 2026-11-26, by `01294c71:benchmarks/threads.py`. Without our plugins vLLM accepted five: four answered as the
+base model, one was served in part. With our plugins two are served as trained, and four refused (L003): the model does
+not have their modules or computes them without adapters, or the server leaves them out.
 """
 
 
