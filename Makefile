@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-admission bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-rl bench-front-ends bench-served-table bench-kernels-aot bench-life bench-growth bench-real wheel release-check release clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,7 +20,7 @@ recording: set-up ## record make demo as a terminal shows it; writes docs/images
 	@.venv/bin/uv run --quiet --no-project --with pyte python -m tools.record_demo
 
 demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing, one killed under load (5 minutes)
-	@$(RUN) -m benchmarks.ray_serve
+	@$(RUN) -m benchmarks.routing.ray_serve
 
 # Tests start hundreds of processes, and each would compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
@@ -109,23 +109,22 @@ bench-suite: set-up ## what make test costs, and the order in which its files be
 
 bench-verify: set-up ## what verification costs, by adapter size, and what an event loop notices of it
 	@$(RUN) -m benchmarks.verify_cost
-	@$(RUN) -m benchmarks.verify_loop
+	@$(RUN) -m benchmarks.verify_cost --loop
 
 bench-models: set-up ## adapters of every kind on each architecture of the testbed; writes docs/reference/models.md (10 minutes)
-	@$(RUN) -m benchmarks.models
+	@$(RUN) -m benchmarks.models.architectures
 
-bench-mutants: set-up ## adapters with a fault, and of threads on stock vLLM: refused, caught, or silent (6 minutes)
-	@$(RUN) -m benchmarks.threads
-	@$(RUN) -m benchmarks.mutants
-	@$(RUN) -m benchmarks.models --page
+bench-mutants: set-up ## adapters with a fault: refused, caught, or silent (4 minutes)
+	@$(RUN) -m benchmarks.models.mutants
+	@$(RUN) -m benchmarks.models.architectures --page
 
 bench-trainers: set-up ## adapters as 24 trainers write them, on stock vLLM and with our plugins (4 minutes)
-	@$(RUN) -m benchmarks.trainers
-	@$(RUN) -m benchmarks.models --page
+	@$(RUN) -m benchmarks.models.trainers
+	@$(RUN) -m benchmarks.models.architectures --page
 
 bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
 	@$(RUN) -m benchmarks.fetch
-	@$(RUN) -m benchmarks.resolve
+	@$(RUN) -m benchmarks.fetch.resolve
 
 bench-policies: set-up ## eviction policies on replayed traces, against Belady's optimum
 	@$(RUN) -m benchmarks.policies
@@ -134,58 +133,42 @@ bench-manager: set-up ## the adapter manager against vLLM's: admission, stalls, 
 	@$(RUN) -m benchmarks.manager
 
 bench-queue: set-up ## waits under overload and the cost of a step, in vLLM's scheduler alone and with ours (1 minute)
-	@VLLM_PLUGINS= $(RUN) -m benchmarks.queue
+	@VLLM_PLUGINS= $(RUN) -m benchmarks.manager.queue
 
 bench-overload: set-up ## first tokens of cold adapters on servers that a flood fills, vLLM's manager beside ours (6 minutes)
-	@$(RUN) -m benchmarks.overload
-
-bench-admission: set-up ## who is admitted when, simulated with 1,000 adapters, against vLLM's order
-	@$(RUN) -m benchmarks.admission
+	@$(RUN) -m benchmarks.manager.overload
 
 bench-routing: set-up ## routing policies, simulated: 100,000 adapters on 1,000 replicas (3 minutes)
-	@$(RUN) -m benchmarks.routing
+	@$(RUN) -m benchmarks.routing.simulated
 
 bench-scale: set-up ## 100,000 names and 50,000 stored adapters: what the event loop notices, start-up, fetches (5 minutes)
 	@$(RUN) -m benchmarks.scale
 
 bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
-	@$(RUN) -m benchmarks.kernels_cpu
+	@$(RUN) -m benchmarks.kernels.cpu
 
 bench-access: set-up ## whether response times reveal an adapter that a key may not use
 	@$(RUN) -m benchmarks.access
 
 bench-faults: set-up ## random faults of processes, disks, clock and sources under load; takedowns, outages (7 minutes; SEED)
-	@$(RUN) -m benchmarks.faults $(if $(SEED),--seed $(SEED))
+	@$(RUN) -m benchmarks.faults.measure $(if $(SEED),--seed $(SEED))
 
 bench-flood: set-up ## a hot adapter beside 1,000 unknown names a second, with ours and with vLLM alone (4 minutes)
-	@$(RUN) -m benchmarks.flood
+	@$(RUN) -m benchmarks.fetch.flood
 
 bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load; a pause beside eight (15 minutes)
-	@$(RUN) -m benchmarks.live
-	@$(RUN) -m benchmarks.live_pause
+	@$(RUN) -m benchmarks.live.pushes
+	@$(RUN) -m benchmarks.live.pause
 
 TRIALS = 200
 bench-live-kills: set-up ## kill -9 of trainer, API server, engine and worker during pushes (an hour; TRIALS, SEED)
-	@$(RUN) -m benchmarks.live_kills --trials $(TRIALS) $(if $(SEED),--seed $(SEED))
-
-bench-rl: set-up ## a policy learns while it is served: pushes (finish, inflight) beside vLLM's load_inplace (7 minutes)
-	@$(RUN) -m benchmarks.rl
+	@$(RUN) -m benchmarks.live.kills --trials $(TRIALS) $(if $(SEED),--seed $(SEED))
 
 bench-front-ends: set-up ## four API servers: 1,000 swaps under 100,000 requests, kills, throughput (25 minutes)
-	@$(RUN) -m benchmarks.front_ends
-
-bench-served-table: set-up ## a SQLite table in the place of the first API server: looks, changes, kills, lines (15 minutes)
-	@$(RUN) -m benchmarks.served_table
-	@$(RUN) -m benchmarks.served_table --case first
+	@$(RUN) -m benchmarks.front_ends.measure
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
-	@$(RUN) -m benchmarks.kernels_aot
-
-bench-life: set-up ## the life of an adapter, from events of a real server; writes docs/images/life.svg (3 minutes)
-	@$(RUN) -m benchmarks.life
-
-bench-growth: set-up ## what a server keeps of 100,000 requests that never come again: memory, threads, files, series
-	@$(RUN) -m benchmarks.growth
+	@$(RUN) -m benchmarks.kernels.aot
 
 PARTS =
 bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, swaps, 1,000 of them (25 minutes; PARTS="decode cold", QUICK=1)

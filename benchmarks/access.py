@@ -1,4 +1,6 @@
-"""Whether response times distinguish an adapter that a key may not use from one that does not exist.
+"""Figure of docs/guides/access.md#by-the-clock, for R38: `make bench-access`.
+
+Whether response times distinguish an adapter that a key may not use from one that does not exist.
 
 One real server with a directory and an S3 (moto) as sources, `lora_admin` and a policy. A tenant asks, in an order
 drawn at random, for names of five kinds: another tenant's that are loaded, that are only at a source, and that do not
@@ -24,8 +26,9 @@ import httpx
 from benchmarks.record import keep
 from testbed.bed import prepare
 from testbed.s3 import s3_server
-from testbed.server import vllm_server
+from testbed.server import plugged, vllm_server
 
+PLUGINS = "lora_filesystem_resolver,lora_s3_resolver,lora_lru_manager,lora_admin"
 NAMES = 60
 AGAIN = 5
 POLICY = """
@@ -63,11 +66,8 @@ def main() -> None:
                 *("--api-key", "key-a", "key-root"),
             ),
             env={
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-                "VLLM_PLUGINS": "lora_filesystem_resolver,lora_s3_resolver,lora_lru_manager,lora_admin",
-                "VLLM_LORA_RESOLVER_CACHE_DIR": str(home / "adapters"),
+                **plugged(PLUGINS, home / "store", home / "adapters"),
                 "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
-                "LORA_PLUGINS_STORE_DIR": str(home / "store"),
                 "LORA_PLUGINS_POLICY": str(home / "policy.toml"),
                 "LORA_PLUGINS_ABSENT_TTL_S": "600",
                 "LORA_PLUGINS_REFRESH_S": "0",

@@ -1,4 +1,6 @@
-"""What slots take of device memory, and adapters of host memory, for a model of a given shape; needs no weights.
+"""Figure of docs/operate/capacity.md, for R17 and R24.
+
+What slots take of device memory, and adapters of host memory, for a model of a given shape; needs no weights.
 
     python -m benchmarks.capacity                 # an 8B Llama: the table of docs/operate/capacity.md
     python -m benchmarks.capacity config.json     # your model's, printed only

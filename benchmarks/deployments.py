@@ -1,4 +1,6 @@
-"""What becomes of us in each deployment: runs the tests that say so; writes the table in docs/reference/deployments.md.
+"""Goal of R43 and R61, and the table of docs/reference/deployments.md: `make matrix`.
+
+What becomes of us in each deployment: runs the tests that say so; writes the table in docs/reference/deployments.md.
 
 A test carries a cell by `pytest.mark.deployment(cell, verdict, note)`: it passes exactly when the verdict is true. What
 two cores and no GPU cannot run stands in `REASONED`, with the unit tests that hold it, which are run too. A cell whose
@@ -14,14 +16,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.record import RESULTS, keep
+from benchmarks.record import RESULTS, ROOT, keep
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "deployments.md"
 KEPT = RESULTS / "deployments.json"
 BEGIN, END = "<!-- table: written by `make matrix` -->", "<!-- /table -->"

@@ -1,4 +1,6 @@
-"""How often each eviction policy finds an adapter already loaded, and what the rest cost: bytes and seconds of loading.
+"""Figures of docs/benchmarks/policies.md, for R20: `make bench-policies`.
+
+How often each eviction policy finds an adapter already loaded, and what the rest cost: bytes and seconds of loading.
 
 Replays made-up request traces against a cache of 5 to 40 % of all adapters' bytes. Every miss loads its adapter, and
 evicts until it fits. Belady's optimum knows the future: it evicts what is asked for again last. Where all adapters

@@ -1,4 +1,6 @@
-"""What a server does with 100,000 names and 50,000 stored adapters: what its event loop notices, and how long it takes.
+"""Goal of R62, and the figures of docs/benchmarks/scale.md: `make bench-scale`.
+
+What a server does with 100,000 names and 50,000 stored adapters: what its event loop notices, and how long it takes.
 
 No engine: the real store, registry, reconciler and routes, around the planner of the tests and a made-up worker. A task
 of the loop sleeps for a millisecond again and again; how much later than that it goes on is how late the loop is.

@@ -1,4 +1,6 @@
-"""What `make test` costs: seconds of wall and of both cores, by file; run it with nothing else on the machine.
+"""Goal of `make test`'s 600 s, and the order of its files (tests/seconds.json): `make bench-suite`.
+
+What `make test` costs: seconds of wall and of both cores, by file; run it with nothing else on the machine.
 
     python -m benchmarks.suite --runs 10      # how often a test fails that should not
     python -m benchmarks.suite --load 8       # beside eight processes that compute

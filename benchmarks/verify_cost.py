@@ -1,13 +1,20 @@
-"""What verification costs: seconds per adapter size and dtype, with and without the pass over the weights.
+"""Figures of verification.md#what-it-costs, and the bar of 20 ms for the event loop (R62): `make bench-verify`.
+
+    python -m benchmarks.verify_cost          # seconds per adapter size and dtype, with and without the weights' pass
+    python -m benchmarks.verify_cost --loop   # what an event loop notices of a header of 70,000 tensors
 
 Each size is measured interleaved with a plain read of the same file (page cache warm), so the ratio holds on a noisy
-machine. Adapters are read as a server does it: by a child process that runs already. Prints a
-Markdown table and keeps the raw figures in benchmarks/results/verify_cost.json.
+machine. Adapters are read as a server does it: by a child process that runs already. With `--loop` a thread then
+compares the tensors with the model, while a task of the loop sleeps for a millisecond again and again: the longest time
+between two turns is the gap that a request may meet. Allocated objects are frozen before, as vLLM's API server does at
+start. Prints a Markdown table, and keeps benchmarks/results/verify_cost.json or verify_loop.json.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import asyncio
+import gc
 import statistics
 import sys
 import tempfile
@@ -17,38 +24,19 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.adapters import write_adapter, write_sized_adapter
 from benchmarks.record import keep
+from lora_plugins.adapter.fit import BaseModel
+from lora_plugins.adapter.landing import Model
+from lora_plugins.adapter.model_modules import ModelModules, ModulePlace
+from lora_plugins.adapter.verify import fit_adapter
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.verification.children import children
 
 REPEATS = 7
 SIZES_MB = (20, 200, 1000)
-RANK, HIDDEN = 64, 4096
-
-
-def write_adapter(directory: Path, size_mb: int, dtype: str, item_bytes: int) -> None:
-    """A Llama-8B-like adapter of about this size, written without torch."""
-    pair_bytes = 2 * RANK * HIDDEN * item_bytes
-    modules = max(1, round(size_mb * 1e6 / pair_bytes))
-    header, offset = {}, 0
-    for index in range(modules):
-        module = f"base_model.model.model.layers.{index // 4}.self_attn.{'qkvo'[index % 4]}_proj"
-        for side, shape in (("A", [RANK, HIDDEN]), ("B", [HIDDEN, RANK])):
-            size = RANK * HIDDEN * item_bytes
-            header[f"{module}.lora_{side}.weight"] = {
-                "dtype": dtype,
-                "shape": shape,
-                "data_offsets": [offset, offset + size],
-            }
-            offset += size
-    raw = json.dumps(header).encode()
-    piece = np.random.default_rng(0).integers(0, 0x3F, RANK * HIDDEN * item_bytes, dtype=np.uint8).tobytes()
-    with (directory / "adapter_model.safetensors").open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for _ in range(2 * modules):
-            file.write(piece)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": [f"{x}_proj" for x in "qkvo"]}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+LAYERS, EXPERTS, PARTS = 91, 128, ("gate_proj", "up_proj", "down_proj")  # of a large mixture of experts
+EXPERT_WIDTH = 2
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -64,36 +52,121 @@ def plain_read(path: Path) -> None:
             pass
 
 
+def costs(directory: Path, size_mb: int, dtype: str, repeats: int) -> dict:
+    write_sized_adapter(directory, size_mb, dtype)
+    weights = directory / "adapter_model.safetensors"
+    whole = Settings(base_match=BaseMatch.OFF)
+    header_only = Settings(base_match=BaseMatch.OFF, check_finite=False)
+    jobs: dict[str, Callable[[], object]] = {
+        "read_s": lambda: plain_read(weights),
+        "header_s": lambda: children().read(directory, header_only).result(),
+        "verify_s": lambda: children().read(directory, whole).result(),
+    }
+    times: dict[str, list[float]] = {job: [] for job in jobs}
+    for _ in range(repeats):
+        for job, work in jobs.items():
+            times[job].append(timed(work))
+    medians = {job: statistics.median(values) for job, values in times.items()}
+    return {"dtype": dtype, "bytes": weights.stat().st_size, **medians, "all": times}
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["| weights | plain read | without the pass | whole verification | GB/s | verification / read |"]
+    lines += [
+        f"| {row['bytes'] / 1e6:.0f} MB {row['dtype']} | {row['read_s'] * 1e3:.0f} ms "
+        f"| {row['header_s'] * 1e3:.1f} ms | {row['verify_s'] * 1e3:.0f} ms "
+        f"| {row['bytes'] / row['verify_s'] / 1e9:.1f} | {row['verify_s'] / row['read_s']:.1f} |"
+        for row in rows
+    ]
+    return "\n".join([lines[0], "|---" * 6 + "|", *lines[1:]])
+
+
+def of_experts(directory: Path) -> BaseModel:
+    """Write an adapter of every expert, with the smallest tensors; returns the model that it fits."""
+    experts = [f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(LAYERS) for expert in range(EXPERTS)]
+    modules = [f"{expert}.{part}" for expert in experts for part in PARTS]
+    piece, shape = np.zeros(EXPERT_WIDTH, np.uint16), (EXPERT_WIDTH, EXPERT_WIDTH)
+    write_adapter(directory, dict.fromkeys(modules, shape), 1, lambda _: piece, dtype="BF16")
+    places = {module: ModulePlace(module, in_features=EXPERT_WIDTH, out_features=EXPERT_WIDTH) for module in modules}
+    return BaseModel("base", model=Model(ModelModules("Moe", "", places), _read_name))
+
+
+def _read_name(tensor: str) -> tuple[str, bool]:
+    module, _, side = tensor.removeprefix("base_model.model.").rpartition(".lora_")
+    return module, side == "A.weight"
+
+
+async def gaps_beside(directory: Path | None, base: BaseModel) -> tuple[float, list[float]]:
+    """Seconds that it took, and all gaps between turns of the loop; without a directory, of a second of rest."""
+    gaps: list[float] = []
+    is_over = False
+
+    async def turn() -> None:
+        last = time.perf_counter()
+        while not is_over:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    turning = asyncio.create_task(turn())
+    await asyncio.sleep(0.2)
+    gaps.clear()
+    started = time.perf_counter()
+    if directory is None:
+        await asyncio.sleep(1)
+    else:
+        settings = Settings(check_finite=False)
+        found = await asyncio.wrap_future(children().read(directory, settings))
+        await asyncio.to_thread(fit_adapter, found.adapter, base, settings)
+    took_s = time.perf_counter() - started
+    is_over = True
+    await turning
+    return took_s, sorted(gaps)
+
+
+def loop_rows(home: Path, repeats: int) -> list[dict]:
+    base, rows = of_experts(home), list[dict]()
+    gc.collect()
+    gc.freeze()
+    for what, directory in (("nothing", None), ("verification", home)):
+        runs = [asyncio.run(gaps_beside(directory, base)) for _ in range(repeats)]
+        row = {"beside": what, "took_s": statistics.median(took_s for took_s, _ in runs)}
+        for name, of in (("median", 0.5), ("p99", 0.99), ("longest", 1)):
+            each_ms = [1e3 * gaps[min(int(len(gaps) * of), len(gaps) - 1)] for _, gaps in runs]
+            row[f"{name}_ms"] = statistics.median(each_ms)
+        rows.append(row | {"longest_of_each_run_ms": each_ms})
+    return rows
+
+
+def loop_table(rows: list[dict]) -> str:
+    lines = [
+        f"| {row['beside']} | {row['took_s']:.1f} s | {row['median_ms']:.1f} ms | {row['p99_ms']:.0f} ms "
+        f"| {row['longest_ms']:.0f} ms |"
+        for row in rows
+    ]
+    return "\n".join(["| meanwhile | takes | median gap | 99th percentile | longest gap |", "|---" * 5 + "|", *lines])
+
+
 def main() -> int:
-    rows = []
-    for dtype, item_bytes in (("BF16", 2), ("F32", 4)):
-        for size_mb in SIZES_MB:
-            with tempfile.TemporaryDirectory() as name:
-                directory = Path(name)
-                write_adapter(directory, size_mb, dtype, item_bytes)
-                weights = directory / "adapter_model.safetensors"
-                whole = Settings(base_match=BaseMatch.OFF)
-                header_only = Settings(base_match=BaseMatch.OFF, check_finite=False)
-                jobs: dict[str, Callable[[], object]] = {
-                    "read_s": lambda weights=weights: plain_read(weights),
-                    "header_s": lambda d=directory, s=header_only: children().read(d, s).result(),
-                    "verify_s": lambda d=directory, s=whole: children().read(d, s).result(),
-                }
-                times: dict[str, list[float]] = {job: [] for job in jobs}
-                for _ in range(REPEATS):
-                    for job, work in jobs.items():
-                        times[job].append(timed(work))
-                medians = {job: statistics.median(values) for job, values in times.items()}
-                rows.append({"dtype": dtype, "bytes": weights.stat().st_size, **medians, "all": times})
-    print("| weights | plain read | without the pass | whole verification | GB/s | verification / read |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loop", action="store_true", help="the gaps of an event loop, in the place of seconds")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_MB, help="MB")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--dry", action="store_true", help="keep nothing")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        if options.loop:
+            rows = loop_rows(Path(name), options.repeats)
+        else:
+            rows = [
+                costs(Path(name), size, dtype, options.repeats) for dtype in ("BF16", "F32") for size in options.sizes
+            ]
+    print(loop_table(rows) if options.loop else table(rows))
+    if not options.dry:
         print(
-            f"| {row['bytes'] / 1e6:.0f} MB {row['dtype']} | {row['read_s'] * 1e3:.0f} ms "
-            f"| {row['header_s'] * 1e3:.1f} ms | {row['verify_s'] * 1e3:.0f} ms "
-            f"| {row['bytes'] / row['verify_s'] / 1e9:.1f} | {row['verify_s'] / row['read_s']:.1f} |"
+            f"\nMedians of {options.repeats}; raw: {keep('verify_loop' if options.loop else 'verify_cost', rows).name}"
         )
-    print(f"\nMedians of {REPEATS}, page cache warm; raw: {keep('verify_cost', rows).name}")
     return 0
 
 

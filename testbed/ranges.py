@@ -38,7 +38,12 @@ class RangeServer:
     """A running server: `url` is the endpoint to give to a client."""
 
     url: str
-    pid: int
+    pid: int = 0
+
+    def env(self) -> dict[str, str]:
+        """The variables by which an S3 client finds the server."""
+        return {"AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "k",
+                "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "eu-central-1"}  # fmt: skip
 
     def stats(self) -> Counter[str]:
         """What was asked since the start or `reset`: `requests`, `bytes`, `LIST`, `HEAD`, `GET`, and `GET /path`."""

@@ -27,6 +27,10 @@ SMALL_ENGINE = (
 )  # fmt: skip
 
 
+# One thread that computes, bound to no core: vLLM would bind that of each server to the same one.
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
 @dataclass(frozen=True)
 class Server:
     """A running server: its base URL, its process and the file with everything that it printed."""
@@ -42,6 +46,16 @@ class Server:
 def outer_environment() -> dict[str, str]:
     """This process's environment without a development shell's own settings, which must not leak into an engine."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("LORA_PLUGINS_", "VLLM_"))}
+
+
+def plugged(plugins: str, store: Path, adapters: Path | None = None) -> dict[str, str]:
+    """The variables of a server with these plugins over a store, and over a directory of adapters."""
+    return {
+        "VLLM_PLUGINS": plugins,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "LORA_PLUGINS_STORE_DIR": str(store),
+        **({} if adapters is None else {"VLLM_LORA_RESOLVER_CACHE_DIR": str(adapters)}),
+    }
 
 
 @contextmanager

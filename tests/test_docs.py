@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import deployments, models
+from benchmarks import deployments
+from benchmarks.models import architectures as models
 from testbed.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parent.parent

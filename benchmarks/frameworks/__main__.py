@@ -1,4 +1,6 @@
-"""RL frameworks' own programs, on vLLM alone and with our plugins, by turns: `make test-trainers`.
+"""Goal of R74 and R75, and the figures of docs/explanation/frameworks.md: `make test-trainers`.
+
+RL frameworks' own programs, on vLLM alone and with our plugins, by turns: `make test-trainers`.
 
     python -m benchmarks.frameworks                    # every part
     python -m benchmarks.frameworks trl clients        # these
@@ -45,7 +47,7 @@ from testbed.frameworks.packages import FRAMEWORKS, NoFrameworks, frameworks
 from testbed.frameworks.runs import run_kind
 from testbed.frameworks.versions import LONG, PROMPT, Versions, prepare_versions, whose
 from testbed.real_model import NoRealModel, real_model
-from testbed.server import Server, outer_environment, vllm_server
+from testbed.server import ONE_THREAD, Server, outer_environment, plugged, vllm_server
 
 PLUGINS = {"ours": "lora_plugins", "stock": ""}
 STALENESS = (0, 2)
@@ -59,7 +61,6 @@ ARGUMENTS = ("--max-model-len", "512", "--max-num-batched-tokens", "2048", "--bl
              "--disable-uvicorn-access-log")  # fmt: skip
 LONGEST_S = 600.0
 ON_V2 = os.environ.get("RUNNER") == "v2"
-ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager
@@ -69,8 +70,7 @@ def serving(base: Path, home: Path, arm: str, *arguments: str, program: str | No
     arguments = (*arguments, *(v2_runner.ARGUMENTS if ON_V2 else ()))
     env = {
         **(v2_runner.ENVIRONMENT if ON_V2 else {}),
-        "VLLM_PLUGINS": PLUGINS[arm], "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "LORA_PLUGINS_STORE_DIR": str(home / "store"), **ONE_THREAD,
+        **plugged(PLUGINS[arm], home / "store"), **ONE_THREAD, "VLLM_SERVER_DEV_MODE": "1",
     }  # fmt: skip
     more: dict[str, Any] = {} if program is None else {"is_forking": True, "program": program}
     server = vllm_server(base, home / "server.log", arguments=arguments, env=env, **more)

@@ -1,4 +1,6 @@
-"""Correctness on the device itself, against float64, before anything is timed.
+"""Goal of R27 on a GPU, before any figure of docs/explanation/kernels-gpu.md.
+
+Correctness on the device itself, against float64, before anything is timed.
 
 Every operator as vLLM's layers use it: linear, shrink and expand apart (fully sharded layers), embedding, logits. What
 must not be read is NaN; what must not be written, base rows and padding, is compared bit for bit. A captured graph is

@@ -1,4 +1,6 @@
-"""Our Triton operators, vLLM's, the layer's own product of matrices, and the memory floor.
+"""Figures of R27 and R30 on a GPU, for docs/explanation/kernels-gpu.md.
+
+Our Triton operators, vLLM's, the layer's own product of matrices, and the memory floor.
 
 A few checks against float64 come first, and only then times, in a CUDA graph and eager, ours and vLLM's in turn, vLLM's
 also with its `specialize_active_lora`. Cases come in order of what matters; those that the seconds do not suffice for

@@ -1,4 +1,6 @@
-"""Slots written on a side stream while a captured graph computes with others.
+"""Goal of R18 on a GPU, of docs/explanation/kernels-gpu.md.
+
+Slots written on a side stream while a captured graph computes with others.
 
 What a server does in `worker/`: an adapter is copied from pinned host memory into a slot on a side stream, its ranks
 are filled on the device, the engine's stream waits for that, and the next batch uses the slot. The same graph replays

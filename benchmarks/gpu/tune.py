@@ -1,4 +1,6 @@
-"""Make a tuning table for the GPU at hand.
+"""Plans of R27 for one GPU, by docs/explanation/kernels-gpu.md.
+
+Make a tuning table for the GPU at hand.
 
 For each size of batch, narrow and wide inputs apart, it begins with the default table's plan and takes, one part after
 the other (chunk and shrink, then expand, then fused), what makes the geometric mean over some cases smallest. What is

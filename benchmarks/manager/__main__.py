@@ -1,4 +1,6 @@
-"""`python -m benchmarks.manager [admission|stall|neighbours|beams|activation|memory]`, all of them by default.
+"""Figures of docs/benchmarks/manager.md: `make bench-manager`.
+
+`python -m benchmarks.manager [admission|stall|activation|memory]`, all of them by default.
 
 Each prints Markdown and keeps its raw rows in benchmarks/results/. A part can be run by itself (`stall --sizes 40`):
 its rows then replace those of the same sizes in the kept file, so that a long benchmark can be taken up again.
@@ -11,6 +13,7 @@ import json
 import signal
 import sys
 
+from benchmarks import plots
 from benchmarks.record import RESULTS, keep
 
 
@@ -25,11 +28,8 @@ def merged(name: str, rows: list[dict], same: tuple[str, ...]) -> list[dict]:
 
 
 def stall(options: argparse.Namespace) -> None:
-    from benchmarks.manager import plot
     from benchmarks.manager.stall import measure, table
 
-    name = "stall_disk" if options.disk else "stall"
-    name += f"_rank{options.max_rank}" if options.max_rank else ""
     for size_mb in options.sizes:
         rows: list[dict] = []
         try:
@@ -39,16 +39,13 @@ def stall(options: argparse.Namespace) -> None:
                 rows,
                 blocks=options.blocks,
                 arrivals=options.arrivals,
-                max_rank=options.max_rank,
-                disk=options.disk,
             )
         finally:  # a time limit leaves what has been measured
             if rows:
                 print(table(rows), flush=True)
-                rows = merged(name, rows, ("arm", "size_mb"))
+                rows = merged("stall", rows, ("arm", "size_mb"))
     print(table(rows))
-    if name == "stall":
-        plot.stall(rows)
+    plots.stall(rows)
 
 
 def activation(options: argparse.Namespace) -> None:
@@ -72,20 +69,6 @@ def admission(options: argparse.Namespace) -> None:
     print(table(merged(RESULT, rows, ("serving", "slots", "traffic"))))
 
 
-def neighbours(options: argparse.Namespace) -> None:
-    from benchmarks.manager.neighbours import measure, table
-
-    rows = measure(options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
-    print(table(merged("neighbours", rows, ("arm", "trouble"))))
-
-
-def beams(options: argparse.Namespace) -> None:
-    from benchmarks.manager.beams import measure, table
-
-    rows = measure(options.arms, stretches=options.stretches, stretch_s=options.stretch_s)
-    print(table(merged("beams", rows, ("arm", "kind", "crowd"))))
-
-
 def memory(options: argparse.Namespace) -> None:
     from benchmarks.manager.memory import measure, table
 
@@ -105,8 +88,6 @@ def main() -> int:
     part.add_argument("--arms", nargs="*", default=["vllm", "vllm+kernels", "ours+kernels"])
     part.add_argument("--blocks", type=int, default=3)
     part.add_argument("--arrivals", type=int, default=3)
-    part.add_argument("--max-rank", type=int, help="max_lora_rank; by default the adapter's own rank")
-    part.add_argument("--disk", action="store_true", help="drop the adapter from the page cache before it arrives")
     part.set_defaults(run=stall)
     part = parts.add_parser("activation")
     pairs = [(16, 16), (64, 64), (256, 256), (16, 64), (16, 256), (64, 256)]
@@ -119,16 +100,6 @@ def main() -> int:
     part.add_argument("--stretches", type=int, default=2)
     part.add_argument("--stretch-s", type=float, default=5.0)
     part.set_defaults(run=admission)
-    part = parts.add_parser("neighbours")
-    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels"])
-    part.add_argument("--stretches", type=int, default=3)
-    part.add_argument("--stretch-s", type=float, default=6.0)
-    part.set_defaults(run=neighbours)
-    part = parts.add_parser("beams")
-    part.add_argument("--arms", nargs="*", default=["vllm+kernels", "ours+kernels", "vllm", "ours"])
-    part.add_argument("--stretches", type=int, default=2)
-    part.add_argument("--stretch-s", type=float, default=5.0)
-    part.set_defaults(run=beams)
     part = parts.add_parser("memory")
     part.add_argument("--cycles", type=int, default=10_000)
     part.set_defaults(run=memory)

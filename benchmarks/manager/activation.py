@@ -1,4 +1,6 @@
-"""Host to slot: what activating an adapter takes, against a plain copy of as many bytes.
+"""Figure of docs/benchmarks/manager.md#activation, for R17.
+
+Host to slot: what activating an adapter takes, against a plain copy of as many bytes.
 
 In the process of a real engine with the real model, whose thread is bound as vLLM binds it. Turn about: one `copy_` of
 one contiguous tensor of the adapter's size, vLLM's own way (every layer's `set_lora` of its class), and ours: copying

@@ -1,4 +1,6 @@
-"""More adapters than slots, all in host memory: vLLM's manager against ours, on servers that are up at once.
+"""Figure of docs/benchmarks/manager.md#more-adapters-than-slots, for R21.
+
+More adapters than slots, all in host memory: vLLM's manager against ours, on servers that are up at once.
 
 Both get the same requests in the same order, in stretches that alternate. A stretch begins with a second that does not
 count; then the requests that are answered in it are counted, one that began before it or ends after it in part. Waits

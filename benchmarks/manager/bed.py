@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.adapters import write_adapter
+from benchmarks.adapters import of_linear_layers, write_adapter
 from testbed.models import build_base
 
 HIDDEN, LAYERS = 1024, 36  # 340 M parameters, 1.4 GB in float32
@@ -66,8 +66,9 @@ def _write(directory: Path, base: Path, rank: int) -> None:
     random = np.random.default_rng(rank)
     write_adapter(
         directory,
-        base,
+        of_linear_layers(base),
         rank,
         lambda shape: (random.random(shape, np.float32) - 0.5) * 0.002,
         lora_alpha=2 * rank,  # a scaling that has to be folded in, as almost every adapter's
+        base=str(base),
     )

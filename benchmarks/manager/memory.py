@@ -1,4 +1,7 @@
-"""What adapters cost in resident memory, and whether it grows: vLLM's manager against ours, each in its own process."""
+"""Goal of no growth, and the figures of docs/benchmarks/manager.md#memory, for R17.
+
+What adapters cost in resident memory, and whether it grows: vLLM's manager against ours, each in its own process.
+"""
 
 from __future__ import annotations
 

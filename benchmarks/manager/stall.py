@@ -1,4 +1,6 @@
-"""What running streams feel while cold adapters arrive: vLLM's own manager against ours.
+"""Figure of README and docs/benchmarks/manager.md#a-cold-adapter-beside-running-streams, for R18.
+
+What running streams feel while cold adapters arrive: vLLM's own manager against ours.
 
 One server for each arm, all up at once; blocks of a few arrivals alternate between them. Streams of the base model run
 at a steady rate; an adapter that no process has seen is loaded and asked for a few tokens; a moment later it is asked
@@ -37,15 +39,13 @@ def measure(
     *,
     blocks: int,
     arrivals: int,
-    max_rank: int | None,
-    disk: bool,
 ) -> None:
     """Append the rows of one size: one for each arrival, of each kind and arm."""
     rank = bed.RANKS[size_mb]
     base = bed.base_model()
     source = bed.adapter(base, rank)
     bed.warm_page_cache(source)
-    arguments = ("--max-lora-rank", str(max_rank or rank), "--max-loras", "2", "--max-cpu-loras", "3")
+    arguments = ("--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "3")
     with (
         tempfile.TemporaryDirectory(dir=bed.CACHE) as home,
         servers(arms, base, Path(home), arguments) as running,
@@ -59,7 +59,7 @@ def measure(
                 for _ in range(arrivals):
                     arrived += 1
                     links.append(bed.link(source, Path(home) / f"cold-{arrived}"))
-                measured = asyncio.run(block_of(arm, str(base), links, disk=disk))
+                measured = asyncio.run(block_of(arm, str(base), links))
                 if block >= 0:
                     rows += [{"arm": arm.name, "size_mb": size_mb, "rank": rank, "block": block, **r} for r in measured]
 
@@ -69,7 +69,7 @@ async def block_of(
     base: str,
     adapters: list[Path],
     *,
-    disk: bool,
+    disk: bool = False,
     count: int = STREAMS,
     bring: Callable[[int, str, str], Awaitable[None]] = load,
     kinds: Sequence[str] = KINDS,

@@ -1,4 +1,6 @@
-"""Adapters on a model that writes sentences, SmolLM2-135M-Instruct: `make bench-real`.
+"""Figures of docs/benchmarks/real.md, for R66: `make bench-real`.
+
+Adapters on a model that writes sentences, SmolLM2-135M-Instruct: `make bench-real`.
 
     python -m benchmarks.real                    # every part
     python -m benchmarks.real decode prefill     # these
@@ -27,7 +29,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real import compared, first_token, limits, many, page, slot_ranks, speed, swaps
+from benchmarks.real import compared, first_token, limits, many, page, speed, swaps
 from benchmarks.real.bed import Bed, Figure
 from benchmarks.record import RESULTS, ROOT, keep
 from testbed.real_model import NoRealModel, real_model
@@ -55,7 +57,7 @@ PARTS = {
     "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 70, 360),
     "thousand": Part("1,000 adapters in host memory", many.thousand, many.thousand_figures, 60, 420),
     "swaps": Part("Swaps under load", swaps.measure, swaps.figures, 150, 300),
-    "ranks": Part("Rank of the slots", slot_ranks.measure, slot_ranks.figures, 0, 480),
+    "ranks": Part("Rank of the slots", speed.ranks, speed.rank_figures, 0, 480),
     "compare": Part("Served as trained", compared.measure, compared.figures, 0, 600),
     "limits": Part("Limits of a step", limits.measure, limits.figures, 30, 240),
 }

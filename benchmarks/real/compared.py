@@ -1,4 +1,6 @@
-"""Served logarithms of probabilities against PEFT's, by `lora-plugins compare`, for each trained adapter.
+"""Goal of R54 and R66 (docs/benchmarks/real.md#served-as-trained).
+
+Served logarithms of probabilities against PEFT's, by `lora-plugins compare`, for each trained adapter.
 
 In multiples of the noise floor: how far the served base model is from PEFT's. The same adapters on vLLM without us.
 """

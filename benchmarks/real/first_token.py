@@ -1,4 +1,6 @@
-"""Seconds to the first token of an adapter that is on the disk, in host memory, or in a slot; and beside streams.
+"""Figures of docs/benchmarks/real.md, first tokens and cold adapters, for R18 and R66.
+
+Seconds to the first token of an adapter that is on the disk, in host memory, or in a slot; and beside streams.
 
 `latency`: one request after the other to an idle server; before each, the server's own list says where the adapter is.
 Two servers in turn: with our kernels a slot points to host memory, with vLLM's a slot is written as on a GPU.
@@ -20,7 +22,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from benchmarks.adapters import write_adapter
+from benchmarks.adapters import of_linear_layers, write_adapter
 from benchmarks.manager import bed as manager_bed
 from benchmarks.manager import stall
 from benchmarks.manager.arms import Arm
@@ -120,7 +122,15 @@ def _large_adapters(bed: Bed, count: int, rank: int) -> list[Path]:
     """Random ones of all linear layers, in float32; each differs from the others in its last number."""
     made = [bed.root / f"large-{number}" for number in range(count)]
     random = np.random.default_rng(0)
-    write_adapter(made[0], bed.base, rank, lambda shape: random.standard_normal(shape, np.float32) / 1e3, lora_alpha=1)
+    modules = of_linear_layers(bed.base)
+    write_adapter(
+        made[0],
+        modules,
+        rank,
+        lambda shape: random.standard_normal(shape, np.float32) / 1e3,
+        lora_alpha=1,
+        base=str(bed.base),
+    )
     for number, directory in enumerate(made[1:], 1):
         shutil.copytree(made[0], directory)
         with (directory / "adapter_model.safetensors").open("r+b") as file:

@@ -1,4 +1,6 @@
-"""What a decoding step is limited by: bytes of the base and of adapters, by the memory bandwidth of the same cores.
+"""Figure of docs/benchmarks/real.md#limits-of-a-step, for R66.
+
+What a decoding step is limited by: bytes of the base and of adapters, by the memory bandwidth of the same cores.
 
 The bandwidth is the best of products of a matrix with a vector, 1 GiB each, on the cores that vLLM's threads are bound
 to, in a process of its own, before the server starts and after it has ended. Left out of the floor: the KV cache.

@@ -1,4 +1,6 @@
-"""Many adapters: 100 under Zipf over 8 slots, with our plugins and on stock vLLM; 1,000 in host memory, and one.
+"""Goal of R70, and the figures of docs/benchmarks/real.md, 100 under Zipf and 1,000 in host memory.
+
+Many adapters: 100 under Zipf over 8 slots, with our plugins and on stock vLLM; 1,000 in host memory, and one.
 
 Sixteen clients in a closed loop, as in `benchmarks.manager.admission`, whose stretches these are.
 """

@@ -1,7 +1,11 @@
-"""Tokens/s with 1, 4 and 16 adapters in a batch of 16 requests against the base model, on one server, in turn.
+"""Goals of R30 on a real model (docs/benchmarks/real.md#decoding-16-streams and #rank-of-the-slots).
+
+Tokens/s with 1, 4 and 16 adapters in a batch of 16 requests against the base model, on one server, in turn.
 
 Decode: 16 streams; a stream's speed is that from its first token to its last one. Prefill: 16 prompts of 512 tokens,
 answered with one token each, no prefix cache. A ratio is that of one round, whose turns follow each other.
+Ranks: decoding by `--max-lora-rank`, with our CPU kernels, which compute each adapter at its own rank, and with vLLM's,
+which compute it at the slots'. With vLLM's kernels and large slots an answer takes long, so its streams are shorter.
 """
 
 from __future__ import annotations
@@ -15,12 +19,16 @@ from typing import Any
 
 from benchmarks.manager.arms import Arm
 from benchmarks.manager.client import post, stream
-from benchmarks.real.bed import MAX_RANK, NAME, OURS, STREAMS, Bed, Figure
+from benchmarks.real.bed import MAX_RANK, NAME, OURS, SMALL, STOCK, STREAMS, Bed, Figure
+from benchmarks.real.many import parallel
 from lora_plugins.kernels.processor import this_processor
 
 COUNTS = (0, 1, 4, 16)  # of adapters; none for the base model
 GOALS = {("float32", 1): 0.97, ("float32", 16): 0.93, ("bfloat16", 1): 0.95, ("bfloat16", 16): 0.90}
 NEW_TOKENS, PROMPT_TOKENS = 32, 512
+SLOT_RANKS, RANK_COUNTS = (16, 256), (0, 1, 4)
+RANK_TOKENS, RANK_TOKENS_OF_STOCK = 32, {16: 16, 256: 3}
+RANK_ROUNDS = {OURS: 4, STOCK: 2}
 SLOTS = ("--max-loras", "16", "--max-cpu-loras", "16", "--max-lora-rank", str(MAX_RANK))
 
 
@@ -122,4 +130,36 @@ def _figures(rows: list[dict], what: str, goals: dict[tuple[str, int], float]) -
                 label = f"{dtype} {what}, {count} adapter{'s' * (count > 1)}, share of the base's"
                 found.append(Figure.of_ratios(label, ratios, at_least=goals.get((dtype, count))))
         found += [Figure(f"{dtype} {what}", "left out", row["left_out"]) for row in of_dtype if "left_out" in row]
+    return found
+
+
+def ranks(bed: Bed, rows: list[dict]) -> None:
+    names = [directory.name for directory in bed.adapters(max(RANK_COUNTS), SMALL)]
+    for rank in SLOT_RANKS[:1] if bed.is_quick else SLOT_RANKS:
+        slots = ("--max-loras", "4", "--max-cpu-loras", "4", "--max-lora-rank", str(rank))
+        with bed.servers((OURS, STOCK), *slots) as running:
+            for arm in running:
+                asyncio.run(parallel(arm, [NAME, *names]))  # each adapter's first use
+            for number in range(1 if bed.is_quick else max(RANK_ROUNDS.values())):
+                for arm in running:
+                    if number < RANK_ROUNDS[arm.name]:
+                        tokens = RANK_TOKENS if arm.name == OURS else RANK_TOKENS_OF_STOCK[rank]
+                        for count in RANK_COUNTS if number % 2 == 0 else RANK_COUNTS[::-1]:
+                            speed = asyncio.run(decode_tokens_per_s(arm, names[:count] or [NAME], tokens))
+                            rows.append({"arm": arm.name, "slot_rank": rank, "round": number, "adapters": count,
+                                         "tokens_per_s": round(speed, 2)})  # fmt: skip
+
+
+def rank_figures(rows: list[dict]) -> list[Figure]:
+    found = []
+    for rank in SLOT_RANKS:
+        for arm in (OURS, STOCK):
+            of_case = [row for row in rows if (row["arm"], row["slot_rank"]) == (arm, rank)]
+            base = {row["round"]: row["tokens_per_s"] for row in of_case if row["adapters"] == 0}
+            for count in RANK_COUNTS[1:]:
+                ratios = [row["tokens_per_s"] / base[row["round"]] for row in of_case
+                          if row["adapters"] == count and row["round"] in base]  # fmt: skip
+                if ratios:
+                    label = f"--max-lora-rank {rank}, {count} adapter{'s' * (count > 1)}, {arm}: share of the base's"
+                    found.append(Figure.of_ratios(label, ratios))
     return found

@@ -1,4 +1,6 @@
-"""A name gets a new version again and again while clients ask for it; each answer is compared with PEFT's.
+"""Goal of R34 on a real model (docs/benchmarks/real.md#swaps-under-load).
+
+A name gets a new version again and again while clients ask for it; each answer is compared with PEFT's.
 
 Four trained adapters are published in turn as versions of one name, by renaming, and the server is told to look again.
 An answer names its version by a digest: its tokens must be PEFT's for that version, and no answer that began after a
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from benchmarks.front_ends_caller import Answer, Caller
+from benchmarks.front_ends.caller import Answer, Caller
 from benchmarks.real.bed import MAX_RANK, OURS, SMALL, Bed, Figure
 from benchmarks.real.many import parallel
 from examples.hot_swap import publish

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.soak --seconds 1800 --seed 7`; exits with 1 where an invariant did not hold."""
+"""Goal of R34, R46 and R50 over time (docs/reference/deployments.md#the-soak): `make soak`.
+
+`python -m benchmarks.soak --seconds 1800 --seed 7`; exits with 1 where an invariant did not hold.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,8 @@ import sys
 import time
 
 from benchmarks.record import circumstances
-from benchmarks.soak import report
 from benchmarks.soak.bank import CACHE, Bank, prepare
-from benchmarks.soak.journal import Journal
+from benchmarks.soak.journal import Journal, kept, table
 from benchmarks.soak.run import CONTROLS, Plan, soak
 
 
@@ -38,11 +40,11 @@ def main() -> int:
     print(f"events and the servers' logs: {plan.home}", flush=True)
     began = circumstances()
     journal = asyncio.run(_until_ended(plan, bank))
-    print(report.table(journal))
+    print(table(journal))
     for name, found in plan.figures.items():
         print(f"{name}: {found}")
     if options.keep:
-        print(f"written to {report.kept(f'v2-{seed}' if options.v2 else f'{seed}', journal, plan.figures, began)}")
+        print(f"written to {kept(f'v2-{seed}' if options.v2 else f'{seed}', journal, plan.figures, began)}")
     if not journal.violations:
         print(f"seed {seed}: every invariant held")
         return 0

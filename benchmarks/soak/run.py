@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak import report
 from benchmarks.soak.bank import VERSIONS, Bank
 from benchmarks.soak.clients import (
     LONGEST_REQUEST_S,
@@ -21,7 +20,7 @@ from benchmarks.soak.clients import (
     run_client,
 )
 from benchmarks.soak.invariants import Monitor, check_counts, check_log, check_nothing_is_left
-from benchmarks.soak.journal import Journal
+from benchmarks.soak.journal import Journal, progress
 from benchmarks.soak.mutants import MUTANTS, mutated
 from benchmarks.soak.operators import Operator
 from benchmarks.soak.oracle import Asked
@@ -173,7 +172,7 @@ class _Soak:
             if now - printed > _PRINT_S:
                 printed = now
                 resident = {n: s[-1].resident_mb for n, s in self._lives.processes.samples.items() if s}
-                print(report.progress(self._journal, self._monitor.latest, resident, self._plan.seconds), flush=True)
+                print(progress(self._journal, self._monitor.latest, resident, self._plan.seconds), flush=True)
 
     def _allowed(self) -> str:
         """How much of the time a 503 could have been explained at all."""

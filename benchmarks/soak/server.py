@@ -12,14 +12,14 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.fault_injection import Interposer
+from benchmarks.faults.injection import Interposer
 from benchmarks.soak.bank import Bank
 from benchmarks.soak.world import ABSENT_TTL_S, REVALIDATE_S
 from testbed import v2_runner
 from testbed.hub import Hub
 from testbed.proxy import FaultProxy
 from testbed.s3 import S3
-from testbed.server import Server, vllm_server
+from testbed.server import ONE_THREAD, Server, plugged, vllm_server
 
 SLOTS, HOST_ADAPTERS = 4, 20
 HOST_MAX_BYTES = 2_000_000
@@ -56,17 +56,13 @@ class Surroundings:
         s3_url = self.s3.url if is_direct else self.s3_proxy.url
         hub_url = self.hub.url if is_direct else self.hub_proxy.url
         return {
-            "VLLM_PLUGINS": ",".join(f"lora_{plugin}" for plugin in PLUGINS),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            **plugged(",".join(f"lora_{plugin}" for plugin in PLUGINS), self.store, self.home / "adapters"),
+            **ONE_THREAD,
             "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(self.home / "adapters"),
             "S3_PATH_TEMPLATE": "s3://adapters/loras/{lora_name}",
             "LOCAL_PATH_TEMPLATE": str(self.home / "links" / "{lora_name}"),
             "VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/*",
             "LORA_PLUGINS_ALLOWED_URIS": f"{(self.home / 'allowed').as_uri()},s3://adapters/uris,hf://other",
-            "LORA_PLUGINS_STORE_DIR": str(self.store),
             "LORA_PLUGINS_STORE_MAX_BYTES": str(self.store_max_bytes),
             "LORA_PLUGINS_HOST_MAX_BYTES": str(HOST_MAX_BYTES),
             "LORA_PLUGINS_ABSENT_TTL_S": str(ABSENT_TTL_S),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.fault_injection import ENOSPC_CALLS, Interposer
+from benchmarks.faults.injection import ENOSPC_CALLS, Interposer
 from benchmarks.soak.bank import WEIGHTS
 from benchmarks.soak.causes import AFTER_S, DISK, DISK_IS_FULL, Cause
 from benchmarks.soak.journal import Journal

@@ -1,9 +1,9 @@
-"""What the measure of swaps counts: `benchmarks/front_ends.py`."""
+"""What the measure of swaps counts: `benchmarks/front_ends/measure.py`."""
 
 from __future__ import annotations
 
-from benchmarks.front_ends import judged
-from benchmarks.front_ends_caller import Answer
+from benchmarks.front_ends.caller import Answer
+from benchmarks.front_ends.measure import judged
 
 MADE = [("a" * 64, "sql", 1.0), ("b" * 64, "chat", 2.0), ("c" * 64, "sql", 3.0)]
 RIGHT = {"sql": [1], "chat": [2]}

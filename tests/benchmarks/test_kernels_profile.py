@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.kernels_profile import MODES, PARTS, Timers, print_profile, reader, split
+from benchmarks.kernels.profile import MODES, PARTS, Timers, print_profile, reader, split
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Group, Work
 from tests.kernels.common import make_case

@@ -1,4 +1,4 @@
-"""What the trials with kill -9 count as wrong: `benchmarks/live_kills.py`."""
+"""What the trials with kill -9 count as wrong: `benchmarks/live/kills.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_kills import RIGHT, Found, Versions, bounds, judged
+from benchmarks.live.kills import RIGHT, Found, Versions, bounds, judged
 
 
 @pytest.mark.parametrize(

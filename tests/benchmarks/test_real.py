@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.front_ends_caller import Answer
+from benchmarks.front_ends.caller import Answer
 from benchmarks.real import __main__ as real
-from benchmarks.real import page, slot_ranks, swaps
+from benchmarks.real import page, swaps
 from benchmarks.real.bed import SHIPPED, Bed, Figure
 from benchmarks.real.first_token import cold_figures
 from benchmarks.real.limits import figures as limit_figures
 from benchmarks.real.many import thousand_figures
-from benchmarks.real.speed import decode_figures
+from benchmarks.real.speed import decode_figures, rank_figures
 
 TITLES = {name: part.title for name, part in real.PARTS.items()}
 EMPTY = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
@@ -96,7 +96,7 @@ def test_a_share_by_slot_rank_is_of_its_servers_base() -> None:
         {"arm": arm, "slot_rank": 256, "round": at, "adapters": n, "tokens_per_s": speed}
         for arm, at, n, speed in speeds
     ]
-    assert [one.value for one in slot_ranks.figures(rows)] == ["0.950", "0.100"]
+    assert [one.value for one in rank_figures(rows)] == ["0.950", "0.100"]
 
 
 def test_cold_first_tokens_are_compared_block_by_block() -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from testbed import v2_runner
 from testbed.bed import Bed
-from testbed.server import Server, vllm_server
+from testbed.server import ONE_THREAD, Server, vllm_server
 
 RESOLVER, MANAGER, KERNELS, ADMIN = "lora_filesystem_resolver", "lora_lru_manager", "lora_kernels", "lora_admin"
 
 # Sixteen requests of 1,000 tokens, in the place of a GiB: an engine fills its cache with zeros as it starts.
 BLOCKS = ("--num-gpu-blocks-override", "160")
-# One thread that computes, bound to no core: vLLM would bind that of each server to the same one.
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = ONE_THREAD
 
 # `make test-api-servers`: how many API servers each server has that does not say it itself.
 API_SERVERS = os.environ.get("API_SERVERS", "")

@@ -72,7 +72,7 @@ def test_description_of_experts_is_the_engines(tmp_path: Path) -> None:
 
 
 def test_real_servers_judge_as_the_table_says() -> None:
-    from benchmarks.trainers import measure
+    from benchmarks.models.trainers import measure
 
     found = measure("")
     assert {one.name: (one.stock, one.ours) for one in found if not one.is_right} == {}

@@ -1,0 +1,1 @@
+"""The figures of docs/benchmarks/fetch.md and index.md#fetching."""

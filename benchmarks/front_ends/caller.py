@@ -1,0 +1,151 @@
+"""Callers of several API servers, in a process of their own, by plain sockets: they shall take few turns on the cores.
+
+    python -m benchmarks.front_ends.caller '{"url": …}'
+
+Each caller asks for one answer after the other until standard input ends, on a connection that is closed after
+`PER_CONNECTION` answers. Prints a line after each `say_every` answers, and writes all into a file at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from testbed.models import PROMPT
+from testbed.which_server import HEADER as WHICH
+
+PER_CONNECTION = 20
+GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+WAIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        began_at: of time.monotonic(), which all processes of a machine share.
+        status: of HTTP; 0 where there was no server to connect to, -1 where the connection broke before the answer.
+        digest: what the answer says of its version. server: which API server it is of, as far as known.
+        name: that was asked for.
+    """
+
+    began_at: float
+    took_s: float
+    status: int
+    digest: str
+    server: str
+    name: str
+    ids: list[int]
+
+
+class Caller:
+    """Inside, `at_once` callers ask for `names` in turn; `answers` are there afterwards.
+
+    Attributes:
+        core: the share of one core that the callers took; near 1, they are the bottleneck.
+        per_s: answers with status 200, per second.
+    """
+
+    def __init__(self, url: str, names: Sequence[str], tokens: int, at_once: int, *, say_every: int = 0) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-callers-")
+        self._file = Path(self._folder.name) / "answers.json"
+        self._asked = {"url": url, "names": list(names), "tokens": tokens, "at_once": at_once, "say_every": say_every,
+                       "file": str(self._file)}  # fmt: skip
+        self.answers: list[Answer] = []
+        self.core = self.per_s = 0.0
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", "benchmarks.front_ends.caller", json.dumps(self._asked)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.wait_for_word()  # it has begun
+        return self
+
+    def wait_for_word(self) -> None:
+        """Wait for the next line: `say_every` further answers."""
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise RuntimeError("the callers have ended")
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.read()
+        self._process.stdout.close()
+        if self._process.wait(WAIT_S) == 0:
+            said = json.loads(self._file.read_text())
+            self.answers = [Answer(*one) for one in said["answers"]]
+            self.core = said["core"]
+            self.per_s = sum(it.status == 200 for it in self.answers) / said["took_s"]
+        self._folder.cleanup()
+
+
+async def ask(url: str, names: list[str], tokens: int, at_once: int, say_every: int, file: str) -> None:
+    """In the process of the callers."""
+    place, answers, number = urlsplit(url), list[Answer](), 0
+    ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+    def request_of(name: str) -> bytes:
+        body = json.dumps({"model": name, "prompt": PROMPT, "max_tokens": tokens, **GREEDY}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    requests = {name: request_of(name) for name in names}
+
+    async def call() -> None:
+        nonlocal number
+        while not ended.done():
+            server = ""
+            try:
+                reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            except OSError:
+                answers.append(Answer(time.monotonic(), 0.0, 0, "", "", "", []))
+                await asyncio.sleep(0.1)
+                continue
+            for _ in range(PER_CONNECTION):
+                if ended.done():
+                    break
+                name = names[number % len(names)]
+                number += 1
+                began_at = time.monotonic()
+                try:
+                    writer.write(requests[name])
+                    status, headers, body = await _answer(reader)
+                except (OSError, EOFError, asyncio.IncompleteReadError):
+                    answers.append(Answer(began_at, time.monotonic() - began_at, -1, "", server, name, []))
+                    break
+                server = headers.get(WHICH, "")
+                ids = json.loads(body)["choices"][0]["token_ids"] if status == 200 else []
+                digest = headers.get("x-lora-digest", "")
+                answers.append(Answer(began_at, time.monotonic() - began_at, status, digest, server, name, ids))
+                if say_every and len(answers) % say_every == 0:
+                    print(flush=True)
+            writer.close()
+
+    print(flush=True)
+    began, used_s = time.monotonic(), time.process_time()
+    await asyncio.gather(*(call() for _ in range(at_once)))
+    took_s = time.monotonic() - began
+    said = {"took_s": took_s, "core": round((time.process_time() - used_s) / took_s, 2)}
+    Path(file).write_text(json.dumps({**said, "answers": [astuple(it) for it in answers]}))
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+    return int(first.split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+
+
+if __name__ == "__main__":
+    arguments: dict[str, Any] = json.loads(sys.argv[1])
+    asyncio.run(ask(**arguments))
