@@ -77,6 +77,7 @@ _LLAMA = ModelModules(
     {**_places({**ATTENTION, **MLP}, "model.layers"), **_WORDS},
     vocabulary=VOCABULARY,
     tokens=TokenPlaces("model.embed_tokens", "lm_head", VOCABULARY, HIDDEN, MAX_TOKENS, is_tied=False),
+    without_vectors="",
 )
 BASES = {
     Base.LLAMA: _base(_LLAMA),

@@ -22,6 +22,7 @@ from testbed.trainers.table import TRAINERS, Row, Trainer, rows
 from tests.trainers.bases import BASES
 
 ROWS = list(rows())
+OF_WORKERS = {"biases"}  # of modules without a bias in the base model, which only workers know
 
 
 def test_table_has_what_the_documentation_says() -> None:
@@ -34,7 +35,7 @@ def test_table_has_what_the_documentation_says() -> None:
 def test_each_is_served_as_trained_or_refused_by_cause(trainer: Trainer, tmp_path: Path) -> None:
     for row in (row for row in ROWS if row.trainer is trainer):
         directory = row.write(tmp_path)
-        if row.refused:
+        if row.refused and row.what not in OF_WORKERS:
             with pytest.raises(LoRAPluginsError) as caught:
                 verify_adapter(directory, BASES[row.shape.base], Settings())
             assert re.search(row.refused, str(caught.value), re.DOTALL), (row.what, str(caught.value))
