@@ -275,7 +275,9 @@ def _targets(value: Any) -> frozenset[str] | str | None:
 
 
 def _of_adalora(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a LoRA that scales as AdaLoRA does, by alpha / (rank + 0.00001) with each module's own rank.
+    """Return the keys of a LoRA that scales as AdaLoRA does, by alpha / (init_r + 0.00001) whatever rank is left.
+
+    An alpha of 0 stands for the rank that is left.
 
     Source: `SVDLinear` and `AdaLoraModel.resize_modules_by_rank_pattern` in peft/tuners/adalora, PEFT 0.21.
     """
@@ -283,7 +285,7 @@ def _of_adalora(raw: Mapping[str, Any]) -> dict[str, Any]:
     ranks = {name.removeprefix("base_model.model.").removesuffix(".lora_E"): rank for name, rank in kept.items()}
     rank, alpha = _rank("init_r", _whole(_required(raw, "init_r"))), _alpha("lora_alpha", _required(raw, "lora_alpha"))
     ranks = {name: _rank(f"rank_pattern[{name!r}]", of) for name, of in ranks.items()}
-    scaled = {of: (alpha if alpha > 0 else of) * of / (of + 1e-5) for of in {rank, *ranks.values()}}
+    scaled = {of: (alpha if alpha > 0 else of) * of / (rank + 1e-5) for of in {rank, *ranks.values()}}
     return {
         "r": rank,
         "lora_alpha": scaled[rank],
