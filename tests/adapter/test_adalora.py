@@ -112,10 +112,11 @@ E_OF_Q = f"{PEFT}{Q}.lora_E"
         ({E_OF_Q: np.full((4, 1), 1e6, "float32")}, {}, InvalidAdapter, "numbers up to 1e[+]06"),
         ({}, {"init_r": "4"}, InvalidAdapter, "init_r '4'"),
         ({}, {"init_r": ...}, InvalidAdapter, "no key 'init_r'"),
-        ({}, {"rank_pattern": {"q": [False]}}, InvalidAdapter, "rank_pattern"),
+        ({}, {"rank_pattern": {"q": [False]}}, IncompatibleAdapter, "pruned 'q' to rank 0.*merge the adapter"),
+        ({}, {"rank_pattern": {"q": -1}}, InvalidAdapter, "rank_pattern"),
         ({}, {"peft_type": "IA3"}, IncompatibleAdapter, "peft_type 'IA3'.*LORA or ADALORA"),
     ],
-    ids=["LORA", "no values", "other values", "no pair", "twice", "large", "text", "no rank", "nothing left", "IA3"],
+    ids=["LORA", "no values", "other", "no pair", "twice", "large", "text", "no rank", "nothing left", "below 0", "IA3"],
 )  # fmt: skip
 def test_what_peft_would_not_compute_is_refused(
     tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, object], kind: type[LoRAPluginsError], says: str
