@@ -275,15 +275,23 @@ def _targets(value: Any) -> frozenset[str] | str | None:
 
 
 def _of_adalora(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a LoRA that scales as AdaLoRA does, by alpha / (rank + 0.00001) with each module's own rank.
+    """Return the keys of a LoRA that scales as AdaLoRA does, by alpha / (init_r + 0.00001) whatever rank is left.
+
+    An alpha of 0 stands for the rank that is left.
 
     Source: `SVDLinear` and `AdaLoraModel.resize_modules_by_rank_pattern` in peft/tuners/adalora, PEFT 0.21.
     """
     kept = _by_module(raw, "rank_pattern", lambda _, ranks: sum(map(bool, ranks)) if isinstance(ranks, list) else ranks)
     ranks = {name.removeprefix("base_model.model.").removesuffix(".lora_E"): rank for name, rank in kept.items()}
     rank, alpha = _rank("init_r", _whole(_required(raw, "init_r"))), _alpha("lora_alpha", _required(raw, "lora_alpha"))
+    if empty := next((name for name, of in ranks.items() if of == 0), None):
+        raise IncompatibleAdapter(
+            f"AdaLoRA that has pruned {_short(empty)} to rank 0",
+            expected="at least rank 1 in each module",
+            remedy="merge the adapter into the base model, or train it again with a larger target_r",
+        )
     ranks = {name: _rank(f"rank_pattern[{name!r}]", of) for name, of in ranks.items()}
-    scaled = {of: (alpha if alpha > 0 else of) * of / (of + 1e-5) for of in {rank, *ranks.values()}}
+    scaled = {of: (alpha if alpha > 0 else of) * of / (rank + 1e-5) for of in {rank, *ranks.values()}}
     return {
         "r": rank,
         "lora_alpha": scaled[rank],

@@ -113,8 +113,12 @@ class ReadingProcess:
         """
         if self._owes_answer or self._process.poll() is not None:
             return False
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:  # this process may open no further file, and ends the other, which frees files
+            return False
         # `ru_maxrss` would include the server's memory at the start; VmHWM is of this program alone (Linux, fs/exec.c).
-        most = re.search(r"(?ms)^State:\s*[RSD].*^VmHWM:\s*(\d+)", Path(f"/proc/{self.pid}/status").read_text())
+        most = re.search(r"(?ms)^State:\s*[RSD].*^VmHWM:\s*(\d+)", status)
         return most is not None and int(most[1]) <= _MAX_KEPT_KIB
 
     def ask(

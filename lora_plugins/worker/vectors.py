@@ -180,13 +180,14 @@ class _Layer:
         weights = [self._weights(part, read, model) for part in self._parts]
         beside = {
             kind: self._whole([read.tensor(it[kind]).float() if kind in it else None for it in self._parts], neutral)
-            for kind, neutral in ((BesideKind.MAGNITUDE, 1), (BesideKind.B_BIAS, 0), (BesideKind.BIAS, torch.nan))
+            for kind, neutral in ((BesideKind.MAGNITUDE, 1), (BesideKind.B_BIAS, 0), (BesideKind.BIAS, 0))
         }
         scale = self._whole([one and torch.full((len(one.lora_b),), float(one.scaling)) for one in weights], 0)
         zeros = torch.zeros(sum(self._widths))
         own = getattr(self._base, "bias", None)
         bias = zeros if own is None else own.detach().float().cpu()
-        is_given = ~beside[BesideKind.BIAS].isnan()
+        given = [torch.ones(it[BesideKind.BIAS].tensor.shape) if BesideKind.BIAS in it else None for it in self._parts]
+        is_given = self._whole(given, 0).bool()
         if own is None and bool(is_given.any()):
             raise IncompatibleAdapter(
                 f"a bias of '{self._name}'", expected="none, as the base model has none there", remedy=_MERGE

@@ -29,9 +29,9 @@ def adalora(dtype: str = "float32", ranks: tuple[int, int] = (4, 4)) -> dict[str
 
 
 def by_peft(tensors: dict[str, np.ndarray], module: str, alpha: float) -> np.ndarray:
-    """`SVDLinear.forward` of PEFT 0.21: B (A * E), times alpha / (rank + 0.00001)."""
+    """`SVDLinear.forward` of PEFT 0.21: B (A * E), times alpha / (init_r + 0.00001)."""
     a, b, e = (tensors[f"{PEFT}{module}.lora_{side}"].astype(np.float64) for side in "ABE")
-    return b @ (a * e) * alpha / (len(a) + 1e-5)
+    return b @ (a * e) * alpha / (CONFIG["init_r"] + 1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
@@ -57,6 +57,31 @@ def test_each_module_keeps_the_rank_that_training_has_left(tmp_path: Path) -> No
     _, made, target = convert(tmp_path, tensors, BASE, **CONFIG, rank_pattern=kept)
     for module in (Q, V):
         np.testing.assert_allclose(delta(made, module, target / CONFIG_FILE), by_peft(tensors, module, 6), rtol=2e-6)
+
+
+@pytest.mark.parametrize("alpha", [6, 0])
+def test_pruned_adapters_add_what_peft_itself_adds(tmp_path: Path, alpha: int) -> None:
+    from peft import PeftModel
+    from torch import nn
+
+    kept = {f"{Q}.lora_E": [True, False, True, True], f"{V}.lora_E": [True, True, False, False]}
+    config = {**CONFIG, "lora_alpha": alpha, "rank_pattern": kept, "total_step": 9, "target_modules": r".*_proj"}
+    _, made, target = convert(tmp_path, adalora(ranks=(3, 2)), BASE, **config)
+    base = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict()])})})
+    base["model"]["layers"][0]["self_attn"] = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "v_proj": nn.Linear(8, 4)})
+    served = PeftModel.from_pretrained(base, str(tmp_path / "original")).base_model
+    for module in (Q, V):
+        wanted = served.get_submodule(f"model.{module}").get_delta_weight("default").detach().numpy()
+        np.testing.assert_allclose(delta(made, module, target / CONFIG_FILE), wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_pruned_parts_of_a_fused_module_are_joined(tmp_path: Path) -> None:
+    kept = {f"{Q}.lora_E": [True, False, True, True], f"{V}.lora_E": [True, True, False, False]}
+    tensors = adalora(ranks=(3, 2))
+    _, made, target = convert(tmp_path, tensors, base_of(FUSED), **CONFIG, rank_pattern=kept)
+    joined = delta(made, LAYER.format(0, "qkv_proj"), target / CONFIG_FILE)
+    np.testing.assert_allclose(joined[:8], by_peft(tensors, Q, 6), rtol=2e-6)
+    np.testing.assert_allclose(joined[12:], by_peft(tensors, V, 6), rtol=2e-6)
 
 
 def test_an_alpha_of_0_stands_for_each_modules_rank(tmp_path: Path) -> None:
@@ -87,10 +112,11 @@ E_OF_Q = f"{PEFT}{Q}.lora_E"
         ({E_OF_Q: np.full((4, 1), 1e6, "float32")}, {}, InvalidAdapter, "numbers up to 1e[+]06"),
         ({}, {"init_r": "4"}, InvalidAdapter, "init_r '4'"),
         ({}, {"init_r": ...}, InvalidAdapter, "no key 'init_r'"),
-        ({}, {"rank_pattern": {"q": [False]}}, InvalidAdapter, "rank_pattern"),
+        ({}, {"rank_pattern": {"q": [False]}}, IncompatibleAdapter, "pruned 'q' to rank 0.*merge the adapter"),
+        ({}, {"rank_pattern": {"q": -1}}, InvalidAdapter, "rank_pattern"),
         ({}, {"peft_type": "IA3"}, IncompatibleAdapter, "peft_type 'IA3'.*LORA or ADALORA"),
     ],
-    ids=["LORA", "no values", "other values", "no pair", "twice", "large", "text", "no rank", "nothing left", "IA3"],
+    ids=["LORA", "no values", "other", "no pair", "two", "large", "text", "no rank", "nothing left", "below 0", "IA3"],
 )  # fmt: skip
 def test_what_peft_would_not_compute_is_refused(
     tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, object], kind: type[LoRAPluginsError], says: str

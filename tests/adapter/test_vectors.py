@@ -177,3 +177,12 @@ def test_vectors_of_some_parts_are_joined_where_0_is_none(tmp_path: Path) -> Non
     assert np.array_equal(joined, np.concatenate([np.zeros(12, "float32"), tensors[f"{PEFT}{SECOND}.{B_BIAS}"]]))
     with pytest.raises(IncompatibleAdapter, match=r"in another layout than the engine's.*all parts"):
         convert(tmp_path / "dora", pair(SECOND, 4, 8, 12) | vectors(MAGNITUDE, {SECOND: 12}), serving(FUSED), **DORA)
+
+
+def test_vectors_of_two_dtypes_are_not_joined(tmp_path: Path) -> None:
+    """Elements are moved as bits."""
+    wide = vectors(MAGNITUDE, {FIRST: 12})
+    narrow = {name: one.astype("float16") for name, one in vectors(MAGNITUDE, {SECOND: 12}).items()}
+    tensors = pair(FIRST, 4, 8, 12) | pair(SECOND, 4, 8, 12) | wide | narrow
+    with pytest.raises(IncompatibleAdapter, match=r"in another layout than the engine's"):
+        convert(tmp_path, tensors, serving(FUSED), **DORA)

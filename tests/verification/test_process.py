@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +51,23 @@ def test_a_process_that_was_stopped_is_replaced(children: Children, adapter: Pat
     assert reading.result(wall_s(str(adapter)) / 2)
     assert before not in children.pids()
     assert not psutil.pid_exists(before)
+
+
+def test_a_server_without_open_files_says_so(children: Children, adapter: Path) -> None:
+    assert read(children, adapter)
+    most, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, most[1]))
+    try:
+        with suppress(OSError):  # until none is left
+            while True:
+                held.append(os.dup(0))
+        with pytest.raises(SourceUnavailable, match=r"Too many open files.*limits of processes, open files"):
+            children.read(adapter, Settings()).result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        for one in held:
+            os.close(one)
+    assert read(children, adapter)
 
 
 def test_a_stopped_process_holds_up_no_large_request(children: Children, adapter: Path, tmp_path: Path) -> None:

@@ -274,8 +274,9 @@ def test_a_worker_that_ends_leaves_no_thread_waiting(make_manager: Callable[...,
         ({f"{PEFT}layers.0.norm.bias": torch.ones(9)}, BIAS, IncompatibleAdapter, "linear layers with LoRA"),
         ({f"{PEFT}layers.0.q_proj.lora_E": torch.ones(4, 1)}, (), IncompatibleAdapter, "without peft_type ADALORA"),
         ({f"{PEFT}layers.0.q_proj.{DORA[0]}": torch.full((16,), torch.nan)}, DORA, IncompatibleAdapter, "not finite"),
+        ({f"{PEFT}layers.0.q_proj.bias": torch.full((16,), torch.nan)}, BIAS, IncompatibleAdapter, "not finite"),
     ],
-    ids=["no bias there", "size", "norm", "AdaLoRA", "NaN"],
+    ids=["no bias there", "size", "norm", "AdaLoRA", "NaN", "NaN as bias"],
 )
 def test_what_a_worker_cannot_compute_is_refused(
     make_manager: Callable[..., Any], tmp_path: Path, change: dict[str, torch.Tensor], kinds: tuple[str, ...],

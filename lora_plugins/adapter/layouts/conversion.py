@@ -152,13 +152,14 @@ def _vectors(made: Iterable[NewPair], weights: Weights) -> Iterator[tuple[Beside
             elif (
                 isinstance(move, Placed)
                 and is_whole
+                and len({one.dtype for one in sources}) == 1  # elements are moved as bits
                 and (kind is BesideKind.B_BIAS or sum(one.shape[0] for one in sources) == outputs[0])
             ):
                 rows = Placed(outputs, tuple(place[:1] for place in move.places))
             else:
                 raise IncompatibleAdapter(
                     f"'{sources[0].name}' ({kind.key}) in another layout than the engine's",
-                    expected="the vectors of all parts of a fused module, or none",
+                    expected="the vectors of all parts of a fused module in one dtype, or none",
                     remedy="train all parts of the module, or merge the adapter into the base model",
                 )
             info = TensorInfo(f"{PREFIX}{new.module}.{kind}", sources[0].dtype, outputs, 0, 0)
