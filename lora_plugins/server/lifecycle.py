@@ -168,6 +168,7 @@ class Lifecycle:
                     break
                 server.release(name, version)
             request = server.vllm.new_request(name, path)
+            self.planner.used(request)  # or a new mixture would be the next to leave, before its request
             self.registry.put(ServedAdapter(name, request, version, caller=caller))
             background(self._loading(request))
         server.on_change()

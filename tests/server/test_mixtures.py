@@ -202,6 +202,21 @@ async def test_a_caller_has_a_bounded_number_of_mixtures() -> None:
 
 
 @runs
+async def test_a_mixture_stays_until_its_first_request_comes() -> None:
+    """The request is still on its way to the engine, and older mixtures are idle."""
+    world, most = World(), copies._MOST_MIXTURES
+    names = [f"sql*0.{number}5" for number in range(most + 2)]
+    for name in names:
+        mixture_of(world, "aa", f"m-{name}", name)
+    for name in names[:most]:
+        await world.lifecycle.resolve(name)
+        await world.ask(name)
+    for name in names[most:]:
+        await world.lifecycle.resolve(name)
+    assert [*world.table.lora_requests] == names[2:]
+
+
+@runs
 async def test_mixtures_count_as_used_longest_ago() -> None:
     world = await mixing()
     world.planner.used_at.update({it.lora_int_id: 10.0 for it in world.table.lora_requests.values()})
