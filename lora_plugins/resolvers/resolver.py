@@ -13,6 +13,7 @@ from typing import cast
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.names import AdapterName, refuse_mixture
+from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.events import AdapterConfirmed, AdapterResolved, AdapterUnknown, Events, StoreDamaged, StoreEvicted
 from lora_plugins.resolvers.chats import Chats
@@ -71,7 +72,7 @@ class AdapterResolver:
         self.give_up = self._flights.give_up
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
         self.lease_served: Callable[[str, Hashable], Awaitable[Path | None]] | None = None
-        self._search.mixtures = MixtureSource(settings, store, self._lease_part, lambda: self.base)
+        self._search.mixtures = MixtureSource(settings, store, self._lease_part, self._read_part, lambda: self.base)
 
     def add(self, source: Source) -> None:
         """Ask this source too, in the order of the settings; a second source with the same label changes nothing."""
@@ -257,6 +258,9 @@ class AdapterResolver:
         if leased is None:
             raise gone()
         return leased
+
+    async def _read_part(self, directory: Path) -> VerifiedAdapter:
+        return (await self._versions.read(directory, self.principal())).adapter
 
     async def _find(self, query: Query, base_path: str) -> LookedUp:
         looked = await self._search.locate(query, base_path, self.known.last(*query.key), self.principal())

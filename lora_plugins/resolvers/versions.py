@@ -244,8 +244,7 @@ class VersionStore:
         """
         arrived = stored.arrived
         if arrived is None:
-            async with self._reading.held(asker.principal):
-                arrived = await asyncio.wrap_future(self._read(stored.directory))
+            arrived = await self.read(stored.directory, asker.principal)
         if asker.base is None:
             return arrived.adapter
         return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings, stored.directory)
@@ -341,6 +340,11 @@ class VersionStore:
                 raise _BytesRefused(error) from error
             raise
         return read
+
+    async def read(self, directory: Path, principal: Hashable) -> ReadAdapter:
+        """Read a leased version in a place of `principal`."""
+        async with self._reading.held(principal):
+            return await asyncio.wrap_future(self._read(directory))
 
     def _read(self, directory: Path) -> Future[ReadAdapter]:
         """Verify files again that were verified before, but skip the values."""

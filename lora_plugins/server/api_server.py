@@ -68,7 +68,9 @@ class ApiServer:
         """End the leases of versions that the name no longer needs; return what is done when their files are gone."""
         # A running request, or a rollback, may still need the files.
         unneeded = [version for version in versions if not self.registry.needs(name, version)]
-        ending = [self.resolver.store.release(name, version.path) for version in unneeded]
+        # A mixture is made again of its parts; other copies may be the only ones.
+        ends = [(version.path, 0.0 if version.parts else None) for version in unneeded]
+        ending = [self.resolver.store.release(name, path, used_at=used_at) for path, used_at in ends]
         return [ended for ended in ending if ended is not None]
 
     def forget(self, name: str, version: ResolvedAdapter) -> None:

@@ -168,15 +168,17 @@ class Lifecycle:
                     break
                 server.release(name, version)
             request = server.vllm.new_request(name, path)
+            self.planner.used(request)  # or a new mixture would be the next to leave, before its request
             self.registry.put(ServedAdapter(name, request, version, caller=caller))
             background(self._loading(request))
         server.on_change()
         return request
 
     async def _make_place(self, name: str, version: ResolvedAdapter, caller: Hashable) -> None:
-        """Have room for one more mixture of a caller, or end the lease of the version."""
+        """Have room for one more mixture of a caller, whose parts are not blocked, or end the lease of the version."""
         try:
             await self.copies.make_place(caller)
+            self.registry.blocked.refuse(name)  # a block of a part has unloaded the mixtures that were served then
         except BaseException:
             self.server.release(name, version)
             raise

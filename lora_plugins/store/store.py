@@ -343,10 +343,13 @@ class Store:
         """Lease the adapter at `path` for `holder` too, if this process has leased the adapter; takes microseconds."""
         return self.leases.share(path.rpartition("/")[2], holder)
 
-    def release(self, holder: Hashable, path: Path | str) -> asyncio.Future[None] | None:
+    def release(
+        self, holder: Hashable, path: Path | str, *, used_at: float | None = None
+    ) -> asyncio.Future[None] | None:
         """End the lease that `holder` has of the adapter at `path`; a holder without a lease is no error.
 
-        The store may remove the adapter once no lease is left. Callable from any thread; in the thread of an event
+        The store may remove the adapter once no lease is left, sooner with an earlier `used_at`, in seconds since 1970,
+        than with the time of its last lease. Callable from any thread; in the thread of an event
         loop, another thread removes the lease file, because the disk may hang: the future is done after the removal.
         """
         digest, ending = Path(path).name, object()
@@ -356,12 +359,12 @@ class Store:
             loop = asyncio.get_running_loop()
             self.leases.hand_over(digest, holder, ending)
         except (RuntimeError, KeyError):  # no event loop, or another thread has ended the lease
-            self.leases.release(digest, holder)
+            self.end_leases([(digest, holder, used_at)])
             return None
         ended = loop.create_future()
 
         def end() -> None:
-            loop.run_in_executor(None, self.leases.release, digest, ending).add_done_callback(tell)
+            loop.run_in_executor(None, self.end_leases, [(digest, ending, used_at)]).add_done_callback(tell)
 
         def tell(_: asyncio.Future[None]) -> None:
             if not ended.done():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +17,11 @@ from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter, SourceUnavailable
+from lora_plugins.resolvers import admission
+from lora_plugins.resolvers.sources import mixtures
 from lora_plugins.resolvers.sources.source import VersionChanged
-from tests.make import BASE, adapter_files, config, pair, weights
+from lora_plugins.verification.children import children
+from tests.make import BASE, adapter_files, config, config_bytes, pair, weights
 from tests.resolvers.sources.contract import content
 from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 from tests.resolvers.test_versions import leased, newest
@@ -135,6 +141,44 @@ def test_files_for_chats_are_those_of_all_parts(make, of_style: dict[str, bytes]
     warned = [text for text in found.warnings if "the base model's template and end tokens are used" in text]
     assert bool(warned) is (kept != CHAT)
     assert resolver.known.warnings_of(found.digest) == found.warnings
+
+
+def test_a_mixture_warns_as_its_parts(make) -> None:
+    instruct = {**STYLE, CONFIG_FILE: config_bytes(r=2, base_model_name_or_path="org/tiny-0.5B-Instruct")}
+    resolver = make(make_source(a=instruct, z=instruct))
+    resolver.base = replace(BASE, path="org/tiny-0.5B")
+    (warning,) = resolver.ask("z").warnings
+    assert "org/tiny-0.5B-Instruct" in warning
+    for name in ("sql*0.7+z*0.3", "a*0.3+sql*0.7", "a*0.3+z*0.7"):
+        assert resolver.ask(name).warnings.count(warning) == 1, name
+
+
+def test_a_flood_of_mixtures_takes_few_reading_places(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings of parts are a caller's, and the plan holds up no event loop."""
+    resolver, under_way, threads = make(make_source()), [0], set()
+    read, plan, most = children().read, mixtures.plan_mixture, 0
+
+    def counted(directory: Path, *args: object, **more: object):
+        nonlocal most
+        under_way[0] += 1
+        most = max(most, under_way[0])
+        reading = read(directory, *args, **more)
+        reading.add_done_callback(lambda _: under_way.__setitem__(0, under_way[0] - 1))
+        return reading
+
+    def noted(parts: object):
+        threads.add(threading.current_thread())
+        return plan(parts)
+
+    async def flood() -> None:
+        await resolver.resolve("sql", BASE.path)
+        monkeypatch.setattr(children(), "read", counted)
+        monkeypatch.setattr(mixtures, "plan_mixture", noted)
+        await asyncio.gather(*(resolver.has(f"sql*0.{number}5", BASE.path) for number in range(40)))
+
+    asyncio.run(flood())
+    assert 1 <= most <= admission._OF_ONE
+    assert threading.main_thread() not in threads
 
 
 def test_a_part_that_nobody_has_is_named(make) -> None:

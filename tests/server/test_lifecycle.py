@@ -7,7 +7,7 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +133,7 @@ class AdapterOf:
 
     name: str
     digest: str
+    parts = MappingProxyType[str, str]({})
 
     @property
     def path(self) -> Path:

@@ -97,7 +97,7 @@ class Store(FakeStore):
             self.holders.setdefault(digest, set()).add(holder)
         return digest in self.there
 
-    def release(self, holder: Hashable, path: Path | str) -> None:
+    def release(self, holder: Hashable, path: Path | str, *, used_at: float | None = None) -> None:
         holders = self.holders.get(Path(path).name, set())
         holders.discard(holder)
         if not holders:

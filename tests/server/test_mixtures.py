@@ -149,6 +149,33 @@ async def test_a_block_by_another_server_takes_mixtures_down() -> None:
 
 
 @runs
+async def test_a_block_while_a_mixture_is_made_holds() -> None:
+    world = await mixing()
+    await world.lifecycle.remove(MIXTURE)
+    world.resolver.hung.add(MIXTURE)
+    asked = asyncio.create_task(world.lifecycle.resolve(MIXTURE))
+    await asyncio.sleep(0.5)
+    await world.lifecycle.unload("sql", block=True, timeout_s=2)
+    world.resolver.hung.clear()
+    with pytest.raises(AdapterNotFound, match="load 'sql' again"):
+        await asked
+    await world.settled()
+    assert not world.table.lora_requests
+    assert not world.in_workers
+    assert not world.resolver.leased
+
+
+@runs
+async def test_copies_of_unloaded_mixtures_leave_the_store_first() -> None:
+    """The only copy of a pushed version is older than all mixtures of a flood."""
+    world = await mixing()
+    await world.lifecycle.remove(MIXTURE)
+    await world.lifecycle.remove("sql")
+    await world.settled()
+    assert world.resolver.store.released == {"m1": 0.0, "aa": None}
+
+
+@runs
 async def test_a_caller_has_a_bounded_number_of_mixtures() -> None:
     world, most = World(), copies._MOST_MIXTURES
     names = [f"sql*0.{number}5" for number in range(most + 2)]
@@ -172,6 +199,21 @@ async def test_a_caller_has_a_bounded_number_of_mixtures() -> None:
     assert f"m-{oldest}" not in world.resolver.leased
     await asyncio.gather(*running)
     await world.lifecycle.resolve(oldest)
+
+
+@runs
+async def test_a_mixture_stays_until_its_first_request_comes() -> None:
+    """The request is still on its way to the engine, and older mixtures are idle."""
+    world, most = World(), copies._MOST_MIXTURES
+    names = [f"sql*0.{number}5" for number in range(most + 2)]
+    for name in names:
+        mixture_of(world, "aa", f"m-{name}", name)
+    for name in names[:most]:
+        await world.lifecycle.resolve(name)
+        await world.ask(name)
+    for name in names[most:]:
+        await world.lifecycle.resolve(name)
+    assert [*world.table.lora_requests] == names[2:]
 
 
 @runs

@@ -65,13 +65,15 @@ class FakeStore:
 
     def __init__(self, needed: set[tuple[str, str]]) -> None:
         self.needed = needed
+        self.released: dict[str, float | None] = {}  # last uses, as their leases have ended
         self._root = TemporaryDirectory()
         self.layout = Layout(Path(self._root.name))
         self.layout.create()
         self.blocks = Blocks(self.layout)
 
-    def release(self, name: Hashable, path: Path | str) -> None:
+    def release(self, name: Hashable, path: Path | str, *, used_at: float | None = None) -> None:
         if isinstance(name, str):
+            self.released[Path(path).name] = used_at
             self.needed.remove((name, Path(path).name))
 
     def is_leased(self, name: str, path: Path) -> bool:

@@ -98,6 +98,14 @@ def test_what_was_used_longest_ago_goes_first(full) -> None:
     assert digests[2] not in store.layout.digests()
 
 
+def test_a_release_may_say_what_goes_first(full) -> None:
+    store, digests = full
+    for seed, digest in enumerate(digests, 1):
+        store.release(seed, store.layout.adapter(digest), used_at=0.0 if digest == digests[-1] else None)
+    fill(store, 4)
+    assert digests[-1] not in store.layout.digests()
+
+
 def test_a_shared_lease_outlives_the_first(full) -> None:
     store, (digest, *_) = full
     request = object()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from lora_plugins.absence import Absence
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.fit import BaseModel, check_config
+from lora_plugins.adapter.fit import BaseModel, check_config, warnings_of
 from lora_plugins.adapter.layouts.mixing import PartOfMixture, plan_mixture
 from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.adapter.layouts.writing import weights_bytes
 from lora_plugins.adapter.mixture import Term, terms_of
 from lora_plugins.adapter.names import AdapterName
+from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, describing
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged
@@ -38,6 +39,8 @@ _OTHER_CHATS = "its parts bring different files for chats, so the base model's t
 _PLANNED = 100  # plans, with a few hundred tensors each
 # Leases the version that a part has now for a holder, and returns its directory; None where nobody has the part.
 Lease = Callable[[str, str, Hashable], Awaitable[Path | None]]
+# Reads a leased version in a place of the running request's principal.
+Read = Callable[[Path], Awaitable[VerifiedAdapter]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,10 @@ class MixtureSource:
     label = LABEL
     remote = False
 
-    def __init__(self, settings: Settings, store: Store, lease: Lease, base: Callable[[], BaseModel | None]) -> None:
-        self._settings, self._store, self._lease, self._base = settings, store, lease, base
+    def __init__(
+        self, settings: Settings, store: Store, lease: Lease, read: Read, base: Callable[[], BaseModel | None]
+    ) -> None:
+        self._settings, self._store, self._lease, self._read, self._base = settings, store, lease, read, base
         self._planned: LRUCache[tuple[str, str], Mixture] = LRUCache(_PLANNED)
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
@@ -116,16 +121,18 @@ class MixtureSource:
                 self._store.release(holder, part)
 
     async def _plan(self, name: AdapterName, version: str, terms: tuple[Term, ...], parts: list[Path]) -> Mixture:
-        settings = replace(self._settings, check_finite=False)  # the parts' values were checked on arrival
-        read = [(await asyncio.wrap_future(children().read(part, settings))).adapter for part in parts]
+        read, warned = [await self._read(part) for part in parts], dict[str, None]()
         mixed = [PartOfMixture(*of, part.name, one) for of, part, one in zip(terms, parts, read, strict=True)]
-        config, tensors = plan_mixture(mixed)
+        config, tensors = await asyncio.to_thread(plan_mixture, mixed)  # tens of milliseconds for large models
         if (base := self._base()) is not None:
             try:
-                check_config(config, base, settings.base_match)
+                check_config(config, base, match := self._settings.base_match)
             except IncompatibleAdapter as error:
                 error.found += f", the sum of {', '.join(map(str, mixed))}"
                 raise
+            # The first part's base model is the mixture's too, of which the store's check warns.
+            of_each = [warnings_of(one.config, base, match) for one in read]
+            warned = dict.fromkeys(text for texts in of_each for text in texts if text not in of_each[0])
         data = canonical_bytes(config)
         made = SourceFile(CONFIG_FILE, len(data)), SourceFile(WEIGHTS_FILE, weights_bytes(tensors))
         is_one_chat = all(one.chat == read[0].chat for one in read)
@@ -136,7 +143,7 @@ class MixtureSource:
             f"{LABEL}://{name}",
             version,
             (*made, *(chats if is_one_chat else ())),
-            warnings=() if is_one_chat else (_OTHER_CHATS,),
+            warnings=(*warned,) if is_one_chat else (*warned, _OTHER_CHATS),
             config=data,
             tensors=tensors,
             parts=tuple(parts),
