@@ -36,7 +36,7 @@ from lora_plugins.verification.children import children
 
 LABEL = "mixture"
 _OTHER_CHATS = "its parts bring different files for chats, so the base model's template and end tokens are used"
-_PLANNED = 100  # plans, with a few hundred tensors each
+_PLANNED = 20  # plans, with a few hundred tensors each
 # Leases the version that a part has now for a holder, and returns its directory; None where nobody has the part.
 Lease = Callable[[str, str, Hashable], Awaitable[Path | None]]
 # Reads a leased version in a place of the running request's principal.
