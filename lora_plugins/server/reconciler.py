@@ -183,21 +183,25 @@ class Reconciler:
 
     async def _restore(self) -> dict[str, DesiredAdapter]:
         """Take up the last server's list, or without `LORA_PLUGINS_RESTORE` its rollbacks; return those of its file."""
-        pieces, rolled_back = self._served.pieces(), dict[str, DesiredAdapter]()
+        pieces, rolled_back, restored = self._served.pieces(), dict[str, DesiredAdapter](), dict[str, Target]()
         is_whole, places = self._settings.restore != "0", self._lifecycle.server.resolver.places
         try:
             with store_errors():
                 while piece := await asyncio.to_thread(next, pieces, None):
+                    for one in piece:  # of a name in several lists the last entry counts
+                        rolled_back.pop(one.name, None)
+                        restored.pop(one.name, None)
                     lasting = [one for one in piece if _is_rolled_back(one, places)]
                     rolled_back |= {one.name: one for one in lasting if one.was_declared}
                     taken = [one for one in (piece if is_whole else lasting) if not one.was_declared]
-                    self._targets |= {one.name: Target(one) for one in taken}
-                    if len(self._targets) >= _FROZEN_FROM:  # vLLM freezes too, once started
+                    restored |= {one.name: Target(one) for one in taken}
+                    if len(restored) >= _FROZEN_FROM:  # vLLM freezes too, once started
                         gc.freeze()
         except LoRAPluginsError as error:
             if is_whole:
                 raise
             logger.warning("Rollbacks of the last server, if any, are forgotten: %s", error)
+        self._targets |= restored
         return rolled_back
 
     async def _ask_for_newer(self, adapter: ServedAdapter) -> None:
@@ -361,11 +365,9 @@ class Reconciler:
             # No version: only the workers have it. Mixtures are made again at the next request.
             if it is None or it.version is None or (it.version.parts and not it.is_pinned):
                 continue
-            target = declared.get(name)
-            if target is None or (it.held_digest is not None and target.adapter.held_digest is None):
-                place = self._lifecycle.server.resolver.place_of(it.version)
-                was_declared = target is not None
-                served.append((name, it.uri, it.held_digest, it.is_pinned, True, it.digest, place, was_declared))
+            target, place = declared.get(name), self._lifecycle.server.resolver.place_of(it.version)
+            held = it.held_digest if target is None or target.adapter.held_digest is None else None  # no rollback
+            served.append((name, it.uri, held, it.is_pinned, True, it.digest, place, target is not None))
         # Keep names of the start that are not served yet: a restart must not lose them during a source's outage.
         async for target in in_steps(list(self._targets.values())):
             is_open = not (target.is_done or target.is_declared or registry.serves(target.adapter.name))

@@ -870,7 +870,27 @@ async def test_a_declared_name_is_not_restored(tmp_path: Path) -> None:
         assert served(world) == {"sql": "aa"}
         await world.lifecycle.load("chat")
         await asyncio.sleep(5)
-        assert [one.name for one in file.read()] == ["chat"]
+        assert [one.name for one in file.read() if not one.was_declared] == ["chat"]
+
+
+@pytest.mark.parametrize("is_later", [True, False])
+@runs
+async def test_a_rollback_lasts_until_a_later_list(tmp_path: Path, is_later: bool) -> None:
+    """Of another replica: a new one, or the same server at another port, begins with the lists of all."""
+    world, path = World(slots=3), tmp_path / "adapters.yaml"
+    world.resolver.has |= {"sql": Version(NEW), "chat": Version(NEW)}
+    world.resolver.versions[OLD] = Version(OLD)
+    declare(path, "{name: chat}")
+    one, other, ours = (ServedFile.of_store(tmp_path, "base", replica) for replica in ("one", "other", "ours"))
+    one.path.parent.mkdir()
+    place = next(iter(world.resolver.places))
+    back = [DesiredAdapter(name, None, OLD, last_digest=OLD, last_place=place) for name in ("sql", "chat")]
+    one.write([back[0], replace(back[1], was_declared=True)])
+    other.write([DesiredAdapter("sql", last_digest=NEW), DesiredAdapter("chat", last_digest=NEW, was_declared=True)])
+    os.utime((one if is_later else other).path, (time.time() - 60,) * 2)
+    async with following(world, path, ours):
+        await asyncio.sleep(LOOKED_S)
+        assert served(world) == ({"chat": NEW} if is_later else {"sql": OLD, "chat": OLD})
 
 
 @pytest.mark.parametrize(
