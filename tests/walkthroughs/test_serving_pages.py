@@ -107,6 +107,16 @@ ACCESS = Walk(
     },
 )
 
+ASKS = "tests/e2e/test_mixtures.py asks so, on one server with PEFT's sums beside"
+MIXTURES = Walk(
+    "docs/guides/mixtures.md",
+    [
+        left_out(CURL, ASKS, "c9045ed0"),
+        left_out('"model": "style*0.30+sql*0.7"', "a picture of one request", "c4646c70"),
+    ],
+    {},
+)
+
 ADMIN_READS_A_DIGEST = "from openai import OpenAI"
 ADMIN = Walk(
     "docs/guides/admin.md",
