@@ -71,6 +71,7 @@ class Surroundings:
             "LORA_PLUGINS_DRAIN_TIMEOUT_S": "20",
             "LORA_PLUGINS_REFRESH_S": str(REFRESH_S),
             "LORA_PLUGINS_RESTORE": "1",
+            "LORA_PLUGINS_REPLICA": "soak",  # at each port: a replica with a new name begins with the names of all
             **self.s3.env(s3_url),
             **self.hub.env(self.home / ("hub-home-of-the-neighbour" if is_direct else "hub-home"), url=hub_url),
         }
