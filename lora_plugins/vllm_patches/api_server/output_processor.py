@@ -32,7 +32,7 @@ _SPANS, _PROMPT, _GENERATED = "lora_plugins_spans", "lora_plugins_prompt_tokens"
 _RATE, _PAID = "lora_plugins_rate", "lora_plugins_paid_tokens"
 # Attributes of a request's span: OpenTelemetry's name for the model that was asked for, and our own.
 _MODEL, _DIGEST = "gen_ai.request.model", "lora_adapter.digest"
-_ended: ContextVar[Any] = ContextVar("lora_plugins_ended", default=None)  # the state of the request that ended last
+_traced: ContextVar[Any] = ContextVar("lora_plugins_traced")  # the state of the request whose span is made
 
 
 def patch() -> None:
@@ -40,6 +40,7 @@ def patch() -> None:
     from vllm.v1.engine import output_processor
 
     wrap(output_processor.RequestState, "make_request_output", _saying_versions)
+    wrap(output_processor.OutputProcessor, "do_tracing", _tracing)
     wrap(output_processor, "instrument_manual", _naming_in_span)
 
 
@@ -116,10 +117,8 @@ def _saying_versions(original: Any) -> Any:
         if spans := together(getattr(whole, _SPANS, ()), said):
             setattr(whole, _SPANS, spans)
             kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}
-        if finish_reason is not None:
-            _ended.set(self)
-            if self.lora_name is not None or hasattr(self, _RATE):
-                _count(self, whole, str(finish_reason))
+        if finish_reason is not None and (self.lora_name is not None or hasattr(self, _RATE)):
+            _count(self, whole, str(finish_reason))
         return original(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
         )
@@ -127,10 +126,28 @@ def _saying_versions(original: Any) -> Any:
     return make_request_output
 
 
+def _tracing(original: Any) -> Any:
+    """Know the request while vLLM makes its span, where tracing is on.
+
+    Touches:
+        vllm.v1.engine.output_processor:
+            OutputProcessor.do_tracing(self, engine_core_output, req_state, iteration_stats)
+    Why: the call that makes the span names no request.
+    Until: vLLM's span has `gen_ai.request.model`, and a version of it.
+    """
+
+    def do_tracing(self: Any, engine_core_output: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
+        token = _traced.set(req_state)
+        try:
+            original(self, engine_core_output, req_state, *args, **kwargs)
+        finally:
+            _traced.reset(token)
+
+    return do_tracing
+
+
 def _naming_in_span(original: Any) -> Any:
     """Name the adapter and its versions in the span of a request that has ended.
-
-    Relied on: vLLM makes a span where tracing is on, directly after a request's last `make_request_output`.
 
     Touches:
         vllm.v1.engine.output_processor: instrument_manual RequestState{lora_request}
@@ -140,7 +157,7 @@ def _naming_in_span(original: Any) -> Any:
     """
 
     def instrument_manual(*args: Any, attributes: Any, **kwargs: Any) -> Any:
-        if (state := _ended.get()) is not None and state.lora_name is not None:
+        if (state := _traced.get()).lora_name is not None:
             spans, process = getattr(state.parent_req or state, _SPANS, ()), this_process()
             if not spans and process.is_resolver_registered:
                 spans = [(process.resolver.store.layout.digest_of(state.lora_request.lora_path), 0)]

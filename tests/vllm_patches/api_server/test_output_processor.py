@@ -77,6 +77,7 @@ class Asked:
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestState, "make_request_output", RequestState.make_request_output)
+    monkeypatch.setattr(OutputProcessor, "do_tracing", OutputProcessor.do_tracing)
     monkeypatch.setattr(vllms, "instrument_manual", vllms.instrument_manual)
     output_processor.patch()
 
