@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
+from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo, floats_of
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import Weights, is_copy_of_embeddings
 from lora_plugins.errors import LoRAPluginsError
@@ -57,10 +57,8 @@ def _numbers(path: Path, tensor: TensorInfo) -> Iterator[Any]:
     """Yield a tensor's numbers as floats, some at a time."""
     import numpy as np
 
-    kind = "<u2" if tensor.dtype == "BF16" else f"<f{DTYPE_BYTES[tensor.dtype]}"
     with path.open("rb") as file:  # not mapped: a disk that fails below a mapped file ends the server
         file.seek(tensor.begin)
         for left in range(math.prod(tensor.shape), 0, -_NUMBERS):
-            numbers = np.fromfile(file, kind, min(left, _NUMBERS))
-            # numpy has no bfloat16: bfloat16 is the upper half of a float32.
-            yield (numbers.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else numbers
+            bits = np.fromfile(file, f"<u{DTYPE_BYTES[tensor.dtype]}", min(left, _NUMBERS))
+            yield floats_of(bits, tensor.dtype)

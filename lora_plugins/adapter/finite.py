@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.pace import paced
-from lora_plugins.adapter.safetensors_header import TensorInfo
+from lora_plugins.adapter.safetensors_header import TensorInfo, floats_of
 from lora_plugins.adapter.weights import BesideKind, Weights
 from lora_plugins.errors import InvalidAdapter
 
@@ -75,11 +75,7 @@ def _value(bits: int, dtype: str) -> float:
     """Return the number with these bits."""
     import numpy as np
 
-    if dtype == "BF16":
-        # numpy has no bfloat16: bfloat16 is the upper half of a float32.
-        bits, dtype = bits << 16, "F32"
-    kind, _ = _INFINITIES[dtype]
-    return float(np.array([bits], dtype=kind).view(kind.replace("u", "f"))[0])
+    return float(floats_of(np.array([bits], dtype=_INFINITIES[dtype][0]), dtype)[0])
 
 
 def _read_fully(file: BinaryIO, piece: memoryview) -> int:

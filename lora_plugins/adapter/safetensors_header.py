@@ -48,6 +48,12 @@ class TensorInfo:
     file: str = ""
 
 
+def floats_of(bits: Any, dtype: str) -> Any:
+    """Return the elements of a tensor of this dtype, an array of unsigned integers, as floats; bfloat16 as float32."""
+    # numpy has no bfloat16: bfloat16 is the upper half of a float32.
+    return (bits.astype("<u4") << 16).view("<f4") if dtype == "BF16" else bits.view(f"<f{DTYPE_BYTES[dtype]}")
+
+
 def read_header(file: BinaryIO, file_bytes: int | None) -> tuple[TensorInfo, ...]:
     """Read the header at the start of `file`, of `file_bytes` bytes; return tensors in the order of their bytes.
 

@@ -14,7 +14,7 @@ import msgspec
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.landing import Model
 from lora_plugins.adapter.model_modules import Experts, ModulePlace
-from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, TensorInfo
+from lora_plugins.adapter.safetensors_header import TensorInfo, floats_of
 from lora_plugins.adapter.weights import PREFIX, LoraPair
 
 # Some indices of an axis: the first, the end, the step.
@@ -68,7 +68,7 @@ class Scaled(msgspec.Struct, frozen=True, tag=True):
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """See the class."""
-        wide = [_float32(array, dtype) for array, dtype in zip(arrays, self.dtypes, strict=True)]
+        wide = _wide(arrays, self.dtypes)
         half = len(wide) // 2
         return self.move([(a * e).view("<u4") for a, e in zip(wide[:half], wide[half:], strict=True)])
 
@@ -84,15 +84,13 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
         """See the class."""
         import numpy as np
 
-        values = map(_float32, arrays, self.dtypes)
-        scaled = [value * np.float32(factor) for value, factor in zip(values, self.factors, strict=True)]
+        wide = zip(_wide(arrays, self.dtypes), self.factors, strict=True)
+        scaled = [values * np.float32(factor) for values, factor in wide]
         return np.concatenate(scaled, axis=self.axis)
 
 
-def _float32(bits: Any, dtype: str) -> Any:
-    if dtype == "BF16":  # numpy has no bfloat16: the upper half of a float32
-        return (bits.astype("<u4") << 16).view("<f4")
-    return bits.view(f"<f{DTYPE_BYTES[dtype]}").astype("<f4")
+def _wide(arrays: Sequence[Any], dtypes: Sequence[str]) -> list[Any]:
+    return [floats_of(*of_one).astype("<f4", copy=False) for of_one in zip(arrays, dtypes, strict=True)]
 
 
 Move = Part | Placed | Scaled | Joined
