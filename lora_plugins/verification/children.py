@@ -67,7 +67,7 @@ class Children:
             config_only,
         )
         return self._submit(
-            lambda process: messages.found_of(*process.ask(request, messages.Found)),
+            lambda process: messages.found_of(*process.ask(request, messages.AdapterFound)),
             lambda: not config_only and takes_long(str(directory)),
         )
 
@@ -94,7 +94,10 @@ class Children:
 
         The future raises `LoRAPluginsError` where the function does, or without an answer, as `read`.
         """
-        request, lists = messages.Call(function.__module__, function.__name__), {"pieces": messages.pieces(argument)}
+        request, lists = (
+            messages.CallFunction(function.__module__, function.__name__),
+            {"pieces": messages.pieces(argument)},
+        )
         return self._submit(lambda process: b"".join(process.ask(request, messages.Returned, lists)[1]["pieces"]))
 
     def pids(self) -> list[int]:

@@ -82,7 +82,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: int  # beside what reading may take
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
+class CallFunction(msgspec.Struct, frozen=True, tag=True):
     """Call a function of this package with the bytes of the list `pieces`, which returns bytes."""
 
     module: str
@@ -90,7 +90,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     directory: bytes = b""  # no files: the least limits hold
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
+class AdapterFound(msgspec.Struct, frozen=True, tag=True):
     """The adapter that was read, without its lists: tensors, patterns, added tokens, and the canonical `pieces`."""
 
     config: AdapterConfig
@@ -125,8 +125,8 @@ class ReadAdapter:
     canonical: bytes
 
 
-Request = Read | Write | Call
-Answer = Found | Written | Returned | Refused
+Request = Read | Write | CallFunction
+Answer = AdapterFound | Written | Returned | Refused
 decode_request: Decoder[Items | Request] = Decoder(Items | Request)
 decode_answer: Decoder[Items | Answer] = Decoder(Items | Answer)
 encode = Encoder().encode
@@ -168,7 +168,7 @@ def pieces(data: bytes) -> list[bytes]:
     return [data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES)]
 
 
-def answer_of(found: ReadAdapter) -> tuple[Found, Lists]:
+def answer_of(found: ReadAdapter) -> tuple[AdapterFound, Lists]:
     """Return the message with an adapter, and its lists."""
     verified, config, chat = found.adapter, found.adapter.config, found.adapter.chat
     weights = verified.weights or Weights(())
@@ -184,10 +184,10 @@ def answer_of(found: ReadAdapter) -> tuple[Found, Lists]:
     # Targets may be long, and a server never needs them: the canonical configuration has the targets.
     small = replace(config, targets=None, rank_pattern={}, alpha_pattern={})
     empty = verified.weights and replace(weights, pairs=(), others=(), beside=())
-    return Found(small, empty, replace(chat, added_tokens=()), verified.size_bytes, verified.notes), lists
+    return AdapterFound(small, empty, replace(chat, added_tokens=()), verified.size_bytes, verified.notes), lists
 
 
-def found_of(answer: Found, lists: Lists) -> ReadAdapter:
+def found_of(answer: AdapterFound, lists: Lists) -> ReadAdapter:
     """Return the argument of `answer_of`, without the targets."""
     pairs, others, beside = (tuple(lists[name]) for name in ("pairs", "others", "beside"))
     weights = answer.weights and replace(answer.weights, pairs=pairs, others=others, beside=beside)

@@ -160,12 +160,12 @@ def vectors_of_adapter(
     for name in manager.modules:  # one order in all workers
         if name in of_module:
             parts = manager.packed_modules.get(name) or [name]
-            layer = _Layer(manager.modules[name], name, [of_module[name].get(part, {}) for part in parts])
+            layer = _LayerVectors(manager.modules[name], name, [of_module[name].get(part, {}) for part in parts])
             made.append(layer.module(read, model, in_loop))
     return AdapterVectors(made) if made else None
 
 
-class _Layer:
+class _LayerVectors:
     """A layer, and an adapter's tensors for each of its parts."""
 
     def __init__(self, layer: Any, name: str, parts: list[dict[BesideKind, Beside]]) -> None:

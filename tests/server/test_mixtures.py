@@ -175,12 +175,18 @@ async def test_copies_of_unloaded_mixtures_leave_the_store_first() -> None:
     assert world.resolver.store.released == {"m1": 0.0, "aa": None}
 
 
+def sourced(world: World, count: int) -> list[str]:
+    """The names of so many mixtures, which the sources have."""
+    names = [f"sql*0.{number}5" for number in range(count)]
+    for name in names:
+        mixture_of(world, "aa", f"m-{name}", name)
+    return names
+
+
 @runs
 async def test_a_caller_has_a_bounded_number_of_mixtures() -> None:
     world, most = World(), copies._MOST_MIXTURES
-    names = [f"sql*0.{number}5" for number in range(most + 2)]
-    for name in names:
-        mixture_of(world, "aa", f"m-{name}", name)
+    names = sourced(world, most + 2)
     for name in names[:most]:
         await world.lifecycle.resolve(name)
     world.planner.used_at.update({world.table.lora_requests[name].lora_int_id: 10.0 for name in names[:most]})
@@ -205,9 +211,7 @@ async def test_a_caller_has_a_bounded_number_of_mixtures() -> None:
 async def test_a_mixture_stays_until_its_first_request_comes() -> None:
     """The request is still on its way to the engine, and older mixtures are idle."""
     world, most = World(), copies._MOST_MIXTURES
-    names = [f"sql*0.{number}5" for number in range(most + 2)]
-    for name in names:
-        mixture_of(world, "aa", f"m-{name}", name)
+    names = sourced(world, most + 2)
     for name in names[:most]:
         await world.lifecycle.resolve(name)
         await world.ask(name)

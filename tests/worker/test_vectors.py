@@ -204,13 +204,13 @@ def test_norms_of_a_layer_are_asked_for_once(
 ) -> None:
     manager = make_manager()
     asked: list[int] = []
-    answer = vectors._Layer._answer
+    answer = vectors._LayerVectors._answer
 
     def counted(self: Any, x: torch.Tensor) -> Any:
         asked.append(len(x))
         return answer(self, x)
 
-    monkeypatch.setattr(vectors._Layer, "_answer", counted)
+    monkeypatch.setattr(vectors._LayerVectors, "_answer", counted)
     monkeypatch.setattr(vectors, "_COLUMNS", 5)
     bring(manager, adapter(tmp_path, 1, *DORA))
     first, asked[:] = list(asked), []
@@ -228,14 +228,14 @@ def test_layers_are_called_in_the_engines_loop_alone(
     """oneDNN's handle of a layer is no two threads'; so a step has a few milliseconds of it."""
     manager = make_manager()
     callers, steps = set(), 0
-    answer = vectors._Layer._answer
+    answer = vectors._LayerVectors._answer
 
     def noted(self: Any, x: torch.Tensor) -> Any:
         callers.add(threading.get_ident())
         time.sleep(0.002)
         return answer(self, x)
 
-    monkeypatch.setattr(vectors._Layer, "_answer", noted)
+    monkeypatch.setattr(vectors._LayerVectors, "_answer", noted)
     load(manager, adapter(tmp_path, 1, *DORA))
     deadline, longest_s = time.monotonic() + 60, 0.0
     while manager.jobs.is_busy:
@@ -318,14 +318,14 @@ def test_workers_add_up_their_squares_at_the_first_activation(
         exchanged.append((len(numbers), threading.get_ident()))
         return numbers + 7
 
-    made = vectors._Layer.__init__
+    made = vectors._LayerVectors.__init__
 
     def divided(self: Any, layer: Any, *args: Any) -> None:
         made(self, layer, *args)
         self._is_divided = type(layer).__name__.startswith("RowParallel")
 
     monkeypatch.setattr(vectors, "_sum_of_workers", with_the_others)
-    monkeypatch.setattr(vectors._Layer, "__init__", divided)
+    monkeypatch.setattr(vectors._LayerVectors, "__init__", divided)
     it = adapter(tmp_path, 1, *DORA)
     assert isinstance(bring(manager, it), Loaded)
     assert not exchanged
