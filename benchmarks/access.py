@@ -1,4 +1,4 @@
-"""Figure of docs/guides/access.md#by-the-clock, for R38: `make bench-access`.
+"""Figure of docs/benchmarks/routing.md#access-by-the-clock, for R38: `make bench-access`.
 
 Whether response times distinguish an adapter that a key may not use from one that does not exist.
 

@@ -1,1 +1,1 @@
-"""The figures of docs/guides/routing.md."""
+"""The figures of docs/benchmarks/routing.md."""

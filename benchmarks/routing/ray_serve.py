@@ -1,4 +1,4 @@
-"""Figures of docs/guides/routing.md, two real replicas, for R39: `make demo-ray`.
+"""Figures of docs/benchmarks/routing.md#two-real-replicas, for R39: `make demo-ray`.
 
 Two real replicas on Ray Serve: cold starts with our router, with Ray's default one and with its multiplexing.
 

@@ -1,4 +1,4 @@
-"""Figures of docs/guides/routing.md#compared, for R39: `make bench-routing`.
+"""Figures of docs/benchmarks/routing.md#compared, for R39: `make bench-routing`.
 
 Routing policies compared in virtual time: 100,000 adapters on 1,000 replicas.
 
