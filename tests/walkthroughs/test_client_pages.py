@@ -42,18 +42,21 @@ COMMAND_LINE = Walk(
     "docs/guides/command-line.md",
     [
         Step("$ lora-plugins doctor", before=f"{PLUGINS},lora_s3_resolver,lora_kernel", exits=1),
-        Step("$ lora-plugins doctor --url http://127.0.0.1:8000", before=f"{PLUGINS}; {AT}"),
         Step(
-            "$ lora-plugins why team/sql", before="lora-plugins load team/sql && lora-plugins pause team/sql", exits=4
+            "$ lora-plugins why team/sql",
+            before=f"{PLUGINS}; {AT}; lora-plugins load team/sql && lora-plugins pause team/sql",
+            exits=4,
         ),
         Step(
             "$ lora-plugins why sql --no-server --base-model /tmp/base-500m --max-lora-rank 16",
             before=f"lora-plugins resume team/sql; {FRESH}",
         ),
         Step("$ lora-plugins why cut --no-server", exits=1),
-        Step("$ lora-plugins why team/Poet --no-server", exits=3),
-        Step("$ lora-plugins why sql --no-server --dry-run", before=FRESH),
-        Step("$ lora-plugins inspect /tmp/adapters/wide --base-model /tmp/base-500m --max-lora-rank 16", exits=1),
+        Step(
+            "$ lora-plugins inspect /tmp/adapters/wide --base-model /tmp/base-500m --max-lora-rank 16",
+            before=FRESH,
+            exits=1,
+        ),
         Step("$ lora-plugins pull team/poet"),
         Step("$ lora-plugins refresh team/sql", before=AGAIN),
         Step(
@@ -84,7 +87,6 @@ COMMAND_LINE = Walk(
         ),
     ],
     {
-        "http://127.0.0.1:8000": SERVER,
         "http://localhost:8000": SERVER,
         "/tmp/adapters": ("{adapters}", HOME),
         " adapters/sql": (" {adapters}/sql", HOME),
