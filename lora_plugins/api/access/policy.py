@@ -25,11 +25,13 @@ import hmac
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
+
+import msgspec
 
 from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import MAX_CHARACTERS
@@ -68,13 +70,40 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 _HASHED = "sha256:"
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
-_RATE = ("requests_per_minute", "tokens_per_minute")
-_FIELDS = {
-    "": ("default", "tenants"),
-    "default": ("adapters", "share", *_RATE),
-    "tenants": ("keys", "adapters", "admin", "share", "pushes", "pushes_per_minute", *_RATE),
-}
-_SHARE = 0.5  # so that no principal takes everything
+# A pattern with a space at an end is a typing error that no name would ever match.
+_Patterns = tuple[Annotated[str, msgspec.Meta(pattern=r"^\S(.*\S)?$")], ...]
+_PerMinute = Annotated[int, msgspec.Meta(ge=1)] | None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    default: object = msgspec.field(default_factory=dict)
+    tenants: dict[str, object] = msgspec.field(default_factory=dict)
+
+
+class _Default(msgspec.Struct, forbid_unknown_fields=True):
+    adapters: _Patterns | None = None
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5  # so that no principal takes everything
+    requests_per_minute: _PerMinute = None
+    tokens_per_minute: _PerMinute = None
+
+    def rate(self, label: str) -> Rate | None:
+        limits = self.requests_per_minute, self.tokens_per_minute
+        return None if limits == (None, None) else Rate(label, *limits)
+
+
+class _Tenant(_Default, forbid_unknown_fields=True, kw_only=True):
+    keys: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    admin: bool = False
+    pushes: _Patterns = ()
+    pushes_per_minute: _PerMinute = None
+
+    def principal(self, label: str, where: str) -> Principal:
+        # A forgotten field must not silently mean "no adapter".
+        if self.adapters is None and not self.admin:
+            raise InvalidSettings(f"{where} without adapters", expected="adapters = [...], be it an empty list")
+        share, pushes = 1.0 if self.admin else self.share, _compiled(self.pushes)
+        patterns, rate = _compiled(self.adapters), self.rate(label)
+        return Principal(label, patterns, self.admin, share, pushes, self.pushes_per_minute, rate=rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,23 +188,22 @@ class Policy:
             # Only the position: the whole text may repeat a part of the file, and so a key.
             at = re.search(r"\(at [^)]*\)", str(error))
             raise InvalidSettings(f"no TOML {at[0] if at else ''}".strip(), expected="TOML") from None
-        _check_fields("", tables, "")
-        default = _table("default", tables.get("default", {}))
-        _check_fields("default", default, "default")
+        file = _read(tables, _File, "")
         tenants: dict[bytes, Principal] = {}
         owners: dict[bytes, str] = {}
-        for label, item in _table("tenants", tables.get("tenants", {})).items():
+        for label, item in file.tenants.items():
             where = f"tenants.{label}"
-            table = _table(where, item)
-            _check_fields("tenants", table, where)
-            principal = _tenant(label, table, where)
-            for place, digest in _keys(table, where):
+            table = _read(item, _Tenant, where)
+            principal = table.principal(label, where)
+            for place, digest in _keys(table.keys, where):
                 if digest in owners:
                     raise InvalidSettings(f"the key of {owners[digest]} once more in {place}", expected="a key once")
                 owners[digest] = place
                 tenants[digest] = principal
-        share, rate = _share(default, "default"), _rate("(default)", default, "default")
-        everybody = Principal("(default)", _patterns(default, "default"), share=share, rate=rate)
+        default = _read(file.default, _Default, "default")
+        everybody = Principal(
+            "(default)", _compiled(default.adapters), share=default.share, rate=default.rate("(default)")
+        )
         return cls(everybody, tenants)
 
     def of_key(self, key: str | None) -> Principal:
@@ -222,57 +250,26 @@ def _folder_of(path: str) -> str:
     return path.partition("@")[0].rpartition("/")[0]
 
 
-def _tenant(label: str, table: Mapping[str, Any], where: str) -> Principal:
-    is_admin = table.get("admin", False)
-    if not isinstance(is_admin, bool):
-        raise InvalidSettings(f"{where}.admin that is neither true nor false", expected="true or false")
-    # A forgotten field must not silently mean "no adapter".
-    if "adapters" not in table and not is_admin:
-        raise InvalidSettings(f"{where} without adapters", expected="adapters = [...], be it an empty list")
-    share = 1.0 if is_admin else _share(table, where)
-    pushes = _patterns(table, where, "pushes")
-    pushes_per_minute = _per_minute(table, where, "pushes_per_minute")
-    rate = _rate(label, table, where)
-    return Principal(label, _patterns(table, where), is_admin, share, pushes, pushes_per_minute, rate=rate)
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
-def _rate(label: str, table: Mapping[str, Any], where: str) -> Rate | None:
-    limits = [_per_minute(table, where, field) for field in _RATE]
-    return None if limits == [None, None] else Rate(label, *limits)
+def _read(table: object, kind: type[_S], where: str) -> _S:
+    """The table at a place of the file; raises InvalidSettings for an unknown field, or a wrong value."""
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:  # says types, limits and names of fields, never a value
+        said, _, at = str(error).replace("`array", "`list").partition(" - at `$")
+        place = f"{where}{at.removesuffix('`')}".strip(".") or "the file"
+        known = ", ".join(kind.__struct_fields__)
+        raise InvalidSettings(f"{place}: {said}", expected=f"a table with {known}") from None
 
 
-def _per_minute(table: Mapping[str, Any], where: str, field: str) -> int | None:
-    count = table.get(field)
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise InvalidSettings(
-            f"{where}.{field} that is no number of {field.removesuffix('_per_minute')}", expected="1 or more"
-        )
-    return count
+def _compiled(texts: Iterable[str] | None) -> tuple[NamePattern, ...]:
+    return tuple(map(NamePattern, texts or ()))
 
 
-def _share(table: Mapping[str, Any], where: str) -> float:
-    share = table.get("share", _SHARE)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise InvalidSettings(f"{where}.share that is no share of the whole", expected="more than 0, and 1 at most")
-    return float(share)
-
-
-def _patterns(table: Mapping[str, Any], where: str, field: str = "adapters") -> tuple[NamePattern, ...]:
-    patterns = _texts(table, field, where)
-    for number, text in enumerate(patterns):
-        # A space at an end is a typing error that no name would ever match.
-        if not text or text != text.strip():
-            raise InvalidSettings(
-                f"{where}.{field}[{number}] that is empty or has a space at an end", expected="a pattern of names"
-            )
-    return tuple(NamePattern(text) for text in patterns)
-
-
-def _keys(table: Mapping[str, Any], where: str) -> Iterator[tuple[str, bytes]]:
+def _keys(keys: Iterable[str], where: str) -> Iterator[tuple[str, bytes]]:
     """The place of each key in the file, and the key's SHA-256."""
-    keys = _texts(table, "keys", where)
-    if not keys:
-        raise InvalidSettings(f"{where} without keys", expected="keys = [...] with one at least")
     for number, key in enumerate(keys):
         place = f"{where}.keys[{number}]"
         if key.startswith(_HASHED):
@@ -284,29 +281,6 @@ def _keys(table: Mapping[str, Any], where: str) -> Iterator[tuple[str, bytes]]:
             raise InvalidSettings(f"a key that no header can carry in {place}", expected="printable ASCII, no space")
         else:
             yield place, hashlib.sha256(key.encode()).digest()
-
-
-def _texts(table: Mapping[str, Any], field: str, where: str) -> list[str]:
-    texts = table.get(field, [])
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise InvalidSettings(f"{where}.{field} that is no list of strings", expected=f'{field} = ["...", ...]')
-    return texts
-
-
-def _table(where: str, item: object) -> Mapping[str, Any]:
-    if not isinstance(item, dict):
-        raise InvalidSettings(f"{where} that is no table", expected=f"[{where}]")
-    return item
-
-
-def _check_fields(kind: str, table: Mapping[str, Any], where: str) -> None:
-    known = _FIELDS[kind]
-    for field in table:
-        if field not in known:
-            raise InvalidSettings(
-                f"the unknown field {field!r}" + (f" in {where}" if where else ""),
-                expected="one of " + ", ".join(known),
-            )
 
 
 def _wrong(found: str, expected: str, path: Path) -> InvalidSettings:
