@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.api.access.policy import Policy
@@ -25,13 +24,9 @@ from lora_plugins.plugin_names import EVERYTHING, OURS
 from lora_plugins.resolvers.listed_names import ListedNames, RefusedNames
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
-from lora_plugins.server.copies import Copies
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.leader import Leader
-from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.limits import Rates
-from lora_plugins.server.planner_client import PlannerClient
-from lora_plugins.server.snapshots import Snapshots
 from lora_plugins.settings import BaseMatch, Settings, environment
 from lora_plugins.store.store import open_store
 
@@ -50,10 +45,7 @@ class Process:
         is_manager_patched: whether adapters are planned and loaded our way.
         is_resolver_registered: whether vLLM asks our resolver.
         counted: the metrics that are counted from events.
-        tables: vLLM's `OpenAIServingModels`, one where there is an API server.
-        planners, lifecycles: by vLLM's `AsyncLLM`, and by its `OpenAIServingModels`.
-        copies: of served adapters, by vLLM's `AsyncLLM`.
-        snapshots: by vLLM's `AsyncLLM` or `LLMEngine`.
+        models: vLLM's `OpenAIServingModels`, where there is an API server.
         app: the API server's application.
         role: of the API server among several; None for a single server.
     """
@@ -71,12 +63,7 @@ class Process:
         self.is_manager_patched = False
         self.is_resolver_registered = False
         self.counted: CollectorRegistry | None = None
-        # Weak keys: the state of an engine ends with the engine.
-        self.tables: WeakSet[Any] = WeakSet()
-        self.planners: WeakKeyDictionary[Any, PlannerClient] = WeakKeyDictionary()
-        self.lifecycles: WeakKeyDictionary[Any, Lifecycle] = WeakKeyDictionary()
-        self.copies: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()
-        self.snapshots: WeakKeyDictionary[Any, Snapshots] = WeakKeyDictionary()
+        self.models: Any = None
         self.app: Any = None
         self.role: Leader | Follower | None = None
         self._known_sources = list(known_sources)

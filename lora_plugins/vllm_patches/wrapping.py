@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from lora_plugins.errors import InvalidSettings
 
+T = TypeVar("T")
 _OURS = "lora_plugins_wrapper"  # marks the function, whatever else wraps it
 
 
@@ -44,6 +45,14 @@ def where(is_ours: Callable[[Any], bool], method: Callable[..., Any]) -> Callabl
         return answer
 
     return wrapper
+
+
+def ours(owner: Any, name: str, make: Callable[[], T]) -> T:
+    """Return what an object of vLLM's has of ours under a name, made at the first call; both end together."""
+    if name not in vars(owner):
+        setattr(owner, name, make())
+    found: T = vars(owner)[name]
+    return found
 
 
 class Over:

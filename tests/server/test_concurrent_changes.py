@@ -158,11 +158,11 @@ class Unload:
         process.is_manager_patched = True
         monkeypatch.setattr(process_module, "_process", process)
         openai_serving_models.patch()
-        monkeypatch.setattr(openai_serving_models, "lifecycle_of", lambda _: world.lifecycle)
         self._models = OpenAIServingModels.__new__(OpenAIServingModels)
         self._models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="there"))
         self._models.lora_requests = world.table.lora_requests
         self._models.lora_resolver_lock = world.server.locks
+        self._models.lora_plugins_lifecycle = world.lifecycle
 
     def __call__(self, name: str) -> asyncio.Task[Any]:
         return asyncio.create_task(self._models.unload_lora_adapter(SimpleNamespace(lora_name=name)))

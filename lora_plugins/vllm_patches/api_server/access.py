@@ -61,7 +61,6 @@ def install(app: Any, process: Process) -> None:
     base_serving.patch()
     openai_serving_models.patch()
     if policy is not None:
-        base_serving.patch_check()
         patch_stores()
         if policy.has_rates:
             output_processor.patch()

@@ -21,10 +21,12 @@ from lora_plugins.api.http_errors import as_http
 from lora_plugins.errors import IncompatibleAdapter, describing
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
+from lora_plugins.resolvers.chats import Chats
 from lora_plugins.server.response import present
 from lora_plugins.settings import AdapterChat
 from lora_plugins.store.errors import DamagedCopy
 from lora_plugins.vllm_patches.api_server.adapter_tokenizers import renderer_of, served_chat, tokenizer_of
+from lora_plugins.vllm_patches.api_server.lifecycle import planned_lifecycle
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _TRIES = 3
@@ -45,27 +47,31 @@ def patch() -> None:
         wrap(ServingTokenization, name, _tokenizing)
 
 
-def _path_of(request: Any) -> str:
-    """The files of a `LoRARequest`; empty where our resolver brings no adapters."""
-    return request.lora_path if request is not None and this_process().is_resolver_registered else ""
+def _mode() -> AdapterChat:
+    return this_process().settings.adapter_chat
+
+
+def _chats_for(request: Any) -> Chats | None:
+    """What is known of the files of a `LoRARequest`; None for no request, or where our resolver brings no adapters."""
+    process = this_process()
+    return process.resolver.chats if request is not None and process.is_resolver_registered else None
 
 
 async def _chat_of(name: str | None) -> Chat:
     """What the version brings that is served under a name now."""
-    process = this_process()
-    if process.settings.adapter_chat is AdapterChat.STRICT:
+    if _mode() is AdapterChat.STRICT:
         return Chat()  # no adapter's template runs before `_refuse_other` has seen it
-    table: Any = next(iter(process.tables), None)
-    request, chat = None if table is None else table.lora_requests.get(canonical(name or "")), Chat()
-    if path := _path_of(request):
+    models, chat = this_process().models, Chat()
+    request: Any = None if models is None else models.lora_requests.get(canonical(name or ""))
+    if (chats := _chats_for(request)) is not None:
         with as_http():
             try:
-                chat = await process.resolver.chats.read(path)
+                chat = await chats.read(request.lora_path)
             except DamagedCopy:  # or one that the store has removed: it is fetched again, as for the engine
-                if (copies := process.copies.get(table.engine_client)) is None:
+                if (lifecycle := planned_lifecycle(models)) is None:
                     raise
-                async with copies.using(request, share_of_request()) as present_request:
-                    chat = await process.resolver.chats.read(present_request.lora_path)
+                async with lifecycle.copies.using(request, share_of_request()) as present_request:
+                    chat = await chats.read(present_request.lora_path)
     if chat.warning:
         _warn(name, chat.warning)
         present().warnings[chat.warning] = None
@@ -123,7 +129,7 @@ def _rendering(original: Any) -> Any:
                 # A trainer's copy of the base model's template is no reason to give up the operator's.
                 is_copy = template.strip() in (text.strip() for text in _templates_of(self.renderer.tokenizer).values())
                 has_other = call.arguments["default_template"] is not None and is_copy
-                if not has_other and this_process().settings.adapter_chat is not AdapterChat.TOKENS:
+                if not has_other and _mode() is not AdapterChat.TOKENS:
                     call.arguments["default_template"] = template
             return await original(*call.args, **call.kwargs)
 
@@ -180,16 +186,15 @@ def _joining(original: Any) -> Any:
     """
 
     def from_new_request(tokenizer: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if tokenizer is not None and (path := _path_of(request.lora_request)):
-            tokenizer = tokenizer_of(tokenizer, this_process().resolver.chats.at(path))
+        if tokenizer is not None and (chats := _chats_for(request.lora_request)) is not None:
+            tokenizer = tokenizer_of(tokenizer, chats.at(request.lora_request.lora_path))
         return original(tokenizer, request, *args, **kwargs)
 
     return from_new_request
 
 
-def know_tokenizer(renderer: Any, model_config: Any) -> None:
+def know_tokenizer(chats: Chats, renderer: Any, model_config: Any) -> None:
     """Have versions read from here on keep those added tokens that this engine's tokenizer can take in."""
-    chats = this_process().resolver.chats
     chats.served = chats.served or partial(served_chat, renderer.tokenizer, model_config.get_vocab_size())
 
 
@@ -209,13 +214,13 @@ def _ending(original: Any) -> Any:
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(self, *args, **kwargs)
-        path = _path_of(made.lora_request)
-        if path and made.sampling_params is not None and self.tokenizer is not None:
-            know_tokenizer(self.renderer, self.model_config)  # `LLM` has no table of models
+        chats = _chats_for(made.lora_request)
+        if chats is not None and made.sampling_params is not None and self.tokenizer is not None:
+            know_tokenizer(chats, self.renderer, self.model_config)  # `LLM` has no table of models
             try:
                 with as_http(), describing(adapter=made.lora_request.lora_name):
-                    chat = this_process().resolver.chats.at(path)
-                    if this_process().settings.adapter_chat is AdapterChat.STRICT:
+                    chat = chats.at(made.lora_request.lora_path)
+                    if _mode() is AdapterChat.STRICT:
                         _refuse_other(chat, self)
             except Exception as error:
                 present().error = error  # a stream that has not begun gets the error's status

@@ -34,9 +34,11 @@ from lora_plugins.server.response import Response, present, together
 from lora_plugins.server.snapshots import Snapshots, only_engines_have
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
 from lora_plugins.vllm_patches.messages import VERSIONS, error_of_output
-from lora_plugins.vllm_patches.wrapping import where, wrap
+from lora_plugins.vllm_patches.wrapping import ours, where, wrap
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
 
+COPIES = "lora_plugins_copies"  # an attribute of a client: those of the adapters that its API server serves
+_SNAPSHOTS, _PLANNER = "lora_plugins_snapshots", "lora_plugins_planner"
 _DEATH_IS_SEEN_S = 1.0
 
 
@@ -63,13 +65,8 @@ def planner_of(client: Any) -> PlannerClient:
     Until: call_utility_async returns every engine's answers.
     """
     process = this_process()
-    planner = process.planners.get(client)
-    if planner is None:
-        # `planners` holds the planner by client: a strong reference back would keep both for ever.
-        planner = process.planners[client] = PlannerClient(
-            _asking(weakref.ref(client)), process.events, process.size_of
-        )
-    return planner
+    # A strong reference back would keep a client until the next collection of garbage.
+    return ours(client, _PLANNER, lambda: PlannerClient(_asking(weakref.ref(client)), process.events, process.size_of))
 
 
 def snapshots_of(client: Any) -> Snapshots:
@@ -78,15 +75,21 @@ def snapshots_of(client: Any) -> Snapshots:
     Raises:
         InvalidSettings: the store cannot be made.
     """
-    process = this_process()
-    snapshots = process.snapshots.get(client)
-    if snapshots is None:
-        # The client is the key of its snapshots: a strong reference back would keep both for ever.
-        base_path, ref = client.vllm_config.model_config.model, weakref.ref(client)
-        snapshots = process.snapshots[client] = Snapshots(process.resolver, is_vllms, base_path, lambda: _held(ref()))
+
+    def made() -> Snapshots:
+        base_path, ref = client.vllm_config.model_config.model, weakref.ref(client)  # weak: as in `planner_of`
+        snapshots = Snapshots(this_process().resolver, is_vllms, base_path, lambda: _held(ref()))
         # Copies hold leases in the store: release them with the client.
         weakref.finalize(client, snapshots.forget_all)
-    return snapshots
+        return snapshots
+
+    return ours(client, _SNAPSHOTS, made)
+
+
+def known_snapshots(client: Any) -> Snapshots | None:
+    """Return the same where a caller has named an adapter so; else None."""
+    found: Snapshots | None = vars(client).get(_SNAPSHOTS)
+    return found
 
 
 async def _held(client: Any) -> Any:
@@ -180,7 +183,7 @@ def removing(original: Any) -> Any:
     """Forget the copy of an id: an adapter that comes under the id later is read again, as by vLLM."""
 
     def remove_lora(self: Any, lora_id: int) -> Any:
-        if (snapshots := this_process().snapshots.get(self)) is not None:
+        if (snapshots := known_snapshots(self)) is not None:
             snapshots.forget(lora_id)
         return original(self, lora_id)
 
@@ -217,7 +220,7 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
         except LoRAPluginsError as refusal:
             response.error = http_error(refusal)
             raise response.error from None
-    copies, share = process.copies.get(client), share_of_request()
+    copies, share = getattr(client, COPIES, None), share_of_request()
     # With copies, a damaged or missing copy is fetched again and the request goes on: hence at most two rounds.
     for is_last in (copies is None, True):
         taken = None

@@ -23,7 +23,7 @@ from lora_plugins.api.access.principals import label_of_request, principal_of_re
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.log import logger
-from lora_plugins.process import this_process
+from lora_plugins.process import Process, this_process
 from lora_plugins.server.registry import no_longer_served
 from lora_plugins.server.response import fingerprint, is_for_request, present
 from lora_plugins.store.blocks import blocked
@@ -46,7 +46,8 @@ def patch() -> None:
 
     wrap(BaseServing, "_maybe_get_adapters", _picking)
     wrap(BaseServing, "_get_active_default_mm_loras", _choosing_default)
-    wrap(PoolingBaseServing, "_check_model", _checking)
+    for serving in (BaseServing, PoolingBaseServing):
+        wrap(serving, "_check_model", _checking)
     for response in (
         ChatCompletionResponse,
         ChatCompletionStreamResponse,
@@ -54,13 +55,6 @@ def patch() -> None:
         CompletionStreamResponse,
     ):
         wrap(response, "__init__", _filling)
-
-
-def patch_check() -> None:
-    """Have `_check_model` keep to the policy of the process; a second call changes nothing."""
-    from vllm.entrypoints.serve.engine.serving import BaseServing
-
-    wrap(BaseServing, "_check_model", _checking)
 
 
 def may_use(name: str) -> bool:
@@ -96,8 +90,16 @@ def _picking(original: Any) -> Any:
         except VLLMNotFoundError:
             _refuse_unloaded(self, request)
             raise
-        for step in _OF_PICKED:
-            adapter = step(self, request, adapter)
+        process = this_process()
+        _refuse_unread_fields(process, request, adapter)
+        if adapter is not None and not may_use(adapter.lora_name):
+            adapter = None  # a default adapter (`image`) comes without being named
+        if adapter is not None:
+            _refuse_blocked(process, adapter.lora_name)
+        _note_version(process, self, adapter)
+        # A stream's status goes out with its headers: an error after them could only be text in a 200.
+        if adapter is not None and process.is_manager_patched and getattr(request, "stream", False):
+            present().is_held = True
         return adapter
 
     return _maybe_get_adapters
@@ -191,18 +193,17 @@ def _refuse_unloaded(serving: Any, request: Any) -> None:
     raise http_error((blocked if is_blocked else no_longer_served)(name)) from None
 
 
-def _refuse_unread_fields(_serving: Any, request: Any, adapter: Any) -> Any:
+def _refuse_unread_fields(process: Process, request: Any, adapter: Any) -> None:
     """Refuse a request for the base model with an adapter in a field of other servers, which vLLM does not read.
 
     vLLM's own fields are never among `model_extra`.
     """
-    if adapter is None and this_process().settings.adapter_fields == "refuse":
+    if adapter is None and process.settings.adapter_fields == "refuse":
         given = getattr(request, "model_extra", None) or {}
         for prefix, held in (("", given), *((f"{name}.", given.get(name)) for name in _HOLDERS)):
             for name, value in held.items() if isinstance(held, dict) else ():
                 if value and value != request.model and _FIELD_OF_OTHERS.fullmatch(name):
                     raise http_error(_unread(prefix + name, value)) from None
-    return adapter
 
 
 def _unread(field: str, value: Any) -> IncompatibleAdapter:
@@ -218,42 +219,21 @@ def _unread(field: str, value: Any) -> IncompatibleAdapter:
     )
 
 
-def _refuse_blocked(_serving: Any, _request: Any, adapter: Any) -> Any:
+def _refuse_blocked(process: Process, name: str) -> None:
     """Refuse a blocked adapter in vLLM's table: another server of the store blocked the name, or its unload waits."""
-    process = this_process()
-    if adapter is not None and (process.is_resolver_registered or process.is_manager_patched):
+    if process.is_resolver_registered or process.is_manager_patched:
         with as_http():
-            process.resolver.store.blocks.refuse(adapter.lora_name)
-    return adapter
+            process.resolver.store.blocks.refuse(name)
 
 
-def _withhold(_serving: Any, _request: Any, adapter: Any) -> Any:
-    """A default adapter (`image`) comes without being named: withhold it."""
-    return adapter if adapter is None or may_use(adapter.lora_name) else None
-
-
-def _note_version(serving: Any, _request: Any, adapter: Any) -> Any:
+def _note_version(process: Process, serving: Any, adapter: Any) -> None:
     """Note the digest in the path of a version in the store; other adapters have no known digest."""
-    process = this_process()
     if process.is_resolver_registered:
         digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
         warnings = () if digest is None else process.resolver.known.warnings_of(digest)
         # None: the operator has said `--fingerprint-mode none`. Classes without the attribute (pooling) fill nothing.
         fills = getattr(serving, "system_fingerprint", "") is None
         present().note_version(digest, warnings=warnings, fills_fingerprint=fills)
-    return adapter
-
-
-def _hold_stream(_serving: Any, request: Any, adapter: Any) -> Any:
-    """Have the response to a request for an adapter begin when the engine has begun to answer."""
-    # A stream's status goes out with its headers: an error after them could only be text in a 200.
-    if adapter is not None and this_process().is_manager_patched and getattr(request, "stream", False):
-        present().is_held = True
-    return adapter
-
-
-# In order: an adapter that policy withholds is neither noted nor held.
-_OF_PICKED = (_refuse_unread_fields, _withhold, _refuse_blocked, _note_version, _hold_stream)
 
 
 def _filling(original: Any) -> Any:

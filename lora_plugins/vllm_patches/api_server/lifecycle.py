@@ -29,8 +29,14 @@ from lora_plugins.server.leader import Leader
 from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.registry import Registry
 from lora_plugins.server.shared_copies import FollowedCopies, LedCopies
-from lora_plugins.vllm_patches.api_server.async_llm import planner_of
+from lora_plugins.vllm_patches.api_server.async_llm import COPIES, is_planned, planner_of
 from lora_plugins.vllm_patches.api_server.base_serving import near_names
+from lora_plugins.vllm_patches.wrapping import ours
+
+
+def planned_lifecycle(models: Any) -> Lifecycle | None:
+    """Return `lifecycle_of`; None where vLLM itself loads the engine's adapters."""
+    return lifecycle_of(models) if is_planned(models.engine_client) else None
 
 
 def lifecycle_of(models: Any) -> Lifecycle:
@@ -39,24 +45,25 @@ def lifecycle_of(models: Any) -> Lifecycle:
     Raises:
         InvalidSettings: the store cannot be made.
     """
-    process = this_process()
-    lifecycle = process.lifecycles.get(models)
-    if lifecycle is None:
-        # A proxy: `lifecycles` holds the lifecycle by `models`, and would keep both for ever with a reference.
-        table = weakref.proxy(models)
+
+    def made() -> Lifecycle:
+        process = this_process()
+        table = weakref.proxy(models)  # the store, which outlives the server, has the lifecycle make room
         server = ApiServer(
             Registry(table, process.resolver.known.last, process.resolver.store.blocks, partial(near_names, table)),
             planner_of(models.engine_client),
-            _Server(table),
+            _Server(table, process.role),
             process.resolver,
             process.events,
             process.settings.drain_timeout_s,
         )
-        lifecycle = process.lifecycles[models] = Lifecycle(server, _copies_of(server, process.role))
-        process.copies[models.engine_client] = lifecycle.copies
+        lifecycle = Lifecycle(server, _copies_of(server, process.role))
+        setattr(models.engine_client, COPIES, lifecycle.copies)
         # A weak reference: the watch ends with the copies.
         background(watch(weakref.ref(lifecycle.copies)))
-    return lifecycle
+        return lifecycle
+
+    return ours(models, "lora_plugins_lifecycle", made)
 
 
 def _copies_of(server: ApiServer, role: Leader | Follower | None) -> Copies:
@@ -68,8 +75,8 @@ def _copies_of(server: ApiServer, role: Leader | Follower | None) -> Copies:
 class _Server:
     """Our calls of vLLM (`server.api_server.VllmServer`)."""
 
-    def __init__(self, models: Any) -> None:
-        self._models = models
+    def __init__(self, models: Any, role: Leader | Follower | None) -> None:
+        self._models, self._role = models, role
 
     @property
     def base_path(self) -> str:
@@ -89,7 +96,7 @@ class _Server:
     def new_request(self, name: str, path: str, base_name: str | None = None) -> Any:
         from vllm.lora.request import LoRARequest
 
-        if isinstance(this_process().role, Follower):
+        if isinstance(self._role, Follower):
             raise not_here(name)  # the leader gives engine ids
         return LoRARequest(
             lora_name=name,
@@ -100,5 +107,5 @@ class _Server:
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._models.engine_client.abort(request_ids, internal=True)  # ids of the engine core
-        if isinstance(role := this_process().role, Leader):
-            role.abort(request_ids)
+        if isinstance(self._role, Leader):
+            self._role.abort(request_ids)

@@ -26,9 +26,8 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.log import logger
-from lora_plugins.process import this_process
 from lora_plugins.server.snapshots import only_engines_have
-from lora_plugins.vllm_patches.api_server.async_llm import has_planner, removing, snapshots_of
+from lora_plugins.vllm_patches.api_server.async_llm import has_planner, known_snapshots, removing, snapshots_of
 from lora_plugins.vllm_patches.messages import error_in, error_of_output
 from lora_plugins.vllm_patches.wrapping import where, wrap
 
@@ -88,7 +87,7 @@ def _stepping(original: Any) -> Any:
         for output in outputs:
             error = _explain(output) if output.finished else None
             taken = getattr(output, "lora_request", None)  # not of a pooling request
-            if error is not None and taken is not None and (snapshots := this_process().snapshots.get(self)):
+            if error is not None and taken is not None and (snapshots := known_snapshots(self)):
                 snapshots.refused(taken, error)
         return outputs
 

@@ -17,9 +17,8 @@ from typing import Any
 from lora_plugins.adapter.mixture import canonical
 from lora_plugins.api.http_errors import as_http
 from lora_plugins.process import this_process
-from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
-from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.api_server.lifecycle import planned_lifecycle
 
 PATH = "/v1/models/{name:path}"
 
@@ -46,7 +45,8 @@ async def _show(models: Any, name: str) -> Any:
     if may_use(name) and name not in process.resolver.store.blocks:
         served = models.lora_requests.get(name)
         if served is not None:
-            adapter = lifecycle_of(models).registry.get(name) if is_planned(models.engine_client) else None
+            lifecycle = planned_lifecycle(models)
+            adapter = None if lifecycle is None else lifecycle.registry.get(name)
             return card_of(cards[0], name, (adapter and adapter.given_path) or served.lora_path)
         is_looked_up = process.is_resolver_registered and process.settings.runtime_lora_updating
         if is_looked_up and await process.resolver.has(name, models.model_config.model):

@@ -27,17 +27,18 @@ from typing import Any
 from lora_plugins.adapter.mixture import canonical
 from lora_plugins.adapter.names import misspelt, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
-from lora_plugins.api.http_errors import as_http, http_error
+from lora_plugins.api.http_errors import as_http
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.server.background import background
 from lora_plugins.server.follower import Follower
+from lora_plugins.server.lifecycle import Lifecycle
 from lora_plugins.server.limits import NO_LIMIT
 from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.base_serving import default_adapters, may_use, near_names
-from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.api_server.lifecycle import planned_lifecycle
 from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver, begin_serving, end_with_engine
 from lora_plugins.vllm_patches.api_server.model_card import card_of
 from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leader, take_role
@@ -63,8 +64,8 @@ def _making(original: Any) -> Any:
             require_in_force(process)
         original(self, *args, **kwargs)
         if process.is_resolver_registered:
-            process.tables.add(self)
-            know_tokenizer(self.engine_client.renderer, self.engine_client.model_config)
+            process.models = self
+            know_tokenizer(process.resolver.chats, self.engine_client.renderer, self.engine_client.model_config)
             begin_serving(self, process)
         if is_planned(self.engine_client):  # our sources are asked by the lifecycle
             self.lora_resolvers = [it for it in self.lora_resolvers if not isinstance(it, LoRAPluginsResolver)]
@@ -97,9 +98,9 @@ def _loading_by_path(original: Any) -> Any:
 
     async def load_lora_adapter(self: Any, request: Any, base_model_name: str | None = None) -> Any:
         await require_admin()
-        if not is_planned(self.engine_client):
+        lifecycle, name = planned_lifecycle(self), request.lora_name
+        if lifecycle is None:
             return await original(self, request, base_model_name)
-        lifecycle, name = lifecycle_of(self), request.lora_name
         with as_http(shows_paths=True):  # the caller has named the path
             # An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for an end.
             ending = lifecycle.ending_block(name, lifecycle.block_to_end(name)) if is_for_request() else nullcontext()
@@ -123,36 +124,35 @@ def _resolving(original: Any) -> Any:
     """
 
     async def resolve_lora(self: Any, lora_name: str) -> Any:
-        role, lora_name = this_process().role, canonical(lora_name)
+        process, lora_name = this_process(), canonical(lora_name)
         with as_http():
             if lora_name in default_adapters(self):
                 asked = copy.copy(self)
                 asked.lora_resolvers = []
                 result = await original(asked, lora_name)
-            elif isinstance(role, Follower):
-                result = await resolved_by_leader(role, lora_name)
-            elif is_planned(self.engine_client):
-                result = await _resolved(original, self, lora_name)
-            else:
+            elif isinstance(process.role, Follower):
+                result = await resolved_by_leader(process.role, lora_name)
+            elif (lifecycle := planned_lifecycle(self)) is None:
                 result = await original(self, lora_name)
-        error = getattr(result, "error", None)  # an attribute of an ErrorResponse
-        if error is not None and error.code == AdapterNotFound.http_status and this_process().is_resolver_registered:
-            base_names = [path.name for path in self.base_model_paths]
-            reason = with_base_name(lora_name, base_names) or why_absent(lora_name)
-            reason = reason or misspelt(lora_name, near_names(self, lora_name))
-            if reason is not None:
-                raise http_error(reason)
+            else:
+                result = await _resolved(original, self, lifecycle, lora_name)
+            error = getattr(result, "error", None)  # an attribute of an ErrorResponse
+            if error is not None and error.code == AdapterNotFound.http_status and process.is_resolver_registered:
+                base_names = [path.name for path in self.base_model_paths]
+                reason = with_base_name(lora_name, base_names) or why_absent(lora_name)
+                if (reason := reason or misspelt(lora_name, near_names(self, lora_name))) is not None:
+                    raise reason
         return result
 
     return resolve_lora
 
 
-async def _resolved(original: Any, models: Any, lora_name: str) -> Any:
+async def _resolved(original: Any, models: Any, lifecycle: Lifecycle, lora_name: str) -> Any:
     """Resolve, unless the name is blocked, and write the result down for the next start.
 
     Requests for one name share an answer: behind vLLM's lock for the name each request would wait for its own turn.
     """
-    lifecycle, share = lifecycle_of(models), share_of_request()
+    share = share_of_request()
 
     async def resolve() -> Any:
         if (request := await lifecycle.resolve(lora_name)) is not None:
@@ -183,9 +183,9 @@ def _unloading(original: Any) -> Any:
 
     async def unload_lora_adapter(self: Any, request: Any) -> Any:
         await require_admin()
-        if not is_planned(self.engine_client):
+        lifecycle, name = planned_lifecycle(self), request.lora_name
+        if lifecycle is None:
             return await original(self, request)
-        lifecycle, name = lifecycle_of(self), request.lora_name
         async with self.lora_resolver_lock[name]:  # as vLLM: a resolve under way puts its name into the table first
             error = await self._check_unload_lora_adapter_request(request)
         if error is not None:
@@ -213,8 +213,8 @@ def _listing(original: Any) -> Any:
 
     async def show_available_models(self: Any) -> Any:
         listed = await original(self)
-        if self.lora_requests and is_planned(self.engine_client):
-            registry = lifecycle_of(self).registry
+        if self.lora_requests and (lifecycle := planned_lifecycle(self)) is not None:
+            registry = lifecycle.registry
             # Another server of the store may have blocked a name that is still in this server's table.
             blocked = registry.blocked.among(card.id for card in listed.data)
             listed.data = [card for card in listed.data if card.id not in blocked]

@@ -170,13 +170,13 @@ def _naming_in_span(original: Any) -> Any:
 
 def _count(state: Any, whole: Any, finish_reason: str) -> None:
     """Count the tokens that came to a choice since it last ended: an input that is streamed ends several times."""
-    is_pooling = state.detokenizer is None
+    process, is_pooling = this_process(), state.detokenizer is None
     generated = 0 if is_pooling else state.detokenizer.num_output_tokens()
     has_run = finish_reason not in {"abort", "error"} if is_pooling else generated > 0
     more = generated - getattr(state, _GENERATED, 0)
     # A client that leaves before the first token may have had the whole prompt read: only the engine knows how much.
     if (rate := getattr(state, _RATE, None)) is not None and (has_run or finish_reason == "abort"):
-        this_process().rates.spend(rate, state.prompt_len - getattr(whole, _PAID, 0) + more)
+        process.rates.spend(rate, state.prompt_len - getattr(whole, _PAID, 0) + more)
         setattr(whole, _PAID, state.prompt_len)
     if not has_run:
         return
@@ -187,4 +187,4 @@ def _count(state: Any, whole: Any, finish_reason: str) -> None:
     setattr(state, _GENERATED, generated)
     setattr(whole, _PROMPT, state.prompt_len)
     if state.lora_name is not None:
-        this_process().events.emit(RequestEnded(state.lora_name, prompt_tokens, more, first_token_s))
+        process.events.emit(RequestEnded(state.lora_name, prompt_tokens, more, first_token_s))

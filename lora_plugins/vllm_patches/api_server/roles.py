@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from contextlib import AsyncExitStack
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 from lora_plugins.adapter.chat import Chat
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
-from lora_plugins.errors import InvalidSettings
+from lora_plugins.errors import InvalidSettings, LoRAPluginsError
 from lora_plugins.process import Process, this_process
 from lora_plugins.server.background import background
 from lora_plugins.server.carrying import answer_carried
@@ -90,7 +89,7 @@ async def take_role(models: Any) -> Leader | Follower | None:
 
 async def listen(models: Any, leader: Leader) -> None:
     """Let followers in."""
-    app = this_process().app
+    process = this_process()
 
     async def call(frame: Frame, held: AsyncExitStack) -> Frame:
         match frame["call"]:
@@ -102,18 +101,18 @@ async def listen(models: Any, leader: Leader) -> None:
             case "have":
                 return {"is_had": await lifecycle_of(models).copies.have(frame["name"], frame["engine_id"])}
             case "chat":
-                return {"chat": await this_process().resolver.chats.read(frame["path"])}
+                return {"chat": await process.resolver.chats.read(frame["path"])}
             case "used":
                 lifecycle_of(models).planner.used_at[frame["engine_id"]] = time.time()
             case "admit":
-                return {"wait": this_process().rates.wait(Rate(**frame["rate"]))}
+                return {"wait": process.rates.wait(Rate(**frame["rate"]))}
             case "spend":
-                this_process().rates.spend(Rate(**frame["rate"]), frame["tokens"])
+                process.rates.spend(Rate(**frame["rate"]), frame["tokens"])
             case unknown:
                 raise KeyError(unknown)
         return {}
 
-    await leader.listen(Path(getattr(app.state.args, FOLDER)), call, partial(answer_carried, app))
+    await leader.listen(Path(getattr(process.app.state.args, FOLDER)), call, partial(answer_carried, process.app))
 
 
 async def resolved_by_leader(follower: Follower, name: str) -> Any:
@@ -122,12 +121,14 @@ async def resolved_by_leader(follower: Follower, name: str) -> Any:
     Touches: vllm.entrypoints.serve.engine.protocol: ErrorResponse{error}
     Why: a client shall see the same, whichever API server the client has asked.
     Until: API servers share what they serve.
+
+    Raises:
+        LoRAPluginsError: the leader's refusal. SourceUnavailable: the leader is gone, or another package's resolver has
+            raised.
     """
     principal = principal_of_request.get()
     who = None if principal is None else [principal.label, principal.share]
     answer = await follower.call("resolve", name=name, who=who)
-    if "raises" in answer:
-        raise _exception_of(*answer["raises"])
     if "error" in answer:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
@@ -222,32 +223,14 @@ def _request_of(name: str, adapter: Frame) -> Any:
 
 
 async def _resolve(models: Any, leader: Leader, frame: Frame) -> Frame:
-    from fastapi import HTTPException
-    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
-
     if frame["who"] is not None:  # each call has a context of its own
         label, share = frame["who"]
         # The follower has authenticated the request; only the label and the share decide here.
         principal_of_request.set(Principal(label, share=share))
     try:
         result = await models.resolve_lora(frame["name"])
-    except HTTPException as error:
-        return {"raises": [error.status_code, str(error.detail), dict(error.headers or {})]}
-    except VLLMNotFoundError as error:
-        return {"raises": [int(HTTPStatus.NOT_FOUND), str(error), {}]}
-    except VLLMClientError as error:
-        return {"raises": [int(HTTPStatus.BAD_REQUEST), str(error), {}]}
+    except Exception as error:  # noqa: BLE001 - `as_http` raises others' in the place of ours; the follower does too
+        raise error.__context__ if isinstance(error.__context__, LoRAPluginsError) else error from None
     if hasattr(result, "error"):
         return {"error": result.model_dump(mode="json")}
     return {"adapter": leader.plain_of(result)}
-
-
-def _exception_of(status: int, text: str, headers: dict[str, str]) -> Exception:
-    from fastapi import HTTPException
-    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
-
-    if status == HTTPStatus.NOT_FOUND:
-        return VLLMNotFoundError(text)  # type: ignore[no-any-return]
-    if status == HTTPStatus.BAD_REQUEST:
-        return VLLMClientError(text)  # type: ignore[no-any-return]
-    return HTTPException(status, text, headers)

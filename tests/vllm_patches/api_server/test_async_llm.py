@@ -16,7 +16,6 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from lora_plugins import process as process_module
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, NotServed, RequestServed
@@ -424,8 +423,8 @@ class Refusing(Client):
 
     def __init__(self, copies: Any, refusals: int, before: int = 0) -> None:
         super().__init__()
-        process_module.this_process().copies[self] = copies
-        self.copies, self.refusals, self.before = copies, refusals, before
+        self.copies = self.lora_plugins_copies = copies
+        self.refusals, self.before = refusals, before
 
     async def _generate(
         self, prompt: Any, params: Any, request_id: str, *, lora_request: Any = None

@@ -44,14 +44,14 @@ async def test_requests_are_aborted_by_the_ids_of_the_engine_core() -> None:
         )
         client.output_processor.add_request(sent, None)
     models = Models(client)
-    await _Server(models).abort(["a-1"])
+    await _Server(models, None).abort(["a-1"])
     assert aborted == ["a-1"]
 
 
 def test_a_request_has_its_own_id() -> None:
     models = Models(None)
     models.lora_id_counter, models.base_model_paths = AtomicCounter(7), [SimpleNamespace(name="tiny")]
-    requests = [_Server(models).new_request("sql", "/store/aa") for _ in range(2)]
+    requests = [_Server(models, None).new_request("sql", "/store/aa") for _ in range(2)]
     assert [request.lora_int_id for request in requests] == [8, 9]
     assert {(request.lora_name, request.lora_path, request.base_model_name) for request in requests} == {
         ("sql", "/store/aa", "tiny")

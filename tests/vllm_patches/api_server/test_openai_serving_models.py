@@ -63,6 +63,7 @@ class Models(OpenAIServingModels):
         self.model_config = SimpleNamespace(model="/base", max_model_len=64)
         self.base_model_paths = [SimpleNamespace(name="base")]
         self.registry = SimpleNamespace(is_base_model=world.server.is_base_model)
+        self.lora_plugins_lifecycle = world.lifecycle
 
     async def load(self, name: str, path: str, base: str | None = None, *, in_place: bool = False) -> Any:
         request = SimpleNamespace(lora_name=name, lora_path=path, load_inplace=in_place, is_3d_lora_weight=False)
@@ -73,22 +74,15 @@ class Models(OpenAIServingModels):
 
 
 @pytest.fixture(autouse=True)
-def of_this_world(process: Process, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What vLLM's objects are known by: `world.of(...)` has them."""
+def patched(process: Process) -> None:
     process.settings = Settings()
     process.is_manager_patched = True
     openai_serving_models.patch()
 
-    def known(world: World) -> World:
-        monkeypatch.setattr(openai_serving_models, "lifecycle_of", lambda _: world.lifecycle)
-        return world
-
-    return known
-
 
 @runs
-async def test_a_resolved_name_is_served_and_known(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_a_resolved_name_is_served_and_known() -> None:
+    world = World()
     models = Models(world)
     world.resolver.has["sql"] = Version("aa")
     request = await models.resolve_lora("sql")
@@ -100,8 +94,8 @@ async def test_a_resolved_name_is_served_and_known(of_this_world: Any) -> None:
 
 
 @runs
-async def test_other_packages_resolvers_are_asked_after_our_sources(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_other_packages_resolvers_are_asked_after_our_sources() -> None:
+    world = World()
     models, others = Models(world), OthersResolver()
     models.lora_resolvers = [others]
     world.resolver.has["sql"] = Version("aa")
@@ -114,17 +108,17 @@ async def test_other_packages_resolvers_are_asked_after_our_sources(of_this_worl
 
 
 @runs
-async def test_without_sources_of_ours_no_name_counts_as_unknown(of_this_world: Any, tmp_path: Path) -> None:
+async def test_without_sources_of_ours_no_name_counts_as_unknown(tmp_path: Path) -> None:
     resolver = RecordingResolver(tmp_path / "store")
-    models = Models(of_this_world(World(resolver=resolver)))
+    models = Models(World(resolver=resolver))
     models.lora_resolvers = [OthersResolver()]
     assert (await models.resolve_lora("theirs")).lora_path == "/others/theirs"
     assert resolver.emitted == []
 
 
 @runs
-async def test_the_base_models_name_of_a_load_outlives_swaps(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_the_base_models_name_of_a_load_outlives_swaps() -> None:
+    world = World()
     models = Models(world)
     models.base_model_paths.append(SimpleNamespace(name="base"))
     world.resolver.has["/by/hand"] = Version("aa")
@@ -138,8 +132,8 @@ async def test_the_base_models_name_of_a_load_outlives_swaps(of_this_world: Any)
 
 
 @runs
-async def test_resolving_does_not_wait_for_the_load(of_this_world: Any) -> None:
-    world = of_this_world(World(delay_s=30))
+async def test_resolving_does_not_wait_for_the_load() -> None:
+    world = World(delay_s=30)
     world.resolver.has["sql"] = Version("aa")
     await Models(world).resolve_lora("sql")
     assert asyncio.get_running_loop().time() < 1
@@ -149,8 +143,8 @@ async def test_resolving_does_not_wait_for_the_load(of_this_world: Any) -> None:
 
 
 @runs
-async def test_a_failed_load_leaves_the_table(of_this_world: Any) -> None:
-    world = of_this_world(World(broken=IncompatibleAdapter("rank 99", adapter="sql")))
+async def test_a_failed_load_leaves_the_table() -> None:
+    world = World(broken=IncompatibleAdapter("rank 99", adapter="sql"))
     models = Models(world)
     world.resolver.has["sql"] = Version("aa")
     await models.resolve_lora("sql")
@@ -167,17 +161,17 @@ async def test_a_failed_load_leaves_the_table(of_this_world: Any) -> None:
 
 
 @runs
-async def test_an_unknown_name_stays_vllms_answer(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_an_unknown_name_stays_vllms_answer() -> None:
+    world = World()
     answer = await Models(world).resolve_lora("nobody")
     assert answer.error.code == 404
     assert world.written == 0
 
 
 @runs
-async def test_requests_at_once_share_a_refused_turn(of_this_world: Any) -> None:
+async def test_requests_at_once_share_a_refused_turn() -> None:
     """VLLM's lock for the name would have each take a turn of its own, which nobody remembers."""
-    world = of_this_world(World())
+    world = World()
     models = Models(world)
 
     async def busy(name: str, *_: Any) -> None:
@@ -197,8 +191,8 @@ async def test_requests_at_once_share_a_refused_turn(of_this_world: Any) -> None
 
 @runs
 @pytest.mark.parametrize("name", ["sql", "sql@main", f"sql@{'aa' * 32}"])
-async def test_a_blocked_name_is_not_resolved(of_this_world: Any, name: str) -> None:
-    world = of_this_world(World())
+async def test_a_blocked_name_is_not_resolved(name: str) -> None:
+    world = World()
     world.resolver.has |= dict.fromkeys(("sql", name), Version("aa" * 32))
     await world.lifecycle.load("sql")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
@@ -208,8 +202,8 @@ async def test_a_blocked_name_is_not_resolved(of_this_world: Any, name: str) -> 
 
 
 @runs
-async def test_what_another_server_has_blocked_is_not_listed(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_what_another_server_has_blocked_is_not_listed() -> None:
+    world = World()
     models = listing(world)
     for name in ("sql", "chat"):
         world.resolver.has[name] = Version(name)
@@ -220,11 +214,9 @@ async def test_what_another_server_has_blocked_is_not_listed(of_this_world: Any)
 
 @runs
 @pytest.mark.parametrize("is_for_request", [True, False])
-async def test_an_operators_load_by_path_ends_a_block(
-    of_this_world: Any, monkeypatch: pytest.MonkeyPatch, is_for_request: bool
-) -> None:
+async def test_an_operators_load_by_path_ends_a_block(monkeypatch: pytest.MonkeyPatch, is_for_request: bool) -> None:
     """What the command line names at the next start (`--lora-modules`) does not."""
-    world = of_this_world(World())
+    world = World()
     world.resolver.has["/path"] = Version("aa")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     monkeypatch.setattr(openai_serving_models, "is_for_request", lambda: is_for_request)
@@ -237,8 +229,8 @@ async def test_an_operators_load_by_path_ends_a_block(
 
 
 @runs
-async def test_a_version_by_its_digest_is_served_beside(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_a_version_by_its_digest_is_served_beside() -> None:
+    world = World()
     models = Models(world)
     old, new = "aa" * 16, "bb" * 16
     world.resolver.has["sql"] = Version(old)
@@ -271,8 +263,8 @@ async def ids(models: Models) -> list[str]:
 
 
 @runs
-async def test_a_version_by_its_digest_is_not_listed(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_a_version_by_its_digest_is_not_listed() -> None:
+    world = World()
     models = listing(world)
     for name, digest in (("sql", "aa" * 16), ("sql@main", "bb" * 16)):
         world.resolver.has[name] = Version(digest)
@@ -283,13 +275,13 @@ async def test_a_version_by_its_digest_is_not_listed(of_this_world: Any) -> None
 
 
 @pytest.fixture
-def cold(process: Process, of_this_world: Any, tmp_path: Path) -> World:
+def cold(process: Process, tmp_path: Path) -> World:
     """With adapters in a directory that nobody has asked for."""
     for name in ("sql", "team/poet", "team/chat", "other/secret", "base"):
         put(tmp_path / "adapters" / name, adapter_files())
     process.settings = Settings(list_models="all", runtime_lora_updating=True, store_dir=tmp_path / "store")
     process.add_source(FilesystemSource(tmp_path / "adapters"))
-    return of_this_world(World())
+    return World()
 
 
 @runs
@@ -332,8 +324,8 @@ async def test_what_a_key_may_not_use_is_not_listed_cold(process: Process, cold:
 
 
 @runs
-async def test_a_load_by_path_is_a_version(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_a_load_by_path_is_a_version() -> None:
+    world = World()
     models = listing(world)
     for step, (digest, written) in enumerate((("aa", 1), ("aa", 1), ("bb", 2))):
         world.resolver.has["/by/hand"] = Version(digest)
@@ -347,8 +339,8 @@ async def test_a_load_by_path_is_a_version(of_this_world: Any) -> None:
 
 
 @runs
-async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_a_load_in_place_is_a_swap() -> None:
+    world = World()
     models = Models(world)
     await models.load("mine", "/workers/hand-1")
     running = world.start("mine", 10)
@@ -364,9 +356,9 @@ async def test_a_load_in_place_is_a_swap(of_this_world: Any) -> None:
 
 
 @runs
-async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
+async def test_an_unload_frees_what_vllm_takes_out() -> None:
     """Once what runs has ended, of itself."""
-    world = of_this_world(World(drain_timeout_s=1))
+    world = World(drain_timeout_s=1)
     models = Models(world)
     world.resolver.has["sql"] = Version("aa")
     await models.resolve_lora("sql")
@@ -383,8 +375,8 @@ async def test_an_unload_frees_what_vllm_takes_out(of_this_world: Any) -> None:
 
 
 @runs
-async def test_loads_and_unloads_do_not_wait_for_the_disk(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_loads_and_unloads_do_not_wait_for_the_disk() -> None:
+    world = World()
     models = Models(world)
     world.lifecycle.written = asyncio.Event().wait
     async with asyncio.timeout(1):
@@ -395,28 +387,26 @@ async def test_loads_and_unloads_do_not_wait_for_the_disk(of_this_world: Any) ->
 
 
 @runs
-async def test_without_lora_everything_is_vllms_own(of_this_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = of_this_world(World())
+async def test_without_lora_everything_is_vllms_own() -> None:
+    world = World()
 
-    def nobody(_: Any) -> Any:
-        raise AssertionError("there is no planner")
-
-    monkeypatch.setattr(openai_serving_models, "lifecycle_of", nobody)
     models = Models(world, lora=None)
+    del models.lora_plugins_lifecycle
     assert (await models.resolve_lora("sql")).error.code == 404
     assert (await models.unload("sql")).error.code == 404
     assert "added" in await models.load("mine", "/by/hand")
     assert "added" in await models.load("mine", "/by/hand", in_place=True)
     assert [request.lora_path for request in models.engine_client.own] == ["/by/hand"] * 2
     assert "removed" in await models.unload("mine")
+    assert not hasattr(models, "lora_plugins_lifecycle")
 
 
 # --- errors ---
 
 
 @runs
-async def test_loads_at_once_each_answer_their_own_error(of_this_world: Any) -> None:
-    world = of_this_world(World())
+async def test_loads_at_once_each_answer_their_own_error() -> None:
+    world = World()
     models = Models(world)
 
     async def refuse(request: Any, **_: Any) -> None:
@@ -430,6 +420,6 @@ async def test_loads_at_once_each_answer_their_own_error(of_this_world: Any) -> 
 
 
 @runs
-async def test_an_error_that_is_not_ours_stays_vllms_answer(of_this_world: Any) -> None:
-    answer = await Models(of_this_world(World())).load("", "/by/hand")
+async def test_an_error_that_is_not_ours_stays_vllms_answer() -> None:
+    answer = await Models(World()).load("", "/by/hand")
     assert answer.error.message == "Both 'lora_name' and 'lora_path' must be provided."
