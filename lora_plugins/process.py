@@ -31,7 +31,7 @@ from lora_plugins.settings import BaseMatch, Settings, environment
 from lora_plugins.store.store import open_store
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+    from lora_plugins.observability.scrape import MetricsCollector
 
 
 class Process:
@@ -44,7 +44,7 @@ class Process:
         refused: names whose adapter was refused a moment ago.
         is_manager_patched: whether adapters are planned and loaded our way.
         is_resolver_registered: whether vLLM asks our resolver.
-        counted: the metrics that are counted from events.
+        collector: of our metrics, once there is an application.
         models: vLLM's `OpenAIServingModels`, where there is an API server.
         app: the API server's application.
         role: of the API server among several; None for a single server.
@@ -62,7 +62,7 @@ class Process:
         self.lets_in_administrators_only = False
         self.is_manager_patched = False
         self.is_resolver_registered = False
-        self.counted: CollectorRegistry | None = None
+        self.collector: MetricsCollector | None = None
         self.models: Any = None
         self.app: Any = None
         self.role: Leader | Follower | None = None

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lora_plugins.log import logger
@@ -96,12 +97,15 @@ class CachedAnswer:
 class MetricsCollector:
     """Collects the engines' figures and the store's usage at a scrape.
 
+    Has no name: vLLM unregisters collectors named `vllm:…` whenever it makes its own.
+
     Args:
         query_engines: returns the figures of the planners behind an engine client, or None without our planners.
         read_store_usage: returns how full the store is, or None without a store; called in a thread.
         labelled: which adapters have their own label.
         is_taken: whether somebody else has a metric of this name. Ours is left out then: strict parsers (Go's) read
             nothing of a page with a second TYPE line for a name.
+        counted: metrics of events, which are collected too; not in vLLM's registry, which refuses a name twice.
     """
 
     def __init__(
@@ -110,11 +114,12 @@ class MetricsCollector:
         read_store_usage: Callable[[], StoreUsage | None],
         labelled: Labelled,
         is_taken: Callable[[str], bool] = lambda _: False,
+        counted: CollectorRegistry | None = None,
     ) -> None:
         self._query_engines = query_engines
         self._read_store_usage = read_store_usage
         self._labels = AdapterLabels(labelled)
-        self._is_taken = is_taken
+        self._is_taken, self._counted = is_taken, counted
         self._engines = CachedAnswer(INTERVAL_S)
         self._store = CachedAnswer(STORE_INTERVAL_S)
 
@@ -131,7 +136,9 @@ class MetricsCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics that nobody else has, as `prometheus_client` wants of a collector."""
-        return (family for family in self._families() if not self._is_taken(family.name))
+        if self._counted is not None:
+            yield from self._counted.collect()
+        yield from (family for family in self._families() if not self._is_taken(family.name))
 
     def _families(self) -> Iterator[Metric]:
         reports: Reports | None = self._engines.answer

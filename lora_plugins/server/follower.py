@@ -57,7 +57,7 @@ class Follower:
     """Keeps a copy of the leader's table.
 
     Attributes:
-        request_of: makes one of vLLM's requests from the leader's description of an adapter under a name.
+        request_of: makes one of vLLM's requests from the leader's description of an adapter.
         on_change: called after each change with a name, and the request that the table had for the name before.
         abort: ends the requests of this process among the given ids.
         relieve: ends the leases of adapters without running requests.
@@ -65,7 +65,7 @@ class Follower:
         table: the served names; a copy of the leader's table. Empty once the connection is lost.
     """
 
-    request_of: Callable[[str, Frame], Any]
+    request_of: Callable[[Frame], Any]
     on_change: Callable[[str, Any], None]
     abort: Callable[[list[str]], None]
     relieve: Callable[[], Awaitable[None]]
@@ -246,7 +246,7 @@ class Follower:
 
     def _change(self, name: str, adapter: Frame | None) -> None:
         before = self.table.get(name)
-        self.table.follow(name, None if adapter is None else self.request_of(name, adapter))
+        self.table.follow(name, None if adapter is None else self.request_of(adapter))
         self.on_change(name, before)
 
 

@@ -226,7 +226,7 @@ class Servers:
             engine.worker.broken = InvalidAdapter("made so")
             engine.worker.broken_paths = set()
         self.leader = Leader(
-            lambda request: {"engine_id": request.lora_int_id, "path": request.lora_path}, lambda _: None
+            lambda it: {"name": it.lora_name, "engine_id": it.lora_int_id, "path": it.lora_path}, lambda _: None
         )
         world.table.lora_requests = self.leader.table  # type: ignore[assignment]
         world.server.locks = NameLocks()  # type: ignore[assignment]
@@ -251,7 +251,7 @@ class Servers:
             store.there = self.store.there
             self.store.followers.append(store)
             follower = Follower(
-                lambda name, one: Request(name, one["engine_id"], one["path"]),
+                lambda one: Request(one["name"], one["engine_id"], one["path"]),
                 lambda name, before: copies.changed(name, before),  # noqa: B023, PLW0108 - it comes below
                 lambda _: None,
                 lambda: copies.relieve(),  # noqa: B023, PLW0108

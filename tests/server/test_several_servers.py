@@ -43,7 +43,8 @@ class Servers:
         self.folder = folder
         self.gone: list[int] = []
         self.leader = Leader(
-            lambda request: {"number": request.number} if isinstance(request, Request) else None, self.gone.append
+            lambda it: {"name": it.lora_name, "number": it.number} if isinstance(it, Request) else None,
+            self.gone.append,
         )
         self.calls: list[Frame] = []
         self.changed: list[tuple[str, Any]] = []
@@ -84,7 +85,7 @@ class Servers:
 
     async def join(self, number: int = 1) -> Follower:
         follower = Follower(
-            lambda name, adapter: Request(name, adapter["number"]),
+            lambda adapter: Request(adapter["name"], adapter["number"]),
             lambda name, before: self.changed.append((name, before)),
             self.aborted.extend,
             self._relieve,

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import Metric
 
 from lora_plugins.observability.adapter_labels import keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
@@ -20,7 +18,6 @@ from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBef
 from lora_plugins.process import Process
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, planner_of
 
-_OURS = "_lora_plugins"  # marks our objects where they outlive a second registration
 NAME = "vllm:lora_requests_info"
 # Routers read the last series; some more, for who looks at a moment that has just passed.
 MOST_SERIES = 32
@@ -42,19 +39,24 @@ def serve_metrics(app: Any, process: Process) -> None:
 
     shown = get_prometheus_registry()
     is_shared = shown is not REGISTRY  # several API servers count in files, and any of them shows the sums
-    counted = _counted(process, can_forget=not is_shared)
-    collector = MetricsCollector(
-        functools.partial(_query_engines, process),
-        functools.partial(_read_store_usage, process),
-        process.settings.metrics_adapters,
-        _is_of_vllm,
-    )
+    collector = process.collector
+    if collector is None:
+        counted, labelled = CollectorRegistry(), process.settings.metrics_adapters
+        process.events.add(CountEvents(counted, labelled, can_forget=not is_shared))
+        collector = process.collector = MetricsCollector(
+            functools.partial(_query_engines, process),
+            functools.partial(_read_store_usage, process),
+            labelled,
+            _is_of_vllm,
+            None if is_shared else counted,
+        )
+        if not is_shared:
+            REGISTRY.register(collector)
     process.log.waits_for_load = process.is_manager_patched
     if is_shared:
         shown.register(collector)
         app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh, answer=_answer_from(shown))
         return
-    _show(_Both(counted, collector))
 
     async def refresh(client: Any) -> None:
         await collector.refresh(client)
@@ -80,38 +82,6 @@ def _answer_from(registry: CollectorRegistry) -> Asgi:
         await Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})(scope, receive, send)
 
     return answer
-
-
-def _counted(process: Process, *, can_forget: bool) -> CollectorRegistry:
-    """Return the registry of counted events, made once; not vLLM's, which refuses a second metric of one name."""
-    if process.counted is None:
-        process.counted = CollectorRegistry()
-        process.events.add(CountEvents(process.counted, process.settings.metrics_adapters, can_forget=can_forget))
-    return process.counted
-
-
-class _Both:
-    """A collector without a name: vLLM unregisters collectors named `vllm:…` whenever it makes its own."""
-
-    def __init__(self, counted: CollectorRegistry, collector: MetricsCollector) -> None:
-        self._counted = counted
-        self._collector = collector
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._counted.collect()
-        yield from self._collector.collect()
-
-
-def _show(both: _Both) -> None:
-    """Enter a collector into the process's registry, in the place of our former collector."""
-    before = getattr(REGISTRY, _OURS, None)
-    if before is not None:
-        REGISTRY.unregister(before)
-    REGISTRY.register(both)
-    setattr(REGISTRY, _OURS, both)
 
 
 async def _query_engines(process: Process, client: Any) -> Reports | None:

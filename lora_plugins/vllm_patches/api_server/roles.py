@@ -133,7 +133,7 @@ async def resolved_by_leader(follower: Follower, name: str) -> Any:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
         return ErrorResponse(**answer["error"])
-    return _request_of(name, answer["adapter"])
+    return _request_of(answer["adapter"])
 
 
 def _leader(models: Any, process: Process) -> Leader:
@@ -141,12 +141,8 @@ def _leader(models: Any, process: Process) -> Leader:
         if not is_vllms(request):
             return None
         digest = process.resolver.store.digest_at(request.lora_path)
-        return {
-            "engine_id": request.lora_int_id,
-            "path": request.lora_path,
-            "base": request.base_model_name,
-            "warnings": [] if digest is None else process.resolver.known.warnings_of(digest),
-        }
+        warnings = [] if digest is None else process.resolver.known.warnings_of(digest)
+        return {"request": msgspec.to_builtins(request), "warnings": warnings}
 
     def gone(number: int) -> None:
         _count_no_more(models.engine_client, process.app, number)
@@ -159,11 +155,12 @@ def _leader(models: Any, process: Process) -> Leader:
 
 
 def _follower(models: Any, process: Process) -> Follower:
-    def request_of(name: str, adapter: Frame) -> Any:
-        digest = process.resolver.store.digest_at(adapter["path"])
+    def request_of(adapter: Frame) -> Any:
+        request = _request_of(adapter)
+        digest = process.resolver.store.digest_at(request.lora_path)
         if digest is not None:
             process.resolver.known.note_warnings(digest, adapter["warnings"])
-        return _request_of(name, adapter)
+        return request
 
     def changed(name: str, before: Any) -> None:
         copies = lifecycle_of(models).copies
@@ -208,15 +205,10 @@ def _is_ending(app: Any) -> bool:
     return bool(getattr(getattr(app.state, "server", None), "should_exit", False))
 
 
-def _request_of(name: str, adapter: Frame) -> Any:
+def _request_of(adapter: Frame) -> Any:
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(
-        lora_name=name,
-        lora_int_id=adapter["engine_id"],
-        lora_path=adapter["path"],
-        base_model_name=adapter["base"],
-    )
+    return msgspec.convert(adapter["request"], LoRARequest)
 
 
 # --- calls of a follower to the leader ---

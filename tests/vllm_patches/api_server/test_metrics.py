@@ -109,24 +109,6 @@ def test_registering_twice_and_vllms_clearing_change_nothing(run):
     """)
 
 
-def test_modules_that_are_imported_again_count_from_zero(run):
-    run("""
-    import importlib, sys
-    patch_app()
-    serve()
-    process.events.emit(AdapterUnknown("sql"))
-    for name in [name for name in sys.modules if name.startswith("lora_plugins")]:
-        del sys.modules[name]
-    from lora_plugins.process import this_process as imported_again
-    from lora_plugins.events import AdapterUnknown as Unknown
-    from lora_plugins.vllm_patches.api_server.app import patch
-    patch()
-    app = serve()
-    imported_again().events.emit(Unknown("sql"))
-    assert absent(scrape(app)) == [1.0]
-    """)
-
-
 def test_several_api_servers_show_the_sums_of_all(run_with_files, tmp_path: Path):
     """vLLM's multiprocess mode: each process counts in files, and whichever is scraped reads them all."""
     count = """
