@@ -43,7 +43,7 @@ class Servers:
         self.folder = folder
         self.gone: list[int] = []
         self.leader = Leader(
-            lambda it: {"name": it.lora_name, "number": it.number} if isinstance(it, Request) else None,
+            lambda it: {"name": it.name, "number": it.number} if isinstance(it, Request) else None,
             self.gone.append,
         )
         self.calls: list[Frame] = []
