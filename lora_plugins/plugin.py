@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from multiprocessing import parent_process
 
 from lora_plugins.errors import InvalidSettings
+from lora_plugins.findings import discovered_plugins, misspelt_variables, unknown_plugins
+from lora_plugins.log import logger
 from lora_plugins.plugin_names import ADMIN, EVERYTHING, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, OURS, S3
 from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source, sources_of_others
@@ -162,8 +164,19 @@ def _checked_process() -> Process:
     serve_command.patch(process.settings)
     kv_connectors.patch()
     if parent_process() is None:  # engines and workers have the same environment
-        process.warn_of_misspellings()
+        _warn_of_misspellings()
     return process
+
+
+@cache  # once, whichever plugins are named
+def _warn_of_misspellings() -> None:
+    """Log variables and names in `VLLM_PLUGINS` that look like ours, and are none."""
+    for finding in misspelt_variables(environment()):
+        logger.warning("%s", finding)
+    # Reading the entry points of all packages takes a tenth of a second.
+    if any(unknown_plugins(environment(), (*OURS, EVERYTHING), only_ours=True)):
+        for finding in unknown_plugins(environment(), discovered_plugins(), only_ours=True):
+            logger.warning("%s", finding)
 
 
 def _set_environment() -> None:

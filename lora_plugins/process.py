@@ -17,17 +17,14 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import label_of_request
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.events import Events
-from lora_plugins.findings import discovered_plugins, misspelt_variables, unknown_plugins
-from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
-from lora_plugins.plugin_names import EVERYTHING, OURS
 from lora_plugins.resolvers.listed_names import ListedNames, RefusedNames
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.server.follower import Follower
 from lora_plugins.server.leader import Leader
 from lora_plugins.server.limits import Rates
-from lora_plugins.settings import BaseMatch, Settings, environment
+from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import open_store
 
 if TYPE_CHECKING:
@@ -67,7 +64,6 @@ class Process:
         self.app: Any = None
         self.role: Leader | Follower | None = None
         self._known_sources = list(known_sources)
-        self._warned_of_misspellings = False
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -77,18 +73,6 @@ class Process:
             InvalidSettings: a variable cannot be right.
         """
         return Settings.from_env()
-
-    def warn_of_misspellings(self) -> None:
-        """Log, once, variables and names in `VLLM_PLUGINS` that look like ours, and are none."""
-        if self._warned_of_misspellings:
-            return
-        self._warned_of_misspellings = True
-        for finding in misspelt_variables(environment()):
-            logger.warning("%s", finding)
-        if not any(unknown_plugins(environment(), (*OURS, EVERYTHING), only_ours=True)):
-            return  # reading the entry points of all packages takes a tenth of a second
-        for finding in unknown_plugins(environment(), discovered_plugins(), only_ours=True):
-            logger.warning("%s", finding)
 
     def may_lead(self, name: str, place: str) -> bool:
         """Return whether a link may turn the files at `place`, below the adapters' root, into `name`: see `Policy`."""

@@ -233,11 +233,6 @@ class Policy:
         return tuple(dict.fromkeys(principal.label for principal in self._tenants.values()))
 
     @property
-    def has_rates(self) -> bool:
-        """Whether a principal has a limit of requests or tokens."""
-        return any(principal.rate is not None for principal in (self.default, *self._tenants.values()))
-
-    @property
     def key_count(self) -> int:
         """Number of keys in the policy."""
         return len(self._tenants)

@@ -14,7 +14,7 @@ Until: vLLM lets a plugin authenticate requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
 from typing import Any
 
 from lora_plugins.api.access.administrators import ADMIN_KEY, Administrators
@@ -62,9 +62,7 @@ def install(app: Any, process: Process) -> None:
     openai_serving_models.patch()
     if policy is not None:
         patch_stores()
-        if policy.has_rates:
-            output_processor.patch()
-            output_processor.patch_rates()
+        output_processor.patch()
     process.lets_in_administrators_only = True
     process.policy = policy
     _log_who_administers(administrators)
@@ -141,26 +139,12 @@ def _making(original: Any) -> Any:
     return made
 
 
-class _OfThePrincipal(MutableMapping[str, Any]):
+class _OfThePrincipal(UserDict[str, Any]):
     """What the present request's principal has put there; tasks that a request starts are of its principal too."""
 
     def __init__(self) -> None:
         self._of: dict[str | None, dict[str, Any]] = {}
 
-    def _own(self) -> dict[str, Any]:
+    @property
+    def data(self) -> dict[str, Any]:  # type: ignore[override] # all methods of a UserDict work on it
         return self._of.setdefault(label_of_request(), {})
-
-    def __getitem__(self, it: str) -> Any:
-        return self._own()[it]
-
-    def __setitem__(self, it: str, value: Any) -> None:
-        self._own()[it] = value
-
-    def __delitem__(self, it: str) -> None:
-        del self._own()[it]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._own())
-
-    def __len__(self) -> int:
-        return len(self._own())

@@ -39,6 +39,7 @@ def patch() -> None:
     """Have every client of this process name versions and count tokens; a second call changes nothing."""
     from vllm.v1.engine import output_processor
 
+    wrap(output_processor.RequestState, "__init__", _noting_rate)
     wrap(output_processor.RequestState, "make_request_output", _saying_versions)
     wrap(output_processor.OutputProcessor, "do_tracing", _tracing)
     wrap(output_processor, "instrument_manual", _naming_in_span)
@@ -49,13 +50,6 @@ def patch_requests() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     wrap(InputProcessor, "assign_request_id", _naming)
-
-
-def patch_rates() -> None:
-    """Have requests count for the limits of their keys; a second call changes nothing."""
-    from vllm.v1.engine.output_processor import RequestState
-
-    wrap(RequestState, "__init__", _noting_rate)
 
 
 def _naming(original: Any) -> Any:

@@ -219,39 +219,29 @@ class _Servers(Over):
 
     def __init__(self, manager: Any, folder: Path) -> None:
         super().__init__(manager)
-        first, *others = manager.processes  # vLLM numbers API servers in this order, and number 0 leads
-        self.processes = [_FirstProcess(first), *(_OtherProcess(process, folder) for process in others)]
+        # vLLM numbers API servers in this order, and number 0 leads.
+        self.processes = [_Process(process, folder, leads=not n) for n, process in enumerate(manager.processes)]
 
 
-class _Ended(Over):
-    """A view of an API server's process. vLLM reads the exit code once the process's end of `sentinel` is closed."""
+class _Process(Over):
+    """A view of an API server's process. vLLM reads the exit code once the process's end of `sentinel` is closed.
 
-    def _code(self) -> int | None:
+    No other may serve without the first, whatever its exit code. The others serve on after the death of another one
+    that has begun to serve.
+    """
+
+    def __init__(self, process: Any, folder: Path, *, leads: bool) -> None:
+        super().__init__(process)
+        self._folder, self._leads = folder, leads
+
+    @property
+    def exitcode(self) -> int | None:
         # The system closes a dying process's files a moment before the exit code is there.
         self._under.join(_END_S)
         code: int | None = self._under.exitcode
-        return code
-
-
-class _FirstProcess(_Ended):
-    """The first API server: no other may serve without the first, whatever its exit code."""
-
-    @property
-    def exitcode(self) -> int | None:
-        code = self._code()
-        return 1 if code == 0 else code
-
-
-class _OtherProcess(_Ended):
-    """Another API server: the others serve on after its death, once it has begun to serve."""
-
-    def __init__(self, process: Any, folder: Path) -> None:
-        super().__init__(process)
-        self._folder = folder
-
-    @property
-    def exitcode(self) -> int | None:
-        code, name, pid = self._code(), self._under.name, self._under.pid
+        name, pid = self._under.name, self._under.pid
+        if self._leads:
+            return 1 if code == 0 else code
         if not code or not has_started(self._folder, pid):
             return code
         logger.error("%s (PID: %d) died with exit code %d: its requests fail, the others serve on", name, pid, code)

@@ -161,7 +161,7 @@ def test_an_aborted_answer_counts_what_was_generated(ended: list[RequestEnded]) 
 
 def test_an_answer_takes_the_tokens_of_its_key(ended: list[RequestEnded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestState, "__init__", RequestState.__init__)
-    output_processor.patch_rates()
+    output_processor.patch()
     rates, rate = output_processor.this_process().rates, Rate("a", tokens_per_minute=60)
     rates.clock = lambda: 1000.0
     token = principal_of_request.set(Principal("a", (), rate=rate))
@@ -193,7 +193,7 @@ def test_a_client_that_leaves_early_pays_its_prompt(
     choices: int, ended: list[RequestEnded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RequestState, "__init__", RequestState.__init__)
-    output_processor.patch_rates()
+    output_processor.patch()
     rates, rate = output_processor.this_process().rates, Rate("a", tokens_per_minute=60)
     rates.clock = lambda: 1000.0
     token = principal_of_request.set(Principal("a", (), rate=rate))
