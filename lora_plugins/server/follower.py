@@ -31,7 +31,7 @@ _REMEMBERED = 10_000
 
 
 class FollowedTable(UserDict[str, Any]):
-    """vLLM's table of names in a follower, which only the leader changes."""
+    """vLLM's table of names in a follower; only `Follower` changes it, as the leader says, by `data`."""
 
     # `pop`, `update`, `setdefault` and `clear` of a UserDict end in these two.
     def __setitem__(self, name: str, request: Any) -> None:
@@ -39,17 +39,6 @@ class FollowedTable(UserDict[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         raise not_here(name)
-
-    def follow(self, name: str, request: Any) -> None:
-        """Map a name to a request, or remove the name where `request` is None."""
-        if request is None:
-            self.data.pop(name, None)
-        else:
-            self.data[name] = request
-
-    def forget(self) -> None:
-        """Remove all names."""
-        self.data.clear()
 
 
 @dataclass(eq=False)
@@ -208,7 +197,7 @@ class Follower:
     def _lose(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        self.table.forget()  # names may have changed: serving no version is better than a wrong version
+        self.table.data.clear()  # names may have changed: serving no version is better than a wrong version
         self._is_lost = True
         self._has_all.set()
         self._is_ready.set()
@@ -246,7 +235,10 @@ class Follower:
 
     def _change(self, name: str, adapter: Frame | None) -> None:
         before = self.table.get(name)
-        self.table.follow(name, None if adapter is None else self.request_of(adapter))
+        if adapter is None:
+            self.table.data.pop(name, None)
+        else:
+            self.table.data[name] = self.request_of(adapter)
         self.on_change(name, before)
 
 

@@ -54,14 +54,6 @@ class ToldTable(UserDict[str, Any]):
         self._tell(name, None)
 
 
-class _Connection:
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self.writer = writer
-        self.has = 0
-        self.is_gone = False
-        self.news = asyncio.Event()
-
-
 class Leader:
     """Sends changes to followers, and answers their calls.
 
@@ -78,7 +70,8 @@ class Leader:
         self.table = ToldTable(self._tell)
         self.number = 0
         self.plain_of, self._on_gone = plain_of, on_gone
-        self._followers: set[_Connection] = set()
+        self._followers: dict[asyncio.StreamWriter, int] = {}  # with the last change that each has confirmed
+        self._has_confirmed = asyncio.Condition()  # or is gone
         self._server: asyncio.Server | None = None
         self._is_ready = False
 
@@ -106,7 +99,7 @@ class Leader:
         if self._server is not None:
             self._server.close()
         for follower in self._followers:
-            follower.writer.close()
+            follower.close()
 
     def say_ready(self) -> None:
         """Tell followers that every adapter of the start is served or has failed."""
@@ -130,11 +123,13 @@ class Leader:
             SourceUnavailable: a follower has not confirmed within a minute; the changes are made, and will reach the
             follower.
         """
-        number = self.number
+        # As of now: changes that come during the wait are other callers', and who follows later gets the whole table.
+        number, followers = self.number, list(self._followers)
         try:
-            async with asyncio.timeout(_ALL_HAVE_S):
-                # `number` as of now: changes that come during the wait are other callers'.
-                await asyncio.gather(*(_has(follower, number) for follower in self._followers))
+            async with asyncio.timeout(_ALL_HAVE_S), self._has_confirmed:
+                await self._has_confirmed.wait_for(
+                    lambda: all(self._followers.get(follower, number) >= number for follower in followers)
+                )
         except TimeoutError:
             raise SourceUnavailable(
                 f"an API server that has not taken up a change within {_ALL_HAVE_S:.0f} s; the others have it",
@@ -156,22 +151,21 @@ class Leader:
 
     def _send_all(self, frame: Frame) -> None:
         for follower in self._followers:
-            send(follower.writer, frame)
+            send(follower, frame)
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: Call) -> None:
         # No await between the table and `add`: a change in between would never reach this follower.
-        follower, calls = _Connection(writer), dict[int, asyncio.Task[None]]()
+        calls = dict[int, asyncio.Task[None]]()
         for name, request in self.table.items():
             send(writer, _change(self.number, name, self.plain_of(request)))
         send(writer, {"all": self.number})
         if self._is_ready:
             send(writer, {"ready": True})
-        self._followers.add(follower)
+        self._followers[writer] = 0
         try:
             while (frame := await receive(reader)) is not None:
                 if "has" in frame:
-                    follower.has = frame["has"]
-                    follower.news.set()
+                    await self._note(writer, frame["has"])
                 elif "end" in frame:
                     # The task waits in `_answer` with what the call holds; its cancellation closes the stack.
                     calls.pop(frame["end"]).cancel()
@@ -182,19 +176,20 @@ class Leader:
         finally:
             for one in calls.values():
                 one.cancel()
-            self._followers.discard(follower)
-            follower.is_gone = True
-            follower.news.set()
+            await self._note(writer, None)
+
+    async def _note(self, follower: asyncio.StreamWriter, has: int | None) -> None:
+        """Note the last change that a follower has confirmed; None where the follower is gone."""
+        if has is None:
+            del self._followers[follower]
+        else:
+            self._followers[follower] = has
+        async with self._has_confirmed:
+            self._has_confirmed.notify_all()
 
 
 def _change(number: int, name: str, adapter: Frame | None) -> Frame:
     return {"change": number, "name": name, "adapter": adapter}
-
-
-async def _has(follower: _Connection, number: int) -> None:
-    while follower.has < number and not follower.is_gone:
-        follower.news.clear()
-        await follower.news.wait()
 
 
 async def _answer(writer: asyncio.StreamWriter, frame: Frame, call: Call) -> None:

@@ -44,19 +44,17 @@ def _attaching(original: Any) -> Any:
             add_route(app)
             app.add_middleware(AnswerForAdapters, answer=_answer)
             if folder_of(app) is not None:
-                app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer_ours)
+                app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer)
 
     return attach_router
-
-
-async def _answer_ours(scope: Any, error: LoRAPluginsError) -> Any:
-    return await _answer(scope, http_error(error))
 
 
 async def _answer(scope: Any, error: Exception) -> Any:
     """Return the application's own response to an exception."""
     from starlette.requests import Request
 
+    if isinstance(error, LoRAPluginsError):
+        error = http_error(error)
     # As Starlette looks handlers up: the nearest class first.
     handlers = scope["app"].exception_handlers
     handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
