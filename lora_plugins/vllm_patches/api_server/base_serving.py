@@ -3,7 +3,7 @@
 Every serving class gives a request its adapter by `BaseServing._maybe_get_adapters` (0.30 to 0.33). With an access
 policy, an adapter that the key may not use looks like an adapter that does not exist. The name alone decides, before
 anything is looked up, so neither text nor time says what exists; `_check_model` is wrapped too for the same reason, and
-always for pooling: pooling's check lets unknown names pass, and a name that is missing afterwards must be an unload.
+as pooling's check lets unknown names pass: a name that is missing afterwards must be an unload.
 
 Four kinds of response have a `system_fingerprint`. vLLM fills the field with a description of the server, in some
 chunks of a stream only; with `--fingerprint-mode none` vLLM leaves the field empty, and the digest stands there.
