@@ -343,8 +343,8 @@ MUTANTS = (
     Mutant(
         "api server: what policy withholds is served",
         "lora_plugins/vllm_patches/api_server/base_serving.py",
-        "return adapter if adapter is None or may_use(adapter.lora_name) else None",
-        "return adapter",
+        "if adapter is not None and not may_use(adapter.lora_name):",
+        "if False:",
         ("tests/vllm_patches/api_server/test_access.py",),
     ),
     Mutant(
