@@ -5,14 +5,13 @@ A pause is of a name, so requests that come during a pause get the version that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.state import PlannerState
+from lora_plugins.scheduler.planner import Planner
 
 
 class PauseMode(StrEnum):
@@ -29,37 +28,44 @@ class PauseMode(StrEnum):
 @dataclass(eq=False, slots=True)
 class _Pause:
     mode: PauseMode
-    held: dict[str, tuple[str, Any]] = field(default_factory=dict)  # client and request, by id: came during the pause
-    calls: list[Future[bool]] = field(default_factory=list)
     clients: frozenset[str] = frozenset()  # clients' requests of which some engine had a part as the pause began
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A request that came during the pause of a name, perhaps as part of a client's."""
+
+    name: str
+    client: str
+    request: Any
 
 
 class Pauses:
     """The pauses of one engine; running requests, and requests that wait for a slot, are the planner's."""
 
-    def __init__(self, state: PlannerState) -> None:
-        self._state = state
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
         self._pauses: dict[str, _Pause] = {}
-        self._names: dict[str, str] = {}  # of held requests, by id
-        self._answering: dict[str, None] = {}  # names with calls
+        self._held: dict[str, _Held] = {}  # by the requests' ids
+        self._calls: dict[str, list[Future[bool]]] = {}  # of who waits until no request of a name runs
 
     def __bool__(self) -> bool:
         return bool(self._pauses)
 
     @property
-    def held_count(self) -> int:
-        """How many requests came after their name was paused, and wait for a resume."""
-        return len(self._names)
+    def held(self) -> list[Any]:
+        """The requests that came after their name was paused, and wait for a resume."""
+        return [held.request for held in self._held.values()]
 
     @property
-    def held(self) -> list[Any]:
-        """The requests that came after their name was paused."""
-        return [self._pauses[name].held[request_id][1] for request_id, name in self._names.items()]
+    def held_count(self) -> int:
+        """How many requests came after their name was paused."""
+        return len(self._held)
 
     @property
     def expects_parts(self) -> bool:
         """Whether a call waits for the next part of a client's request, which may never come."""
-        return bool(self._state.expecting and self._answering)
+        return bool(self._planner.state.expecting and self._calls)
 
     def holds(self, name: str, client: str = "") -> bool:
         """Return whether a request waits for a resume; in mode WAIT, parts of a running client's request run."""
@@ -73,11 +79,11 @@ class Pauses:
 
     def clients(self, name: str, *, with_waiting: bool = False) -> set[str]:
         """Return the clients' requests of a name with a part in flight, perhaps with a waiting part too."""
-        clients = {client for adapter in self.in_flight(name) for client in adapter.clients}
+        adapters = self._planner.state.of_name(name)
+        clients = {client for adapter in adapters if adapter.goes_on for client in adapter.clients}
         if with_waiting:
-            adapters = self._state.of_name(name)
-            held = [held for adapter in adapters for held in (*adapter.held.values(), *adapter.stopped.values())]
-            clients |= {it.client for it in held} | {client for client, _ in self._pauses[name].held.values()}
+            clients |= {it.client for adapter in adapters for it in (*adapter.held.values(), *adapter.stopped.values())}
+            clients |= {held.client for held in self._held.values() if held.name == name}
         return clients - {""}
 
     def join(self, name: str, clients: Iterable[str]) -> list[Any] | None:
@@ -90,66 +96,64 @@ class Pauses:
         if pause is None or pause.mode is PauseMode.KEEP:
             return None
         pause.clients = frozenset(clients)
-        of_clients = [key for key, (client, _) in pause.held.items() if client in pause.clients]
-        parts = [pause.held.pop(key)[1] for key in of_clients if self._names.pop(key)]
+        parts = self._take(name, pause.clients)
         if pause.mode is PauseMode.WAIT:
             return parts
-        self._state.refused += [(part, None) for part in parts]
+        for part in parts:
+            self._planner.refuse(part, None)
         return None
 
     def hold(self, name: str, request_id: str, request: Any, client: str = "") -> None:
         """Have a request that comes, perhaps as part of a client's, wait for the resume of its name, or end."""
         pause = self._pauses[name]
         if pause.mode is PauseMode.ABORT and client in pause.clients:
-            self._state.refused.append((request, None))
+            self._planner.refuse(request, None)
         else:
-            pause.held[request_id] = client, request
-            self._names[request_id] = name
+            self._held[request_id] = _Held(name, client, request)
 
     def ended(self, request_id: str) -> None:
         """Drop a request that has left vLLM's scheduler, in whatever way; ids that no pause holds are left alone."""
-        if (name := self._names.pop(request_id, None)) is not None:
-            del self._pauses[name].held[request_id]
+        self._held.pop(request_id, None)
 
     def pause(self, name: str, mode: PauseMode) -> list[str]:
         """Begin a pause, or change its mode; return the ids of all requests that the name has by now."""
-        pause = self._pauses.setdefault(name, _Pause(mode))
-        pause.mode = mode
-        adapters = self._state.of_name(name)
-        return [*pause.held, *(key for it in adapters for key in (*it.stopped, *it.held, *it.running))]
+        self._pauses.setdefault(name, _Pause(mode)).mode = mode
+        adapters = self._planner.state.of_name(name)
+        return [*self._ids(name), *(key for it in adapters for key in (*it.stopped, *it.held, *it.running))]
 
     def resume(self, name: str) -> list[Any]:
         """End a pause; return the requests that came during the pause."""
-        pause = self._pauses.pop(name, None)
-        if pause is None:
-            return []
-        self._answer(name, pause)
-        for request_id in pause.held:
-            del self._names[request_id]
-        return [request for _, request in pause.held.values()]
+        self._pauses.pop(name, None)
+        self._answer(name)
+        return self._take(name)
 
     def paused(self, name: str) -> Future[bool]:
         """Done once no request of the name runs, or the pause has ended; False where the answer took a wait."""
         future: Future[bool] = Future()
-        if (pause := self._pauses.get(name)) is None or not self.in_flight(name):
-            future.set_result(True)
+        if name in self._pauses and self._is_in_flight(name):
+            self._calls.setdefault(name, []).append(future)
         else:
-            pause.calls.append(future)
-            self._answering[name] = None
+            future.set_result(True)
         return future
 
     def answer(self) -> None:
         """Answer the calls whose name has nothing in flight any more."""
-        for name in [name for name in self._answering if not self.in_flight(name)]:
-            self._answer(name, self._pauses[name])
+        for name in [name for name in self._calls if not self._is_in_flight(name)]:
+            self._answer(name)
 
-    def _answer(self, name: str, pause: _Pause) -> None:
-        self._answering.pop(name, None)
-        calls, pause.calls = pause.calls, []
-        for call in calls:
+    def _answer(self, name: str) -> None:
+        for call in self._calls.pop(name, ()):
             if not call.done():
                 call.set_result(False)
 
-    def in_flight(self, name: str) -> list[Adapter]:
-        """Return the generations of a name that run requests, or have requests that have run and go on."""
-        return [it for it in self._state.of_name(name) if it.goes_on]
+    def _is_in_flight(self, name: str) -> bool:
+        """Return whether a generation of a name runs requests, or has requests that have run and go on."""
+        return any(it.goes_on for it in self._planner.state.of_name(name))
+
+    def _ids(self, name: str, clients: Collection[str] | None = None) -> list[str]:
+        held = [(key, it) for key, it in self._held.items() if it.name == name]
+        return [key for key, it in held if clients is None or it.client in clients]
+
+    def _take(self, name: str, clients: Collection[str] | None = None) -> list[Any]:
+        """Hold the requests of a name, perhaps of these clients only, no more; return the requests."""
+        return [self._held.pop(request_id).request for request_id in self._ids(name, clients)]

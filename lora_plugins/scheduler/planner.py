@@ -51,7 +51,7 @@ from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
 from lora_plugins.scheduler.calls import activate_called, in_use, take_answered, without_room
 from lora_plugins.scheduler.futures import all_of, failed, resolve
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.loading import load_wanted, why_not_pinned, why_takes_last_slot
+from lora_plugins.scheduler.loading import load_wanted
 from lora_plugins.scheduler.messages import (
     Activated,
     AdapterSpec,
@@ -63,6 +63,7 @@ from lora_plugins.scheduler.messages import (
     Report,
     Slots,
 )
+from lora_plugins.scheduler.pins import why_not_pinned, why_takes_last_slot
 from lora_plugins.scheduler.request_queue import Order, QueueOrder
 from lora_plugins.scheduler.slots import forget_expected, give_slots, have_one_leave, share_s
 from lora_plugins.scheduler.state import PlannerState
@@ -467,10 +468,19 @@ class Planner:
             if isinstance(command, Evict):
                 resolve(self.state.evicting.pop(command.key, ()))
 
+    def refuse(self, request: Any, error: LoRAPluginsError | None) -> None:
+        """Have a request that waits for no adapter answered with an error, or without one as an aborted request."""
+        self.state.refuse(request, error)
+
     def take_refused(self) -> list[tuple[Any, LoRAPluginsError | None]]:
         """Return the requests that were refused since the last call, with the errors that answer them (`refused`)."""
         refused, self.state.refused = self.state.refused, []
         return refused
+
+    def take_regrouped(self) -> Iterable[Any]:
+        """Return the held requests whose group has changed since the last call."""
+        regrouped, self.state.regrouped = self.state.regrouped, {}
+        return regrouped.values()
 
     # --- after a change ---
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lora_plugins.scheduler.adapter import LONGEST_DRAIN_S, Adapter
 from lora_plugins.scheduler.state import PlannerState, SlotPool
 
@@ -120,30 +122,41 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> bool:
     The choice stands until the load: without a reservation, requests would use freed room before enough room is free.
     Returns whether one of those that were chosen now runs nothing.
     """
-    state.reserved_for = adapter
-    gone = [it.key for it in state.draining if it.key not in state.cache.idle]
-    places_over, bytes_over = state.cache.over([state.cache.expected_bytes(adapter.spec)], gone)
+    state.reserved_for, cache = adapter, state.cache
+    gone = [it.key for it in state.draining if it.key not in cache.idle]
+    places, size_bytes = cache.over([cache.expected_bytes(adapter.spec)], gone)
     # Idle adapters may go at any time, so only the rest has to drain.
-    places_over, bytes_over = places_over - len(state.cache.idle), bytes_over - state.cache.idle_bytes
-    if places_over <= 0 and bytes_over <= 0:
-        return False
+    places, size_bytes = places - len(cache.idle), size_bytes - cache.idle_bytes
+    chosen = _fewest(_may_drain(state, adapter), places, size_bytes, cache.sizes_bytes)
+    for other in chosen:
+        state.draining[other] = None
+        state.leave(other, now if other.leaving_since is None else other.leaving_since, adapter.order[1])
+    return any(other.can_be_displaced for other in chosen)
+
+
+def _may_drain(state: PlannerState, adapter: Adapter) -> list[Adapter]:
+    """Return the adapters that may drain for `adapter`, in the order in which they are chosen."""
     residents = [state.adapters[key] for key in state.cache.sizes_bytes if key not in state.cache.idle]
     residents = [it for it in residents if not it.is_unevictable and it not in state.draining]
     behind = [it for it in residents if it.can_be_displaced and it.order > adapter.order]
     running = [it for it in residents if it.is_in_flight and it.best_priority >= adapter.order[1]]
     behind.sort(key=lambda it: it.order, reverse=True)
-    running.sort(key=lambda it: len(it.running))
-    chosen, sizes_bytes = list[Adapter](), state.cache.sizes_bytes
-    # First choose until enough would be free, then drop each choice whose room turned out superfluous.
-    for other in (*behind, *running):
-        if places_over <= 0 and bytes_over <= 0:
+    return behind + sorted(running, key=lambda it: len(it.running))
+
+
+def _fewest(in_turn: list[Adapter], places: int, size_bytes: int, sizes_bytes: Mapping[int, int]) -> list[Adapter]:
+    """Return the first adapters that together free so many places and bytes, without those that can be spared."""
+    enough = list[Adapter]()
+    for other in in_turn:
+        if places <= 0 and size_bytes <= 0:
             break
-        chosen.append(other)
-        places_over, bytes_over = places_over - 1, bytes_over - sizes_bytes[other.key]
-    for other in chosen:
-        if places_over < 0 and bytes_over + sizes_bytes[other.key] <= 0:  # superfluous
-            places_over, bytes_over = places_over + 1, bytes_over + sizes_bytes[other.key]
+        enough.append(other)
+        places, size_bytes = places - 1, size_bytes - sizes_bytes[other.key]
+    needed = list[Adapter]()
+    for other in enough:
+        # A large adapter at the end frees what small ones before would have freed.
+        if places < 0 and size_bytes + sizes_bytes[other.key] <= 0:
+            places, size_bytes = places + 1, size_bytes + sizes_bytes[other.key]
         else:
-            state.draining[other] = None
-            state.leave(other, now if other.leaving_since is None else other.leaving_since, adapter.order[1])
-    return any(other.can_be_displaced for other in chosen)
+            needed.append(other)
+    return needed

@@ -359,10 +359,11 @@ class PlannerState:
                 call.future.set_exception(error)
         self.touched[adapter] = None
 
-    def refuse(self, request: object, error: LoRAPluginsError) -> None:
-        """Have a request answered with an error."""
+    def refuse(self, request: object, error: LoRAPluginsError | None) -> None:
+        """Have a request answered with an error, or without one as an aborted request."""
         self.refused.append((request, error))
-        self.stats.refused[error.code] = self.stats.refused.get(error.code, 0) + 1
+        if error is not None:
+            self.stats.refused[error.code] = self.stats.refused.get(error.code, 0) + 1
 
     # --- slots ---
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from lora_plugins.scheduler.messages import (
 )
 from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.background import BackgroundThread
+from lora_plugins.worker.given import GivenAdapters
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
 from lora_plugins.worker.loading import explained
 from lora_plugins.worker.materialise import MissingFilesFetcher
@@ -78,7 +79,7 @@ class Jobs:
     """Everything that this worker holds, by key, and its present jobs.
 
     Attributes:
-        given: adapters that callers have added past the plan, with their engine ids, by number, until planned.
+        given: adapters that callers have added past the plan, until planned.
         lost: keys of adapters whose slot could not be written in a step. Until the `Evict` batches may still name
             them; their rows are computed without an adapter, and answered with an error.
 
@@ -97,7 +98,7 @@ class Jobs:
         agreement: Agreement,
     ) -> None:
         self.entries: dict[int, WorkerAdapter] = {}
-        self.given: dict[int, tuple[int, LoadedAdapter]] = {}
+        self.given = GivenAdapters()
         self.lost: set[int] = set()
         self._read = read
         self._files = files
@@ -201,8 +202,7 @@ class Jobs:
             self._loader.submit(partial(self._run_load, command.job, entry))
 
     def _take_given(self, job: int, entry: WorkerAdapter) -> None:
-        _, adapter = self.given.pop(entry.spec.given, (0, None))
-        entry.adapter = adapter
+        adapter = entry.adapter = self.given.take(entry.spec.given)
         if adapter is None:
             error = AdapterNotFound("an adapter that workers were given, and have lost", remedy="add it again")
             # Callers' adapters are in no store: the error of the failed load asks for the adapter again.
@@ -215,18 +215,13 @@ class Jobs:
     def engine_ids(self) -> set[int]:
         """Engine ids of all adapters that are here, except the removed ones."""
         here = (it for it in self.entries.values() if it.adapter is not None and not it.is_removed)
-        return {entry.spec.engine_id for entry in here} | {engine_id for engine_id, _ in self.given.values()}
+        return {entry.spec.engine_id for entry in here} | self.given.engine_ids
 
-    def forget(self, engine_id: int) -> None:
+    def hide(self, engine_id: int) -> None:
         """Note that a caller has removed an adapter; its planned generations stay until the scheduler evicts them."""
-        self.forget_given([number for number, (of, _) in self.given.items() if of == engine_id])
+        self.given.remove(engine_id)
         for entry in self.entries.values():
             entry.is_removed = entry.is_removed or entry.spec.engine_id == engine_id
-
-    def forget_given(self, numbers: Iterable[int]) -> None:
-        """Drop added adapters that are not planned yet."""
-        for number in numbers:
-            self.given.pop(number, None)
 
     def _activate(self, command: Activate) -> None:
         entry = self.entries.get(command.key)

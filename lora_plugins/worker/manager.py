@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
 from lora_plugins.log import logger
-from lora_plugins.scheduler.messages import AdapterSpec, Change, Command, Report, Slots
+from lora_plugins.scheduler.messages import AdapterSpec, Command, Report, Slots
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker import loading
@@ -100,7 +99,6 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self.has_told_slots = False
         self.whole_model: ModelModules | None = None
         self._dummies: set[LoRARequest] = set()
-        self._changes: list[tuple[Change, LoadedAdapter | None]] = []
 
     def create_lora_manager(self, model: torch.nn.Module, vllm_config: Any) -> Any:
         """Do as vLLM does, and start the loading threads."""
@@ -239,9 +237,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             adapter = self._read(AdapterSpec(engine_id, name, path, lora_request=lora_request), path)
         except Exception as error:
             raise loading.explained(error, name) from error
-        # The scheduler, which is in another process, learns of the change later (`take_changes`).
-        spec = AdapterSpec(engine_id, name, path, size_bytes=adapter.size_bytes)
-        self._changes.append((Change(engine_id, spec), adapter))
+        self.jobs.given.add(AdapterSpec(engine_id, name, path, size_bytes=adapter.size_bytes), adapter)
         return True
 
     def remove_adapter(self, adapter_id: int) -> bool:
@@ -249,21 +245,8 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         if adapter_id not in self.list_adapters():
             return False
         super().remove_adapter(adapter_id)  # adapters of a warm-up, which vLLM has added
-        self.jobs.forget(adapter_id)
-        self._changes = [(change, None if change.engine_id == adapter_id else it) for change, it in self._changes]
-        self._changes.append((Change(adapter_id), None))
+        self.jobs.hide(adapter_id)
         return True
-
-    def take_changes(self, first_number: int) -> list[Change]:
-        """Return callers' additions and removals since the last call, in order, numbered from `first_number`."""
-        changes, self._changes = self._changes, []
-        taken = []
-        for number, (change, adapter) in enumerate(changes, first_number):
-            if adapter is not None:
-                self.jobs.given[number] = change.engine_id, adapter
-            spec = None if change.spec is None else replace(change.spec, given=number)
-            taken.append(Change(change.engine_id, spec))
-        return taken
 
     def remove_all_adapters(self) -> None:
         """Remove unplanned adapters, such as vLLM's dummies."""
@@ -272,8 +255,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     def list_adapters(self) -> set[int]:
         """Return the engine ids of the adapters in host memory."""
-        added = {change.engine_id for change, adapter in self._changes if adapter is not None}
-        return self.jobs.engine_ids | added | set(super().list_adapters())
+        return self.jobs.engine_ids | set(super().list_adapters())
 
 
 def _without(mapping: LoRAMapping, owners: Sequence[int | None]) -> LoRAMapping:

@@ -128,7 +128,7 @@ class _Scheduler(AdmittingScheduler):
         # vLLM's requests, none of which waits with a KV cache.
         self.requests: dict[str, Any] = defaultdict(lambda: SimpleNamespace(num_computed_tokens=0))
         self.specs = AdapterSpecs(planner.state)
-        self.pauses = Pauses(planner.state)
+        self.pauses = Pauses(planner)
 
     def regroup(self, *_: Any) -> None:
         """Nothing: no request waits in a queue of vLLM's."""

@@ -73,7 +73,7 @@ def test_the_model_manager_takes_vllms_arguments(base: Path, is_by_name: bool) -
 
 
 def changes_of(manager: Any) -> list[tuple[int, bool]]:
-    return [(change.engine_id, change.spec is not None) for change in manager.take_changes(1)]
+    return [(change.engine_id, change.spec is not None) for change in manager.jobs.given.take_changes(1)]
 
 
 def test_what_a_caller_adds_is_here_and_in_no_slot(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
@@ -82,7 +82,7 @@ def test_what_a_caller_adds_is_here_and_in_no_slot(make_manager: Make, adapters:
     assert manager.add_adapter(adapters[1].request()) is True
     assert manager.list_adapters() == {1, 2}
     adapters[1].vanish()
-    (change,) = manager.take_changes(1)
+    (change,) = manager.jobs.given.take_changes(1)
     assert (change.engine_id, change.spec.name, bool(change.spec.given)) == (2, adapters[1].name, True)
     assert change.spec.size_bytes > 0
     assert slots_of(manager)[:2] == [1, None]
@@ -105,7 +105,7 @@ def test_what_is_here_is_added_again_only_in_place(make_manager: Make, tmp_path:
     assert holds(manager, old)
     assert manager.add_adapter(make_adapter(tmp_path / "b", 1, seed=12).request(load_inplace=True)) is True
     assert manager.add_adapter(new.request(load_inplace=True)) is True
-    first, second = manager.take_changes(6)
+    first, second = manager.jobs.given.take_changes(6)
     assert holds(manager, old), "until the scheduler says"
     manager.begin_step([Load(first.spec, 1000, 76), Load(second.spec, 1001, 77), Evict(1)])
     assert isinstance(ended(manager, 77), Loaded)
@@ -133,8 +133,8 @@ def test_what_a_caller_removes_is_gone_for_later_requests(make_manager: Make, ad
 def test_what_was_given_and_forgotten_fails(make_manager: Make, adapters: list[Adapter]) -> None:
     manager = make_manager()
     manager.add_adapter(adapters[0].request())
-    (change,) = manager.take_changes(9)
-    manager.jobs.forget_given({9})
+    (change,) = manager.jobs.given.take_changes(9)
+    manager.jobs.given.forget({9})
     assert manager.list_adapters() == set()
     manager.begin_step([Load(change.spec, 1, 77)])
     report = ended(manager, 77)

@@ -253,7 +253,7 @@ def test_a_load_in_the_loop_itself_waits_for_nobody(make_manager: Callable[..., 
     manager = make_manager()
     it = adapter(tmp_path, 1, *DORA)
     assert manager.add_adapter(it.request())
-    (change,) = manager.take_changes(1)
+    (change,) = manager.jobs.given.take_changes(1)
     assert change.spec is not None
 
 

@@ -9,8 +9,7 @@ are called with `lora_plugins_step`.
 Touches:
     vllm.v1.engine.core:
         EngineCore{scheduler, model_executor, add_lora(self, lora_request), remove_lora(self, lora_id),
-            abort_requests(self, request_ids), pin_lora(self, lora_id), list_loras(self), is_scheduler_paused(self),
-            collective_rpc(self, method, timeout, args, kwargs)}
+            abort_requests(self, request_ids), pin_lora(self, lora_id), list_loras(self), is_scheduler_paused(self)}
     vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, load_inplace}
     vllm.v1.executor.abstract: Executor.collective_rpc(self, method, timeout, args, ...)
 Why: vLLM's own methods run in the engine's loop, and would load there and then.
@@ -23,13 +22,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.process import moves_running
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Change, Outcome, PlannerFigures, RequestsOfName
+from lora_plugins.scheduler.messages import AdapterSpec, AdapterState, Outcome, PlannerFigures, RequestsOfName
 from lora_plugins.scheduler.pauses import PauseMode
-from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.state import PlannerState
+from lora_plugins.vllm_patches.engine_core.given_adapters import collective_rpc
 from lora_plugins.vllm_patches.engine_core.pausing import pause
 from lora_plugins.vllm_patches.engine_core.scheduler import has_planner
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
@@ -54,7 +53,7 @@ def patch() -> None:
 @utility
 def _load(self: Any, spec: AdapterSpec, wants_slot: bool, succeeds: int | None = None) -> Future[Outcome] | Outcome:
     """Load an adapter into host memory, and into an idle slot; `_move` then moves requests of the id it `succeeds`."""
-    planner = _planner(self)
+    planner = self.scheduler.planner
     planned, state = self.scheduler.specs.complete(spec), planner.state
     # Before the load: afterwards a load and a hit look alike.
     known = state.current.get(planned.engine_id)
@@ -74,33 +73,32 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, succeeds: int | None =
 @utility
 def _move(self: Any, engine_id: int) -> None:
     """Have requests of the id that a loaded adapter succeeds go on with the adapter."""
-    _planner(self).move(engine_id, time.monotonic())
+    self.scheduler.planner.move(engine_id, time.monotonic())
 
 
 @utility
 def _pin(self: Any, spec: AdapterSpec) -> Future[Outcome] | Outcome:
     """Keep an adapter in host memory and in a slot."""
-    planner = _planner(self)
+    planner = self.scheduler.planner
     return answer_of(self, planner.pin(self.scheduler.specs.complete(spec), time.monotonic()))
 
 
 @utility
 def _unpin(self: Any, engine_id: int) -> bool:
     """Allow a pinned adapter to be evicted; returns whether it was pinned."""
-    return bool(_planner(self).unpin(engine_id, time.monotonic()))
+    return bool(self.scheduler.planner.unpin(engine_id, time.monotonic()))
 
 
 @utility
 def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Future[Outcome] | Outcome:
     """Evict an adapter as soon as it is not used; API servers give its id to no other."""
-    retired = _planner(self).retire(engine_id, time.monotonic(), refusal, is_last=True)
+    retired = self.scheduler.planner.retire(engine_id, time.monotonic(), refusal, is_last=True)
     return answer_of(self, retired, is_enough_to_begin=True)
 
 
 @utility
 def _pause(self: Any, name: str, mode: PauseMode) -> RequestsOfName:
     """Hold new requests of a name until a resume; return all requests of the name."""
-    _planner(self)
     request_ids = pause(self.scheduler, name, mode)
     # With `ABORT` waiting parts are aborted too.
     clients = self.scheduler.pauses.clients(name, with_waiting=mode is PauseMode.ABORT)
@@ -110,7 +108,6 @@ def _pause(self: Any, name: str, mode: PauseMode) -> RequestsOfName:
 @utility
 def _paused(self: Any, name: str, clients: list[str]) -> Future[bool]:
     """Wait until no request of a paused name runs, or its pause ends; these clients' parts run first, or end."""
-    _planner(self)
     self.scheduler.join(name, clients)
     paused: Future[bool] = self.scheduler.pauses.paused(name)
     return paused
@@ -119,11 +116,9 @@ def _paused(self: Any, name: str, clients: list[str]) -> Future[bool]:
 @utility
 def _resume(self: Any, name: str) -> None:
     """Have the requests that the pause of a name holds go on."""
-    _planner(self)
     self.scheduler.resume(name)
 
 
-@utility
 def _end_api_server(self: Any, number: int) -> None:
     """End the requests of an API server that has died."""
     of_dead = [name for name, request in self.scheduler.requests.items() if request.client_index == number]
@@ -133,7 +128,7 @@ def _end_api_server(self: Any, number: int) -> None:
 @utility
 def _residency(self: Any) -> list[AdapterState]:
     """Return each adapter's place, and the ids of its held and running requests."""
-    state = _planner(self).state
+    state = self.scheduler.planner.state
     states = {
         # For a caller, a request that a pause has stopped waits like a held request.
         it.spec.engine_id: replace(_state(state, it), held=(*it.held, *it.stopped), running=tuple(it.running))
@@ -162,7 +157,7 @@ def _state(state: PlannerState, adapter: Adapter) -> AdapterState:
 @utility
 def _figures(self: Any) -> PlannerFigures:
     """Return the planner's counts, for metrics."""
-    state = _planner(self).state
+    state = self.scheduler.planner.state
     cache = state.cache
     return PlannerFigures(
         slots=(state.pointed if state.pointed.size else state.copied).size,  # an ordinary adapter takes no other
@@ -182,20 +177,22 @@ def _figures(self: Any) -> PlannerFigures:
 def _add_lora(_: Any, self: Any, lora_request: Any) -> Any:
     specs = self.scheduler.specs
     spec, is_other = specs.of(lora_request), specs.is_other(lora_request)
-    load = _planner(self).load(spec, time.monotonic(), is_other=is_other, wants_slot=True, moves=moves_running())
+    load = self.scheduler.planner.load(
+        spec, time.monotonic(), is_other=is_other, wants_slot=True, moves=moves_running()
+    )
     return then(answer_of(self, load), true_or_raise)
 
 
 def _remove_lora(_: Any, self: Any, lora_id: int) -> bool:
     """As in vLLM, later requests do not find the id, and the caller waits for no request of before."""
-    planner = _planner(self)
+    planner = self.scheduler.planner
     is_known = lora_id in planner.state.current
     answer_of(self, planner.retire(lora_id, time.monotonic()), is_enough_to_begin=True)
     return is_known
 
 
 def _pin_lora(original: Any, self: Any, lora_id: int) -> Any:
-    planner = _planner(self)
+    planner = self.scheduler.planner
     known = planner.state.current.get(lora_id)
     if known is None:
         return original(self, lora_id)
@@ -204,70 +201,8 @@ def _pin_lora(original: Any, self: Any, lora_id: int) -> Any:
 
 def _list_loras(_: Any, self: Any) -> Any:
     """Return the ids that later requests find: no adapter that was removed, or replaced, and still runs."""
-    current = _planner(self).state.current.items()
+    current = self.scheduler.planner.state.current.items()
     return {engine_id for engine_id, it in current if it.is_loaded or it.replaces is not None}
-
-
-def _collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """A caller's own code in workers may add and remove adapters: the planner learns of them before the end."""
-    if method == "take_notifications":  # vLLM calls this in its own loop (vllm-project/vllm#51433)
-        return original(self, method, *args, **kwargs)
-    try:
-        result = original(self, method, *args, **kwargs)
-    except Exception:
-        # Some workers may have taken adapters before the error.
-        _take_back(self, _changes(self))
-        raise
-    of_workers = _changes(self)
-    if not any(of_workers):
-        return result
-    agreed = _agreed(of_workers)
-    if agreed is None:
-        _take_back(self, of_workers)
-        raise InvalidAdapter(
-            "workers that were given different adapters, or in another order",
-            expected="the same in each worker",
-            remedy="give every worker the same, in one collective_rpc",
-        )
-
-    def end(answer: Outcome) -> Any:
-        if answer.error is not None:
-            _take_back(self, of_workers, is_planned=True)
-        return true_or_raise(answer) and result
-
-    return then(answer_of(self, _planner(self).given(agreed, time.monotonic())), end)
-
-
-def _changes(core: Any) -> list[list[Change]]:
-    """Return adapters that each worker was given, or had to remove; the n-th has the same number in each worker."""
-    first = core.scheduler.given_numbers
-    of_workers: list[list[Change]] = core.model_executor.collective_rpc("lora_plugins_changes", args=(first,))
-    core.scheduler.given_numbers += max(map(len, of_workers), default=0)
-    return of_workers
-
-
-def _take_back(core: Any, of_workers: list[list[Change]], *, is_planned: bool = False) -> None:
-    """Remove everywhere the adapters that some workers lack, that have no room, or that one worker has removed."""
-    changes = [change for of_worker in of_workers for change in of_worker]
-    given = {change.spec.given for change in changes if change.spec is not None}
-    if given:
-        core.model_executor.collective_rpc("lora_plugins_forget_given", args=(given,))
-    removed = [Change(change.engine_id) for change in changes if change.spec is None or is_planned]
-    _planner(core).given(removed, time.monotonic())
-
-
-def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
-    """Return the adapters that all workers were given, or had to remove; None where workers differ."""
-    # Sizes are left out of the comparison: with tensor parallelism each worker has its own part of an adapter.
-    if len({tuple((change.engine_id, change.spec is None) for change in changes) for changes in of_workers}) > 1:
-        return None
-    agreed = []
-    for first, *others in zip(*of_workers, strict=True):
-        if first.spec is not None:
-            size_bytes = max(change.spec.size_bytes for change in (first, *others) if change.spec is not None)
-            first = replace(first, spec=replace(first.spec, size_bytes=size_bytes))  # noqa: PLW2901 - the largest part
-        agreed.append(first)
-    return agreed
 
 
 def _sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -296,12 +231,5 @@ def _wake_up(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _planner(core: Any) -> Planner:
-    if not has_planner(core):
-        raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
-    planner: Planner = core.scheduler.planner
-    return planner
-
-
 _UTILITIES = (_load, _move, _pin, _unpin, _retire, _pause, _paused, _resume, _end_api_server, _residency, _figures)
-_METHODS = (_add_lora, _remove_lora, _pin_lora, _list_loras, _collective_rpc, _sleep, _wake_up)
+_METHODS = (_add_lora, _remove_lora, _pin_lora, _list_loras, collective_rpc, _sleep, _wake_up)

@@ -106,7 +106,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.planner = make_planner(vllm_config)
         self.specs = AdapterSpecs(self.planner.state)
-        self.pauses = Pauses(self.planner.state)
+        self.pauses = Pauses(self.planner)
         self.given_numbers = 1
         rows_are_requests = vllm_config.speculative_config is None
         self._finite_answers = FiniteAnswers(self.planner.state.of_request, rows_are_requests=rows_are_requests)
@@ -200,7 +200,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             spec = self.specs.complete(AdapterSpec(engine_id, session.lora_request.lora_name, path))
         is_current = spec is not None and generations.key_of(spec.engine_id) == key
         if spec is None or not is_current or not has_weights(session, spec, generations.weights_key_of(spec.engine_id)):
-            self.planner.state.refuse(session, _replaced(session))
+            self._refuse(session, _replaced(session))
         else:
             self._waits(session, spec, order, is_other=False)
 
@@ -226,7 +226,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def _refuse(self, request: Any, error: LoRAPluginsError) -> None:
         self.planner.ended([request.request_id], time.monotonic())
-        self.planner.state.refuse(request, error)
+        self.planner.refuse(request, error)
 
     def _assign(self, request: Any, adapter: Adapter) -> None:
         asked_for = request.lora_request.lora_path
@@ -236,10 +236,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def regroup(self) -> None:
         """Have requests follow the planner: their adapter, its weights, or whether they may run has changed."""
-        state = self.planner.state
-        regrouped, state.regrouped = state.regrouped, {}
-        for request in regrouped.values():
-            adapter = state.of_request.get(request.request_id)
+        for request in self.planner.take_regrouped():
+            adapter = self.planner.state.of_request.get(request.request_id)
             if adapter is not None and request.request_id in adapter.held:
                 self._follow(request, adapter)
             for queue in self.queues:
@@ -310,8 +308,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         """Plan the step; return the work of the workers before its requests run."""
         plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
         self._move([(self.requests[name], adapter) for adapter in plan.moved for name in adapter.running])
-        if self.planner.state.regrouped:
-            self.regroup()
+        self.regroup()
         if self._waiting_with_kv:
             self._preempt_waiting()
         self.answer_calls()

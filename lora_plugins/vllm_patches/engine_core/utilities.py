@@ -3,8 +3,6 @@
 In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so the utility waits for the
 answer, as long as the workers have work for it; the utility does not wait for steps that only the caller could make.
 
-A utility's arguments are converted by its annotations.
-
 Touches:
     vllm.v1.engine.core:
         EngineCoreProc{_convert_msgspec_args(method, args),
@@ -24,18 +22,24 @@ from typing import Any, get_type_hints
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.messages import Outcome, from_plain, to_plain
 from lora_plugins.scheduler.planner import Planner
+from lora_plugins.vllm_patches.engine_core.scheduler import has_planner
 
 _STEP_WAIT_S = 0.05
 
 
 def utility(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a utility for vLLM's messages: arguments and answer are plain values of the annotated types."""
+    """Return a utility for vLLM's messages, of engines with a planner: arguments and answer are plain values.
+
+    Arguments are converted to the annotated types.
+    """
     # vLLM itself converts arguments of msgspec's own classes only (`_convert_msgspec_args` in vllm/v1/engine/core.py,
     # 0.32); ours are dataclasses.
     kinds = [kind for name, kind in get_type_hints(function).items() if name not in ("self", "return")]
 
     @functools.wraps(function)
     def wrapped(self: Any, *arguments: Any) -> Any:
+        if not has_planner(self):
+            raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
         given = zip(kinds, arguments, strict=False)  # the last ones may be left out
         return then(function(self, *(from_plain(kind, plain) for kind, plain in given)), to_plain)
 

@@ -155,12 +155,12 @@ def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report 
 def _changes(self: Any, first_number: int) -> list[Change]:
     """Return adapters that this worker was given, or had to remove, past the plan since the last call, numbered."""
     manager = manager_of(self)
-    return [] if manager is None else list(manager.take_changes(first_number))
+    return [] if manager is None else list(manager.jobs.given.take_changes(first_number))
 
 
 def _forget_given(self: Any, numbers: set[int]) -> None:
     """Drop adapters that were given past the plan, and are not planned yet."""
-    manager_of(self).jobs.forget_given(numbers)
+    manager_of(self).jobs.given.forget(numbers)
 
 
 def _finish_jobs(self: Any) -> None:

@@ -477,7 +477,7 @@ class World:
             "popped": places.popped, "removed": places.removed, "with kv": scheduler._waiting_with_kv,
             "versions": scheduler._versions, "deferred": scheduler.deferred_waiting,
             "sessions": scheduler.num_waiting_for_streaming_input,
-            "pauses": pauses._pauses, "paused names": pauses._names, "answering": pauses._answering,
+            "pauses": pauses._pauses, "held by pauses": pauses._held, "pausing": pauses._calls,
             "of_request": state.of_request, "held": held_count(scheduler.planner),
             "stopped": state.stopped_count, "absent": list(state.absent), "ready": list(state.ready),
             "newly_held": list(state.newly_held), "regrouped": state.regrouped, "in flight": state.in_flight,

@@ -1,0 +1,85 @@
+"""Adapters that callers give to workers, or remove there, past the plan: code of theirs, in a `collective_rpc`.
+
+A worker loads such an adapter at once, and keeps it until the plan has it (`worker/given.py`). After each call all
+workers are asked what they were given. What all of them were given becomes a new generation in the plan; its `Load`
+finds the weights by their number (`AdapterSpec.given`). What only some of them have, or what has no room, is forgotten
+everywhere, and the caller gets an error.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from lora_plugins.errors import InvalidAdapter
+from lora_plugins.scheduler.messages import Change, Outcome
+from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise
+
+
+def collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """A caller's own code in workers may add and remove adapters: the planner learns of them before the end.
+
+    Touches:
+        vllm.v1.engine.core: EngineCore{model_executor, collective_rpc(self, method, timeout, args, kwargs)}
+        vllm.v1.executor.abstract: Executor.collective_rpc(self, method, timeout, args, ...)
+    Why: what workers were given past the plan would be in no slot, and count in no budget.
+    """
+    if method == "take_notifications":  # vLLM calls this in its own loop (vllm-project/vllm#51433)
+        return original(self, method, *args, **kwargs)
+    try:
+        result = original(self, method, *args, **kwargs)
+    except Exception:
+        # Some workers may have taken adapters before the error.
+        _forget(self, _changes(self))
+        raise
+    of_workers = _changes(self)
+    if not any(of_workers):
+        return result
+    agreed = _agreed(of_workers)
+    if agreed is None:
+        _forget(self, of_workers)
+        raise InvalidAdapter(
+            "workers that were given different adapters, or in another order",
+            expected="the same in each worker",
+            remedy="give every worker the same, in one collective_rpc",
+        )
+
+    def end(answer: Outcome) -> Any:
+        if answer.error is not None:
+            _forget(self, of_workers, is_planned=True)
+        return true_or_raise(answer) and result
+
+    return then(answer_of(self, self.scheduler.planner.given(agreed, time.monotonic())), end)
+
+
+def _changes(core: Any) -> list[list[Change]]:
+    """Return adapters that each worker was given, or had to remove; the n-th has the same number in each worker."""
+    first = core.scheduler.given_numbers
+    of_workers: list[list[Change]] = core.model_executor.collective_rpc("lora_plugins_changes", args=(first,))
+    core.scheduler.given_numbers += max(map(len, of_workers), default=0)
+    return of_workers
+
+
+def _forget(core: Any, of_workers: list[list[Change]], *, is_planned: bool = False) -> None:
+    """Forget everywhere the adapters that some workers lack, that have no room, or that one worker has removed."""
+    changes = [change for of_worker in of_workers for change in of_worker]
+    given = {change.spec.given for change in changes if change.spec is not None}
+    if given:
+        core.model_executor.collective_rpc("lora_plugins_forget_given", args=(given,))
+    removed = [Change(change.engine_id) for change in changes if change.spec is None or is_planned]
+    core.scheduler.planner.given(removed, time.monotonic())
+
+
+def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
+    """Return the adapters that all workers were given, or had to remove; None where workers differ."""
+    # Sizes are left out of the comparison: with tensor parallelism each worker has its own part of an adapter.
+    if len({tuple((change.engine_id, change.spec is None) for change in changes) for changes in of_workers}) > 1:
+        return None
+    agreed = []
+    for first, *others in zip(*of_workers, strict=True):
+        if first.spec is not None:
+            size_bytes = max(change.spec.size_bytes for change in (first, *others) if change.spec is not None)
+            first = replace(first, spec=replace(first.spec, size_bytes=size_bytes))  # noqa: PLW2901 - the largest part
+        agreed.append(first)
+    return agreed
