@@ -13,26 +13,12 @@ finds the current generation, and a later generation is loaded beside the curren
   adapters and no slot has passed on for max(patience, 2 * the mean run) / the running adapters, the adapter with the
   fewest running requests leaves: only requests that have run before, and parts of its running requests, still join. No
   adapter leaves for requests of a worse priority than its own, and requests of a better priority than the one it
-  leaves for still run; the last that takes any request stays, unless no other
-  runs.
+  leaves for still run; the last that takes any request stays, unless no other runs.
 - A wanted adapter is loaded at once, unless enough adapters wait in host memory to take all slots before. An adapter
   that finds no room for the time above gets room reserved: as few adapters as needed drain, and do not begin again.
 - An adapter that can never fit, by size or beside pins, is refused at once, and delays no other.
 
-No adapter starves. Let an adapter's first request wait in vLLM's queue, and let B be the time until vLLM passes over
-the request: until then the request waits as in vLLM without adapters, for rows. Let Q be max(patience, 2 * the mean
-run), R the longest run of a client's request (parts of a request may join for a minute, so at most a minute longer), D
-the longest load and A the longest activation, each with the steps to notice its end. Let k adapters come before in
-vLLM's order; for a request of a leaving adapter the wait begins R later at most. Among requests of one priority, while
-none is pinned,
-
-- with room for all in the host cache: of `slots` adapters, while others wait, `slots - 1` (or the only one) leave
-  within Q, and as much again for slots that passed on meanwhile, and end R later. The adapter has a slot within
-  B + D * (1 + ceil((k + 1) / MAX_LOADS)) + (2 * Q + R + A) * ceil((k + 1) / max(1, slots - 1));
-- otherwise room is reserved for the first adapter within Q, and free R later; a slot follows within R + 2 * Q: in all
-  B + (k + 1) * (D + A + 3 * Q + 2 * R), for a cache of one adapter. An adapter larger than its files said counts twice.
-
-A request whose adapter has a slot runs when vLLM has a row: at its place, for later requests have not overtaken it.
+No adapter starves: docs/explanation/manager.md has the longest wait, which tests/scheduler/test_no_starvation.py holds.
 
 Times are seconds of a clock that never goes back. Not thread-safe: the engine's loop calls the planner.
 """
@@ -42,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from cachetools import LRUCache
@@ -98,7 +85,7 @@ class Planner:
         order: gives the places of calls, and of requests that come without a place.
 
     Attributes:
-        state: read by others, changed only here.
+        state: read by others; changed by this class, and by functions of this folder that this class calls.
     """
 
     def __init__(
@@ -181,12 +168,7 @@ class Planner:
     def passed_over(self, before: Order | None, now: float) -> None:
         """Note that vLLM ran requests behind others, whose adapters were not ready: those before a place, or all."""
         self.state.settle(now)
-        passed_over = []
-        for adapter in self.state.newly_held:
-            if before is not None and adapter.order > before:
-                break
-            passed_over.append(adapter)
-        for adapter in passed_over:
+        for adapter in list(takewhile(lambda it: before is None or it.order <= before, self.state.newly_held)):
             if adapter not in self.state.open_groups:
                 self.state.passed_over(adapter, now)
                 self._look_at = min(self._look_at, now + share_s(self.state, self._patience_s))

@@ -480,7 +480,7 @@ class SimulatedEngine:
         assert state.reserved_for is None
 
     def _note_overtakers(self) -> None:
-        """Count who waits and came before, for each held request; see `planner.py` on the longest wait."""
+        """Count who waits and came before, for each held request; see manager.md on the longest wait."""
         state = self.planner.state
         orders = [it.order for it in state.adapters.values() if it.is_wanted and not it.is_in_flight]
         for request in self.held.values():

@@ -1,4 +1,4 @@
-"""Whoever waits is served within the time that `planner.py` states, under load that never ends."""
+"""Whoever waits is served within the time that manager.md states (the longest wait), under load that never ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def serve(traffic: Traffic, until_s: float = LOAD_UNTIL_S, never_fits: bool = Fa
 
 
 def longest_allowed_s(engine: SimulatedEngine, traffic: Traffic, request: Request) -> float:
-    """What the docstring of `planner.py` states, of durations that the run showed."""
+    """What docs/explanation/manager.md states, of durations that the run showed."""
     step = engine.longest_step_s
     run = max(it.ended_at - it.began_at for it in engine.requests if it.began_at is not None)
     load = engine.workers.longest_load_s + 2 * step
