@@ -8,60 +8,68 @@ from math import ceil
 
 # Adapters whose load is remembered; a rarer adapter needs a single replica anyway.
 REMEMBERED = 65_536
+BUCKET_S = 1.0
+SMOOTHING = 0.25
+
+
+@dataclass(slots=True)
+class _Requests:
+    """A replica's requests in flight; `most` of ours since the last report, `most_before` between the last two."""
+
+    ours: int = 0
+    others: int = 0
+    most: int = 0
+    most_before: int = 0
 
 
 class ReplicaLoad:
     """Requests in flight by replica: this router's own, and the requests of other routers."""
 
     def __init__(self) -> None:
-        self._ours: dict[str, int] = {}
-        self._others: dict[str, int] = {}
-        self._peaks: dict[str, tuple[int, int]] = {}  # of our requests: before the last report, and since
+        self._replicas: dict[str, _Requests] = {}
         self.total = 0
 
     def of(self, replica: str) -> int:
         """Return the requests in flight at a replica; 0 for an unknown replica."""
-        return self._ours.get(replica, 0) + self._others.get(replica, 0)
+        requests = self._replicas.get(replica)
+        return 0 if requests is None else requests.ours + requests.others
 
     def join(self, replica: str) -> None:
         """Count for this replica."""
-        self._ours.setdefault(replica, 0)
-        self._others.setdefault(replica, 0)
+        self._replicas.setdefault(replica, _Requests())
 
     def leave(self, replica: str) -> None:
         """Forget a replica; its requests are in flight no longer."""
-        self.total -= self._ours.pop(replica, 0) + self._others.pop(replica, 0)
-        self._peaks.pop(replica, None)
+        self.total -= self.of(replica)
+        self._replicas.pop(replica, None)
 
     def routed(self, replica: str) -> bool:
         """Count a request more; False for an unknown replica."""
-        if replica not in self._ours:
+        if (requests := self._replicas.get(replica)) is None:
             return False
-        self._ours[replica] += 1
+        requests.ours += 1
+        requests.most = max(requests.most, requests.ours)
         self.total += 1
-        before, since = self._peaks.get(replica, (0, 0))
-        self._peaks[replica] = before, max(since, self._ours[replica])
         return True
 
     def completed(self, replica: str) -> None:
         """Count a request less; a replica that has left, or has no request, counts nothing."""
-        if self._ours.get(replica, 0) > 0:
-            self._ours[replica] -= 1
+        requests = self._replicas.get(replica)
+        if requests is not None and requests.ours > 0:
+            requests.ours -= 1
             self.total -= 1
 
-    def reported(self, replica: str, requests: int) -> None:
+    def reported(self, replica: str, count: int) -> None:
         """Note a replica's requests from all routers together: a number above ours belongs to other routers.
 
         A report is older than this router's counts: ours count as the most since the last report but one.
         """
-        if replica in self._others:
-            ours = self._ours[replica]
-            before, since = self._peaks.get(replica, (0, 0))
+        if (requests := self._replicas.get(replica)) is not None:
             # Never below 0: a report may be older than requests that have ended since.
-            others = max(0, requests - max(before, since, ours))
-            self._peaks[replica] = since, ours
-            self.total += others - self._others[replica]
-            self._others[replica] = others
+            others = max(0, count - max(requests.most_before, requests.most, requests.ours))
+            requests.most_before, requests.most = requests.most, requests.ours
+            self.total += others - requests.others
+            requests.others = others
 
 
 @dataclass(slots=True)
@@ -80,26 +88,21 @@ class _Demand:
 class LoadEstimator:
     """How many replicas each adapter should be on, by the adapter's requests in flight.
 
-    Requests are averaged over buckets of `bucket_s`, and the averages exponentially: each new average has the weight
-    `smoothing`, so a single burst does not spread an adapter. An adapter gets more replicas at once, and fewer only
+    Requests are averaged over buckets of `BUCKET_S`, and the averages exponentially: each new average has the weight
+    `SMOOTHING`, so a single burst does not spread an adapter. An adapter gets more replicas at once, and fewer only
     after `cool_down_s` in which fewer would have done at all times. Of more than `REMEMBERED` adapters the least
     recently used is forgotten, and is on a single replica again.
     """
 
-    def __init__(
-        self, per_replica: int, *, bucket_s: float = 1.0, smoothing: float = 0.25, cool_down_s: float = 60.0
-    ) -> None:
-        self._per_replica = per_replica
-        self._bucket_s = bucket_s
-        self._keep = 1.0 - smoothing
-        self._cool_down_s = cool_down_s
+    def __init__(self, per_replica: int, *, cool_down_s: float = 60.0) -> None:
+        self._per_replica, self._cool_down_s = per_replica, cool_down_s
         self._demands: OrderedDict[str, _Demand] = OrderedDict()  # the least recently used first
 
     def routed(self, adapter: str, now_s: float) -> None:
         """Count a request."""
         demand = self._demands.get(adapter)
         if demand is None:
-            demand = self._demands[adapter] = _Demand(int(now_s // self._bucket_s), now_s)
+            demand = self._demands[adapter] = _Demand(int(now_s // BUCKET_S), now_s)
             if len(self._demands) > REMEMBERED:
                 self._demands.popitem(last=False)
         else:
@@ -133,14 +136,14 @@ class LoadEstimator:
         # No time has passed since the last call.
         if now_s <= demand.seen_s:
             return
-        bucket = int(now_s // self._bucket_s)
+        bucket = int(now_s // BUCKET_S)
         if bucket > demand.bucket:
-            ends_s = (demand.bucket + 1) * self._bucket_s
+            ends_s = (demand.bucket + 1) * BUCKET_S
             demand.busy_s += demand.in_flight * max(0.0, ends_s - demand.seen_s)
-            demand.average = self._keep * demand.average + (1 - self._keep) * demand.busy_s / self._bucket_s
+            demand.average = (1 - SMOOTHING) * demand.average + SMOOTHING * demand.busy_s / BUCKET_S
             # In the buckets between, the same number of requests was in flight all the time.
-            kept = self._keep ** (bucket - demand.bucket - 1)
+            kept = (1 - SMOOTHING) ** (bucket - demand.bucket - 1)
             demand.average = kept * demand.average + (1 - kept) * demand.in_flight
-            demand.bucket, demand.busy_s, demand.seen_s = bucket, 0.0, bucket * self._bucket_s
+            demand.bucket, demand.busy_s, demand.seen_s = bucket, 0.0, bucket * BUCKET_S
         demand.busy_s += demand.in_flight * (now_s - demand.seen_s)
         demand.seen_s = now_s

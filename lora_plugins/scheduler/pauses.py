@@ -49,9 +49,6 @@ class Pauses:
         self._held: dict[str, _Held] = {}  # by the requests' ids
         self._calls: dict[str, list[Future[bool]]] = {}  # of who waits until no request of a name runs
 
-    def __bool__(self) -> bool:
-        return bool(self._pauses)
-
     @property
     def held(self) -> list[Any]:
         """The requests that came after their name was paused, and wait for a resume."""

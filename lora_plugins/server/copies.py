@@ -13,11 +13,11 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachetools import TTLCache
 
@@ -39,6 +39,14 @@ _RETRY_S = 15.0
 _MOST_MIXTURES = 32  # of one caller: each request may name another one
 _MOST_BY_DIGEST = 1_000  # names `NAME@DIGEST`: a digest has 57 spellings, and a name has many versions
 _HASHED_S = 60.0
+
+
+class _Lease(NamedTuple):
+    """The lease of a name on the copy of a digest; `used_at` in seconds since 1970, None where unknown."""
+
+    digest: str
+    name: str
+    used_at: float | None = None
 
 
 class Copies:
@@ -71,7 +79,7 @@ class Copies:
         """
         holder = object()
         async with self.sharing(share, request.lora_name):
-            request = await self._with_copy(request, holder)
+            request = await self._readable(request, holder)
             try:
                 yield request
             finally:
@@ -87,9 +95,9 @@ class Copies:
     async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:
         """Do as `using`, for the present version, for a caller with the name's lock."""
         holder = object()
-        # `relieve` may end the name's lease between `_have` and `share`, so try a few times.
+        # `relieve` may end the name's lease between `_mend` and `share`, so try a few times.
         for _ in range(CHANGES):
-            await self._have(adapter)
+            await self._mend(adapter)
             # From here the request's own lease keeps the copy, whatever happens to the name's lease.
             if self._store.share(adapter.request.lora_path, holder):
                 break
@@ -158,6 +166,7 @@ class Copies:
         return request if self._registry.get(request.lora_name) is not None else None
 
     async def _replaced(self, request: Any) -> Any:
+        """Return the present request of a name whose copy is missing; None where the name is served no more."""
         await self.have(request.lora_name, request.lora_int_id)
         adapter = self._registry.get(request.lora_name)
         return None if adapter is None else adapter.request
@@ -184,7 +193,7 @@ class Copies:
             await self.relieve()
         await self._unload_idle(_MOST_BY_DIGEST)
         due = [it for it in self._registry.all() if it.is_damaged and it.name not in self._tried]
-        await asyncio.gather(*(self._replace(adapter) for adapter in due))
+        await asyncio.gather(*(self._mend_damaged(adapter) for adapter in due))
 
     async def relieve(self) -> None:
         """End leases of names for adapters without running requests, so that the store may remove the copies.
@@ -197,29 +206,30 @@ class Copies:
         """
         adapters = self._registry.all()
         changing = {it.name for it in adapters if it.previous and self._server.vllm.lock(it.name).locked()}
-        await self._end_leases(it for one in adapters for it in self._idle(one, is_changing=one.name in changing))
+        await self._end_leases(it for one in adapters for it in self._spare_leases(one, changing))
         for name in changing - self._ending:
             background(self._end_earlier(name))
         await self._unload_idle()
 
-    def _idle(self, adapter: ServedAdapter, *, is_changing: bool = False) -> list[tuple[str, str, float | None]]:
-        """The digests of versions whose leases may end, with the name and the version's last use."""
-        used_at, present = self._server.planner.used_at, adapter.version
-        last = 0.0 if present is not None and present.parts else used_at.get(adapter.engine_id)
-        return [
-            (version.digest, adapter.name, last if version is present else None)
-            for version in adapter.versions
-            if not adapter.is_pinned and version.digest != adapter.held_digest
-            if not (adapter.is_only_copy if version is present else is_changing)
-        ]
+    def _spare_leases(self, adapter: ServedAdapter, changing: Collection[str] = ()) -> list[_Lease]:
+        """Return the leases of a name that may end; where the name is `changing`, none of an earlier version."""
+        if adapter.is_pinned:
+            return []
+        earlier = () if adapter.name in changing else adapter.previous
+        spare = [_Lease(version.digest, adapter.name) for version in earlier]
+        if (present := adapter.version) is not None and not adapter.is_only_copy:
+            # The store removes first what was used longest ago, and mixtures are made again of their parts.
+            used_at = 0.0 if present.parts else self._server.planner.used_at.get(adapter.engine_id)
+            spare.append(_Lease(present.digest, adapter.name, used_at))
+        return [lease for lease in spare if lease.digest != adapter.held_digest]
 
-    async def _end_leases(self, idle: Iterable[tuple[str, str, float | None]]) -> None:
+    async def _end_leases(self, spare: Iterable[_Lease]) -> None:
         # The names' leases end now, not when a thread has the time: by then a name may need its version.
-        ended, ending = list(idle), object()
-        for digest, name, _ in ended:
+        leases, nobody = list(spare), object()
+        for lease in leases:
             with suppress(KeyError):
-                self._store.leases.hand_over(digest, name, ending)
-        of_nobody = [(digest, ending, used_at) for digest, _, used_at in ended]
+                self._store.leases.hand_over(lease.digest, lease.name, nobody)
+        of_nobody = [(lease.digest, nobody, lease.used_at) for lease in leases]
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._store.end_leases, of_nobody))
 
     async def _end_earlier(self, name: str) -> None:
@@ -228,7 +238,7 @@ class Copies:
         try:
             async with self._server.vllm.lock(name):
                 if (adapter := self._registry.get(name)) is not None:
-                    await self._end_leases(self._idle(adapter))
+                    await self._end_leases(self._spare_leases(adapter))
         finally:
             self._ending.discard(name)
 
@@ -270,22 +280,23 @@ class Copies:
             self._server.on_change()
         return unloading
 
-    async def _replace(self, adapter: ServedAdapter) -> None:
+    async def _mend_damaged(self, adapter: ServedAdapter) -> None:
         async with self._server.vllm.lock(adapter.name):
             if self._registry.get(adapter.name) is adapter and adapter.is_damaged:
                 self._tried[adapter.name] = None
                 with suppress(LoRAPluginsError):  # `update` has noted the error
-                    await self._have(adapter)
+                    await self._mend(adapter)
 
-    async def _with_copy(self, request: Any, holder: object) -> Any:
-        self._loop, digest = self._loop or asyncio.get_running_loop(), None
+    async def _readable(self, request: Any, holder: object) -> Any:
+        """Return a request whose copy an engine may read now: the given request, or the name's present request.
+
+        The copy is leased to `holder`, or the engine need not read any: it has the weights, or the path is not ours.
+        """
+        self._loop = self._loop or asyncio.get_running_loop()
         for _ in range(CHANGES):
-            adapter = self._registry.get(request.lora_name)
-            is_damaged = adapter is not None and adapter.is_damaged and adapter.engine_id == request.lora_int_id
-            if not is_damaged and self._store.share(request.lora_path, holder):
+            if not self._is_flagged(request) and self._store.share(request.lora_path, holder):
                 return request
-            digest = self._store.digest_at(request.lora_path)
-            if digest is None:
+            if (digest := self._store.digest_at(request.lora_path)) is None:
                 return request  # outside the store, so nothing to lease
             async with self._server.vllm.lock(request.lora_name):
                 adapter = self._registry.get(request.lora_name)
@@ -294,10 +305,16 @@ class Copies:
                     with suppress(LoRAPluginsError):
                         await self._lease(digest, holder, partial(self._store.release, holder, request.lora_path))
                     return request
-                if not await self._is_had(adapter):
-                    return adapter.request  # the engine has the weights in memory and need not read the copy
+                must_read = await self._mend_if_read(adapter)
                 request = adapter.request
-        raise DamagedCopy.of(digest or request.lora_path)
+            if not must_read:
+                return request
+        raise DamagedCopy.of(Path(request.lora_path).name)
+
+    def _is_flagged(self, request: Any) -> bool:
+        """Whether the copy of a request was found damaged, and its name has no other version yet."""
+        adapter = self._registry.get(request.lora_name)
+        return adapter is not None and adapter.is_damaged and adapter.engine_id == request.lora_int_id
 
     async def have(self, name: str, engine_id: int) -> bool:
         """Fetch the copy of a version again for a follower; False where the engine goes on with the weights in memory.
@@ -309,10 +326,10 @@ class Copies:
             adapter = self._registry.get(name)
             if adapter is None or adapter.version is None or adapter.engine_id != engine_id:
                 return True  # the leader has already told the follower the name's new version
-            return await self._is_had(adapter)
+            return await self._mend_if_read(adapter)
 
-    async def _is_had(self, adapter: ServedAdapter) -> bool:
-        """Do as `_have`; False where no copy can be had, and the engine goes on with the weights in memory.
+    async def _mend_if_read(self, adapter: ServedAdapter) -> bool:
+        """Mend a copy; False where no copy can be had, and the engine goes on with the weights in memory.
 
         After a failure the source is asked again only after `_RETRY_S`, not at each request.
 
@@ -322,7 +339,7 @@ class Copies:
         if adapter.name in self._tried and await self._is_in_memory(adapter):
             return adapter.version is not None and await self.has(adapter.name, adapter.version)
         try:
-            await self._have(adapter)
+            await self._mend(adapter)
         except LoRAPluginsError as error:
             if kind_of(error) is ErrorKind.REFUSAL or not await self._is_in_memory(adapter):
                 raise
@@ -334,8 +351,8 @@ class Copies:
         """Whether the engines have the weights in host memory, from a sound copy."""
         return not adapter.is_damaged and (await self._server.planner.states())(adapter.engine_id).is_loaded
 
-    async def _have(self, adapter: ServedAdapter) -> None:
-        """Have the copy of a name's version leased and sound; fetch the version or a newer version if needed."""
+    async def _mend(self, adapter: ServedAdapter) -> None:
+        """Have a sound copy leased for a name; a missing or damaged copy is replaced, perhaps by a newer version."""
         if adapter.version is None or (not adapter.is_damaged and await self.has(adapter.name, adapter.version)):
             return
         self._note_damage(adapter)

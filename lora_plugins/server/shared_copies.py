@@ -60,7 +60,7 @@ class FollowedCopies(Copies):
                 if (digest := self._store.digest_at(request.lora_path)) is not None]  # fmt: skip
         await asyncio.to_thread(self._store.end_leases, idle)
 
-    async def _with_copy(self, request: Any, holder: object) -> Any:
+    async def _readable(self, request: Any, holder: object) -> Any:
         with suppress(SourceUnavailable):  # the leader is gone, and vLLM will end this server
             self._follower.used(request.lora_int_id)
         digest = None

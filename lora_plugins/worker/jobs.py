@@ -199,7 +199,7 @@ class Jobs:
         if command.spec.given:
             self._take_given(command.job, entry)
         else:
-            self._loader.submit(partial(self._run_load, command.job, entry))
+            self._loader.submit(partial(self._run, command.job, entry, partial(self._begin_load, command.job, entry)))
 
     def _take_given(self, job: int, entry: WorkerAdapter) -> None:
         adapter = entry.adapter = self.given.take(entry.spec.given)
@@ -247,7 +247,8 @@ class Jobs:
         # Reserved first: the slot has no owner while the thread writes, so no batch reads half an adapter.
         self._owners.reserve(command.slot)
         self._running.add(command.job)
-        self._writer.submit(partial(self._write, command.job, entry, command.slot, self._stream.idle_event()))
+        write = partial(self._write, command.job, entry, command.slot, self._stream.idle_event())
+        self._writer.submit(partial(self._run, command.job, entry, write))
 
     def _settle(self, entry: WorkerAdapter) -> None:
         """Settle an adapter before its slot is written, in all workers; one that cannot be settled is lost."""
@@ -351,60 +352,58 @@ class Jobs:
 
     # --- in the background ---
 
-    def _run_load(self, job: int, entry: WorkerAdapter) -> None:
-        path = entry.spec.path
-        if entry.spec.lora_request is not None or self._files.is_here(path):
-            self._read_from(job, entry, path)
-        elif os.path.isabs(path):
-            self._fetcher.submit(partial(self._fetch, job, entry))  # other loads need not wait for a source
-        else:
-            self._fetcher.submit(partial(self._read_from, job, entry, path))  # vLLM expands ~, and fetches from the Hub
-
-    def _fetch(self, job: int, entry: WorkerAdapter) -> None:
-        spec = entry.spec
+    def _run(self, job: int, entry: WorkerAdapter, work: Callable[[], Report | None]) -> None:
+        """Do a part of a job; the job ends with a report, or with an error, and goes on elsewhere without either."""
         try:
-            path = self._files.fetch(spec.name, spec.path, spec.uri)
-        except BaseException as error:  # noqa: BLE001 - the error answers the adapter's requests
-            self._fail(job, entry, error)
-            return
-        self._loader.submit(partial(self._read_from, job, entry, path))
-
-    def _read_from(self, job: int, entry: WorkerAdapter, path: str) -> None:
-        spec, began_at = entry.spec, time.perf_counter()
-        try:
-            try:
-                if entry.is_evicted:
-                    raise _evicted(spec)
-                adapter = self._read(spec, path)
-            finally:
-                # Before the end of the job is known: whoever waits for the job then finds the lease ended.
-                self._files.release(path)
+            report = work()
         except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the engine and all other adapters go on
             self._fail(job, entry, error)
-            return
+        else:
+            if report is not None:
+                self._finish(entry, report)
+
+    def _begin_load(self, job: int, entry: WorkerAdapter) -> Report | None:
+        path = entry.spec.path
+        if entry.spec.lora_request is not None or self._files.is_here(path):
+            return self._read_from(job, entry, path)
+        # vLLM itself expands ~, and fetches from the Hub.
+        work = self._fetch if os.path.isabs(path) else partial(self._read_from, path=path)
+        self._fetcher.submit(partial(self._run, job, entry, partial(work, job, entry)))  # other loads need not wait
+        return None
+
+    def _fetch(self, job: int, entry: WorkerAdapter) -> None:
+        path = self._files.fetch(entry.spec.name, entry.spec.path, entry.spec.uri)
+        self._loader.submit(partial(self._run, job, entry, partial(self._read_from, job, entry, path)))
+
+    def _read_from(self, job: int, entry: WorkerAdapter, path: str) -> Report:
+        spec, began_at = entry.spec, time.perf_counter()
+        try:
+            if entry.is_evicted:
+                raise _evicted(spec)
+            adapter = self._read(spec, path)
+        finally:
+            # Before the end of the job is known: whoever waits for the job then finds the lease ended.
+            self._files.release(path)
         with entry.writing:
             if not entry.is_evicted:
                 entry.adapter = adapter
         load_s = time.perf_counter() - began_at
-        self._finish(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, load_s, adapter.rank))
+        return Loaded(job, adapter.size_bytes, adapter.is_instant, load_s, adapter.rank)
 
-    def _write(self, job: int, entry: WorkerAdapter, slot: int, idle_event: Any) -> None:
+    def _write(self, job: int, entry: WorkerAdapter, slot: int, idle_event: Any) -> Report:
         began_at = time.perf_counter()
-        try:
-            with entry.writing:
-                if entry.adapter is None:
-                    raise _evicted(entry.spec)
-                try:
-                    self._stream.write(idle_event, partial(entry.adapter.write, slot))
-                finally:
-                    # Of half a write too: its copies read host memory, and write the slot, later than the job ends.
-                    entry.written_event = self._stream.written_event()
-        except BaseException as error:  # noqa: BLE001 - the error answers the adapter's requests, all others go on
-            if not entry.is_evicted:
+        with entry.writing:
+            if entry.adapter is None:
+                raise _evicted(entry.spec)
+            try:
+                self._stream.write(idle_event, partial(entry.adapter.write, slot))
+            except BaseException:
                 logger.exception("Writing a slot for adapter '%s' failed", entry.spec.name)
-            self._fail(job, entry, error)
-            return
-        self._finish(entry, Activated(job, time.perf_counter() - began_at))
+                raise
+            finally:
+                # Of half a write too: its copies read host memory, and write the slot, later than the job ends.
+                entry.written_event = self._stream.written_event()
+        return Activated(job, time.perf_counter() - began_at)
 
     def _fail(self, job: int, entry: WorkerAdapter, error: BaseException) -> None:
         # `explained` makes one of our errors: the report crosses processes, and a class of vLLM's or torch's may not

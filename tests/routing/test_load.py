@@ -29,7 +29,7 @@ class Naive:
 
 @given(STEPS)
 def test_average_is_that_of_sums_over_time(steps):
-    estimator, naive = LoadEstimator(1, smoothing=0.25), Naive(0.25)
+    estimator, naive = LoadEstimator(1), Naive(load.SMOOTHING)
     now = 0
     for starts, tenths in steps:
         now += tenths

@@ -224,7 +224,7 @@ async def test_a_mixture_stays_until_its_first_request_comes() -> None:
 async def test_mixtures_count_as_used_longest_ago() -> None:
     world = await mixing()
     world.planner.used_at.update({it.lora_int_id: 10.0 for it in world.table.lora_requests.values()})
-    idle = [one for it in world.lifecycle.registry.all() for one in world.lifecycle.copies._idle(it)]
+    idle = [one for it in world.lifecycle.registry.all() for one in world.lifecycle.copies._spare_leases(it)]
     assert idle == [("aa", "sql", 10.0), ("m1", MIXTURE, 0.0)]
 
 

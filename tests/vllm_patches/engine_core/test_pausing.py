@@ -358,4 +358,4 @@ def test_resuming_twice_and_resuming_what_is_not_paused_does_nothing(make_engine
     engine.scheduler.resume(NAME)
     engine.run()
     assert engine.tokens_of("runs") == unpaused(make_engine, "runs", 20)
-    assert not engine.scheduler.pauses
+    assert not engine.scheduler.pauses._pauses
