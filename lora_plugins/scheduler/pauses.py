@@ -32,7 +32,7 @@ class _Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _PausedRequest:
     """A request that came during the pause of a name, perhaps as part of a client's."""
 
     name: str
@@ -46,7 +46,7 @@ class Pauses:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._pauses: dict[str, _Pause] = {}
-        self._held: dict[str, _Held] = {}  # by the requests' ids
+        self._held: dict[str, _PausedRequest] = {}  # by the requests' ids
         self._calls: dict[str, list[Future[bool]]] = {}  # of who waits until no request of a name runs
 
     @property
@@ -106,7 +106,7 @@ class Pauses:
         if pause.mode is PauseMode.ABORT and client in pause.clients:
             self._planner.refuse(request, None)
         else:
-            self._held[request_id] = _Held(name, client, request)
+            self._held[request_id] = _PausedRequest(name, client, request)
 
     def ended(self, request_id: str) -> None:
         """Drop a request that has left vLLM's scheduler, in whatever way; ids that no pause holds are left alone."""
