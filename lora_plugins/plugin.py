@@ -2,73 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from multiprocessing import parent_process
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.findings import discovered_plugins, misspelt_variables, unknown_plugins
 from lora_plugins.log import logger
-from lora_plugins.plugin_names import ADMIN, EVERYTHING, FILESYSTEM, HUB, KERNELS, MANAGER, OTHERS, OURS, S3
+from lora_plugins.plugin_names import ADMIN, EVERYTHING, KERNELS, MANAGER, OTHERS, OURS, RESOLVERS, SOURCES
 from lora_plugins.process import Process, this_process
-from lora_plugins.resolvers.sources.configured import filesystem_source, hub_source, s3_source, sources_of_others
-from lora_plugins.resolvers.sources.source import Source
-from lora_plugins.settings import Settings, environment, named_in_environment, names_of_plugins
+from lora_plugins.resolvers.sources.configured import sources_of
+from lora_plugins.settings import environment, named_in_environment, names_of_plugins
 from lora_plugins.vllm_patches import installation, kv_connectors, ray_environment, versions
 from lora_plugins.vllm_patches.api_server import lora_resolver, serve_command
 
-_FILESYSTEM_BUILTIN = ("vllm.plugins.lora_resolvers.filesystem_resolver", "register_filesystem_resolver")
-_HUB_BUILTIN = ("vllm.plugins.lora_resolvers.hf_hub_resolver", "register_hf_hub_resolver")
+# Module and function of vLLM's own resolvers, by the plugin of ours with the same name.
+_BUILTINS = {it.plugin: (it.builtin, it.plugin.replace("lora_", "register_", 1)) for it in SOURCES if it.builtin}
 
 
-def register_filesystem_resolver() -> None:
-    """Entry point `lora_filesystem_resolver`: serve adapters from `VLLM_LORA_RESOLVER_CACHE_DIR`.
-
-    Where `VLLM_PLUGINS` does not name the plugin, vLLM's builtin of the same name runs as if we were not installed.
-
-    Raises:
-        InvalidSettings: the directory does not exist, a `LORA_PLUGINS_*` variable cannot be right, or vLLM is a
-        release that we do not know, here as in all functions below.
-    """
-    if not named_in_environment(FILESYSTEM):
-        lora_resolver.builtin(*_FILESYSTEM_BUILTIN)()
-        return
-    _serve(partial(filesystem_source, may_lead=this_process().may_lead))
-
-
-def register_s3_resolver() -> None:
-    """Entry point `lora_s3_resolver`: serve adapters from `S3_PATH_TEMPLATE`, an S3 or any other fsspec URL.
-
-    Raises:
-        InvalidSettings: the template, or a variable of ours or of the object store, cannot be right.
-    """
-    if named_in_environment(S3):
-        _serve(s3_source)
-
-
-def register_hf_hub_resolver() -> None:
-    """Entry point `lora_hf_hub_resolver`: serve adapters from the repositories of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
+def _register_sources(plugin: str) -> None:
+    """Serve adapters from the sources of a plugin.
 
     Where `VLLM_PLUGINS` does not name the plugin, vLLM's builtin of the same name runs as if we were not installed.
 
     Raises:
-        InvalidSettings: the list, or a `LORA_PLUGINS_*` variable, cannot be right.
+        InvalidSettings: the plugin's own setting or a `LORA_PLUGINS_*` variable cannot be right, or vLLM is a release
+        that we do not know, here as in all functions below.
     """
-    if not named_in_environment(HUB):
-        lora_resolver.builtin(*_HUB_BUILTIN)()
-        return
-    _serve(hub_source)
+    if named_in_environment(plugin):
+        process = _checked_process()
+        for source in sources_of(plugin, process.settings, process.may_lead):
+            installation.install_resolver(process)
+            process.add_source(source)
+            _set_environment()
+    elif plugin in _BUILTINS:
+        lora_resolver.builtin(*_BUILTINS[plugin])()
 
 
-def register_other_sources() -> None:
-    """Entry point `lora_sources`: serve adapters from the sources of other packages (group `lora_plugins.sources`).
-
-    Raises:
-        InvalidSettings: a source cannot be made, or a `LORA_PLUGINS_*` variable cannot be right.
-    """
-    if named_in_environment(OTHERS):
-        for source in sources_of_others(_checked_process().settings):
-            _serve_from(source)
+register_other_sources = partial(_register_sources, OTHERS)
 
 
 def register_lru_manager() -> None:
@@ -132,29 +103,20 @@ def register_everything() -> None:
             register()
 
 
-_REGISTER = {
-    FILESYSTEM: register_filesystem_resolver,
-    S3: register_s3_resolver,
-    HUB: register_hf_hub_resolver,
-    OTHERS: register_other_sources,
+_REGISTER: Mapping[str, Callable[[], None]] = {
+    **{plugin: partial(_register_sources, plugin) for plugin in RESOLVERS},
     MANAGER: register_lru_manager,
     KERNELS: register_kernels,
     ADMIN: register_admin,
 }
 
 
-def _serve(configured: Callable[[Settings], Source | None]) -> None:
-    process = _checked_process()
-    source = configured(process.settings)
-    if source is not None:
-        _serve_from(source)
-
-
-def _serve_from(source: Source) -> None:
-    process = this_process()
-    installation.install_resolver(process)
-    process.add_source(source)
-    _set_environment()
+def __getattr__(name: str) -> Callable[[], None]:
+    """Return the entry point of a kind of source: `register_s3_resolver` of the plugin `lora_s3_resolver`."""
+    plugin = name.replace("register_", "lora_", 1)
+    if plugin not in _REGISTER:
+        raise AttributeError(name)
+    return _REGISTER[plugin]
 
 
 def _checked_process() -> Process:
@@ -188,7 +150,6 @@ def _set_environment() -> None:
 # At import: before any of our functions can raise.
 serve_command.say_errors_in_a_line()
 # At import: vLLM imports its builtins and our functions first, and may then call the builtin of the same name.
-if named_in_environment(FILESYSTEM):
-    lora_resolver.take_over(*_FILESYSTEM_BUILTIN, register_filesystem_resolver)
-if named_in_environment(HUB):
-    lora_resolver.take_over(*_HUB_BUILTIN, register_hf_hub_resolver)
+for _plugin, _builtin in _BUILTINS.items():
+    if named_in_environment(_plugin):
+        lora_resolver.take_over(*_builtin, _REGISTER[_plugin])

@@ -1,20 +1,45 @@
-"""The names of our plugins: the entry points in `pyproject.toml`, and the names that `VLLM_PLUGINS` lists."""
+"""The names of our plugins: the entry points in `pyproject.toml`, and the names that `VLLM_PLUGINS` lists.
+
+Each kind of source is a row of `SOURCES`; whatever names the kinds of sources, in other modules, reads the table.
+"""
+
+from typing import NamedTuple
 
 EVERYTHING = "lora_plugins"  # all plugins below; of the sources, those whose own variable is set
 
 FILESYSTEM = "lora_filesystem_resolver"
-S3 = "lora_s3_resolver"
-HUB = "lora_hf_hub_resolver"
 OTHERS = "lora_sources"
 MANAGER = "lora_lru_manager"
 KERNELS = "lora_kernels"
 ADMIN = "lora_admin"
 
-# By plugin, the variable without which the plugin serves nothing.
-NEEDS = {FILESYSTEM: "VLLM_LORA_RESOLVER_CACHE_DIR", S3: "S3_PATH_TEMPLATE", HUB: "VLLM_LORA_RESOLVER_HF_REPO_LIST"}
-# By plugin, the source's name in settings, logs and metrics.
-SOURCES = {FILESYSTEM: "filesystem", S3: "s3", HUB: "hub"}
-RESOLVERS = (*SOURCES, OTHERS)
+
+class SourceKind(NamedTuple):
+    """A kind of source, and the plugin that serves from it.
+
+    Attributes:
+        plugin: the plugin's name. label: the source's name in settings, logs and metrics.
+        setting: the field of `Settings` without which the plugin serves nothing.
+        scheme: of the URIs of the source's versions.
+        module: below `lora_plugins.resolvers.sources`; the module's `configured` makes the source.
+        builtin: vLLM's module with a resolver of the plugin's name, if any.
+    """
+
+    plugin: str
+    label: str
+    setting: str
+    scheme: str
+    module: str
+    builtin: str = ""
+
+
+_VLLM = "vllm.plugins.lora_resolvers"
+SOURCES = (
+    SourceKind(FILESYSTEM, "filesystem", "filesystem_root", "file", "filesystem", f"{_VLLM}.filesystem_resolver"),
+    SourceKind("lora_s3_resolver", "s3", "s3_path_template", "s3", "object_store"),
+    SourceKind("lora_hf_hub_resolver", "hub", "hub_repos", "hf", "hub", f"{_VLLM}.hf_hub_resolver"),
+)
+RESOLVERS = (*(kind.plugin for kind in SOURCES), OTHERS)
 OURS = (*RESOLVERS, MANAGER, KERNELS, ADMIN)
 
 # Where vLLM 0.30 to 0.33 look for plugins.

@@ -38,7 +38,7 @@ from lora_plugins.variables import (
     seconds,
 )
 
-SOURCES = tuple(plugin_names.SOURCES.values())
+SOURCE_LABELS = tuple(kind.label for kind in plugin_names.SOURCES)
 HOST_POLICIES = ("lru", "lrfu")
 
 
@@ -130,7 +130,7 @@ class Settings:
     store_max_bytes: int | None = optional("LORA_PLUGINS_STORE_MAX_BYTES", replace(BYTES, none="a share of the disk"))
     """The store's budget; unset, 80 % of the store's size and the free space beside the store at start, less where
     fewer than 1 GiB or 5 % of the disk would stay free ([store](../operate/store.md))."""
-    sources: tuple[str, ...] = required("LORA_PLUGINS_SOURCES", order(*SOURCES), ",".join(SOURCES))
+    sources: tuple[str, ...] = required("LORA_PLUGINS_SOURCES", order(*SOURCE_LABELS), ",".join(SOURCE_LABELS))
     """The order in which sources are asked; sources left out are asked last."""
     allowed_uris: tuple[str, ...] = required("LORA_PLUGINS_ALLOWED_URIS", NAMES, "")
     """Prefixes, separated by commas, of URIs for clients to have fetched
@@ -219,6 +219,8 @@ class Settings:
 _ATTRIBUTES: Mapping[str, Variable] = {
     attribute.name: attribute.metadata["variable"] for attribute in fields(Settings) if attribute.metadata
 }
+# By plugin, the variable without which the plugin serves nothing.
+NEEDS = {kind.plugin: _ATTRIBUTES[kind.setting].name for kind in plugin_names.SOURCES}
 VARIABLES: Mapping[str, Variable] = {variable.name: variable for variable in (PLUGINS, *_ATTRIBUTES.values())}
 OWN_VARIABLES = frozenset(name for name, variable in VARIABLES.items() if variable.is_ours)
 
@@ -263,7 +265,7 @@ def named_in_environment(plugin: str, env: Mapping[str, str] | None = None) -> b
     Everything is all plugins but the sources without their own variable. Never raises.
     """
     env = os.environ if env is None else env
-    named, needs = names_of_plugins(env), plugin_names.NEEDS.get(plugin)
+    named, needs = names_of_plugins(env), NEEDS.get(plugin)
     return plugin in named or (plugin_names.EVERYTHING in named and (needs is None or bool(env.get(needs))))
 
 

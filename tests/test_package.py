@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import pkgutil
 import subprocess
@@ -11,8 +12,8 @@ import pytest
 
 import lora_plugins
 from lora_plugins.cli.doctor import CHECKS
-from lora_plugins.plugin_names import EVERYTHING, OURS, RESOLVERS, SOURCES
-from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
+from lora_plugins.plugin_names import EVERYTHING, OURS, SOURCES
+from lora_plugins.settings import Settings
 
 HEAVY = ("torch", "vllm", "transformers", "peft", "safetensors", "fastapi", "numpy")
 # The entry points' module takes over vLLM's name when it is imported, and only where it is named. The others are
@@ -81,8 +82,10 @@ def test_version_is_that_of_the_distribution():
 
 
 def test_a_plugin_is_named_wherever_plugins_are():
-    """A source whose plugin one place forgets is off, or unknown to the doctor, without a word."""
+    """A source whose plugin one place forgets is off, or cannot be made, without a word."""
     points = importlib.metadata.distribution("lora-plugins").entry_points
     assert {it.name for it in points if it.group == "vllm.general_plugins"} == {*OURS, EVERYTHING}
-    assert tuple(SOURCE_PLUGINS) == RESOLVERS
-    assert set(SOURCES.values()) <= CHECKS.keys()
+    for kind in SOURCES:
+        assert kind.label in CHECKS
+        assert hasattr(Settings(), kind.setting)
+        assert callable(importlib.import_module(f"lora_plugins.resolvers.sources.{kind.module}").configured)

@@ -16,7 +16,7 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.settings import (
     HOST_POLICIES,
     OWN_VARIABLES,
-    SOURCES,
+    SOURCE_LABELS,
     VARIABLES,
     AdapterChat,
     BaseMatch,
@@ -64,7 +64,7 @@ VALID = [
     ("LORA_PLUGINS_STORE_DIR", "/var/lib/x", "store_dir", Path("/var/lib/x")),
     ("LORA_PLUGINS_STORE_DIR", "", "store_dir", DEFAULT_STORE),
     ("XDG_CACHE_HOME", "", "store_dir", DEFAULT_STORE),
-    ("LORA_PLUGINS_SOURCES", "", "sources", SOURCES),
+    ("LORA_PLUGINS_SOURCES", "", "sources", SOURCE_LABELS),
     ("LORA_PLUGINS_ALLOWED_URIS", "", "allowed_uris", ()),
     ("LORA_PLUGINS_FETCH_TIMEOUT_S", "86400", "fetch_timeout_s", 86_400.0),
     ("LORA_PLUGINS_REVALIDATE_S", " 1e3 ", "revalidate_s", 1000.0),

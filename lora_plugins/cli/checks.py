@@ -18,10 +18,11 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.findings import State, Step, at_start, misspelt_variables, problem_of, unknown_plugins
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
-from lora_plugins.plugin_names import ADMIN, EVERYTHING, FILESYSTEM, HUB, KERNELS, MANAGER, NEEDS, OTHERS, RESOLVERS
+from lora_plugins.plugin_names import ADMIN, EVERYTHING, KERNELS, MANAGER, OTHERS, RESOLVERS
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
+    NEEDS,
     VARIABLES,
     Settings,
     is_unknown,
@@ -39,6 +40,7 @@ warning, problem = partial(Step, "", State.WARNING), partial(Step, "", State.PRO
 
 # A server's variables, but for the names of plugins: another check shows them.
 _KEPT = {*VARIABLES, "XDG_CACHE_HOME", "VLLM_API_KEY", "HUGGING_FACE_HUB_TOKEN"} - {"VLLM_PLUGINS"}
+_BUILTINS = [kind.plugin for kind in plugin_names.SOURCES if kind.builtin]
 _OF_LIBRARIES = ("AWS_", "HF_")
 _LORA_OPS = ("vllm", "lora", "ops", "torch_ops", "lora_ops.py")
 _LOW_BYTES = 1 << 30
@@ -201,7 +203,7 @@ def of_plugin(plugin: str, variables: Sequence[str], look: Check, instead: str =
         named = [name for name in variables if context.env.get(name)]
         if why_off and named:
             said = f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} set, but {why_off}"
-            if plugin in (FILESYSTEM, HUB) and "VLLM_PLUGINS" not in context.env:
+            if plugin in _BUILTINS and "VLLM_PLUGINS" not in context.env:
                 said += "; vLLM's builtin of this name runs instead"
             yield warning(f"off: {said}", f"add {plugin} to VLLM_PLUGINS")
         elif why_off:

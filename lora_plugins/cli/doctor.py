@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from lora_plugins import plugin_names
 from lora_plugins.api.models import AdapterList, DeclaredState
 from lora_plugins.cli import Exit, checks, source_checks
 from lora_plugins.cli.checks import Check, Context, of_plugin, ok, problem, unless_wrong, warning
@@ -17,8 +18,8 @@ from lora_plugins.cli.server import AdminClient
 from lora_plugins.client.attempt import object_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.findings import State, Step, discovered_plugins, problem_of
-from lora_plugins.plugin_names import ADMIN, FILESYSTEM, HUB, KERNELS, MANAGER, NEEDS, OTHERS, S3
-from lora_plugins.settings import SOURCES, environment
+from lora_plugins.plugin_names import ADMIN, KERNELS, MANAGER, OTHERS
+from lora_plugins.settings import NEEDS, SOURCE_LABELS, environment
 from lora_plugins.vllm_patches import sources, versions
 
 _STYLES: Mapping[str, str] = dict(zip(State, ("green", "green", "dim", "yellow", "bold red"), strict=True))
@@ -33,9 +34,10 @@ CHECKS: Mapping[str, Check] = {
     "vllm": checks.vllm,
     "settings": checks.settings,
     "plugins": checks.plugins,
-    "filesystem": of_plugin(FILESYSTEM, (NEEDS[FILESYSTEM],), source_checks.source(FILESYSTEM)),
-    "s3": of_plugin(S3, (NEEDS[S3],), source_checks.source(S3)),
-    "hub": of_plugin(HUB, (NEEDS[HUB],), source_checks.source(HUB)),
+    **{
+        kind.label: of_plugin(kind.plugin, (NEEDS[kind.plugin],), source_checks.source(kind.plugin))
+        for kind in plugin_names.SOURCES
+    },
     "sources": source_checks.others,
     "runtime": checks.runtime,
     "manager": of_plugin(MANAGER, _OF_MANAGER, checks.named(MANAGER), _VLLMS_MANAGER),
@@ -52,7 +54,7 @@ CHECKS: Mapping[str, Check] = {
 
 _SHOWN = 3
 _NOTHING = "nothing is served by lora-plugins"
-_SOURCES = {**{check: check for check in SOURCES}, "sources": OTHERS}  # names of the verdict, by check
+_NAMES_OF_SOURCES = {**{label: label for label in SOURCE_LABELS}, "sources": OTHERS}  # by check
 
 
 def doctor(
@@ -108,14 +110,14 @@ def verdict(found: Sequence[Step], env: Mapping[str, str]) -> str:
         return f"not all that is asked for is served: first mend '{first}'"
     # A warning may be of a plugin that is set and off.
     runs = {item.check for item in found if item.state in (State.ON, State.WARNING) and item.found[:4] != "off:"}
-    asked = [name for check, name in _SOURCES.items() if check in runs]
+    asked = [name for check, name in _NAMES_OF_SOURCES.items() if check in runs]
     if asked and "runtime" not in runs:
         return f"{_NOTHING} by name: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
     if not asked and "admin" not in runs:
         return f"{_NOTHING} by name: VLLM_PLUGINS names no source of adapters"
     is_on = {item.check for item in found if item.state is State.ON}
     # A source without adapters has a warning, and nothing that is on.
-    if sources := [name for check, name in _SOURCES.items() if check in is_on]:
+    if sources := [name for check, name in _NAMES_OF_SOURCES.items() if check in is_on]:
         where = f"adapters are served by name from {', '.join(sources)}"
     else:
         where = f"no adapter was found in {', '.join(asked)}" if asked else "adapters are served by URI alone"

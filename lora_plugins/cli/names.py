@@ -18,7 +18,8 @@ from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli import UsageProblem, worst
 from lora_plugins.cli.output import Result, Shown, error_fields, line
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
-from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
+from lora_plugins.plugin_names import RESOLVERS
+from lora_plugins.resolvers.sources.configured import sources_of
 from lora_plugins.resolvers.sources.source import Listing, ListsNames, Source, place_in_order
 from lora_plugins.settings import Settings, named_in_environment
 
@@ -99,10 +100,8 @@ def sources_of_environment(settings: Settings) -> list[Source]:
     Raises:
         InvalidSettings: a source cannot be made.
     """
-    found: list[Source] = []
-    for plugin, configured in SOURCE_PLUGINS.items():
-        if named_in_environment(plugin):
-            found += configured(settings)
+    named = filter(named_in_environment, RESOLVERS)
+    found = [source for plugin in named for source in sources_of(plugin, settings)]
     return sorted(found, key=lambda item: place_in_order(item, settings.sources))
 
 
@@ -115,7 +114,7 @@ def require_sources(sources: Sequence[Source]) -> None:
     if not sources:
         raise InvalidSettings(
             "no source of adapters in this environment",
-            expected="VLLM_PLUGINS with one of " + ", ".join(SOURCE_PLUGINS) + ", and that one's own setting",
+            expected="VLLM_PLUGINS with one of " + ", ".join(RESOLVERS) + ", and that one's own setting",
             remedy="set both; 'lora-plugins doctor' says what is missing",
         )
 

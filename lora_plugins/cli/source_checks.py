@@ -14,13 +14,13 @@ from lora_plugins.cli.names import list_names
 from lora_plugins.cli.output import number
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import State, Step, problem_of
-from lora_plugins.plugin_names import HUB, NEEDS, OTHERS
-from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS, points_of_others
-from lora_plugins.resolvers.sources.source import ADAPTER_FILES, Listing, Source
-from lora_plugins.settings import Settings
+from lora_plugins.plugin_names import OTHERS
+from lora_plugins.resolvers.sources.configured import points_of_others, sources_of
+from lora_plugins.resolvers.sources.source import ADAPTER_FILES, HasProbes, Listing, Source
+from lora_plugins.settings import NEEDS
 
 _PROBE = "lora-plugins-doctor"
-_MAX_PROBES = 20  # of the Hub's list
+_MAX_PROBES = 20
 _OF_EXT4 = "lost+found"  # root's own, at the top of a volume
 
 
@@ -29,11 +29,11 @@ def source(plugin: str) -> Check:
 
     def check(context: Context) -> Iterator[Step]:
         settings = replace(context.settings, fetch_timeout_s=context.timeout_s)
-        for made in SOURCE_PLUGINS[plugin](settings):
+        for made in sources_of(plugin, settings):
             if made.remote and not context.network:
                 yield on(f"{made} (not asked)")
                 continue
-            probes = _probes(made, settings, is_hub=plugin == HUB)
+            probes = _probes(made)
             errors, listing = asyncio.run(_ask(made, probes, context.timeout_s))
             silent = [error for error in errors if isinstance(error, SourceUnavailable)]
             yield from map(problem_of, silent)
@@ -51,14 +51,11 @@ def source(plugin: str) -> Check:
     return unless_wrong(NEEDS[plugin], check)
 
 
-def _probes(source: Source, settings: Settings, *, is_hub: bool) -> list[AdapterName]:
+def _probes(source: Source) -> Sequence[AdapterName]:
     """Return the names that a source is asked for: any answer will do, so the adapters need not exist."""
-    if not is_hub:
-        return [AdapterName(_PROBE)] if source.remote else []
-    from huggingface_hub import constants  # is there: a source of the Hub has been made
-
-    entries = () if constants.HF_HUB_OFFLINE else settings.hub_repos[:_MAX_PROBES]
-    return [AdapterName.parse(entry.replace("/*", f"/{_PROBE}")) for entry in entries]
+    if isinstance(source, HasProbes):
+        return source.probes(_PROBE)[:_MAX_PROBES]
+    return [AdapterName(_PROBE)] if source.remote else []
 
 
 async def _ask(
@@ -125,7 +122,7 @@ def others(context: Context) -> Iterator[Step]:
         if context.names(OTHERS):
             found = f"VLLM_PLUGINS names {OTHERS}, and no installed package has a source"
             yield warning(found, f"install one where vLLM is installed, or leave {OTHERS} out")
-    elif made := SOURCE_PLUGINS[OTHERS](context.settings):
+    elif made := sources_of(OTHERS, context.settings):
         yield on(f"{', '.join(one.label for one in made)} of other packages")
     else:
         yield warning(f"{installed} of other packages: without a setting of its own, none serves")

@@ -12,6 +12,7 @@ from cachetools import LRUCache, TLRUCache
 
 from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, is_remembered
+from lora_plugins.plugin_names import SOURCES
 from lora_plugins.resolvers.sources.pushed import LABEL as PUSHED
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.settings import Settings
@@ -26,7 +27,7 @@ _LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have 
 # and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
 _SEEN_S = 1.0
 # Labels by scheme, for versions that only the store remembers; an object store's label is its scheme.
-_LABELS = {"file": "filesystem", "hf": "hub", PUSHED: PUSHED}
+_LABELS = {kind.scheme: kind.label for kind in SOURCES}
 
 # An adapter's name, and the requested URI, or "" for a request by name.
 Key = tuple[str, str]

@@ -1,7 +1,7 @@
 """The sources that the settings describe, by plugin and by URI; server and command line make the same sources.
 
-A plugin's function returns None without the plugin's own setting. Callers check whether `VLLM_PLUGINS` has the plugin.
-Sources start no threads before their first question, so any process can make them.
+Callers check whether `VLLM_PLUGINS` has the plugin. Sources start no threads before their first question, so any
+process can make them.
 
 A URI is checked against `LORA_PLUGINS_ALLOWED_URIS` before any question, so that the answer to a forbidden URI shows
 nothing of the place. A path in one of vLLM's own calls is not checked: callers of those may have vLLM read any path.
@@ -9,14 +9,15 @@ nothing of the place. A path in one of vLLM's own calls is not checked: callers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import InvalidAdapter, InvalidSettings, SourceUnavailable
-from lora_plugins.plugin_names import FILESYSTEM, HUB, OTHERS, S3
+from lora_plugins.plugin_names import OTHERS, SOURCES
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.resolvers.sources.tree import ANYWHERE, MayLead, anywhere, is_neighbour
@@ -26,74 +27,29 @@ from lora_plugins.settings import Settings, environment
 ENTRY_POINTS = "lora_plugins.sources"
 
 
-def filesystem_source(settings: Settings, may_lead: MayLead = anywhere) -> Source | None:
-    """Adapters below `VLLM_LORA_RESOLVER_CACHE_DIR`; `may_lead` as of `FilesystemSource`.
-
-    Raises:
-        InvalidSettings: the path is no directory.
-    """
-    root = settings.filesystem_root
-    if root is None:
-        return None
-    if not root.is_dir():
-        raise InvalidSettings(
-            f"VLLM_LORA_RESOLVER_CACHE_DIR={str(root)!r}, which is no directory",
-            expected="a directory of adapters",
-            remedy="create it or correct the variable",
-        )
-    return FilesystemSource(
-        root,
-        may_lead=may_lead,
-        link_roots=settings.link_roots,
-        timeout_s=settings.fetch_timeout_s,
-    )
-
-
-def s3_source(settings: Settings) -> Source | None:
-    """Adapters below `S3_PATH_TEMPLATE`.
-
-    Raises:
-        InvalidSettings: a malformed template or variable of the object store, or a missing package.
-    """
-    if settings.s3_path_template is None:
-        return None
-    from lora_plugins.resolvers.sources.object_store import object_source
-
-    return object_source(settings.s3_path_template, settings)
-
-
-def hub_source(settings: Settings) -> Source | None:
-    """Adapters in the repositories of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
-
-    Raises:
-        InvalidSettings: a malformed entry of the list, or a server that takes repositories from ModelScope.
-    """
-    if not settings.hub_repos:
-        return None
-    if settings.use_modelscope:
-        raise InvalidSettings(
-            "VLLM_USE_MODELSCOPE=1 beside VLLM_LORA_RESOLVER_HF_REPO_LIST, repositories of the Hugging Face Hub",
-            expected="adapters of ModelScope in a directory",
-            remedy="run 'modelscope download --local_dir' into VLLM_LORA_RESOLVER_CACHE_DIR and unset "
-            "VLLM_LORA_RESOLVER_HF_REPO_LIST, or unset VLLM_USE_MODELSCOPE",
-        )
-    from lora_plugins.resolvers.sources.hub import HubSource
-    from lora_plugins.resolvers.sources.hub_repos import HubPatterns
-
-    return HubSource(HubPatterns.parse(settings.hub_repos), timeout_s=settings.fetch_timeout_s)
-
-
 def points_of_others() -> list[EntryPoint]:
     """The entry points of other packages' sources, in the order of their names."""
     return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
 
 
-def sources_of_others(_: Settings) -> list[Source]:
-    """Sources of other packages: calls each entry point of the group `lora_plugins.sources` with the environment.
+def sources_of(plugin: str, settings: Settings, may_lead: MayLead = anywhere) -> list[Source]:
+    """The sources from which a plugin serves; none without the plugin's own setting.
 
     Raises:
         InvalidSettings: a source cannot be made.
     """
+    if plugin == OTHERS:
+        return _sources_of_others()
+    kind = next(kind for kind in SOURCES if kind.plugin == plugin)
+    if not getattr(settings, kind.setting):
+        return []
+    # Imported late: libraries of a source that is not asked need not be there.
+    module = import_module(f"lora_plugins.resolvers.sources.{kind.module}")
+    return [module.configured(settings, may_lead)]
+
+
+def _sources_of_others() -> list[Source]:
+    """Sources of other packages: calls each entry point of the group `lora_plugins.sources` with the environment."""
     found = []
     for point in points_of_others():
         try:
@@ -109,19 +65,6 @@ def sources_of_others(_: Settings) -> list[Source]:
         if source is not None:
             found.append(source)
     return found
-
-
-def _one(configured: Callable[[Settings], Source | None]) -> Callable[[Settings], list[Source]]:
-    return lambda settings: [source for source in [configured(settings)] if source is not None]
-
-
-# By the name of the plugin that serves from the sources.
-SOURCE_PLUGINS: Mapping[str, Callable[[Settings], list[Source]]] = {
-    FILESYSTEM: _one(filesystem_source),
-    S3: _one(s3_source),
-    HUB: _one(hub_source),
-    OTHERS: sources_of_others,
-}
 
 
 class UriSources:

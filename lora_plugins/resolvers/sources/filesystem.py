@@ -23,11 +23,12 @@ from lora_plugins.absence import Absence
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.files import ABSENT, map_os_error
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.retries import deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.resolvers.sources.threads import OwnThreads
 from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
+from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 
 _THREADS = 8
@@ -38,6 +39,22 @@ _GRAIN_NS = 20_000_000  # twice a tick of the slowest kernel
 _COARSE_GRAIN_NS = 2_000_000_000  # FAT has 2 s, older NFS servers have 1 s
 _LOOKS = 5  # at a file that a writer keeps changing
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def configured(settings: Settings, may_lead: MayLead) -> FilesystemSource:
+    """The source of `VLLM_LORA_RESOLVER_CACHE_DIR`; `may_lead` as of `FilesystemSource`.
+
+    Raises:
+        InvalidSettings: the path is no directory.
+    """
+    root = settings.filesystem_root
+    if root is None or not root.is_dir():
+        raise InvalidSettings(
+            f"VLLM_LORA_RESOLVER_CACHE_DIR={str(root)!r}, which is no directory",
+            expected="a directory of adapters",
+            remedy="create it or correct the variable",
+        )
+    return FilesystemSource(root, may_lead=may_lead, link_roots=settings.link_roots, timeout_s=settings.fetch_timeout_s)
 
 
 class FilesystemSource:

@@ -26,7 +26,7 @@ from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, is_shard, shards_of
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable, describing
+from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.hub_errors import map_error
 from lora_plugins.resolvers.sources.hub_files import (
@@ -51,7 +51,9 @@ from lora_plugins.resolvers.sources.source import (
 )
 from lora_plugins.resolvers.sources.templates import DEFAULT_REVISION
 from lora_plugins.resolvers.sources.threads import OwnThreads
+from lora_plugins.resolvers.sources.tree import MayLead
 from lora_plugins.resolvers.sources.uri import BRANCHES_AND_TAGS, SourceUri
+from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 
 _T = TypeVar("_T")
@@ -61,6 +63,22 @@ _ATTEMPTS = 4
 _REMEMBERED_COMMITS = 10_000
 _REMEMBERED_S = 3600.0
 _NO_FILES = "a repository without adapter files at its root"
+
+
+def configured(settings: Settings, _: MayLead) -> HubSource:
+    """The source of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
+
+    Raises:
+        InvalidSettings: a malformed entry of the list, or a server that takes repositories from ModelScope.
+    """
+    if settings.use_modelscope:
+        raise InvalidSettings(
+            "VLLM_USE_MODELSCOPE=1 beside VLLM_LORA_RESOLVER_HF_REPO_LIST, repositories of the Hugging Face Hub",
+            expected="adapters of ModelScope in a directory",
+            remedy="run 'modelscope download --local_dir' into VLLM_LORA_RESOLVER_CACHE_DIR and unset "
+            "VLLM_LORA_RESOLVER_HF_REPO_LIST, or unset VLLM_USE_MODELSCOPE",
+        )
+    return HubSource(HubPatterns.parse(settings.hub_repos), timeout_s=settings.fetch_timeout_s)
 
 
 class HubSource:
@@ -166,6 +184,11 @@ class HubSource:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def probes(self, name: str) -> list[AdapterName]:
+        """A name of each entry in the list, `name` in the place of `*`; none where the Hub is not asked."""
+        entries = () if constants.HF_HUB_OFFLINE else self._repos.entries
+        return [AdapterName("/".join((it.authority, *(it.segments or (name,)))), it.revision) for it in entries]
 
     async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
         """The adapters in repositories that the list names; `org/*` entries are not listed.

@@ -32,6 +32,7 @@ from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_ti
 from lora_plugins.resolvers.sources.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, VersionChanged, version_of
 from lora_plugins.resolvers.sources.templates import LocalLink, Template, parse_local
+from lora_plugins.resolvers.sources.tree import MayLead
 from lora_plugins.resolvers.sources.uri import ACCESS_POINT, ARN_PREFIX, access_point_of, split_access_point
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
@@ -49,6 +50,11 @@ _NEVER_READ_AGAIN = (
 )
 
 T = TypeVar("T")
+
+
+def configured(settings: Settings, _: MayLead) -> ObjectSource:
+    """The source of `S3_PATH_TEMPLATE`; raises what `object_source` raises."""
+    return object_source(settings.s3_path_template or "", settings)
 
 
 def object_source(template: str, settings: Settings, *, locate_timeout_s: float | None = None) -> ObjectSource:

@@ -164,3 +164,12 @@ class ListsNames(Protocol):
     async def names(self, base_model_name: str) -> Listing:
         """The names of the source's adapters, as far as the source knows them; requests never need the list."""
         ...
+
+
+@runtime_checkable
+class HasProbes(Protocol):
+    """A source whose parts may fail one by one, such as repositories of several owners, for the doctor."""
+
+    def probes(self, name: str) -> Sequence[AdapterName]:
+        """A name for each part, `name` where any will do."""
+        ...

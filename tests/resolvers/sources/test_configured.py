@@ -22,10 +22,9 @@ from lora_plugins.events import (
     AdapterResolved,
     AdapterUnknown,
 )
-from lora_plugins.plugin_names import HUB
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources import hub as hub_module
-from lora_plugins.resolvers.sources.configured import SOURCE_PLUGINS
+from lora_plugins.resolvers.sources.configured import sources_of
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
 from testbed.hub import Hub, local_hub
@@ -458,5 +457,5 @@ def test_no_hub_id_is_left_to_the_workers(hub, tmp_path, repo, settings, error, 
 def test_the_hub_is_refused_where_repositories_are_modelscopes():
     env = {"VLLM_USE_MODELSCOPE": "True", "VLLM_LORA_RESOLVER_HF_REPO_LIST": "team/sql"}
     with pytest.raises(InvalidSettings, match=r"VLLM_USE_MODELSCOPE=1.*Hugging Face.*modelscope download"):
-        SOURCE_PLUGINS[HUB](Settings.from_env(env))
-    assert SOURCE_PLUGINS[HUB](Settings.from_env({**env, "VLLM_USE_MODELSCOPE": "0"}))
+        sources_of("lora_hf_hub_resolver", Settings.from_env(env))
+    assert sources_of("lora_hf_hub_resolver", Settings.from_env({**env, "VLLM_USE_MODELSCOPE": "0"}))

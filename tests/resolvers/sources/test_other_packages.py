@@ -93,4 +93,4 @@ def test_sources_of_installed_packages_are_asked_by_name(installed, monkeypatch,
 def test_a_source_that_cannot_be_made_stops_startup(installed):
     installed(broken=lambda env: env["MISSING"])
     with pytest.raises(InvalidSettings, match=r"the source 'broken' \(package:broken\).*KeyError.*MISSING"):
-        configured.sources_of_others(Settings())
+        configured.sources_of(OTHERS, Settings())
