@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from typing import Any, ClassVar
 
 # Names of arguments: another process rebuilds an error from texts under these names (`error_of`).
@@ -84,11 +85,7 @@ class LoRAPluginsError(Exception):
 
     # Exceptions pickle their positional arguments only: `found` alone would arrive.
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.fields())
-
-
-def _rebuild(kind: type[LoRAPluginsError], fields: dict[str, str]) -> LoRAPluginsError:
-    return kind(**fields)
+        return partial(type(self), **self.fields()), ()
 
 
 class NoFreeSlot(LoRAPluginsError, RuntimeError):

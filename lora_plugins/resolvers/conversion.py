@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.layouts.conversion import Conversion
+from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.adapter.layouts.writing import tensors_of, weights_bytes
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.store.manifest import Converted, Manifest
@@ -49,15 +51,25 @@ class ConvertedAdapter:
         return cls(uri, version, converted, stored.directory, conversion, config, promised)
 
     async def write(self, download: PartialDownload) -> None:
-        """Write the files to `download.directory`.
+        """Write the files to `download.directory`; raises what `write_made` raises."""
+        names = [name for name, _, _ in self.promised]
+        await write_made(download, names, self.config, tensors_of(self.conversion), self.original)
 
-        Raises:
-            OSError: the original cannot be read, or a file cannot be written.
-        """
-        await asyncio.to_thread((download.directory / CONFIG_FILE).write_bytes, self.config)
-        for name, _, _ in self.promised:
-            if name in CHAT_FILES:
-                await asyncio.to_thread(shutil.copyfile, self.original / name, download.directory / name)
-        # Written straight into the store's directory, and hashed as it grows, as every fetch.
-        target, landed = download.directory / WEIGHTS_FILE, partial(download.landed, WEIGHTS_FILE)
-        await asyncio.wrap_future(children().write(tensors_of(self.conversion), self.original, target, landed))
+
+async def write_made(
+    download: PartialDownload, names: Iterable[str], config: bytes, tensors: Sequence[NewTensor], original: Path
+) -> None:
+    """Write an adapter that no source has; `tensors` name their files from `original`, and files for chats lie there.
+
+    Raises:
+        OSError: an original cannot be read, or a file cannot be written.
+    """
+    for name in names:
+        target = download.directory / name
+        if name == WEIGHTS_FILE:
+            # Written straight into the store's directory, and hashed as it grows, as every fetch.
+            await asyncio.wrap_future(children().write(tensors, original, target, partial(download.landed, name)))
+        elif name == CONFIG_FILE:
+            await asyncio.to_thread(target.write_bytes, config)
+        else:
+            await asyncio.to_thread(shutil.copyfile, original / name, target)

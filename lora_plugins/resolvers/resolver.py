@@ -238,7 +238,7 @@ class AdapterResolver:
             return Query(AdapterName.parse(name))
         with describing(adapter=name):
             refuse_mixture(name)
-            checked = self._search.by_uri.check(uri)
+            checked = self._search.by_uri.allowed.check(uri)
             try:
                 return Query(AdapterName.parse(name), checked)
             except AdapterNotFound as error:

@@ -76,16 +76,8 @@ class UriSources:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._allowed = AllowedUris.parse(settings.allowed_uris)
+        self.allowed = AllowedUris.parse(settings.allowed_uris)
         self._sources: dict[tuple[str, str], Source] = {}
-
-    def check(self, text: str) -> SourceUri:
-        """Read an allowed URI.
-
-        Raises:
-            InvalidAdapter: the URI is malformed or not allowed.
-        """
-        return self._allowed.check(text)
 
     def of_repo(self, repo: str) -> SourceUri:
         """The URI of a repository that one of vLLM's own calls names.
@@ -102,12 +94,12 @@ class UriSources:
         return SourceUri.of_repo(repo)
 
     def at(self, uri: SourceUri) -> tuple[Source, AdapterName]:
-        """The source of a URI from `check`, and the name by which the source knows the adapter.
+        """The source of a URI that `allowed` has checked, and the name by which the source knows the adapter.
 
         Raises:
             SourceUnavailable: a package or setting for the source is missing.
         """
-        below = [prefix for prefix in self._allowed.prefixes if uri.is_below(prefix)]
+        below = [prefix for prefix in self.allowed.prefixes if uri.is_below(prefix)]
         try:
             if uri.scheme == "file":
                 # The widest prefix, so that narrower prefixes share one source, its threads and limits.
@@ -129,12 +121,11 @@ class UriSources:
             else:
                 source = self._made((uri.scheme, uri.authority), lambda: self._objects(uri))
                 path = uri.segments
-        except (InvalidSettings, ImportError) as error:
-            found = error.found if isinstance(error, InvalidSettings) else f"no package for it ({error})"
+        except InvalidSettings as error:
             raise SourceUnavailable(
-                f"a {uri.scheme}:// URI that this server cannot ask: {found}",
-                expected=error.expected if isinstance(error, InvalidSettings) else "",
-                remedy=error.remedy if isinstance(error, InvalidSettings) else "install the package named here",
+                f"a {uri.scheme}:// URI that this server cannot ask: {error.found}",
+                expected=error.expected,
+                remedy=error.remedy,
             ) from error
         # Not parsed like a name: the URI's own grammar has checked the segments, and allows more characters.
         return source, AdapterName("/".join(path), uri.revision)

@@ -7,10 +7,8 @@ of the mixture, like any other source's. The files are written by a reading proc
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from cachetools import LRUCache
@@ -28,11 +26,11 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, describing
+from lora_plugins.resolvers.conversion import write_made
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
-from lora_plugins.verification.children import children
 
 LABEL = "mixture"
 _OTHER_CHATS = "its parts bring different files for chats, so the base model's template and end tokens are used"
@@ -107,15 +105,8 @@ class MixtureSource:
             for part in adapter.parts:
                 if await asyncio.to_thread(self._store.acquire, part.name, holder) is None:
                     raise VersionChanged("a part that the store has removed", remedy="ask again")
-            for file in adapter.files:
-                target, landed = download.directory / file.name, partial(download.landed, file.name)
-                if file.name == WEIGHTS_FILE:
-                    await asyncio.wrap_future(children().write(adapter.tensors, adapter.parts[0], target, landed))
-                elif file.name == CONFIG_FILE:
-                    await asyncio.to_thread(target.write_bytes, adapter.config)
-                else:
-                    await asyncio.to_thread(shutil.copyfile, adapter.parts[0] / file.name, target)
-                landed(file.size_bytes)
+            names = [file.name for file in adapter.files]
+            await write_made(download, names, adapter.config, adapter.tensors, adapter.parts[0])
         finally:
             for part in adapter.parts:
                 self._store.release(holder, part)

@@ -26,14 +26,14 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure, map_error
-from lora_plugins.resolvers.sources.fsspec import FsspecFiles, check_protocol
+from lora_plugins.resolvers.sources.fsspec import FsspecFiles
 from lora_plugins.resolvers.sources.ranges import DownloadLimits, download_ranges
 from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, VersionChanged, version_of
 from lora_plugins.resolvers.sources.templates import LocalLink, Template, parse_local
 from lora_plugins.resolvers.sources.tree import MayLead
-from lora_plugins.resolvers.sources.uri import ACCESS_POINT, ARN_PREFIX, access_point_of, split_access_point
+from lora_plugins.resolvers.sources.uri import ACCESS_POINT, ARN_PREFIX, split_access_point, split_bucket
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload
 
@@ -57,8 +57,8 @@ def configured(settings: Settings, _: MayLead) -> ObjectSource:
     return object_source(settings.s3_path_template or "", settings)
 
 
-def object_source(template: str, settings: Settings, *, locate_timeout_s: float | None = None) -> ObjectSource:
-    """The source of `S3_PATH_TEMPLATE` and the `AWS_*` variables; `locate_timeout_s` as in `ObjectSource`.
+def object_source(template: str, settings: Settings) -> ObjectSource:
+    """The source of a template as `S3_PATH_TEMPLATE`, with the `AWS_*` variables.
 
     Raises:
         InvalidSettings: a malformed template or variable, or a missing package.
@@ -68,14 +68,13 @@ def object_source(template: str, settings: Settings, *, locate_timeout_s: float 
     # Half of the look-up's time for one answer, so that a retry fits in.
     if protocol == "s3":
         answer_s = look_up_timeout_s(settings.fetch_timeout_s) / 2
-        options = s3_storage_options(settings.aws, access_point_of(url), answer_s=answer_s)
+        options = s3_storage_options(settings.aws, split_bucket(url)[0], answer_s=answer_s)
     return ObjectSource(
         template,
         local_template=settings.local_path_template,
         storage_options=options,
         limits=DownloadLimits(settings.fetch_timeout_s),
         check_md5=settings.check_md5,
-        locate_timeout_s=locate_timeout_s,
     )
 
 
@@ -84,7 +83,6 @@ class ObjectSource:
 
     Args:
         template: the adapter's directory; scheme and bucket or host must be fixed.
-        label: the name in logs and metrics; by default the URL's scheme, such as `s3` or `https`.
         local_template: absolute path to make a symlink to the published directory.
         storage_options: of the fsspec file system; for S3 see `s3_storage_options`.
         limits: range size, ranges in flight, deadline and retries of one fetch.
@@ -102,7 +100,6 @@ class ObjectSource:
         self,
         template: str,
         *,
-        label: str | None = None,
         local_template: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         limits: DownloadLimits | None = None,
@@ -110,18 +107,13 @@ class ObjectSource:
         check_md5: bool = True,
     ) -> None:
         protocol, url = _split(template)
-        self.label = label or protocol
+        self.label = protocol
         self._is_bare = "://" not in template
         self._template = Template(url, _VARIABLE)
         self._quoted = protocol in _WEB
         self._local = parse_local(local_template) if local_template else None
         options = storage_options or {}
-        self._files: S3Files | FsspecFiles
-        if protocol == "s3":
-            check_protocol("s3")
-            self._files = S3Files(options)
-        else:
-            self._files = FsspecFiles(protocol, options)
+        self._files = S3Files(options) if protocol == "s3" else FsspecFiles(protocol, options)
         self._limits = limits or DownloadLimits()
         self._check_md5 = check_md5
         timeout_s = look_up_timeout_s(self._limits.timeout_s) if locate_timeout_s is None else locate_timeout_s
@@ -245,7 +237,7 @@ def _split(template: str) -> tuple[str, str]:
         found = split_access_point(place + path)
         if found is None or not found[1]:
             raise known.wrong(f"an ARN that is no access point's ({ACCESS_POINT}), or without a path,")
-        place, path = found[0].arn, f"/{found[1]}"
+        place, path = found[0], f"/{found[1]}"
     elif "::" in url or (":" in place and "://" not in template):
         raise known.wrong("no URL of one bucket or host" if "::" in url else "a scheme without '://'")
     if "{" in place or "}" in place:

@@ -20,10 +20,10 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shard
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.errors import BrokenAnswer, FailureKind, ObjectChanged, diagnose
-from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, Answer, write_range
+from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, Answer, check_protocol, write_range
 from lora_plugins.resolvers.sources.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import OWN_FILES, SourceFile, choose_files, needs_shards
-from lora_plugins.resolvers.sources.uri import AccessPoint, split_bucket
+from lora_plugins.resolvers.sources.uri import region_of, split_bucket
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 15.0
@@ -33,9 +33,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _FLAGS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
 
 
-def s3_storage_options(
-    env: Mapping[str, str], access_point: AccessPoint | None = None, *, answer_s: float = 0.0
-) -> dict[str, Any]:
+def s3_storage_options(env: Mapping[str, str], bucket: str = "", *, answer_s: float = 0.0) -> dict[str, Any]:
     """s3fs's `storage_options` for the `AWS_*` variables of `env`; of an access point, its own region counts.
 
     One answer may take `answer_s` seconds, and no less than `READ_TIMEOUT_S`.
@@ -69,10 +67,10 @@ def s3_storage_options(
     if path_style:
         config["s3"] = {"addressing_style": "path"}
     options: dict[str, Any] = {"config_kwargs": config, "anon": bool(_flag(env, "AWS_SKIP_SIGNATURE"))}
-    if access_point is not None:
-        region = access_point.region or region
-        if not access_point.region and not options["anon"]:
-            config["signature_version"] = "s3v4a"  # valid in every region
+    of_access_point = region_of(bucket)
+    if of_access_point == "" and not options["anon"]:
+        config["signature_version"] = "s3v4a"  # valid in every region
+    region = of_access_point or region
     if region:
         options["client_kwargs"] = {"region_name": region}
     if endpoint is not None:
@@ -86,11 +84,16 @@ def s3_storage_options(
 
 
 class S3Files:
-    """Lists and reads adapters in S3; every method runs on fsspec's loop."""
+    """Lists and reads adapters in S3; every method runs on fsspec's loop.
+
+    Raises:
+        InvalidSettings: a package for S3 is not installed.
+    """
 
     rechecks = False  # every range asks for the located ETag
 
     def __init__(self, storage_options: Mapping[str, Any]) -> None:
+        check_protocol("s3")
         self._options = {"use_listings_cache": False, "skip_instance_cache": True, **storage_options}
         config = self._options.get("config_kwargs", {})
         # aiobotocore's configuration takes the class of its sessions; botocore's has no such option.

@@ -236,16 +236,11 @@ def is_repo(text: str) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class AccessPoint:
-    """An access point; `arn` is spelled with slashes, and `region` is empty for a multi-region access point."""
+def split_access_point(path: str) -> tuple[str, str] | None:
+    """The ARN of the access point at the beginning of `path`, spelled with slashes, and the text behind the slash.
 
-    arn: str
-    region: str
-
-
-def split_access_point(path: str) -> tuple[AccessPoint, str] | None:
-    """The access point at the beginning of `path`, and the text behind its slash; None for another ARN."""
+    None for another ARN.
+    """
     match = _ARN.fullmatch(path)
     if match is None:
         return None
@@ -255,13 +250,12 @@ def split_access_point(path: str) -> tuple[AccessPoint, str] | None:
     resource = f"accesspoint/{match['name']}{match['multi'] or ''}"
     if match["outpost"]:
         resource = f"outpost/{match['outpost']}/{resource}"
-    return AccessPoint(f"{match['place']}:{resource}", match["region"]), match["key"] or ""
+    return f"{match['place']}:{resource}", match["key"] or ""
 
 
-def access_point_of(uri: str) -> AccessPoint | None:
-    """The access point of an `s3://` URI; None for a bucket."""
-    found = split_access_point(uri.removeprefix("s3://"))
-    return found[0] if found is not None else None
+def region_of(bucket: str) -> str | None:
+    """The region of an access point's ARN, empty for a multi-region access point; None for a bucket's name."""
+    return bucket.split(":")[3] if bucket.startswith(ARN_PREFIX) else None
 
 
 def split_bucket(uri: str) -> tuple[str, str]:
@@ -269,7 +263,7 @@ def split_bucket(uri: str) -> tuple[str, str]:
     path = uri.removeprefix("s3://")
     found = split_access_point(path)
     if found is not None:
-        return found[0].arn, found[1]
+        return found
     bucket, _, key = path.partition("/")
     return bucket, key
 
@@ -284,7 +278,7 @@ def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
     if "::" in (rest if access_point is None else access_point[1]):
         raise _refused("a chain of URIs", "one URI")
     if access_point is not None:
-        return access_point[0].arn, access_point[1]
+        return access_point
     authority, _, path = rest.partition("/")
     return _authority(scheme, authority), path
 

@@ -58,7 +58,7 @@ class MemoryHarness(SourceHarness):
         self.patch = monkeypatch
 
     def make_source(self) -> ObjectSource:
-        return ObjectSource("memory://contract/{lora_name}", label="memory", limits=LIMITS)
+        return ObjectSource("memory://contract/{lora_name}", limits=LIMITS)
 
     def put_adapter(self, name: str, files: Mapping[str, bytes]) -> None:
         for file, data in files.items():

@@ -9,7 +9,6 @@ import pytest
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.object_store import object_source
 from lora_plugins.resolvers.sources.s3 import s3_storage_options
-from lora_plugins.resolvers.sources.uri import AccessPoint
 from lora_plugins.settings import Settings
 
 
@@ -23,7 +22,7 @@ def test_storage_options_leave_the_rest_to_botocore() -> None:
 
 
 def test_requests_go_to_the_region_of_an_access_point() -> None:
-    options = s3_storage_options({"AWS_REGION": "eu-west-1"}, AccessPoint("arn", "us-west-2"))
+    options = s3_storage_options({"AWS_REGION": "eu-west-1"}, "arn:aws:s3:us-west-2:123456789012:accesspoint/team")
     assert options["client_kwargs"] == {"region_name": "us-west-2"}
     assert options["config_kwargs"]["signature_version"] == "s3v4"
 
@@ -36,7 +35,7 @@ def test_a_server_without_the_library_of_aws_refuses_to_start(monkeypatch: pytes
 
 
 def test_a_multi_region_access_point_is_signed_for_every_region() -> None:
-    options = s3_storage_options({"AWS_REGION": "eu-west-1"}, AccessPoint("arn", ""))
+    options = s3_storage_options({"AWS_REGION": "eu-west-1"}, "arn:aws:s3::123456789012:accesspoint/team.mrap")
     assert options["config_kwargs"]["signature_version"] == "s3v4a"
     assert options["client_kwargs"] == {"region_name": "eu-west-1"}
 
