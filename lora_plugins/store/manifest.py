@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import MsgspecError, Struct, json
 
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.files import map_os_error
@@ -40,8 +41,7 @@ class Converted:
     changes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest beside the files; `digest` names the directory.
 
     `uri` and `version` are of the fetch that brought the files; another source may have the same bytes.
@@ -73,7 +73,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of manifest.json."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return json.format(json.encode(self), indent=1).decode() + "\n"
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -84,16 +84,8 @@ class Manifest:
             SourceUnavailable: the manifest cannot be read at the moment.
         """
         try:
-            raw = json.loads((directory / MANIFEST_FILE).read_text())
-            files = tuple(StoredFile(**file) for file in raw.pop("files"))
-            if not all(isinstance(file.name, str) and isinstance(file.size_bytes, int) for file in files):
-                raise TypeError("files")
-            converted = raw.pop("converted", None)
-            if converted is not None:
-                converted = Converted(**{**converted, "changes": tuple(converted["changes"])})
-            canonical = StoredFile(**raw.pop("canonical"))
-            return cls(files=files, converted=converted, canonical=canonical, **raw)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            return json.decode((directory / MANIFEST_FILE).read_bytes(), type=cls)
+        except (OSError, ValueError, MsgspecError) as error:
             if isinstance(error, OSError) and not is_damage(error):
                 with describing(file=MANIFEST_FILE):
                     raise map_os_error(error) from error

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.errors import InvalidAdapter
