@@ -45,8 +45,8 @@ def exit_of(error: LoRAPluginsError) -> Exit:
 
 
 def worst(codes: Iterable[Exit]) -> Exit:
-    """Return the largest code; "not compared with a base model" is better than every failure."""
-    return max(codes, key=lambda code: 0.5 if code is Exit.NOT_COMPARED else float(code))
+    """Return the largest code, OK without any; "not compared with a base model" is better than every failure."""
+    return max(codes, key=lambda code: 0.5 if code is Exit.NOT_COMPARED else float(code), default=Exit.OK)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

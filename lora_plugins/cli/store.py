@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -14,14 +15,14 @@ from lora_plugins.absence import without_login
 from lora_plugins.adapter.names import MIN_PREFIX, is_prefix
 from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli import Exit, UsageProblem
-from lora_plugins.cli.names import NamesFile, is_pattern, wanted
-from lora_plugins.cli.output import Output, Result, ago, counted, error_fields, line, number, short, size, table_above
+from lora_plugins.cli.names import NamesFile, is_pattern, listed, wanted
+from lora_plugins.cli.output import Output, Result, Shown, ago, counted, line, number, short, size, table_above
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.resolvers.sources.templates import Template
 from lora_plugins.server.served_file import lately_served
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import damaged_in
-from lora_plugins.store.inventory import Entry, entries, evict
+from lora_plugins.store.inventory import Entry, entries
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.processes import Processes
@@ -162,12 +163,11 @@ def verify(
             output.progress(f"hashing {short(entry.digest)}")
         adapters.append({"digest": entry.digest, "whole": view.store.verify(entry.digest)})
     damaged = sum(not one["whole"] for one in adapters)
-    fields = {"store": str(view.layout.root), "adapters": adapters, "count": len(adapters), "damaged": damaged}
-    fields["errors"] = [error_fields(error) for error in errors]
     said = {True: "whole", False: "damaged: replaced once it is fetched again"}
-    shown = table_above(("digest", "verdict"), [(short(one["digest"]), said[one["whole"]]) for one in adapters])
+    cells = [(short(one["digest"]), said[one["whole"]]) for one in adapters]
     end = line(f"{number(len(adapters), 'adapter')}, {damaged} damaged", "bold red" if damaged else "")
-    return Result(fields, [*errors, *shown, end], Exit.WRONG if damaged else Exit.OK)
+    together = _listed(view, adapters, errors, [*table_above(("digest", "verdict"), cells), end], damaged=damaged)
+    return replace(together, code=Exit.WRONG if damaged else Exit.OK)
 
 
 def gc(
@@ -191,44 +191,41 @@ def gc(
     """
     view = StoreView(Settings.from_env())
     budget = _budget(view.settings, max_bytes)
-    rows: dict[str, dict[str, Any]] = {}
     known, served = view.entries(), lately_served(view.layout.root)
     left_bytes = before_bytes = sum(entry.size_bytes for entry in known)
     limit = view.settings.store_max_bytes
     kept_bytes = 0 if everything else before_bytes if limit is None else limit
-
-    # A dry run asks the same questions as `evict` would, and only leaves out the removal.
-    def remove(entry: Entry) -> bool:
-        nonlocal left_bytes
-        rows[entry.digest] = row = view.row(entry)
-        if entry.digest in served and left_bytes <= kept_bytes:
-            return False
-        is_gone = not row["leases"] if dry_run else view.store.remove(entry.digest)
-        left_bytes -= entry.size_bytes if is_gone else 0
-        return is_gone
-
+    rows: list[dict[str, Any]] = []
     damaged = damaged_in(view.layout)
-    order = sorted(known, key=lambda entry: (entry.digest not in damaged, entry.digest in served))
-    done = evict(order, budget, remove)
-    kept = [entry for entry in done.leased if entry.digest in served and not rows[entry.digest]["leases"]]
-    leased = [entry for entry in done.leased if entry not in kept]
-    groups = {"removed": done.removed, "leased": leased, "served": kept}
+    for entry in sorted(known, key=lambda entry: (entry.digest not in damaged, entry.digest in served)):
+        if left_bytes <= budget:
+            break
+        row, is_served = view.row(entry), entry.digest in served
+        is_kept = is_served and left_bytes <= kept_bytes
+        is_gone = not is_kept and (not row["leases"] if dry_run else view.store.remove(entry.digest))
+        left_bytes -= entry.size_bytes if is_gone else 0
+        state = "removed" if is_gone else "served" if is_served and not row["leases"] else "leased"
+        rows.append({**row, "state": state})
     ends = {"removed": _removed(dry_run), "leased": "stays: leased", "served": "stays: served lately"}
-    fits = done.left_bytes <= budget
-    fields = {"store": str(view.layout.root), "dry_run": dry_run, "max_bytes": budget, "before_bytes": before_bytes}
-    fields |= {"after_bytes": done.left_bytes, "fits": fits}
-    fields |= {name: [rows[entry.digest] for entry in some] for name, some in groups.items()}
-    cells = [
-        (short(entry.digest), size(entry.size_bytes), ago(entry.used_at), ends[name])
-        for name, some in groups.items()
-        for entry in some
-    ]
+    fits = left_bytes <= budget
+    cells = [(short(row["digest"]), size(row["size_bytes"]), ago(row["used_at"]), ends[row["state"]]) for row in rows]
     shown = table_above(("digest", "size", "used", ""), cells)
-    shown.append(line(f"{size(before_bytes)} before, {size(done.left_bytes)} after, budget {size(budget)}"))
+    shown.append(line(f"{size(before_bytes)} before, {size(left_bytes)} after, budget {size(budget)}"))
     if not fits:
-        stays = "was served in the last 7 days: --all removes it too" if kept else "is leased by running servers"
+        is_served = any(row["state"] == "served" for row in rows)
+        stays = "was served in the last 7 days: --all removes it too" if is_served else "is leased by running servers"
         shown.append(line(f"what would still have to go {stays}", "bold red"))
-    return Result(fields, shown, Exit.OK if fits else Exit.NO_ROOM)
+    numbers = {"max_bytes": budget, "before_bytes": before_bytes, "after_bytes": left_bytes, "fits": fits}
+    together = _listed(view, rows, [], shown, dry_run=dry_run, **numbers)
+    return replace(together, code=Exit.OK if fits else Exit.NO_ROOM)
+
+
+def _listed(
+    view: StoreView, rows: Iterable[dict[str, Any]], errors: Iterable[LoRAPluginsError], shown: list[Shown], **more: Any
+) -> Result:
+    """Return adapters, and errors of names, as every command lists adapters; `shown` is below the errors."""
+    together = listed([*errors, *(Result(row, []) for row in rows)], store=str(view.layout.root), **more)
+    return replace(together, shown=[*together.shown, *shown])
 
 
 def _removed(dry_run: bool) -> str:
@@ -268,12 +265,12 @@ def rm(
     for entry in found:
         row, holders = view.row(entry), view.holders(entry)
         is_gone = not holders if dry_run else view.store.remove(entry.digest)
-        rows.append({**row, "removed": is_gone, "holders": [] if is_gone else holders})
+        state = "removed" if is_gone else "leased"
+        rows.append({**row, "state": state, "holders": [] if is_gone else holders})
         said = _removed(dry_run) if is_gone else f"stays: leased by {', '.join(holders) or 'another process'}"
         cells.append((short(entry.digest), size(entry.size_bytes), said, row["uri"] or "?"))
-    removed = [row["size_bytes"] for row in rows if row["removed"]]
-    fields = {"store": str(view.layout.root), "dry_run": dry_run, "adapters": rows, "count": len(rows)}
-    fields |= {"removed_bytes": sum(removed), "errors": [error_fields(error) for error in errors]}
-    shown = table_above(("digest", "size", "", "uri"), cells)
+    removed = [row["size_bytes"] for row in rows if row["state"] == "removed"]
     end = line(f"{number(len(removed), 'adapter')} {_removed(dry_run)}, {size(sum(removed))}")
-    return Result(fields, [*errors, *shown, end], Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM)
+    shown = [*table_above(("digest", "size", "", "uri"), cells), end]
+    together = _listed(view, rows, errors, shown, dry_run=dry_run, removed_bytes=sum(removed))
+    return replace(together, code=Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM)

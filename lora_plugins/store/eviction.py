@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,20 +86,18 @@ class Evictor:
                 remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
             )
         over_bytes = needed_bytes + max(stored_bytes + pending - max_bytes, coming - free_bytes)
-        chosen = self.to_go(over_bytes, least=least, kept=kept)
-        in_order = itertools.chain(chosen or (), self.inventory.oldest(self.leases.is_ours))
-        while chosen is not None and (over_bytes > 0 or least > 0):
-            digest = next(in_order, None)
-            if digest is None:  # another process has leased the rest meanwhile
-                chosen = None
-            elif digest != kept and (freed_bytes := self.evict(digest)):
+        passed = {kept}
+        while over_bytes > 0 or least > 0:  # again, where another process has leased what was chosen
+            chosen = self._to_go(over_bytes, least, passed)
+            if chosen is None:
+                raise NoFreeSlot(
+                    f"a store of {max_bytes} bytes of which engines still use all that would have to go",
+                    expected=f"{needed_bytes} bytes that can be made free",
+                    remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
+                )
+            passed.update(chosen)
+            for freed_bytes in filter(None, map(self.evict, chosen)):
                 over_bytes, least = over_bytes - freed_bytes, least - 1
-        if chosen is None:
-            raise NoFreeSlot(
-                f"a store of {max_bytes} bytes of which engines still use all that would have to go",
-                expected=f"{needed_bytes} bytes that can be made free",
-                remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
-            )
 
     def evict(self, digest: str) -> int:
         """Remove one adapter without a lease; returns the bytes freed."""
@@ -114,28 +112,28 @@ class Evictor:
             self.on_evict(digest, size_bytes)
         return size_bytes
 
-    def to_go(self, wanted_bytes: int, *, least: int = 0, kept: str = "") -> list[str] | None:
-        """The damaged and the least recently used without a lease, but not `kept`: `wanted_bytes` and `least` adapters.
-
-        Adapters that only silent hosts lease go last. None where all adapters together free too little.
-        """
+    def _to_go(self, wanted_bytes: int, least: int, passed: Collection[str]) -> list[str] | None:
+        """Adapters of `wanted_bytes` together, `least` at least; None where all without a lease free too little."""
         chosen: list[str] = []
-        silent: list[str] = []
-        if wanted_bytes <= 0 and least <= 0:
-            return chosen
-        damaged = sorted(filter(self.inventory.size_bytes, damaged_in(self.layout)))
-        oldest = (digest for digest in self.inventory.oldest(self.leases.is_ours) if digest not in damaged)
-        in_order = itertools.chain(damaged, oldest)
-        free = (digest for digest in in_order if digest != kept and not self.leases.holders(digest))
-        for digest, is_last in itertools.chain(((it, False) for it in free), ((it, True) for it in silent)):
-            if not is_last and self.leases.is_of_the_silent(digest):
-                silent.append(digest)
-                continue
+        for digest in self._in_order(passed):
             chosen.append(digest)
             wanted_bytes -= self.inventory.size_bytes(digest)
             if wanted_bytes <= 0 and len(chosen) >= least:
                 return chosen
         return None
+
+    def _in_order(self, passed: Collection[str]) -> Iterator[str]:
+        """Adapters without a lease: the damaged, the least recently used, and at last those that silent hosts lease."""
+        damaged = sorted(filter(self.inventory.size_bytes, damaged_in(self.layout)))
+        oldest = (digest for digest in self.inventory.oldest(self.leases.is_ours) if digest not in damaged)
+        silent: list[str] = []
+        for digest in itertools.chain(damaged, oldest):
+            if digest not in passed and not self.leases.holders(digest):
+                if self.leases.is_of_the_silent(digest):
+                    silent.append(digest)
+                else:
+                    yield digest
+        yield from silent
 
     def remove(self, digest: str) -> bool:
         """Remove one adapter unless it is leased; returns whether it is gone."""

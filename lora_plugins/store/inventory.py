@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta, MsgspecError, json
 
 from lora_plugins.adapter.pace import paced
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
@@ -25,6 +27,7 @@ from lora_plugins.store.manifest import Manifest
 
 _UNWRITTEN = 500  # sizes that the next process may have to read again: about 50 ms
 _ORDER_KEPT_S = 600.0
+_Size = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,32 @@ class Entry:
     manifest: Manifest | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """Entries removed, older entries that stay because of a lease, and the bytes of all entries left."""
+def last_use(layout: Layout, digest: str) -> float:
+    """The last use of an adapter, in seconds since the epoch; 0 where unknown."""
+    try:
+        return os.stat(f"{layout.folder('uses')}/{digest}").st_mtime
+    except FileNotFoundError:
+        return 0.0
 
-    removed: tuple[Entry, ...]
-    leased: tuple[Entry, ...]
-    left_bytes: int
+
+def entry_of(layout: Layout, digest: str) -> Entry | None:
+    """A published adapter; None where another process has just removed it, or it is no directory."""
+    directory, manifest = layout.adapter(digest), None
+    try:
+        manifest = Manifest.read(directory)
+        size_bytes = manifest.size_bytes
+    except (InvalidAdapter, SourceUnavailable):
+        try:
+            size_bytes = files_bytes(directory)
+        except OSError:
+            return None
+    return Entry(digest, size_bytes, last_use(layout, digest), manifest)
+
+
+def entries(layout: Layout) -> list[Entry]:
+    """All published adapters, the least recently used first."""
+    found = [entry for digest in layout.digests() if (entry := entry_of(layout, digest)) is not None]
+    return sorted(found, key=lambda entry: (entry.used_at, entry.digest))
 
 
 class Inventory:
@@ -85,13 +107,15 @@ class Inventory:
                 for digest in sizes.keys() - listed:
                     self.forget(digest)
             for digest in paced(filter(is_digest, others)):
-                if (size_bytes := self._size_of(digest)) is None:
+                if (entry := entry_of(self._layout, digest)) is None:
                     continue
-                sizes[digest] = size_bytes
-                self._total_bytes += size_bytes
+                sizes[digest] = entry.size_bytes
+                self._total_bytes += entry.size_bytes
                 self._unwritten += 1
+                if entry.manifest is None:  # perhaps only for now; the sizes of its files are a guess
+                    self._unreadable.add(digest)
                 if self._ordered_at > float("-inf"):
-                    self.note_use(digest, self._used_at(digest))
+                    self.note_use(digest, entry.used_at)
             if self._unwritten > _UNWRITTEN:
                 self._write(sizes)
             return self._total_bytes
@@ -132,7 +156,7 @@ class Inventory:
                         continue
                     if not is_kept(digest):
                         # Another process may have used the adapter since: put the newer time back into the heap.
-                        now = self._used_at(digest)
+                        now = last_use(self._layout, digest)
                         if now > used_at:
                             self.note_use(digest, now)
                             continue
@@ -149,80 +173,21 @@ class Inventory:
         with self._lock:
             if time.monotonic() - self._ordered_at < _ORDER_KEPT_S:
                 return
-            self._uses = {digest: self._used_at(digest) for digest in paced(self._sizes_bytes or {})}
+            self._uses = {digest: last_use(self._layout, digest) for digest in paced(self._sizes_bytes or {})}
             self._order = [(used_at, digest) for digest, used_at in self._uses.items()]
             heapq.heapify(self._order)
             self._ordered_at = time.monotonic()
 
-    def _used_at(self, digest: str) -> float:
-        try:
-            return os.stat(f"{self._layout.folder('uses')}/{digest}").st_mtime
-        except FileNotFoundError:
-            return 0.0
-
-    def _size_of(self, digest: str) -> int | None:
-        directory = self._layout.adapter(digest)
-        try:
-            return Manifest.read(directory).size_bytes
-        except (InvalidAdapter, SourceUnavailable):
-            with contextlib.suppress(OSError):  # another process has just removed it, or it is no directory
-                size_bytes = files_bytes(directory)
-                self._unreadable.add(digest)  # perhaps only for now; the sizes of its files are a guess
-                return size_bytes
-        return None
-
     def _read(self) -> dict[str, int]:
         try:
-            known = json.loads((self._layout.root / SIZES_FILE).read_bytes())
-            return {
-                digest: size_bytes
-                for digest, size_bytes in known.items()
-                if is_digest(digest) and type(size_bytes) is int and size_bytes >= 0
-            }
-        except (OSError, ValueError, AttributeError):
+            known = json.decode((self._layout.root / SIZES_FILE).read_bytes(), type=dict[str, _Size])
+        except (OSError, ValueError, MsgspecError):
             return {}
+        return {digest: size_bytes for digest, size_bytes in known.items() if is_digest(digest)}
 
     def _write(self, sizes: dict[str, int]) -> None:
         known = {digest: size for digest, size in sizes.items() if digest not in self._unreadable}
         with contextlib.suppress(OSError):  # the next process reads them again
             temporary = self._layout.new_temporary("sizes")
-            write_small(self._layout.root / SIZES_FILE, [json.dumps(known)], temporary, is_durable=False)
+            write_small(self._layout.root / SIZES_FILE, [json.encode(known).decode()], temporary, is_durable=False)
         self._unwritten = 0
-
-
-def entries(layout: Layout) -> list[Entry]:
-    """All published adapters, the least recently used first."""
-    found = []
-    for digest in layout.digests():
-        manifest = None
-        try:
-            manifest = Manifest.read(layout.adapter(digest))
-            size_bytes = manifest.size_bytes
-        except (InvalidAdapter, SourceUnavailable):
-            try:
-                size_bytes = files_bytes(layout.adapter(digest))
-            except OSError:
-                continue  # another process has just removed it, or it is no directory
-        try:
-            used_at = (layout.folder("uses") / digest).stat().st_mtime
-        except FileNotFoundError:
-            used_at = 0.0
-        found.append(Entry(digest, size_bytes, used_at, manifest))
-    return sorted(found, key=lambda entry: (entry.used_at, entry.digest))
-
-
-def evict(known: Iterable[Entry], max_bytes: int, remove: Callable[[Entry], bool]) -> Eviction:
-    """Remove entries in their order until the rest fits; `remove` returns False for a leased entry."""
-    known = list(known)
-    left_bytes = sum(entry.size_bytes for entry in known)
-    removed: list[Entry] = []
-    leased: list[Entry] = []
-    for entry in known:
-        if left_bytes <= max_bytes:
-            break
-        if remove(entry):
-            removed.append(entry)
-            left_bytes -= entry.size_bytes
-        else:
-            leased.append(entry)
-    return Eviction(tuple(removed), tuple(leased), left_bytes)

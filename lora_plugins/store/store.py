@@ -471,11 +471,8 @@ class Store:
         For a thread: the call reads the file system.
         """
         marked = damaged_in(self.layout).intersection(served)
-        return marked, {digest for digest in some if digest not in marked and self.is_replaced(digest)}
-
-    def is_replaced(self, digest: str) -> bool:
-        """Whether the directory has other files, or other contents, than this process hashed last."""
-        return self._hashed.differs(digest, identity_of(self.layout.adapter(digest)))
+        found = {digest: identity_of(self.layout.adapter(digest)) for digest in some if digest not in marked}
+        return marked, {digest for digest, identity in found.items() if self._hashed.differs(digest, identity)}
 
     def remove(self, digest: str) -> bool:
         """Remove a published adapter unless it is leased; returns whether it is gone."""

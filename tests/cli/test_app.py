@@ -118,7 +118,7 @@ def test_wrong_arguments(cli, kind):
     done = cli(*arguments, "--json")
     assert done.code == code
     assert done.err == ""
-    rows = [*done.json.get("adapters", []), *({"error": error} for error in done.json.get("errors", []))]
+    rows = done.json.get("adapters", [])
     (error,) = [row["error"] for row in rows or [done.json]]
     assert error["message"]
     assert (error["code"] == "usage") == (code is Exit.USAGE)

@@ -15,6 +15,11 @@ from lora_plugins.store.store import Store
 from tests.make import adapter_files, put
 
 
+def in_state(done, state):
+    """The digests of a command's adapters in one state."""
+    return [row["digest"] for row in done.json["adapters"] if row.get("state") == state]
+
+
 @pytest.mark.usefixtures("permissions_count")
 def test_a_read_only_store_is_listed_and_not_written(cli):
     digest = cli("pull", "sql", "--json").only["digest"]
@@ -29,7 +34,7 @@ def test_a_read_only_store_is_listed_and_not_written(cli):
         for folder in folders:
             folder.chmod(0o755)
     assert (listed.code, [row["digest"] for row in listed.json["adapters"]]) == (Exit.OK, [digest])
-    assert (planned.code, [row["digest"] for row in planned.json["removed"]]) == (Exit.OK, [digest])
+    assert (planned.code, in_state(planned, "removed")) == (Exit.OK, [digest])
     for done in refused:
         done.assert_no_traceback()
         assert done.code in (Exit.SETTINGS, Exit.UNAVAILABLE)
@@ -48,8 +53,8 @@ def test_what_is_damaged_is_marked_and_collected_first(cli):
     assert (done.code, done.json["adapters"]) == (Exit.WRONG, [{"digest": digest, "whole": False}])
     listed = {row["digest"]: row["damaged"] for row in cli("ls", "--json").json["adapters"]}
     assert listed == {other: False, digest: True}
-    gone = cli("gc", "--max-bytes", "3kB", "--json").json["removed"]
-    assert [(row["digest"], row["damaged"]) for row in gone] == [(digest, True)]
+    gone = cli("gc", "--max-bytes", "3kB", "--json").json["adapters"]
+    assert [(row["digest"], row["damaged"], row["state"]) for row in gone] == [(digest, True, "removed")]
 
 
 def test_what_is_damaged_and_in_use_stays(cli):
@@ -61,9 +66,9 @@ def test_what_is_damaged_and_in_use_stays(cli):
     assert (done.code, "damaged: replaced once it is fetched again" in done.out) == (Exit.WRONG, True)
     assert [row["damaged"] for row in cli("ls", "--json").json["adapters"]] == [True]
     assert "(damaged)" in cli("ls").out
-    assert cli("gc", "--max-bytes", "0", "--json").json["removed"] == []
+    assert in_state(cli("gc", "--max-bytes", "0", "--json"), "removed") == []
     server.leases.release(digest)
-    assert [row["digest"] for row in cli("gc", "--max-bytes", "0", "--json").json["removed"]] == [digest]
+    assert in_state(cli("gc", "--max-bytes", "0", "--json"), "removed") == [digest]
 
 
 def test_gc_leaves_what_a_server_has_leased(cli):
@@ -75,8 +80,8 @@ def test_gc_leaves_what_a_server_has_leased(cli):
     for more in (["--dry-run"], []):
         done = cli("gc", "--max-bytes", "0", "--json", *more)
         assert done.code == Exit.NO_ROOM
-        assert [row["digest"] for row in done.json["removed"]] == [other]
-        assert [row["digest"] for row in done.json["leased"]] == [digest]
+        assert in_state(done, "removed") == [other]
+        assert in_state(done, "leased") == [digest]
         assert not done.json["fits"]
         assert (cli.store / other).exists() == bool(more)
     server.leases.release(digest)
@@ -97,23 +102,23 @@ def test_gc_keeps_for_the_next_start_what_was_served(cli, served):
     for more in (["--dry-run"], []):
         done = cli("gc", "--max-bytes", "0", "--json", *more)
         assert done.code == Exit.NO_ROOM
-        assert [row["digest"] for row in done.json["removed"]] == [served[1]]
-        assert [row["digest"] for row in done.json["served"]] == [served[0]]
+        assert in_state(done, "removed") == [served[1]]
+        assert in_state(done, "served") == [served[0]]
         assert (cli.store / served[0]).exists()
     assert "served in the last 7 days: --all removes it too" in cli("gc", "--max-bytes", "0").out
     done = cli("gc", "--max-bytes", "0", "--all", "--json")
-    assert (done.code, [row["digest"] for row in done.json["removed"]]) == (Exit.OK, [served[0]])
+    assert (done.code, in_state(done, "removed")) == (Exit.OK, [served[0]])
 
 
 def test_gc_removes_what_was_served_last(cli, served):
     done = cli("gc", "--max-bytes", "3kB", "--all", "--json")
-    assert (done.code, [row["digest"] for row in done.json["removed"]]) == (Exit.OK, [served[1]])
+    assert (done.code, in_state(done, "removed")) == (Exit.OK, [served[1]])
 
 
 def test_gc_keeps_to_the_limit_of_the_store(cli, served):
     cli.env["LORA_PLUGINS_STORE_MAX_BYTES"] = "1kB"
     done = cli("gc", "--json")
-    assert (done.code, [row["digest"] for row in done.json["removed"]]) == (Exit.OK, served[::-1])
+    assert (done.code, in_state(done, "removed")) == (Exit.OK, served[::-1])
 
 
 def test_gc_forgets_what_was_served_long_ago(cli, served):
@@ -121,7 +126,7 @@ def test_gc_forgets_what_was_served_long_ago(cli, served):
     eight_days_ago = time.time() - 8 * 86400
     os.utime(path, (eight_days_ago, eight_days_ago))
     done = cli("gc", "--max-bytes", "0", "--json")
-    assert (done.code, [row["digest"] for row in done.json["removed"]]) == (Exit.OK, served)
+    assert (done.code, in_state(done, "removed")) == (Exit.OK, served)
 
 
 def test_gc_removes_the_oldest_and_no_more_than_needed(cli):
@@ -132,14 +137,14 @@ def test_gc_removes_the_oldest_and_no_more_than_needed(cli):
         os.utime(use, (use.stat().st_atime, time.time() - 100 * age_s))
     assert [row["digest"] for row in cli("ls", "--json").json["adapters"]] == digests[::-1]
     done = cli("gc", "--max-bytes", "5kB", "--json")
-    assert [row["digest"] for row in done.json["removed"]] == digests[:1]
+    assert in_state(done, "removed") == digests[:1]
     assert done.json["after_bytes"] == sum(row["size_bytes"] for row in cli("ls", "--json").json["adapters"])
 
 
 def test_rm_removes_by_name_pattern_uri_and_digest(many):
     digests = {one["name"]: one["digest"] for one in many("pull", "*", "--json").json["adapters"] if "digest" in one}
     done = many("rm", "team/*", "--dry-run", "--json")
-    assert [one["removed"] for one in done.json["adapters"]] == [True, True]
+    assert [one["state"] for one in done.json["adapters"]] == ["removed", "removed"]
     assert many("ls", "--json").json["count"] == 3
     assert many("rm", "team/sql").code == Exit.OK
     assert many("rm", digests["team/poet"][:8]).code == Exit.OK

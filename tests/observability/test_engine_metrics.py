@@ -12,7 +12,7 @@ from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.scrape import StoreUsage
 from lora_plugins.scheduler.messages import AdapterState, PlannerFigures
 from lora_plugins.scheduler.stats import BOUNDS_S, FoundIn, Histogram, Stats
-from lora_plugins.store.inventory import Inventory
+from lora_plugins.store import inventory as inventory_module
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, obtain
 
@@ -131,7 +131,7 @@ def test_usage_is_current_and_reads_each_manifest_once(tmp_path: Path, monkeypat
     stored = [obtain(store, DownloadSpec(adapter_files(seed=seed), version=str(seed))) for seed in range(3)]
     one = sum(map(len, adapter_files().values()))
     assert StoreUsage.of(store) == StoreUsage(3, 3 * one, 10_000_000)
-    monkeypatch.setattr(Inventory, "_size_of", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(inventory_module, "entry_of", lambda *_: pytest.fail("read again"))
     assert StoreUsage.of(store) == StoreUsage(3, 3 * one, 10_000_000)
     store.leases.release(stored[0].digest)
     assert store.remove(stored[0].digest)

@@ -13,7 +13,7 @@ import pytest
 from lora_plugins.store import inventory as inventory_module
 from lora_plugins.store import store as store_module
 from lora_plugins.store.inventory import Inventory, entries
-from lora_plugins.store.layout import SIZES_FILE
+from lora_plugins.store.layout import SIZES_FILE, Layout
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, obtain
 
@@ -91,7 +91,7 @@ def test_the_next_process_reads_no_manifest_again(store: Store, monkeypatch: pyt
     Inventory(store.layout).look()
     known = json.loads((store.layout.root / SIZES_FILE).read_text())
     assert known == dict.fromkeys(by_use(store), SIZE)
-    monkeypatch.setattr(Inventory, "_size_of", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(inventory_module, "entry_of", lambda *_: pytest.fail("read again"))
     assert Inventory(store.layout).look() == 4 * SIZE
     assert Store(store.layout.root).max_bytes
 
@@ -153,13 +153,13 @@ def test_a_fetch_reads_nothing_of_what_it_knows(store: Store, monkeypatch: pytes
     assert first not in by_use(store)
     (store.layout.folder("leases") / second / f"{store.processes.me()}").touch()
     looked_at: list[str] = []
-    used_at = Inventory._used_at
+    last_use = inventory_module.last_use
 
-    def note(inventory: Inventory, digest: str) -> float:
+    def note(layout: Layout, digest: str) -> float:
         looked_at.append(digest)
-        return used_at(inventory, digest)
+        return last_use(layout, digest)
 
-    monkeypatch.setattr(Inventory, "_used_at", note)
+    monkeypatch.setattr(inventory_module, "last_use", note)
     fill(store, 5)
     assert set(looked_at) == {second, third, newest}, (
         "of those that were there before, what goes and what stands before"
