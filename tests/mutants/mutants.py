@@ -357,8 +357,8 @@ MUTANTS = (
     Mutant(
         "cli: gc without room succeeds",
         "lora_plugins/cli/store.py",
-        "return Result(fields, shown, Exit.OK if fits else Exit.NO_ROOM)",
-        "return Result(fields, shown)",
+        "return replace(together, code=Exit.OK if fits else Exit.NO_ROOM)",
+        "return together",
         ("tests/cli/test_store.py",),
     ),
     Mutant(
