@@ -305,7 +305,7 @@ def fill(root: Path, count: int) -> int:
         directory = layout.adapter(digest)
         directory.mkdir()
         manifest = Manifest(digest, uri, "1", files, "2026-01-01T00:00:00Z", replace(files[0], size_bytes=900))
-        (directory / "manifest.json").write_text(manifest.to_json())
+        (directory / "manifest.json").write_bytes(manifest.to_json())
         layout.index(uri, "1", "").write_text(digest)
         use = layout.folder("uses") / digest
         use.touch()

@@ -71,9 +71,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of the source's files together."""
         return sum(file.size_bytes for file in self.files)
 
-    def to_json(self) -> str:
-        """The text of manifest.json."""
-        return json.format(json.encode(self), indent=1).decode() + "\n"
+    def to_json(self) -> bytes:
+        """The content of manifest.json."""
+        return json.format(json.encode(self), indent=1) + b"\n"
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:

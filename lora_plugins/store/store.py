@@ -266,7 +266,7 @@ class Store:
         config = put_canonical(download.directory, arrived.canonical)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         described = download.directory / MANIFEST_FILE
-        described.write_text(Manifest(digest, wanted.uri, wanted.version, files, now, config, converted).to_json())
+        described.write_bytes(Manifest(digest, wanted.uri, wanted.version, files, now, config, converted).to_json())
         folders = {(download.directory / name).parent for name, _, _ in wanted.promised}
         make_durable([download.directory / config.name, described, *folders])
         temporary = self.layout.new_temporary(self.processes.me())
