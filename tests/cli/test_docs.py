@@ -26,7 +26,7 @@ COMMANDS = {
     "rm": ["team/poet", "--dry-run"],
 }
 VERDICTS = {"served", "found", "unknown", "refused", "unavailable", "yes", "no", "failed"}
-VERDICTS |= {"ok", "on", "off", "warning", "problem", "paused", "waiting"}
+VERDICTS |= {"ok", "on", "off", "warning", "problem", "paused", "waiting", "removed", "leased"}
 # With a base model or a conversion, which these runs are without.
 ELSEWHERE = {"inspect": {"shapes", "form", "original_digest", "changes"}}
 
