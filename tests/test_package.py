@@ -30,7 +30,7 @@ COMPUTING = {
     *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),
     *(
         f"lora_plugins.worker.{name}"
-        for name in ("host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_copy", *BESIDE)
+        for name in ("given", "host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_copy", *BESIDE)
     ),
 }
 # These need Ray, and begin in processes of their own.
