@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-live-kills bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-flood bench-live bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -122,15 +122,14 @@ bench-trainers: set-up ## adapters as 24 trainers write them, on stock vLLM and 
 	@$(RUN) -m benchmarks.models.trainers
 	@$(RUN) -m benchmarks.models.architectures --page
 
-bench-fetch: set-up ## cold fetches against others, warm resolves, crowds and floods (15 minutes)
+bench-fetch: set-up ## cold fetches against others (10 minutes)
 	@$(RUN) -m benchmarks.fetch
-	@$(RUN) -m benchmarks.fetch.resolve
 
 bench-policies: set-up ## eviction policies on replayed traces, against Belady's optimum
 	@$(RUN) -m benchmarks.policies
 
-bench-manager: set-up ## the adapter manager against vLLM's: admission, stalls, activation, memory
-	@$(RUN) -m benchmarks.manager
+bench-manager: set-up ## what running streams notice of a cold adapter, vLLM's manager against ours
+	@$(RUN) -m benchmarks.manager.stall
 
 bench-queue: set-up ## waits under overload and the cost of a step, in vLLM's scheduler alone and with ours (1 minute)
 	@VLLM_PLUGINS= $(RUN) -m benchmarks.manager.queue
@@ -150,21 +149,13 @@ bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's 
 bench-access: set-up ## whether response times reveal an adapter that a key may not use
 	@$(RUN) -m benchmarks.access
 
-bench-faults: set-up ## random faults of processes, disks, clock and sources under load; takedowns, outages (7 minutes; SEED)
-	@$(RUN) -m benchmarks.faults.measure $(if $(SEED),--seed $(SEED))
-
 bench-flood: set-up ## a hot adapter beside 1,000 unknown names a second, with ours and with vLLM alone (4 minutes)
 	@$(RUN) -m benchmarks.fetch.flood
 
-bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load; a pause beside eight (15 minutes)
+bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load (10 minutes)
 	@$(RUN) -m benchmarks.live.pushes
-	@$(RUN) -m benchmarks.live.pause
 
-TRIALS = 200
-bench-live-kills: set-up ## kill -9 of trainer, API server, engine and worker during pushes (an hour; TRIALS, SEED)
-	@$(RUN) -m benchmarks.live.kills --trials $(TRIALS) $(if $(SEED),--seed $(SEED))
-
-bench-front-ends: set-up ## four API servers: 1,000 swaps under 100,000 requests, kills, throughput (25 minutes)
+bench-front-ends: set-up ## answers per second of four API servers against one (10 minutes)
 	@$(RUN) -m benchmarks.front_ends.measure
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory

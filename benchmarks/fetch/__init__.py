@@ -1,1 +1,1 @@
-"""The figures of docs/benchmarks/fetch.md and index.md#fetching."""
+"""The figures of docs/benchmarks/fetch.md."""

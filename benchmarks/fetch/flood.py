@@ -1,4 +1,4 @@
-"""Figure of docs/benchmarks/index.md#fetching, a flood at a real server, for R13: `make bench-flood`.
+"""Figure of docs/benchmarks/fetch.md#served-names-crowds-and-floods, for R13: `make bench-flood`.
 
 A hot adapter's answers alone and beside a flood of unknown names: `make bench-flood`.
 

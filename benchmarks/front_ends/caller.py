@@ -3,7 +3,7 @@
     python -m benchmarks.front_ends.caller '{"url": …}'
 
 Each caller asks for one answer after the other until standard input ends, on a connection that is closed after
-`PER_CONNECTION` answers. Prints a line after each `say_every` answers, and writes all into a file at the end.
+`PER_CONNECTION` answers. Prints a line as the callers begin, and writes all answers into a file at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from testbed.models import PROMPT
-from testbed.which_server import HEADER as WHICH
 
 PER_CONNECTION = 20
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -35,16 +34,12 @@ class Answer:
     Attributes:
         began_at: of time.monotonic(), which all processes of a machine share.
         status: of HTTP; 0 where there was no server to connect to, -1 where the connection broke before the answer.
-        digest: what the answer says of its version. server: which API server it is of, as far as known.
-        name: that was asked for.
+        digest: what the answer says of its version.
     """
 
     began_at: float
-    took_s: float
     status: int
     digest: str
-    server: str
-    name: str
     ids: list[int]
 
 
@@ -56,25 +51,20 @@ class Caller:
         per_s: answers with status 200, per second.
     """
 
-    def __init__(self, url: str, names: Sequence[str], tokens: int, at_once: int, *, say_every: int = 0) -> None:
+    def __init__(self, url: str, names: Sequence[str], tokens: int, at_once: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-callers-")
         self._file = Path(self._folder.name) / "answers.json"
-        self._asked = {"url": url, "names": list(names), "tokens": tokens, "at_once": at_once, "say_every": say_every,
-                       "file": str(self._file)}  # fmt: skip
+        self._asked = {"url": url, "names": list(names), "tokens": tokens, "at_once": at_once, "file": str(self._file)}
         self.answers: list[Answer] = []
         self.core = self.per_s = 0.0
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "benchmarks.front_ends.caller", json.dumps(self._asked)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.wait_for_word()  # it has begun
-        return self
-
-    def wait_for_word(self) -> None:
-        """Wait for the next line: `say_every` further answers."""
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
-            raise RuntimeError("the callers have ended")
+            raise RuntimeError("the callers have not begun")
+        return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
@@ -90,7 +80,7 @@ class Caller:
         self._folder.cleanup()
 
 
-async def ask(url: str, names: list[str], tokens: int, at_once: int, say_every: int, file: str) -> None:
+async def ask(url: str, names: list[str], tokens: int, at_once: int, file: str) -> None:
     """In the process of the callers."""
     place, answers, number = urlsplit(url), list[Answer](), 0
     ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -105,11 +95,10 @@ async def ask(url: str, names: list[str], tokens: int, at_once: int, say_every: 
     async def call() -> None:
         nonlocal number
         while not ended.done():
-            server = ""
             try:
                 reader, writer = await asyncio.open_connection(place.hostname, place.port)
             except OSError:
-                answers.append(Answer(time.monotonic(), 0.0, 0, "", "", "", []))
+                answers.append(Answer(time.monotonic(), 0, "", []))
                 await asyncio.sleep(0.1)
                 continue
             for _ in range(PER_CONNECTION):
@@ -122,14 +111,11 @@ async def ask(url: str, names: list[str], tokens: int, at_once: int, say_every: 
                     writer.write(requests[name])
                     status, headers, body = await _answer(reader)
                 except (OSError, EOFError, asyncio.IncompleteReadError):
-                    answers.append(Answer(began_at, time.monotonic() - began_at, -1, "", server, name, []))
+                    answers.append(Answer(began_at, -1, "", []))
                     break
-                server = headers.get(WHICH, "")
                 ids = json.loads(body)["choices"][0]["token_ids"] if status == 200 else []
                 digest = headers.get("x-lora-digest", "")
-                answers.append(Answer(began_at, time.monotonic() - began_at, status, digest, server, name, ids))
-                if say_every and len(answers) % say_every == 0:
-                    print(flush=True)
+                answers.append(Answer(began_at, status, digest, ids))
             writer.close()
 
     print(flush=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.record import ROOT
 from testbed.bed import Bed
 from testbed.server import ONE_THREAD, Server, plugged, vllm_server
 
@@ -34,11 +32,9 @@ def serving(
         arguments=(
             *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "16"),
             *("--max-num-seqs", "64", "--served-model-name", "base", "--api-server-count", str(count)),
-            *("--middleware", "testbed.which_server.SayWhichServer"),
             *arguments,
         ),
         env={
-            "PYTHONPATH": str(ROOT),  # for the middleware
             **plugged(PLUGINS, home / "store", home / "adapters"),
             **ONE_THREAD,
             "LORA_PLUGINS_REFRESH_S": "0",
@@ -51,9 +47,3 @@ def serving(
             assert time.monotonic() < ends_at, server.log()[-2000:]
             time.sleep(0.1)
         yield server
-
-
-def api_servers(server: Server) -> list[int]:
-    """Their processes; the first leads."""
-    found = {int(number): int(pid) for number, pid in re.findall(r"\(ApiServer_(\d+) pid=(\d+)\)", server.log())}
-    return [found[number] for number in sorted(found)]

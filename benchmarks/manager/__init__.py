@@ -1,1 +1,1 @@
-"""The adapter manager against vLLM's own: admission, stalls, activation, memory; `python -m benchmarks.manager`."""
+"""The figures of docs/benchmarks/manager.md."""

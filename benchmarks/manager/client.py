@@ -58,9 +58,3 @@ async def load(port: int, name: str, path: str) -> None:
     writer.close()
     if status != 200:
         raise RuntimeError(f"{name}: {status}: {text[-500:]}")
-
-
-async def unload(port: int, name: str) -> None:
-    reader, writer, _ = await _post(port, "/v1/unload_lora_adapter", {"lora_name": name})
-    await reader.read()
-    writer.close()

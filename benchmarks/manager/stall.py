@@ -1,4 +1,4 @@
-"""Figure of README and docs/benchmarks/manager.md#a-cold-adapter-beside-running-streams, for R18.
+"""Figure of README and docs/benchmarks/manager.md#a-cold-adapter-beside-running-streams, for R18: `make bench-manager`.
 
 What running streams feel while cold adapters arrive: vLLM's own manager against ours.
 
@@ -6,13 +6,20 @@ One server for each arm, all up at once; blocks of a few arrivals alternate betw
 at a steady rate; an adapter that no process has seen is loaded and asked for a few tokens; a moment later it is asked
 again, now resident, and then the base model is: what computing such a request costs the streams without any loading,
 and without any adapter. Gaps between tokens are divided by the median gap of the same block before the first arrival.
+
+Prints Markdown, draws docs/images/stall.svg and keeps benchmarks/results/stall.json. The rows of a run (`--sizes 40`)
+replace those of the same sizes in the kept file, so that a long benchmark can be taken up again.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
+import json
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,9 +28,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks import plots
 from benchmarks.manager import bed
 from benchmarks.manager.arms import NAMES, Arm, servers
 from benchmarks.manager.client import load, stream
+from benchmarks.record import RESULTS, keep
 
 STREAMS = 4
 SETTLE_S, QUIET_S, AFTER_S = 1.0, 2.5, 1.0
@@ -182,3 +191,39 @@ def table(rows: list[dict]) -> str:
                 f"| {base['p99']:.2f}×, {base['max']:.2f}× |"
             )
     return "\n".join(lines)
+
+
+def merged(rows: list[dict]) -> list[dict]:
+    """Keep `rows`, and earlier ones of other arms or sizes."""
+    path = RESULTS / "stall.json"
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = {(row["arm"], row["size_mb"]) for row in rows}
+    rows = [row for row in earlier if (row["arm"], row["size_mb"]) not in new] + rows
+    keep("stall", rows)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[40, 150, 600])
+    parser.add_argument("--arms", nargs="*", default=["vllm", "vllm+kernels", "ours+kernels"])
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--arrivals", type=int, default=3)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive a time limit
+    kept: list[dict] = []
+    for size_mb in options.sizes:
+        rows: list[dict] = []
+        try:
+            measure(size_mb, options.arms, rows, blocks=options.blocks, arrivals=options.arrivals)
+        finally:  # a time limit leaves what has been measured
+            if rows:
+                print(table(rows), flush=True)
+                kept = merged(rows)
+    print(table(kept))
+    plots.stall(kept)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,7 +29,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real import compared, first_token, limits, many, page, speed, swaps
+from benchmarks.real import compared, first_token, many, page, speed, swaps
 from benchmarks.real.bed import Bed, Figure
 from benchmarks.record import RESULTS, ROOT, keep
 from testbed.real_model import NoRealModel, real_model
@@ -59,7 +59,6 @@ PARTS = {
     "swaps": Part("Swaps under load", swaps.measure, swaps.figures, 150, 300),
     "ranks": Part("Rank of the slots", speed.ranks, speed.rank_figures, 0, 480),
     "compare": Part("Served as trained", compared.measure, compared.figures, 0, 600),
-    "limits": Part("Limits of a step", limits.measure, limits.figures, 30, 240),
 }
 
 

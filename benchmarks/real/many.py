@@ -2,7 +2,7 @@
 
 Many adapters: 100 under Zipf over 8 slots, with our plugins and on stock vLLM; 1,000 in host memory, and one.
 
-Sixteen clients in a closed loop, as in `benchmarks.manager.admission`, whose stretches these are.
+Sixteen clients in a closed loop, as `benchmarks.real.traffic` has them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.manager.admission import requests_per_s, stretch, worker_memory
 from benchmarks.manager.arms import Arm
 from benchmarks.manager.bed import size_bytes
 from benchmarks.manager.client import stream
-from benchmarks.manager.scenarios import Serving, Traffic
 from benchmarks.real.bed import MAX_RANK, OURS, SMALL, SMALL_RANK, STOCK, STREAMS, Bed, Figure
+from benchmarks.real.traffic import Traffic, requests_per_s, worker_memory
 
 ZIPF_ADAPTERS, ZIPF_SLOTS = 100, 8
 HOST_ADAPTERS = 1000
-TOKENS = 16  # of an answer, on average
 STRETCH_S, QUICK_STRETCH_S = 8.0, 3.0
 ZIPF = Traffic("Zipf", STREAMS, zipf=1.0)
-ALL, ONE = Traffic("all", STREAMS), Traffic("one", STREAMS, owned=(0,) * STREAMS)
+ALL, ONE = Traffic("all", STREAMS), Traffic("one", STREAMS, only_first=True)
 HOST_GOAL = 0.95
 LATE = ("--stream-interval", "1000")  # the first token, and all others with the last one: clients cost less
 
@@ -40,18 +38,13 @@ async def parallel(arm: Arm, names: Iterable[str]) -> None:
     await asyncio.gather(*(ask(name) for name in names))
 
 
-def _serving(adapters: int, slots: int) -> Serving:
-    return Serving(f"{adapters}/{slots}", adapters, slots, hidden=576, layers=30, rank=SMALL_RANK, tokens=TOKENS)
-
-
-def _speed(bed: Bed, arm: Arm, adapters: list[Path], serving: Serving, traffic: Traffic, number: int) -> float:
+def _speed(bed: Bed, arm: Arm, adapters: list[Path], traffic: Traffic, number: int) -> float:
     stretch_s = QUICK_STRETCH_S if bed.is_quick else STRETCH_S
-    return requests_per_s(asyncio.run(stretch(arm, adapters, serving, traffic, number, stretch_s)), stretch_s)
+    return asyncio.run(requests_per_s(arm, adapters, traffic, number, stretch_s))
 
 
 def zipf(bed: Bed, rows: list[dict]) -> None:
     adapters = bed.adapters(20 if bed.is_quick else ZIPF_ADAPTERS)
-    serving = _serving(len(adapters), ZIPF_SLOTS)
     slots = ("--max-loras", str(ZIPF_SLOTS), "--max-cpu-loras", str(len(adapters)), "--max-lora-rank", str(MAX_RANK))
     with bed.servers((OURS, STOCK), *slots, *LATE) as running:
         for arm in running:
@@ -59,7 +52,7 @@ def zipf(bed: Bed, rows: list[dict]) -> None:
         for number in bed.rounds():
             for turn in range(len(running)):
                 arm = running[(number + turn) % len(running)]
-                speed = _speed(bed, arm, adapters, serving, ZIPF, number)
+                speed = _speed(bed, arm, adapters, ZIPF, number)
                 rows.append({"arm": arm.name, "round": number, "adapters": len(adapters), "requests_per_s": speed})
 
 
@@ -87,8 +80,7 @@ def thousand(bed: Bed, rows: list[dict]) -> None:
         )
         for number in bed.rounds():
             for traffic in (ALL, ONE) if number % 2 == 0 else (ONE, ALL):
-                serving = _serving(len(adapters), STREAMS)
-                speed = _speed(bed, arm, adapters, serving, traffic, number)
+                speed = _speed(bed, arm, adapters, traffic, number)
                 rows.append({"adapters": len(adapters) if traffic is ALL else 1, "traffic": traffic.name,
                              "round": number, "requests_per_s": speed})  # fmt: skip
 

@@ -13,7 +13,6 @@ from benchmarks.real import __main__ as real
 from benchmarks.real import page, swaps
 from benchmarks.real.bed import SHIPPED, Bed, Figure
 from benchmarks.real.first_token import cold_figures
-from benchmarks.real.limits import figures as limit_figures
 from benchmarks.real.many import thousand_figures
 from benchmarks.real.speed import decode_figures, rank_figures
 
@@ -56,18 +55,6 @@ def test_thousand_adapters_are_compared_with_one_and_weighed() -> None:
     assert (share.what[:4], share.value, share.is_met, resident.value) == ("1000", "0.900", False, "1.00 MB")
 
 
-def test_a_step_is_compared_with_its_bytes_by_the_bandwidth() -> None:
-    rows = [{"bandwidth_bytes_per_s": 8e9}, {"bandwidth_bytes_per_s": 10e9}]
-    steps = [(0, 0.05, 0), (16, 0.06, 10_000_000)]
-    rows += [
-        {"round": 0, "streams": 16, "adapters": n, "step_s": step, "base_bytes": 490_000_000, "adapter_bytes": of}
-        for n, step, of in steps
-    ]
-    found = {one.what.partition(" (")[0]: one.value for one in limit_figures(rows)}
-    assert found["16 streams, 16 adapters: step by its floor"] == "1.200"  # 60 ms by 500 MB at 10 GB/s
-    assert found["16 streams, 16 adapters: what the adapters add to a step"] == "10.0 ms, floor 1.00 ms"
-
-
 def test_answers_are_judged_by_the_version_that_they_name() -> None:
     versions = [swaps.Version("d1", "pirate", 1.0), swaps.Version("d2", "french", 2.0)]
     asked = [
@@ -79,7 +66,7 @@ def test_answers_are_judged_by_the_version_that_they_name() -> None:
         (2.2, 404, "", []),
         (2.3, 200, "d2", [8]),
     ]
-    answers = [Answer(at, 0.1, status, digest, "", "house", ids) for at, status, digest, ids in asked]
+    answers = [Answer(at, status, digest, ids) for at, status, digest, ids in asked]
     right = {("pirate", (7,)), ("french", (8,))}
     found = swaps.judged(answers, versions, lambda source, ids: (source, tuple(ids)) in right)
     assert found == {"right": 4, "of another version": 2, "not answered": 1, "begun after a swap, and old": 1}
