@@ -1,6 +1,6 @@
 """Draws the plots of docs/images from what is kept in benchmarks/results: `python -m benchmarks.plots`.
 
-`kernels_cpu` (README, index, kernels.md), `stall` (index, manager.md), `routing` (routing.md).
+`kernels_cpu` (README, kernels.md), `stall` (manager.md), `routing` (routing.md).
 """
 
 from __future__ import annotations
