@@ -27,7 +27,7 @@ from tests.resolvers.sources.object_bed import LIMITS, Bed, bed, s3, shared_prox
 
 _ = (bed, s3, shared_proxy)
 DEADLINE_S = 3.0
-RECOVERS_S = 10.0  # five where the machine has nothing else to do: `make bench-faults`
+RECOVERS_S = 10.0  # five where the machine has nothing else to do
 HANG = faults.stall(600.0)
 NAMES = [f"sql-{number}" for number in range(40)]
 OBJECTS = r"^/[^?]+/loras/"  # no LISTs
