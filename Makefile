@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-flood bench-live bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -148,6 +148,9 @@ bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's 
 
 bench-access: set-up ## whether response times reveal an adapter that a key may not use
 	@$(RUN) -m benchmarks.access
+
+bench-faults: set-up ## random faults of processes, disks, clock and sources under load; takedowns, outages (7 minutes; SEED)
+	@$(RUN) -m benchmarks.faults.measure $(if $(SEED),--seed $(SEED))
 
 bench-flood: set-up ## a hot adapter beside 1,000 unknown names a second, with ours and with vLLM alone (4 minutes)
 	@$(RUN) -m benchmarks.fetch.flood

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.faults.injection import Interposer
 from benchmarks.soak.bank import Bank
-from benchmarks.soak.interposer import Interposer
 from benchmarks.soak.world import ABSENT_TTL_S, REVALIDATE_S
 from testbed import v2_runner
 from testbed.hub import Hub
