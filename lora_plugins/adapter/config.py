@@ -39,7 +39,7 @@ _PEFT_VERSION = re.compile(r"(?!0\.19\.1\.dev)([0-9]{1,4})\.([0-9]{1,4})(?:\.([0
 # NeMo Automodel's key for the layout, in a file of its own; in `adapter_config.json`, the word of the adapter's owner.
 LAYOUT_KEY = "paramwrapper_layout"
 OUR_KEY = "lora_plugins"  # of the canonical configuration: `AdapterConfig.beside`, whose keys vLLM would refuse
-ADALORA = "peft_type ADALORA"  # in `AdapterConfig.beside`
+ADALORA, IA3 = "peft_type ADALORA", "peft_type IA3"  # in `AdapterConfig.beside`
 _MAX_KINDS = 256  # kinds of modules, and characters of a name
 _MAX_TOKENS = 1 << 14  # far above what a slot holds; bounds the message of a reading process
 
@@ -73,7 +73,8 @@ class AdapterConfig:
         peft_version: of the PEFT whose layout stacked experts have, or of another with this layout; None where unknown.
         token_ids: `trainable_token_indices`, the ids of rows in order, by the end of a module's name; `""` stands for
             the model's embedding.
-        beside: keys that give modules more than A and B: `use_dora`, `lora_bias`, `bias`, AdaLoRA's `peft_type`.
+        beside: keys that give modules more than A and B: `use_dora`, `lora_bias`, `bias`, AdaLoRA's `peft_type`; IA3's,
+            which gives modules no A and B, and has rank 1 for an engine that asks for a rank.
     """
 
     rank: int
@@ -149,12 +150,12 @@ def parse_config(data: bytes) -> AdapterConfig:
     if foreign_keys is not None:
         raise foreign_keys
     kind = raw.get("peft_type") or "LORA"  # vLLM does not read the key
-    if isinstance(kind, str) and kind.upper() == "ADALORA":
-        raw = {**raw, **_of_adalora(raw)}
-    elif not isinstance(kind, str) or kind.upper() != "LORA":
+    as_lora = _AS_LORA.get(kind.upper()) if isinstance(kind, str) else None
+    if as_lora is None:
         raise IncompatibleAdapter(
-            f"peft_type {_short(kind)}", expected="LORA or ADALORA", remedy="train or convert it with PEFT's LoRA"
+            f"peft_type {_short(kind)}", expected="LORA, ADALORA or IA3", remedy="train or convert it with PEFT's LoRA"
         )
+    raw = as_lora(raw)
     _refuse_unsupported(raw)
     rank = _rank("r", _whole(_required(raw, "r")))
     targets = _targets(_required(raw, "target_modules"))
@@ -274,7 +275,7 @@ def _targets(value: Any) -> frozenset[str] | str | None:
     return frozenset(_text_list("target_modules", value))
 
 
-def _of_adalora(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _of_adalora(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a LoRA that scales as AdaLoRA does, by alpha / (init_r + 0.00001) whatever rank is left.
 
     An alpha of 0 stands for the rank that is left.
@@ -292,7 +293,7 @@ def _of_adalora(raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     ranks = {name: _rank(f"rank_pattern[{name!r}]", of) for name, of in ranks.items()}
     scaled = {of: (alpha if alpha > 0 else of) * of / (rank + 1e-5) for of in {rank, *ranks.values()}}
-    return {
+    return raw | {
         "r": rank,
         "lora_alpha": scaled[rank],
         "use_rslora": False,
@@ -300,6 +301,20 @@ def _of_adalora(raw: Mapping[str, Any]) -> dict[str, Any]:
         "alpha_pattern": {name: scaled[of] for name, of in ranks.items()},
         OUR_KEY: [ADALORA],
     }
+
+
+def _of_ia3(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that PEFT's `IA3Config` reads, as those of a LoRA without pairs."""
+    kept = {key: raw[key] for key in _KEYS_OF_IA3 if key in raw}
+    return {**kept, "r": 1, "lora_alpha": 1, OUR_KEY: [IA3]}
+
+
+_KEYS_OF_IA3 = ("target_modules", "exclude_modules", "base_model_name_or_path", "modules_to_save")
+_AS_LORA: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "LORA": dict,
+    "ADALORA": _of_adalora,
+    "IA3": _of_ia3,
+}
 
 
 def _beside(raw: Mapping[str, Any]) -> frozenset[str]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_plugins.adapter.complete import REMEDY, check_experts
+from lora_plugins.adapter.config import IA3
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import LoraPair, Weights, is_copy_of_embeddings
@@ -96,15 +98,19 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
         IncompatibleAdapter, InvalidAdapter: as `check_pairs`.
     """
     pairs = [_read(pair, model) for pair in paced(weights.pairs) if not model.modules.skips(pair.a.name)]
-    notes = check_pairs(pairs, model.modules, about=f" ({about})", refuse_unmatched=refuse_unmatched)
+    notes: tuple[str, ...] = ()
+    if weights.pairs:
+        notes = check_pairs(pairs, model.modules, about=f" ({about})", refuse_unmatched=refuse_unmatched)
     _check_vocabulary(weights, model.modules)
     _check_heads(weights, model.modules, f" ({about})")
     return notes
 
 
 def landed(weights: Weights, model: Model) -> frozenset[str]:
-    """Return the engine's modules with a pair in the adapter, by their names in `ModelModules.places`."""
-    found = (model.modules.key(_read(pair, model).name) for pair in paced(weights.pairs))
+    """Return the engine's modules with a pair or IA3's factors, by their names in `ModelModules.places`."""
+    of_pairs = (_read(pair, model).name for pair in weights.pairs)
+    of_factors = (model.read(one.name_of_a) or one.module for one in weights.beside if one.kind.key == IA3)
+    found = (model.modules.key(name) for name in paced(itertools.chain(of_pairs, of_factors)))
     return frozenset(name for name in found if name is not None)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 # Version of the values of `plain`: workers and stores of another release may have another form.
-FORMAT = 8
+FORMAT = 9
 
 
 class ModuleKind(StrEnum):
@@ -72,6 +72,7 @@ class ModulePlace(msgspec.Struct, frozen=True, array_like=True):
         part: of experts: `w1`, `w2`, `w3` or `w13`.
         stacked: how many experts' matrices are one tensor: A is (experts x rank, inputs), B (outputs, rank x experts).
         matrices: outputs of each matrix of a fused module, where the engine takes a single pair for all matrices.
+        factor: of a gated MLP's `down_proj`, the place of `up_proj`: the inputs are up_proj's outputs times the gate.
     """
 
     module: str
@@ -82,6 +83,7 @@ class ModulePlace(msgspec.Struct, frozen=True, array_like=True):
     part: str = ""
     stacked: int = 1
     matrices: tuple[int, ...] = ()
+    factor: str = ""
 
 
 class TokenPlaces(msgspec.Struct, frozen=True, array_like=True):

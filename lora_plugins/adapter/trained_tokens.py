@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.model_modules import ModelModules, TokenPlaces
-from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind
+from lora_plugins.adapter.weights import Beside, BesideKind
 from lora_plugins.errors import IncompatibleAdapter
 
 MAX_TOKENS = 256  # rows of a slot's table, for which a GPU has memory from the start
@@ -41,7 +41,7 @@ def token_rows(
             what = "trained tokens (trainable_token_indices)"
             raise IncompatibleAdapter(what, expected=f"none, {modules.without_tokens}", remedy=_MERGE)
         # By the last part: trainers and engines put different prefixes before the only embedding.
-        last = (read(f"{PREFIX}{one.module}.lora_A.weight") or one.module).rpartition(".")[2]
+        last = (read(one.name_of_a) or one.module).rpartition(".")[2]
         place = next((name for name in places.names if name.rpartition(".")[2] == last), None)
         if place is None or place in found:
             raise _misfit(f"trained tokens of '{one.module}'", f"of {' and '.join(map(repr, places.names))}, once each")

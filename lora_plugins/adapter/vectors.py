@@ -2,19 +2,21 @@
 
 A module computes `y = g * (W x + s B A x) + c`: `g` and `c` have a number for each output, and stand for 1 and 0 where
 an adapter has none. DoRA: `g = m / norm of each row of W + s B A` (arXiv 2402.09353). `lora_bias`: `c = s * bias`.
-PEFT's `bias`: `c` is the saved bias less the base model's.
+PEFT's `bias`: `c` is the saved bias less the base model's. IA3: `g` alone, which scales the layer's own bias too (arXiv
+2205.05638); a factor of an input of a gated MLP's `down_proj` is a factor of the same output of `up_proj`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.adapter.pace import paced
-from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind
+from lora_plugins.adapter.weights import Beside, BesideKind
 from lora_plugins.errors import IncompatibleAdapter
 
-KINDS = (BesideKind.MAGNITUDE, BesideKind.B_BIAS, BesideKind.BIAS)
+KINDS = (BesideKind.MAGNITUDE, BesideKind.B_BIAS, BesideKind.BIAS, BesideKind.OUTPUTS, BesideKind.INPUTS)
 _MERGE = "merge the adapter into the base model"
 
 
@@ -33,23 +35,24 @@ def vectors_of(
         IncompatibleAdapter: a module that the engine computes without vectors, or a vector of another size.
     """
     for one in paced(beside):
-        name = f"{PREFIX}{one.module}.lora_A.weight"
-        if one.kind not in KINDS or modules.skips(name):
+        if one.kind not in KINDS or modules.skips(one.name_of_a):
             continue
-        key = modules.key(read(name) or one.module)
+        key = modules.key(read(one.name_of_a) or one.module)
         if key is None and not is_whole_model:
             continue
         found = f"'{one.tensor.name}' ({one.kind.key})"
         if modules.without_vectors:
             raise IncompatibleAdapter(found, expected=f"A and B alone, {modules.without_vectors}", remedy=_MERGE)
-        place = None if key is None else modules.places[key]
+        place, expected = modules.places.get(key or ""), "vectors of linear layers with LoRA in this engine alone"
+        if one.kind is BesideKind.INPUTS and place is not None:
+            key, expected = place.factor, "factors of outputs, or of inputs of a gated MLP's down_proj"
+            place = modules.places.get(key)
         if key is None or place is None or place.kind is not ModuleKind.LINEAR:
+            raise IncompatibleAdapter(found, expected=expected, remedy=_MERGE)
+        size = math.prod(one.tensor.shape)
+        if place.out_features not in (None, size):
             raise IncompatibleAdapter(
-                found, expected="vectors of linear layers with LoRA in this engine alone", remedy=_MERGE
-            )
-        if place.out_features not in (None, *one.tensor.shape):
-            raise IncompatibleAdapter(
-                f"{found} of {list(one.tensor.shape)} values",
+                f"{found} of {size} values",
                 expected=f"{place.out_features}",
                 remedy="serve it with the base model that it was trained on",
             )

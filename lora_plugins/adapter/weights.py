@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lora_plugins.adapter.config import ADALORA, CLASSIFIER_HEADS, AdapterConfig, without_effect
+from lora_plugins.adapter.config import ADALORA, CLASSIFIER_HEADS, IA3, AdapterConfig, without_effect
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
@@ -26,6 +26,7 @@ from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
 _SAVE_AGAIN = "save the adapter again with PEFT"
+_SAME_TRAINING = "put the adapter_config.json and the weights of the same training run together"
 _NAME = re.compile(
     r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
     r"|embedding_(?P<looked_up>[AB])(?:\.(?P<its_adapter>[^.]+))?)"
@@ -33,6 +34,7 @@ _NAME = re.compile(
 # The last group is a name of `BesideKind`.
 _BESIDE = re.compile(
     r"(?P<module>.+?)\.(?:(?P<TOKENS>token_adapter\.trainable_tokens_delta)(?:\.[^.]+)?|(?P<SINGULAR>lora_E)(?:\.[^.]+)?"
+    r"|(?P<OUTPUTS>ia3_l)(?:\.[^.]+)?"
     r"|(?P<MAGNITUDE>lora_magnitude_vector)(?:\.[^.]+){0,2}|lora_B(?:\.[^.]+)?\.(?P<B_BIAS>bias)"
     r"|(?:base_layer\.)?(?P<BIAS>bias))"
 )
@@ -78,11 +80,18 @@ class BesideKind(StrEnum):
     MAGNITUDE = "lora_magnitude_vector"  # of DoRA, the norm of each row of the whole weight
     B_BIAS = "lora_B.bias"  # of `lora_bias`, added to B's product before the scaling
     BIAS = "bias"  # in the place of the base model's
+    OUTPUTS = "ia3_l"  # of IA3, `(out, 1)`, a factor of each output, the base model's bias in it
+    INPUTS = "ia3_l of inputs"  # the same, `(1, in)`, of each input
 
     @property
     def key(self) -> str:
         """The key of the configuration without which PEFT leaves the tensor out."""
         return _KEYS[self]
+
+    @property
+    def end(self) -> str:
+        """The end of the tensor's name."""
+        return self.partition(" ")[0]
 
 
 _KEYS = {
@@ -91,6 +100,8 @@ _KEYS = {
     BesideKind.MAGNITUDE: "use_dora",
     BesideKind.B_BIAS: "lora_bias",
     BesideKind.BIAS: "bias",
+    BesideKind.OUTPUTS: IA3,
+    BesideKind.INPUTS: IA3,
 }
 
 
@@ -101,6 +112,11 @@ class Beside:
     module: str
     kind: BesideKind
     tensor: TensorInfo
+
+    @property
+    def name_of_a(self) -> str:
+        """The name that the module's A has or would have, off which an engine reads the module."""
+        return f"{PREFIX}{self.module}.lora_A.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +144,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     """Pair every A with its B and check ranks against the configuration.
 
     Raises:
-        InvalidAdapter: an A without its B, ranks that disagree, no pair at all.
+        InvalidAdapter: an A without its B, ranks that disagree, no pair at all; with IA3, a pair or no factors.
         IncompatibleAdapter: a tensor that vLLM cannot apply.
     """
     sides: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
@@ -156,14 +172,20 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         for (module, is_looked_up), pair in paced(sides.items())
         for name in [parameter_of(module)]
     )
-    if not pairs:
-        raise InvalidAdapter("no pair of lora_A and lora_B", expected="at least one", remedy=_SAVE_AGAIN)
-    if not any(pair.alpha for pair in pairs):
+    is_ia3 = IA3 in config.beside
+    if not (any(one.kind.key == IA3 for one in beside) if is_ia3 else pairs):
+        what = "tensor ia3_l" if is_ia3 else "pair of lora_A and lora_B"
+        raise InvalidAdapter(f"no {what}", expected="at least one", remedy=_SAVE_AGAIN)
+    if is_ia3 and pairs:
+        raise InvalidAdapter(
+            f"tensor '{pairs[0].a.name}' with {IA3}", expected="tensors ia3_l alone", remedy=_SAME_TRAINING
+        )
+    if pairs and not any(pair.alpha for pair in pairs):
         raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
     _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
     # `_check_one_adapter` has left one name, or None.
-    return Weights(pairs, tuple(others), names.pop(), check_beside(beside, config, pairs))
+    return Weights(pairs, tuple(others), next(iter(names), None), check_beside(beside, config, pairs))
 
 
 def _check_one_adapter(names: set[str | None]) -> None:
@@ -182,7 +204,9 @@ def beside_of(tensor: TensorInfo) -> Beside | None:
     # A classifier's whole head is vLLM's.
     if found is None or (found["BIAS"] and found["module"].rpartition(".")[2] in CLASSIFIER_HEADS):
         return None
-    return Beside(found["module"], BesideKind[str(found.lastgroup)], tensor)
+    kind = BesideKind[str(found.lastgroup)]
+    is_row = kind is BesideKind.OUTPUTS and tensor.shape[:1] == (1,)
+    return Beside(found["module"], BesideKind.INPUTS if is_row else kind, tensor)
 
 
 def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
@@ -194,7 +218,7 @@ def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterabl
     """
     of_kind: dict[BesideKind, dict[str, Beside]] = {kind: {} for kind in BesideKind}
     for one in paced(beside):
-        if one.module in of_kind[one.kind]:
+        if any(one.module in of_kind[kind] for kind in BesideKind if kind.key == one.kind.key):
             raise InvalidAdapter(
                 f"two tensors '{one.kind}' for module '{one.module}'", expected="one tensor", remedy=_SAVE_AGAIN
             )
@@ -221,12 +245,14 @@ def _check_of_modules(
             pair, shape = of_pairs.get(module), one.tensor.shape
             if kind is BesideKind.BIAS and pair is None:  # with `bias: all`, of any module
                 expected = shape[:1]
+            elif kind.key == IA3:
+                expected = (1, shape[-1]) if kind is BesideKind.INPUTS else (*shape[:1], 1)
             else:
                 expected = () if pair is None else (pair.rank, 1) if kind is BesideKind.SINGULAR else pair.b.shape[:1]
             if shape != expected:
                 raise InvalidAdapter(
                     f"tensor '{one.tensor.name}' of shape {list(shape)}",
-                    expected=f"shape {list(expected)}, by A and B" if expected else "none, without A and B",
+                    expected=f"shape {list(expected)}" if expected else "none, without A and B",
                     remedy=_SAVE_AGAIN,
                 )
         is_of_each = kind.key in config.beside and kind is not BesideKind.BIAS
@@ -249,7 +275,7 @@ def _check_tokens(tensors: Mapping[str, Beside], config: AdapterConfig) -> None:
             raise InvalidAdapter(
                 f"trained tokens '{name}' of shape {list(shape)}",
                 expected=f"one tensor of {len(ids)} rows, by trainable_token_indices",
-                remedy="put the adapter_config.json and the weights of the same training run together",
+                remedy=_SAME_TRAINING,
             )
     # PEFT saves no rows of a head that shares the embedding's.
     saved = {config.tokens_of(module) for module in tensors}
@@ -358,9 +384,8 @@ def _check_ranks(pairs: Iterable[LoraPair]) -> None:
         of_a, of_b = pair.a.shape[0], pair.b.shape[1]
         if (of_a, of_b) != (pair.rank, pair.rank):
             is_part = of_b == pair.rank and pair.rank % of_a == 0  # FSDP2 divides rows, which are A's ranks
-            together = "put the adapter_config.json and the weights of the same training run together"
             raise InvalidAdapter(
                 f"rank {of_a} in '{pair.a.name}' and {of_b} in '{pair.b.name}'",
                 expected=f"rank {pair.rank} in both, by the configuration",
-                remedy=NOT_GATHERED if is_part else together,
+                remedy=NOT_GATHERED if is_part else _SAME_TRAINING,
             )

@@ -174,7 +174,8 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
                 read, model, manager, self._modules, self.jobs.in_loop, is_whole_model=self._is_whole_model
             )
             scalings, rank = take_scalings(model), rank_of(model)
-            manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
+            if model.loras:  # an adapter of vectors alone has none, and vLLM takes the first
+                manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             loading.check_slots(model, manager, self._modules)
             # The store has checked a directory that is named by a digest.
             check_finite = self._settings.check_finite and not is_digest(Path(path).name)

@@ -111,13 +111,27 @@ def _places(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:
         # With --max-lora-cls-labels, vLLM takes heads of other numbers of labels, and compares the numbers itself.
         is_open = kind is ModuleKind.CLASSIFIER and bool(getattr(manager.lora_config, "max_lora_cls_labels", None))
         is_max = kind is ModuleKind.HEAD or is_open
-        yield name, ModulePlace(name, kind, inputs, total, is_max, matrices=matrices if sum(matrices) == total else ())
+        matrices = matrices if sum(matrices) == total else ()
+        yield name, ModulePlace(name, kind, inputs, total, is_max, matrices=matrices, factor=_factor(manager, name))
         return
     # Where vLLM's parts are no slices (`in_proj_qkvz` is two parts of four slices), only vLLM can tell the parts'
     # sizes.
     known = outputs if len(outputs) == len(parts) else [None] * len(parts)
     for part, size in zip(parts, known, strict=True):
         yield part, ModulePlace(name, kind, inputs, size)
+
+
+def _factor(manager: Any, name: str) -> str:
+    """Return the part of a gated MLP whose outputs, times the gate, are the module's inputs; empty elsewhere."""
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+
+    parent, _, leaf = name.rpartition(".")
+    parts = manager.packed_modules.get(f"{parent}.gate_up_proj", ())
+    layers = dict(manager.model.get_submodule(parent).named_children())
+    # Further layers, such as a norm, or another activation, such as one that clamps, may be in between.
+    if leaf != "down_proj" or len(parts) != 2 or layers.keys() != {"gate_up_proj", "act_fn", "down_proj"}:
+        return ""
+    return str(parts[1]) if isinstance(layers["act_fn"], GeluAndMul | SiluAndMul) else ""
 
 
 def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:

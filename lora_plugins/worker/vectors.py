@@ -30,6 +30,13 @@ InLoop = Callable[[Iterator[None]], None]
 
 _COLUMNS = 64  # of an identity matrix, a piece of the engine loop's time: as a prompt of so many tokens in one layer
 _NORMS = "_lora_plugins_squared_norms"
+_NEUTRAL = {
+    BesideKind.MAGNITUDE: 1.0,
+    BesideKind.B_BIAS: 0.0,
+    BesideKind.BIAS: 0.0,
+    BesideKind.OUTPUTS: 1.0,
+    BesideKind.INPUTS: 1.0,
+}
 _MERGE = "merge the adapter into the base model"
 
 
@@ -97,12 +104,13 @@ class _Module:
     Attributes:
         name: the engine's.
         magnitude, squares: of DoRA's `g = magnitude / sqrt(squares)`; None without.
-        c: as in the form. bias: the part of the layer's own bias in `y0`.
+        g: without DoRA. c: as in the form. bias: the part of the layer's own bias in `y0`.
         is_divided: whether the squares are a part of a sum over workers.
     """
 
     name: str
     ranks: SlotRanks
+    g: Any
     c: Any
     bias: Any
     magnitude: Any = None
@@ -110,7 +118,7 @@ class _Module:
     is_divided: bool = False
 
     def vectors(self) -> Vectors:
-        g = torch.ones_like(self.c) if self.magnitude is None else self.magnitude / self.squares.sqrt()
+        g = self.g if self.magnitude is None else self.magnitude / self.squares.sqrt()
         made = Vectors(g, self.c + (1 - g) * self.bias)
         if not all(bool(side.isfinite().all()) for side in made):
             raise IncompatibleAdapter(
@@ -179,8 +187,10 @@ class _LayerVectors:
         """Return the numbers of all parts together; see `vectors_of_adapter`."""
         weights = [self._weights(part, read, model) for part in self._parts]
         beside = {
-            kind: self._whole([read.tensor(it[kind]).float() if kind in it else None for it in self._parts], neutral)
-            for kind, neutral in ((BesideKind.MAGNITUDE, 1), (BesideKind.B_BIAS, 0), (BesideKind.BIAS, 0))
+            kind: self._whole(
+                [read.tensor(it[kind]).float().flatten() if kind in it else None for it in self._parts], neutral
+            )
+            for kind, neutral in _NEUTRAL.items()
         }
         scale = self._whole([one and torch.full((len(one.lora_b),), float(one.scaling)) for one in weights], 0)
         zeros = torch.zeros(sum(self._widths))
@@ -193,11 +203,14 @@ class _LayerVectors:
                 f"a bias of '{self._name}'", expected="none, as the base model has none there", remedy=_MERGE
             )
         c = scale * beside[BesideKind.B_BIAS] + torch.where(is_given, beside[BesideKind.BIAS] - bias, zeros)
+        factors = beside[BesideKind.OUTPUTS] * beside[BesideKind.INPUTS]
+        c = c + (factors - 1) * bias
         # Of workers that add their outputs up, one adds what is no product.
         adds = not self._is_divided or self._layer.tp_rank == 0
         made = _Module(
             self._name,
             cast("SlotRanks", watched_ranks(self._layer)),  # `why_no_vectors` has found our kernels
+            factors,
             c if adds else zeros,
             bias if adds and not getattr(self._base, "skip_bias_add", False) else zeros,
         )

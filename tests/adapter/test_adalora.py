@@ -114,9 +114,9 @@ E_OF_Q = f"{PEFT}{Q}.lora_E"
         ({}, {"init_r": ...}, InvalidAdapter, "no key 'init_r'"),
         ({}, {"rank_pattern": {"q": [False]}}, IncompatibleAdapter, "pruned 'q' to rank 0.*merge the adapter"),
         ({}, {"rank_pattern": {"q": -1}}, InvalidAdapter, "rank_pattern"),
-        ({}, {"peft_type": "IA3"}, IncompatibleAdapter, "peft_type 'IA3'.*LORA or ADALORA"),
+        ({}, {"peft_type": "LOHA"}, IncompatibleAdapter, "peft_type 'LOHA'.*LORA, ADALORA or IA3"),
     ],
-    ids=["LORA", "no values", "other", "no pair", "two", "large", "text", "no rank", "nothing left", "below 0", "IA3"],
+    ids=["LORA", "no values", "other", "no pair", "two", "large", "text", "no rank", "nothing left", "below 0", "LoHa"],
 )  # fmt: skip
 def test_what_peft_would_not_compute_is_refused(
     tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, object], kind: type[LoRAPluginsError], says: str

@@ -86,7 +86,7 @@ DORA, MERGE = {"use_dora": True}, "merge the adapter into the base model"
         (HALF, DORA, InvalidAdapter, "no tensor 'lora_magnitude_vector' of module .*1.self_attn.v_proj"),
         (of_weights(MAGNITUDE) | vectors(MAGNITUDE, {Q: 7}), DORA, InvalidAdapter, r"\[7\]; expected shape \[8\]"),
         (of_weights(MAGNITUDE) | vectors(MAGNITUDE, {K: 4}), DORA, InvalidAdapter, "expected none, without A and B"),
-        (vectors(BIAS, {K: 5}), {"bias": "all"}, IncompatibleAdapter, "of .5. values; expected 4"),
+        (vectors(BIAS, {K: 5}), {"bias": "all"}, IncompatibleAdapter, "of 5 values; expected 4"),
         (vectors(BIAS, {"model.norm": 8}), {"bias": "all"}, IncompatibleAdapter, f"linear layers.*{MERGE}"),
         ({f"{PEFT}{K}.bias": np.ones((4, 1), "float32")}, {"bias": "all"}, InvalidAdapter, r"expected shape \[4\]"),
         (of_weights(MAGNITUDE) | of_weights(B_BIAS), {**DORA, "lora_bias": True}, InvalidAdapter, "one of both"),

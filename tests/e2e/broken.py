@@ -89,7 +89,7 @@ BROKEN = (
     Broken("wrong-rank", _config(r=4), 400, ("L005", "rank 8", "rank 4")),
     Broken("qalora", _config(use_qalora=True), 400, ("L003", CONFIG, "QALoRA")),
     Broken("pissa", _config(init_lora_weights="pissa"), 400, ("L003", CONFIG, "pissa")),
-    Broken("not-lora", _config(peft_type="IA3"), 400, ("L003", CONFIG, "IA3")),
+    Broken("not-lora", _config(peft_type="LOHA"), 400, ("L003", CONFIG, "LOHA")),
     Broken("wrong-shapes", _tensors(_widen), 400, ("L003", WEIGHTS, "264 inputs", "256 inputs and 256 outputs")),
     Broken("no-such-module", _tensors(_rename("q_proj", "query")), 400, ("L003", WEIGHTS, "query", "such as")),
     Broken(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.scheduler.messages import Failed
@@ -65,6 +66,39 @@ def test_sizes_are_those_of_the_whole_model_on_several_devices(manager: Any) -> 
     layer.tp_size = 2
     place = describe(manager._adapter_manager).places["fused"]
     assert (place.in_features, place.out_features) == (small_model.WIDTH, sum(FUSED))
+
+
+@pytest.mark.parametrize(
+    ("activation", "more", "factor"),
+    [
+        ("SiluAndMul", {}, "mlp.up_proj"),
+        ("GeluAndMul", {}, "mlp.up_proj"),
+        ("SwigluStepAndMul", {}, ""),  # clamps what up_proj gives
+        ("SiluAndMul", {"norm": torch.nn.LayerNorm(MLP["down_proj"][0])}, ""),
+    ],
+    ids=["SiLU", "GELU", "clamped", "norm between"],
+)
+def test_a_gated_mlps_inputs_of_down_proj_are_up_projs_outputs_times_a_gate(
+    make_manager: Any, monkeypatch: pytest.MonkeyPatch, activation: str, more: dict[str, Any], factor: str
+) -> None:
+    from vllm.model_executor.layers import activation as activations
+
+    make = small_model.small_model
+
+    def model() -> Any:
+        made = make()
+        of_layer = made.layers[0]
+        made.mlp = torch.nn.ModuleDict(
+            {"gate_up_proj": of_layer.gate_up_proj, "act_fn": getattr(activations, activation)(), **more}
+        )
+        made.mlp["down_proj"] = of_layer.down_proj
+        del of_layer.gate_up_proj, of_layer.down_proj
+        return made
+
+    monkeypatch.setattr(small_model, "small_model", model)
+    places = describe(make_manager()._adapter_manager).places
+    assert places["mlp.down_proj"].factor == factor
+    assert {place.factor for name, place in places.items() if name != "mlp.down_proj"} == {""}
 
 
 def test_layers_without_values_of_their_own_name_the_copy() -> None:

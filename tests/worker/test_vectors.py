@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -83,8 +85,16 @@ def adapter(directory: Path, number: int, *kinds: str, **options: Any) -> Adapte
         leaf = name.rsplit(".", 1)[-1]
         for kind in kinds:
             if kind != "bias" or leaf in ("q_proj", "k_proj", "v_proj", "down_proj"):
-                tensors[f"{PEFT}{name}.{kind}"] = numbers(name, 100 * number + place)
-    keys = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias", "bias": "bias"}
+                vector = numbers(name, 100 * number + place)
+                tensors[f"{PEFT}{name}.{kind}"] = vector[:, None] if kind == "ia3_l" else vector
+    if "ia3_l" in kinds:
+        options["modules"] = {}  # IA3 has no A and B
+    keys = {
+        "lora_magnitude_vector": "use_dora",
+        "lora_B.bias": "lora_bias",
+        "bias": "bias",
+        "ia3_l": "peft_type IA3",
+    }
     made = make_adapter(directory / str(number), number, change=tensors | options.pop("change", {}), **options)
     config = made.path / "adapter_config.json"
     ours = {"lora_plugins": [keys[kind] for kind in kinds]}  # as the store writes it
@@ -98,10 +108,12 @@ def of_base(module: Any, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_peft(it: Adapter | None, name: str, number: int, kinds: tuple[str, ...], weight: Any, bias: Any, x: Any) -> Any:
-    """The formulas of PEFT 0.21: `LoraLayer.forward` and `DoraLinearLayer`, for one module."""
+    """The formulas of PEFT 0.21: `forward` of `LoraLayer`, `DoraLinearLayer` and IA3's `Linear`, for one module."""
     if it is None:
         return x @ weight.T + bias
     seed = 100 * number + MODULES.index(name)
+    if "ia3_l" in kinds:
+        return (x @ weight.T + bias) * numbers(name, seed)
     a, b = it.a.get(name), it.b.get(name)
     has_bias = "bias" in kinds and name.rsplit(".", 1)[-1] in ("q_proj", "k_proj", "v_proj", "down_proj")
     delta = torch.zeros_like(weight) if a is None or b is None else b @ a
@@ -138,14 +150,14 @@ def wrong(manager: Any, *rows: tuple[Adapter | None, int, tuple[str, ...]]) -> l
     return found
 
 
-DORA, B_BIAS, BIAS = ("lora_magnitude_vector",), ("lora_B.bias",), ("bias",)
+DORA, B_BIAS, BIAS, IA3 = ("lora_magnitude_vector",), ("lora_B.bias",), ("bias",), ("ia3_l",)
 
 
 def test_every_kind_is_computed_beside_plain_adapters(
     make_manager: Callable[..., Any], kernels: None, tmp_path: Path
 ) -> None:
-    manager = make_manager(slots=5, max_adapters=5)
-    every = [(), DORA, B_BIAS, BIAS, (*DORA, *BIAS)]
+    manager = make_manager(slots=6, max_adapters=6)
+    every = [(), DORA, B_BIAS, BIAS, (*DORA, *BIAS), IA3]
     made = [adapter(tmp_path, number, *kinds) for number, kinds in enumerate(every, 1)]
     for slot, it in enumerate(made):
         serve(manager, it, slot)
@@ -162,7 +174,35 @@ def test_modules_without_a_pair_have_the_bias_alone(
     assert wrong(manager, (it, 1, BIAS)) == []
 
 
-@pytest.mark.parametrize("kinds", [DORA, B_BIAS, BIAS], ids=str)
+def test_ia3_alone_in_a_batch_is_computed_without_a_rank(
+    make_manager: Callable[..., Any], kernels: None, tmp_path: Path
+) -> None:
+    manager = make_manager()
+    serve(manager, it := adapter(tmp_path, 1, *IA3), 1)
+    assert wrong(manager, (it, 1, IA3)) == []
+
+
+def test_factors_of_a_gated_mlps_inputs_are_up_projs(make_manager: Callable[..., Any], tmp_path: Path) -> None:
+    """Times factors of up_proj's own outputs."""
+    manager = make_manager()
+    inputs = {f"{PEFT}layers.{layer}.down_proj.ia3_l": torch.rand(1, 32) for layer in range(LAYERS)}
+    places = {**manager._modules.places}
+    for layer in range(LAYERS):
+        name = f"layers.{layer}.down_proj"
+        places[name] = msgspec.structs.replace(places[name], factor=f"layers.{layer}.up_proj")
+    manager._modules = dataclasses.replace(manager._modules, places=places)
+    serve(manager, it := adapter(tmp_path, 1, *IA3, change=inputs), 0)
+    assert sorted(wrong(manager, (it, 1, IA3))) == [
+        f"layers.{layer}.{name} of 0" for layer in range(LAYERS) for name in ("down_proj", "up_proj")
+    ]
+    for layer in range(LAYERS):
+        ranks = vectors.watched_ranks(manager._adapter_manager.modules[f"layers.{layer}.gate_up_proj"])
+        own = numbers(f"layers.{layer}.up_proj", 100 + MODULES.index(f"layers.{layer}.up_proj"))
+        wanted = own * inputs[f"{PEFT}layers.{layer}.down_proj.ia3_l"][0]
+        torch.testing.assert_close(ranks.vectors[0].g[32:], wanted)
+
+
+@pytest.mark.parametrize("kinds", [DORA, B_BIAS, BIAS, IA3], ids=str)
 def test_any_write_of_a_slot_takes_its_vectors_away(
     make_manager: Callable[..., Any], kernels: None, tmp_path: Path, kinds: tuple[str, ...]
 ) -> None:
@@ -275,8 +315,10 @@ def test_a_worker_that_ends_leaves_no_thread_waiting(make_manager: Callable[...,
         ({f"{PEFT}layers.0.q_proj.lora_E": torch.ones(4, 1)}, (), IncompatibleAdapter, "without peft_type ADALORA"),
         ({f"{PEFT}layers.0.q_proj.{DORA[0]}": torch.full((16,), torch.nan)}, DORA, IncompatibleAdapter, "not finite"),
         ({f"{PEFT}layers.0.q_proj.bias": torch.full((16,), torch.nan)}, BIAS, IncompatibleAdapter, "not finite"),
+        ({f"{PEFT}layers.0.q_proj.ia3_l": torch.full((16, 1), torch.nan)}, IA3, IncompatibleAdapter, "not finite"),
+        ({f"{PEFT}layers.0.down_proj.ia3_l": torch.ones(1, 32)}, IA3, IncompatibleAdapter, "a gated MLP's down_proj"),
     ],
-    ids=["no bias there", "size", "norm", "AdaLoRA", "NaN", "NaN as bias"],
+    ids=["no bias there", "size", "norm", "AdaLoRA", "NaN", "NaN as bias", "NaN as factor", "inputs"],
 )
 def test_what_a_worker_cannot_compute_is_refused(
     make_manager: Callable[..., Any], tmp_path: Path, change: dict[str, torch.Tensor], kinds: tuple[str, ...],

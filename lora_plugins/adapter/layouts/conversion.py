@@ -10,7 +10,7 @@ from functools import partial
 from typing import cast
 
 from lora_plugins.adapter.canonical import with_exact_patterns
-from lora_plugins.adapter.config import ADALORA, AdapterConfig
+from lora_plugins.adapter.config import ADALORA, IA3, AdapterConfig
 from lora_plugins.adapter.landing import Model, Respell, check_landing
 from lora_plugins.adapter.layouts import experts, fused
 from lora_plugins.adapter.layouts.tensors import Change, Move, Names, NewPair, NewTensor, Part, Placed, Scaled, new_pair
@@ -58,6 +58,8 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         InvalidAdapter: two pairs of the adapter are for one module of the engine.
         IncompatibleAdapter: experts of another rank than the configuration's, or of an unknown layout.
     """
+    if IA3 in config.beside:
+        return _of_factors(weights, config, model)
     names = Names(config, model)
     experts.check_ranks(weights.pairs, names)
     names.exchanged = experts.exchanged(weights.pairs, names)
@@ -106,6 +108,19 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     )
 
 
+def _of_factors(weights: Weights, config: AdapterConfig, model: Model) -> Conversion:
+    """Plan the conversion of IA3's factors, which move as the only column of a B of their module would."""
+    of_a = {one.tensor.name: replace(one.tensor, name=one.name_of_a) for one in weights.beside}
+    pairs = [
+        LoraPair(one.module, of_a[one.tensor.name], one.tensor, 1, 1.0)
+        for one in weights.beside
+        if ".experts" not in one.module
+    ]
+    found = plan_conversion(replace(weights, pairs=tuple(pairs)), replace(config, beside=frozenset()), model)
+    kept = {one.name: one for one in found.kept if one not in of_a.values()}
+    return replace(found, weights=replace(found.weights, pairs=()), config=config, kept=tuple(kept.values()), made=())
+
+
 @dataclass(frozen=True, slots=True)
 class _ByRules:
     """The pairs that the rules make, and the pairs that no rule takes."""
@@ -144,7 +159,7 @@ def _vectors(made: Iterable[NewPair], weights: Weights) -> Iterator[tuple[Beside
             sources = [of_pair[source.name] for source in new.b.sources if source.name in of_pair]
             if not sources:
                 continue
-            move, outputs = new.b.make, new.b.info.shape[:1]
+            move, outputs = new.b.make, (new.b.info.shape[0], *sources[0].shape[1:])
             is_whole = len(sources) == len(new.b.sources)
             if isinstance(move, Part) and not move.shape:
                 rows: Move = Part(move.slices[:1])
@@ -162,7 +177,7 @@ def _vectors(made: Iterable[NewPair], weights: Weights) -> Iterator[tuple[Beside
                     expected="the vectors of all parts of a fused module in one dtype, or none",
                     remedy="train all parts of the module, or merge the adapter into the base model",
                 )
-            info = TensorInfo(f"{PREFIX}{new.module}.{kind}", sources[0].dtype, outputs, 0, 0)
+            info = TensorInfo(f"{PREFIX}{new.module}.{kind.end}", sources[0].dtype, outputs, 0, 0)
             yield Beside(new.module, kind, info), NewTensor(info, tuple(sources), rows)
 
 
@@ -311,10 +326,10 @@ _RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (
 
 
 def _check_once(pairs: Sequence[LoraPair]) -> None:
-    module, count = Counter(pair.module for pair in pairs).most_common(1)[0]
-    if count > 1:
-        raise InvalidAdapter(
-            f"two forms of module '{module}', fused and in parts, or under two names",
-            expected="each module once",
-            remedy="save the adapter again with PEFT",
-        )
+    for module, count in Counter(pair.module for pair in pairs).most_common(1):
+        if count > 1:
+            raise InvalidAdapter(
+                f"two forms of module '{module}', fused and in parts, or under two names",
+                expected="each module once",
+                remedy="save the adapter again with PEFT",
+            )
