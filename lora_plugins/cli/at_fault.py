@@ -1,7 +1,8 @@
 """PEFT's answers on this machine, and the modules at fault where a server's answers are not the trained adapter's.
 
 The server's answers are compared with answers of the adapter with a group of its modules left out, or scaled: a group
-with equal answers is at fault. Groups are a projection of all layers, a layer, and one module of a layer.
+with equal answers is at fault. Groups are a projection of all layers, a layer, and one module of a layer; and what a
+whole adapter has beside A and B, such as DoRA's magnitudes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,8 @@ from lora_plugins.cli import UsageProblem
 
 _MOST_GROUPS = 3  # at fault together; each costs a pass over all groups
 _CLEARLY = 0.7  # of the remaining distance: a group whose omission takes away less explains nothing
-Factors = Mapping[str, float]  # by how much each module is scaled, 0 where the module is left out
+# By how much each module is scaled; 0 where a module, or a kind of what is beside A and B, is left out.
+Factors = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,15 @@ def apart(some: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 class ByPeft:
-    """A base model in its own dtype with one adapter, as PEFT loads both; `ranks` has the adapter's modules.
+    """A base model in its own dtype with one adapter, as PEFT loads both.
 
     Args:
         directory: the adapter's. base: another base model than the adapter names.
+
+    Attributes:
+        modules: the names of the adapter's modules. ranks: of the modules with A and B.
+        kinds: what the adapter has beside A and B, in words.
+        trains_head: whether the module that makes logits is among the modules.
 
     Raises:
         UsageProblem: there is no adapter, or torch, Transformers or PEFT are not installed.
@@ -54,7 +62,7 @@ class ByPeft:
         try:
             import torch
             from peft import PeftConfig, PeftModel
-            from peft.tuners.lora import LoraLayer
+            from peft.tuners.tuners_utils import BaseTunerLayer
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError as error:
             raise UsageProblem(f"--peft needs torch, transformers and peft: {error}") from None
@@ -63,11 +71,27 @@ class ByPeft:
             base = base or str(PeftConfig.from_pretrained(str(directory)).base_model_name_or_path)
             self._tokenizer = AutoTokenizer.from_pretrained(base)
             plain = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+            own = [(one, one.detach().clone()) for name, one in plain.named_parameters() if name.endswith("bias")]
             self._model: Any = PeftModel.from_pretrained(plain, str(directory)).eval()
-        named = {name: one for name, one in self._model.named_modules() if isinstance(one, LoraLayer)}
+        named = {name: one for name, one in self._model.named_modules() if isinstance(one, BaseTunerLayer)}
+        of_tokens = [named.pop(name) for name in [*named] if name.endswith(".token_adapter")]
         # By the names in the adapter's own file.
         self._layers: dict[str, Any] = {name.removeprefix("base_model.model."): one for name, one in named.items()}
-        self.ranks = {name: max(one.r.values()) for name, one in self._layers.items()}
+        self.modules = [*self._layers]
+        with_rank = {name: one for name, one in self._layers.items() if hasattr(one, "r")}  # not IA3's
+        self.ranks = {name: max(one.r.values()) for name, one in with_rank.items()}
+        sides = [side for one in with_rank.values() for side in one.lora_B.values() if hasattr(side, "bias")]
+        kinds: dict[str, list[_Without]] = {
+            "DoRA's magnitudes": [(one, "lora_variant", {}) for one in with_rank.values() if one.lora_variant],
+            "the biases of B": [
+                (side.bias, "data", torch.zeros_like(side.bias)) for side in sides if side.bias is not None
+            ],
+            # PEFT puts these into the base model's own layers, and does not take them out for the base's answers.
+            "the trained biases": [(one, "data", before) for one, before in own if not torch.equal(one, before)],
+            "the trained tokens": [_disabled(one) for one in of_tokens],
+        }
+        self._without = {name: [_disabled(one)] for name, one in self._layers.items()} | kinds
+        self.kinds = [kind for kind, parts in kinds.items() if parts]
         # By identity: the name of the module that makes logits differs from model to model.
         self.trains_head = any(one is self._model.get_output_embeddings() for one in self._layers.values())
 
@@ -83,21 +107,36 @@ class ByPeft:
         ids = tuple(self._tokenizer(prompt)["input_ids"])
         if len(ids) < 2:
             raise UsageProblem(f"--prompts: {prompt!r} is less than two tokens")
-        with self._model.disable_adapter():
+        with warnings.catch_warnings(action="ignore"), self._model.disable_adapter(), self.scaled(self.nothing):
             without = self.logprobs(ids)
         return Trained(prompt, ids, self.logprobs(ids), without)
 
     @contextlib.contextmanager
     def scaled(self, factors: Factors) -> Iterator[None]:
-        """Scale the contributions of modules by `factors` while the block runs."""
-        kept = {name: self._layers[name].scaling for name in factors}
-        try:
+        """Scale the contributions of modules and kinds by `factors` while the block runs."""
+        with contextlib.ExitStack() as stack:
             for name, factor in factors.items():
-                self._layers[name].scaling = {key: factor * value for key, value in kept[name].items()}
+                parts = self._without[name]
+                if factor:
+                    layer = self._layers[name]
+                    parts = [(layer, "scaling", {key: factor * value for key, value in layer.scaling.items()})]
+                for owner, attribute, value in parts:
+                    stack.callback(setattr, owner, attribute, getattr(owner, attribute))
+                    setattr(owner, attribute, value)
             yield
-        finally:
-            for name, scaling in kept.items():
-                self._layers[name].scaling = scaling
+
+    @property
+    def nothing(self) -> Factors:
+        """The factors that leave the base model alone."""
+        return dict.fromkeys([*self.modules, *self.kinds], 0.0)
+
+
+# A part of an adapter: an object of PEFT's, its attribute, and the attribute's value without the part.
+_Without = tuple[Any, str, Any]
+
+
+def _disabled(layer: Any) -> _Without:
+    return layer, "_disable_adapters", True
 
 
 def at_fault(trained: Sequence[Trained], served: Sequence[Sequence[float]], right: float, model: ByPeft) -> str:
@@ -126,12 +165,12 @@ def at_fault(trained: Sequence[Trained], served: Sequence[Sequence[float]], righ
         # One prompt first: most causes fail there, and each prompt costs a pass of the model.
         return left(factors) <= right and all(max(distances(factors, at)) <= right for at in range(len(trained)))
 
-    for text, factors in _scalings(model.ranks).items():
+    for text, factors in _changes(model).items():
         if explains(factors):
             return f"at fault: served as if {text}"
     # No single change explains the answers: look for groups of modules, coarse groups first.
     begin, tries = left({}), list[tuple[float, list[str]]]()
-    for groups in _groupings(model.ranks):
+    for groups in _groupings(model.modules):
         now, chosen = _greedily(left, groups, begin, right)
         if now <= right and explains({name: 0.0 for text in chosen for name in groups[text]}):
             return f"at fault: served as if missing: {', '.join(chosen)}"
@@ -157,19 +196,21 @@ def _greedily(
     return now, chosen
 
 
-def _scalings(ranks: Mapping[str, int]) -> dict[str, Factors]:
-    """Return the scalings of a whole adapter by a wrong configuration."""
-    return {
+def _changes(model: ByPeft) -> dict[str, Factors]:
+    """Return the scalings of a whole adapter by a wrong configuration, and what may be missing in all modules."""
+    ranks = model.ranks
+    scalings = {
         "alpha were doubled": dict.fromkeys(ranks, 2.0),
         "alpha were halved": dict.fromkeys(ranks, 0.5),
         "alpha had the other sign": dict.fromkeys(ranks, -1.0),
-        "the whole adapter were missing": dict.fromkeys(ranks, 0.0),
         "use_rslora were false, and it was trained with true": {name: rank**-0.5 for name, rank in ranks.items()},
         "use_rslora were true, and it was trained with false": {name: rank**0.5 for name, rank in ranks.items()},
     }
+    missing = {f"{kind} were missing": {kind: 0.0} for kind in model.kinds}
+    return (scalings if ranks else {}) | missing | {"the whole adapter were missing": model.nothing}
 
 
-def _groupings(modules: Mapping[str, int]) -> Iterator[dict[str, Factors]]:
+def _groupings(modules: Sequence[str]) -> Iterator[dict[str, Factors]]:
     """Yield groups of modules left out, coarse groups first: they take fewer passes, and say more."""
     projections: dict[str, dict[str, float]] = {}
     layers: dict[str, dict[str, float]] = {}
