@@ -18,6 +18,7 @@ from lora_plugins.absence import without_login
 from lora_plugins.adapter.chat import TOOLS_FILE, Chat, few, read_chat
 from lora_plugins.adapter.config import (
     CONFIG_FILE,
+    IA3,
     MAX_CONFIG_BYTES,
     ORIGINAL_CONFIG_FILE,
     AdapterConfig,
@@ -29,7 +30,7 @@ from lora_plugins.adapter.names import is_prefix
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter, choose_weights, verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
-from lora_plugins.adapter.weights import LoraPair, pair_weights
+from lora_plugins.adapter.weights import LoraPair, Weights, pair_weights
 from lora_plugins.adapter.writers import by_keys
 from lora_plugins.cli import Exit, exit_of
 from lora_plugins.cli.base_model import compared_with, on_base, why_not_compared, would_be_served
@@ -49,7 +50,7 @@ class Found:
 
     config: AdapterConfig | None = None
     tensors: tuple[TensorInfo, ...] = ()
-    pairs: tuple[LoraPair, ...] = ()
+    weights: Weights = Weights(())
     verified: VerifiedAdapter | None = None
     error: LoRAPluginsError | None = None
     warnings: tuple[str, ...] = ()
@@ -150,7 +151,7 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
             found.tensors = tuple(tensor for _, _, some in opened for tensor in some)
     with suppress(LoRAPluginsError):
         if found.config is not None and found.tensors:
-            found.pairs = pair_weights(found.tensors, found.config).pairs
+            found.weights = pair_weights(found.tensors, found.config)
     with suppress(LoRAPluginsError):
         if settings.adapter_chat.reads_files:
             found.chat = read_chat(path)
@@ -226,7 +227,11 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         "size_bytes": sum(files.values()),
         "config": None if found.config is None else _config(found.config),
         "dtypes": dict(Counter(tensor.dtype for tensor in found.tensors)),
-        "modules": [_module(pair) for pair in found.pairs],
+        "modules": [_module(pair) for pair in found.weights.pairs],
+        "beside": [
+            {"module": one.module, "tensor": one.kind.end, "shape": list(one.tensor.shape), "dtype": one.tensor.dtype}
+            for one in found.weights.beside
+        ],
         "chat": {
             "template": bool(chat.templates),
             "eos_token": chat.special_tokens.get("eos_token"),
@@ -262,14 +267,18 @@ def _lines(fields: dict[str, Any], found: Found, base: BaseModel | None) -> Iter
         yield f"base model   {config.base_model or 'not named'}"
         patterns = f", up to {config.max_rank} by rank_pattern" if config.max_rank != config.rank else ""
         more = ", ".join(["", *(["rsLoRA"] if config.use_rslora else []), *sorted(config.beside)])
-        yield f"rank         {config.rank}{patterns}, alpha {config.alpha:g}{more}"
+        ranks = f"{config.rank}{patterns}, alpha {config.alpha:g}{more}"
+        yield f"rank         {'none, by ' + IA3 if IA3 in config.beside else ranks}"
     if (form := by_keys(tensor.name for tensor in found.tensors)) is not None:
         yield f"recognised   {form.name}"
     if fields["dtypes"]:
         yield "tensors      " + ", ".join(f"{count} {dtype}" for dtype, count in sorted(fields["dtypes"].items()))
-    if found.pairs:
-        kinds = Counter(pair.module.rpartition(".")[2] for pair in found.pairs)
-        yield f"modules      {len(found.pairs)}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if pairs := found.weights.pairs:
+        kinds = Counter(pair.module.rpartition(".")[2] for pair in pairs)
+        yield f"modules      {len(pairs)}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if beside := found.weights.beside:
+        kinds = Counter(f"{one.module.rpartition('.')[2]}.{one.kind.end}" for one in beside)
+        yield "beside       " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     chat, added = fields["chat"], found.chat.added_tokens
     brings = [
         "a template" if chat["template"] else "",

@@ -98,6 +98,21 @@ def _biases_beside_b() -> Adapter:
     return one
 
 
+def _factors() -> Adapter:
+    """With PEFT's own targets for Llama, of which down_proj's factors are of its inputs."""
+    tensors = {}
+    for layer in range(LAYERS):
+        for module in ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
+            inputs, outputs = ALL[module]
+            name = f"{PEFT}model.layers.{layer}.{module}.ia3_l"
+            tensors[name] = 1 + 5 * values(name, *((1, inputs) if module == "mlp.down_proj" else (outputs, 1)))
+    same = ("auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "modules_to_save")
+    same += ("peft_version", "revision", "task_type", "exclude_modules")
+    of_ia3 = {"peft_type": "IA3", "feedforward_modules": ["down_proj"], "init_ia3_weights": True}
+    config = config_of(["k_proj", "v_proj", "down_proj"])
+    return Adapter(tensors, {key: config[key] for key in (*same, "target_modules")} | of_ia3)
+
+
 def _tokens() -> Adapter:
     one = _attention(trainable_token_indices=[3, 17])
     one.tensors[f"{PEFT}model.embed_tokens.token_adapter.trainable_tokens_delta"] = values("tokens", 2, HIDDEN)
@@ -182,6 +197,7 @@ PISSA = Shape(
 )
 BIAS = Shape("biases", _biases, refused=r"L003.* found a bias of .*as the base model has none.*merge the adapter")
 B_BIAS = Shape("biases beside B", _biases_beside_b)
+IA3 = Shape("IA3", _factors)
 TOKENS = Shape("some tokens' embeddings", _tokens)
 GROWN = Shape("words added", _grown, refused=r"L003.*a whole embedding.*merge the adapter into the model with these")
 CLASSIFIER = Shape(

@@ -114,7 +114,8 @@ TRAINERS = (
         (
             *(shapes.IN_ATTENTION, shapes.IN_QV, shapes.ALL_LINEAR, shapes.RSLORA, shapes.PATTERNS, shapes.HEAD),
             *(shapes.WORDS, shapes.LAST_LAYER, shapes.DORA, shapes.SAVED, shapes.PISSA, shapes.BIAS, shapes.TOKENS),
-            *(shapes.B_BIAS, shapes.GROWN, shapes.CLASSIFIER, shapes.BESIDE_EXPERTS, shapes.STACKED, shapes.GATE_UP),
+            *(shapes.B_BIAS, shapes.IA3, shapes.GROWN, shapes.CLASSIFIER, shapes.BESIDE_EXPERTS, shapes.STACKED),
+            shapes.GATE_UP,
             *(shapes.ONE_BY_ONE, shapes.BELOW, shapes.TEXT_ALONE, shapes.VISION),
             Case(shapes.IN_ATTENTION, lambda one: {CONFIG: peft(one)[CONFIG], "adapter_model.bin": _PICKLE},
                  "safe_serialization=False", r"L005.*a pickle.*LORA_PLUGINS_ALLOW_PICKLE"),

@@ -43,7 +43,8 @@ def _places(sizes: Sizes, prefix: str) -> dict[str, ModulePlace]:
         for module, (inputs, outputs) in sizes.items():
             parent, _, leaf = f"{prefix}.{layer}.{module}".rpartition(".")
             engines = f"{parent}.{_FUSED.get(leaf, leaf)}"
-            places[f"{parent}.{leaf}"] = ModulePlace(engines, ModuleKind.LINEAR, inputs, outputs)
+            factor = f"{parent}.up_proj" if leaf == "down_proj" else ""
+            places[f"{parent}.{leaf}"] = ModulePlace(engines, ModuleKind.LINEAR, inputs, outputs, factor=factor)
     return places
 
 

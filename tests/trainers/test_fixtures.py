@@ -32,6 +32,7 @@ OF_PEFT = {
     shapes.B_BIAS: {"lora_bias": True},
     shapes.TOKENS: {"trainable_token_indices": [3, 17]},
     shapes.PISSA: {"init_lora_weights": "pissa"},
+    shapes.IA3: {"feedforward_modules": ["down_proj"]},
 }
 
 
@@ -42,14 +43,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shape", OF_PEFT, ids=lambda one: one.what)
 def test_fixtures_in_pefts_form_are_what_peft_saves(base: Path, tmp_path: Path, shape: Shape) -> None:
-    from peft import LoraConfig, get_peft_model
+    from peft import IA3Config, LoraConfig, get_peft_model
     from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM
 
     fixture = shape.make()
     targets = fixture.config["target_modules"]
-    given = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": targets, "task_type": "CAUSAL_LM", **OF_PEFT[shape]}
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**given)).save_pretrained(tmp_path / "peft")
+    given = {"target_modules": targets, "task_type": "CAUSAL_LM", **OF_PEFT[shape]}
+    config = IA3Config(**given) if shape is shapes.IA3 else LoraConfig(r=RANK, lora_alpha=2 * RANK, **given)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "peft")
     written = write(peft(fixture), tmp_path / "fixture")
     made, expected = ({n: a.shape for n, a in load_file(one / WEIGHTS).items()} for one in (written, tmp_path / "peft"))
     assert made == expected
