@@ -1,7 +1,8 @@
-"""Makes an adapter DoRA's, or gives it biases beside B, as PEFT saves them."""
+"""Makes an adapter DoRA's, or IA3's, or gives it biases beside B, as PEFT saves them."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,29 @@ def with_magnitudes(adapter: Path, target: Path, base: Path, seed: int = 0) -> P
 def with_biases(adapter: Path, target: Path, seed: int = 0) -> Path:
     """A copy with a random bias beside each B."""
     return _with(adapter, target, ".lora_B.bias", "lora_bias", seed, lambda _, noise: noise / 4)
+
+
+def with_factors(adapter: Path, target: Path, base: Path, seed: int = 0) -> Path:
+    """An adapter of PEFT's IA3 for its own targets in a Llama, in the place of A and B."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(adapter, target)
+    generator = torch.Generator().manual_seed(seed)
+    factors = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        leaf = module.rpartition(".")[2]
+        if leaf in ("k_proj", "v_proj", "down_proj"):
+            outputs, inputs = weight.shape
+            shape = (1, inputs) if leaf == "down_proj" else (outputs, 1)
+            factors[f"base_model.model.{module}.ia3_l"] = 1 + torch.randn(shape, generator=generator)
+    save_file(factors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    keys = {"peft_type": "IA3", "task_type": "CAUSAL_LM", "target_modules": ["k_proj", "v_proj", "down_proj"]}
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    keys |= {"feedforward_modules": ["down_proj"], "base_model_name_or_path": config["base_model_name_or_path"]}
+    (target / "adapter_config.json").write_text(json.dumps(keys))
+    return target
 
 
 def _with(adapter: Path, target: Path, end: str, key: str, seed: int, vector_of: Callable[[str, Any], Any]) -> Path:

@@ -50,7 +50,7 @@ class Found:
 
     config: AdapterConfig | None = None
     tensors: tuple[TensorInfo, ...] = ()
-    weights: Weights = Weights(())
+    weights: Weights = field(default_factory=lambda: Weights(()))
     verified: VerifiedAdapter | None = None
     error: LoRAPluginsError | None = None
     warnings: tuple[str, ...] = ()

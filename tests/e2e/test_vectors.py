@@ -1,4 +1,4 @@
-"""Adapters of DoRA and with biases answer as PEFT does, beside plain adapters and the base model, however they come."""
+"""Adapters of DoRA, of IA3 and with biases answer as PEFT does, beside plain adapters and the base model, however they come."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
 from testbed.models import PROMPT
 from testbed.reference import Reference
-from testbed.vectors import with_biases, with_magnitudes
+from testbed.vectors import with_biases, with_factors, with_magnitudes
 from tests.e2e.servers import admin_server
 from tests.e2e.test_offline import said_by
 
-PLAIN = {"dora": "sql", "biases": "chat"}
+PLAIN = {"dora": "sql", "biases": "chat", "ia3": "sql"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ def vectors(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Vectors:
     shutil.copytree(bed.adapters, root)
     with_magnitudes(root / PLAIN["dora"], root / "dora", bed.base)
     with_biases(root / PLAIN["biases"], root / "biases")
+    with_factors(root / PLAIN["ia3"], root / "ia3", bed.base)
     prompt, answers = reference.prompt_ids(PROMPT), dict(bed.answers)
     for name, plain in PLAIN.items():
         answers[name] = reference.generate(root / name, prompt, MAX_TOKENS)
@@ -53,7 +54,7 @@ def test_vectors_equal_peft_in_batches_and_pushed(bed: Bed, vectors: Vectors, tm
         found = asyncio.run(complete_all(server, names, PROMPT, MAX_TOKENS))
         for name, ids in zip(names, found, strict=True):
             assert ids == vectors.answers[None if name == str(bed.base) else name], name
-        for name in ("dora", "stable", "biases"):
+        for name in ("dora", "stable", "ia3", "biases"):
             folder = vectors.adapters / name
             config = json.loads((folder / "adapter_config.json").read_text())
             push("pushed", load_file(folder / "adapter_model.safetensors"), config, servers=[server.url], key="key")
