@@ -16,7 +16,14 @@ from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.weights import Beside, BesideKind
 from lora_plugins.errors import IncompatibleAdapter
 
-KINDS = (BesideKind.MAGNITUDE, BesideKind.B_BIAS, BesideKind.BIAS, BesideKind.OUTPUTS, BesideKind.INPUTS)
+# The kinds of vectors, each with the element that changes nothing.
+NEUTRAL = {
+    BesideKind.MAGNITUDE: 1.0,
+    BesideKind.B_BIAS: 0.0,
+    BesideKind.BIAS: 0.0,
+    BesideKind.OUTPUTS: 1.0,
+    BesideKind.INPUTS: 1.0,
+}
 _MERGE = "merge the adapter into the base model"
 
 
@@ -35,7 +42,7 @@ def vectors_of(
         IncompatibleAdapter: a module that the engine computes without vectors, or a vector of another size.
     """
     for one in paced(beside):
-        if one.kind not in KINDS or modules.skips(one.name_of_a):
+        if one.kind not in NEUTRAL or modules.skips(one.name_of_a):
             continue
         key = modules.key(read(one.name_of_a) or one.module)
         if key is None and not is_whole_model:

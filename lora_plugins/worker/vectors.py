@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from lora_plugins.adapter.model_modules import ModelModules
-from lora_plugins.adapter.vectors import vectors_of
+from lora_plugins.adapter.vectors import NEUTRAL, vectors_of
 from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.kernels.layers import sides_of_slices, watched_ranks
@@ -30,13 +30,6 @@ InLoop = Callable[[Iterator[None]], None]
 
 _COLUMNS = 64  # of an identity matrix, a piece of the engine loop's time: as a prompt of so many tokens in one layer
 _NORMS = "_lora_plugins_squared_norms"
-_NEUTRAL = {
-    BesideKind.MAGNITUDE: 1.0,
-    BesideKind.B_BIAS: 0.0,
-    BesideKind.BIAS: 0.0,
-    BesideKind.OUTPUTS: 1.0,
-    BesideKind.INPUTS: 1.0,
-}
 _MERGE = "merge the adapter into the base model"
 
 
@@ -190,7 +183,7 @@ class _LayerVectors:
             kind: self._whole(
                 [read.tensor(it[kind]).float().flatten() if kind in it else None for it in self._parts], neutral
             )
-            for kind, neutral in _NEUTRAL.items()
+            for kind, neutral in NEUTRAL.items()
         }
         scale = self._whole([one and torch.full((len(one.lora_b),), float(one.scaling)) for one in weights], 0)
         zeros = torch.zeros(sum(self._widths))

@@ -17,7 +17,7 @@ from testbed.client import complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.reference import Reference
 from testbed.trained_tokens import with_tokens
-from testbed.vectors import with_biases, with_magnitudes
+from testbed.vectors import with_biases, with_factors, with_magnitudes
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, admin_server, lora_server
 from tests.e2e.standing_still import LONGEST_S
 
@@ -67,7 +67,8 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
     with_tokens(bed.adapters / "sql", root / "trained", tokens, features=256)
     with_magnitudes(bed.adapters / "sql", root / "dora", bed.base)
     with_biases(bed.adapters / "sql", root / "biases")
-    more = ("trained", "dora", "biases")
+    with_factors(bed.adapters / "sql", root / "ia3", bed.base)
+    more = ("trained", "dora", "biases", "ia3")
     answers_of = {**bed.answers, **{name: reference.generate(root / name, prompt, MAX_TOKENS) for name in more}}
     assert all(answers_of[name] != answers_of["sql"] for name in more)
     with lora_server(

@@ -1,4 +1,4 @@
-"""Adapters of DoRA, of IA3 and with biases answer as PEFT does, beside plain adapters and the base model, however they come."""
+"""Adapters with vectors (DoRA, IA3, biases) answer as PEFT does, beside others and the base, however they come."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lora_plugins.adapter.layouts import experts, fused
 from lora_plugins.adapter.layouts.tensors import Change, Move, Names, NewPair, NewTensor, Part, Placed, Scaled, new_pair
 from lora_plugins.adapter.pace import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.vectors import KINDS
+from lora_plugins.adapter.vectors import NEUTRAL
 from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind, LoraPair, Weights
 from lora_plugins.adapter.writers import in_words, unwrapped, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
@@ -153,7 +153,7 @@ def _vectors(made: Iterable[NewPair], weights: Weights) -> Iterator[tuple[Beside
     Raises:
         IncompatibleAdapter: rows of a made B that have no element.
     """
-    for kind in KINDS:
+    for kind in NEUTRAL:
         of_pair = {pair.b.name: vector for pair, vector in _with(kind, weights)}
         for new in made:
             sources = [of_pair[source.name] for source in new.b.sources if source.name in of_pair]
