@@ -19,11 +19,11 @@ from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import FUSED, MLP, PARTS, base_of, convert
 from tests.make import LAYER, MODULES, PEFT, adapter_files, config_bytes, pair, put, weights
 
-GATE, UP, DOWN = (MLP.format(0, name) for name in ("gate_proj", "up_proj", "down_proj"))
+FIRST, UP, DOWN = (MLP.format(0, name) for name in ("gate_proj", "up_proj", "down_proj"))
 K, V = (LAYER.format(0, name) for name in ("k_proj", "v_proj"))
 QKV, BOTH = LAYER.format(0, "qkv_proj"), MLP.format(0, "gate_up_proj")
 GATED = {name: place for name, place in MODULES.places.items() if ".1." not in name} | {
-    GATE: PARTS[GATE],
+    FIRST: PARTS[FIRST],
     UP: PARTS[UP],
     DOWN: ModulePlace(DOWN, ModuleKind.LINEAR, 12, 8, factor=UP),
 }
@@ -156,13 +156,13 @@ def converted(tmp_path: Path, tensors: dict[str, Any], places: Any) -> dict[str,
 def test_factors_of_a_fused_module_are_split(tmp_path: Path) -> None:
     tensors = factors((BOTH, 24), (QKV, 16))
     made = converted(tmp_path, tensors, GATED)
-    assert made.keys() == {f"{PEFT}{name}.ia3_l" for name in (GATE, UP, LAYER.format(0, "q_proj"), K, V)}
+    assert made.keys() == {f"{PEFT}{name}.ia3_l" for name in (FIRST, UP, LAYER.format(0, "q_proj"), K, V)}
     assert np.array_equal(made[f"{PEFT}{UP}.ia3_l"], tensors[f"{PEFT}{BOTH}.ia3_l"][12:])
     assert np.array_equal(made[f"{PEFT}{V}.ia3_l"], tensors[f"{PEFT}{QKV}.ia3_l"][12:])
 
 
 def test_factors_of_all_parts_are_joined(tmp_path: Path) -> None:
-    tensors = factors((GATE, 12), (UP, 12))
+    tensors = factors((FIRST, 12), (UP, 12))
     made = converted(tmp_path, tensors, FUSED)
     assert made.keys() == {f"{PEFT}{BOTH}.ia3_l"}
     assert np.array_equal(made[f"{PEFT}{BOTH}.ia3_l"], np.concatenate([*tensors.values()]))
@@ -170,11 +170,11 @@ def test_factors_of_all_parts_are_joined(tmp_path: Path) -> None:
         converted(tmp_path / "some", factors((UP, 12)), FUSED)
 
 
-def test_names_in_keys_are_taken_out_where_a_module_is_split(tmp_path: Path) -> None:
+def test_names_in_keys_are_taken_out_of_split_modules(tmp_path: Path) -> None:
     """`.ia3_l.default`, as a state dict has it; a tensor in its place keeps its name."""
     tensors = {f"{name}.default": one for name, one in factors((BOTH, 24), inputs=(DOWN, 12)).items()}
     made = converted(tmp_path, tensors, GATED)
-    assert made.keys() == {f"{PEFT}{GATE}.ia3_l", f"{PEFT}{UP}.ia3_l", f"{PEFT}{DOWN}.ia3_l.default"}
+    assert made.keys() == {f"{PEFT}{FIRST}.ia3_l", f"{PEFT}{UP}.ia3_l", f"{PEFT}{DOWN}.ia3_l.default"}
     assert made[f"{PEFT}{DOWN}.ia3_l.default"].shape == (1, 12)
 
 

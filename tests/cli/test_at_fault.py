@@ -134,7 +134,7 @@ def trained_by_peft(base: Path, directory: Path, config: Any) -> ByPeft:
     ],
     ids=["DoRA", "lora_bias", "bias", "tokens"],
 )
-def test_what_is_beside_a_and_b_is_named_where_it_is_missing(
+def test_a_kind_that_is_missing_is_named(
     with_biases: Path, tmp_path: Path, kind: str, keys: dict[str, Any], text: str
 ) -> None:
     """An engine that knows A and B alone."""

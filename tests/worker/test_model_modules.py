@@ -78,7 +78,7 @@ def test_sizes_are_those_of_the_whole_model_on_several_devices(manager: Any) -> 
     ],
     ids=["SiLU", "GELU", "clamped", "norm between"],
 )
-def test_a_gated_mlps_inputs_of_down_proj_are_up_projs_outputs_times_a_gate(
+def test_inputs_of_down_proj_have_up_proj_as_a_factor(
     make_manager: Any, monkeypatch: pytest.MonkeyPatch, activation: str, more: dict[str, Any], factor: str
 ) -> None:
     from vllm.model_executor.layers import activation as activations
