@@ -72,7 +72,7 @@ class ModulePlace(msgspec.Struct, frozen=True, array_like=True):
         part: of experts: `w1`, `w2`, `w3` or `w13`.
         stacked: how many experts' matrices are one tensor: A is (experts x rank, inputs), B (outputs, rank x experts).
         matrices: outputs of each matrix of a fused module, where the engine takes a single pair for all matrices.
-        factor: of a gated MLP's `down_proj`, the place of `up_proj`: the inputs are up_proj's outputs times the gate.
+        factor: of a gated MLP's `down_proj`, the place of `up_proj`, whose outputs are a factor of the inputs.
     """
 
     module: str

@@ -122,7 +122,7 @@ def _places(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:
 
 
 def _factor(manager: Any, name: str) -> str:
-    """Return the part of a gated MLP whose outputs, times the gate, are the module's inputs; empty elsewhere."""
+    """Return the part of a gated MLP that is a factor of the inputs of its `down_proj`; empty for another module."""
     from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
     parent, _, leaf = name.rpartition(".")

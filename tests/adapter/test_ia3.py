@@ -61,14 +61,14 @@ def keys_of(verified: VerifiedAdapter, places: Any = GATED) -> list[str]:
     return [key for _, key in vectors_of(verified.weights.beside, base.model.modules, base.model.read)]
 
 
-def test_factors_of_outputs_and_of_a_gated_mlps_inputs_are_taken(tmp_path: Path) -> None:
+def test_factors_of_outputs_and_inputs_are_taken(tmp_path: Path) -> None:
     verified = judged(tmp_path, USUAL)
     assert verified.conversion is None
     assert verified.weights.pairs == ()
     assert keys_of(verified) == [K, V, UP]
 
 
-def test_inputs_of_down_proj_and_outputs_of_up_proj_are_two_factors_of_one(tmp_path: Path) -> None:
+def test_two_tensors_may_be_factors_of_one_module(tmp_path: Path) -> None:
     tensors = factors((UP, 12), (DOWN, 8)) | {f"{PEFT}model.layers.0.mlp.down_proj.ia3_l": np.ones((1, 12), "float32")}
     assert keys_of(judged(tmp_path, tensors, target_modules="all-linear")) == [UP, UP]
 
