@@ -46,14 +46,15 @@ def launch(plan: tuning.Plan, shape: str, dtype: torch.dtype) -> None:
     b = [torch.empty(SLOTS, 1, width, MAX_RANK, dtype=dtype) for width in widths]
     module = PackedModule(a, b, widths)
     x, y = torch.empty(rows, n_in, dtype=dtype), torch.empty(rows, sum(widths), dtype=dtype)
-    ranks = torch.zeros(len(widths), SLOTS, dtype=torch.int32)
+    ranks = torch.zeros(len(widths) + 1, SLOTS, dtype=torch.int32)
+    vectors = torch.empty(SLOTS, 2, sum(widths))
     batch = chunks.Chunks(MAX_ROWS, SLOTS, "cpu")
     batch.cut(torch.zeros(rows, dtype=torch.int64))
     t = shrink.partials(plan.shrink, module, rows, "cpu")
     shrink.shrink(t, x, module, ranks, batch, plan.chunk, plan.shrink, 1.0)
-    expand.expand(y, t, module, ranks, batch, plan.chunk, plan.expand)
+    expand.expand(y, t, module, ranks, vectors, batch, plan.chunk, plan.expand)
     if plan.fused:
-        expand.fused(y, x, module, ranks, batch, plan.chunk, plan.fused, 1.0)
+        expand.fused(y, x, module, ranks, vectors, batch, plan.chunk, plan.fused, 1.0)
 
 
 def cut_many_slots() -> None:

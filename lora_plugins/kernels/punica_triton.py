@@ -50,6 +50,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
 
     token_mapping_meta: Any
     prompt_mapping_meta: Any
+    computes_vectors = True  # `worker/vectors.py`
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device: Any, **kwargs: Any) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
@@ -70,7 +71,8 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._has_layers = True
         layer = layers.watch(module)
         if layer is not None:
-            self._operators.register(*layer)
+            # Slots of linear layers alone get vectors; a head or an embedding has a single B, without the tuple.
+            self._operators.register(*layer, takes_vectors=isinstance(module.lora_b_stacked, tuple))
             return
         if not self._some_by_vllm:
             logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)
@@ -134,7 +136,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Compute `y += scale * B A x` in place, each row with its own adapter."""
+        """Compute `y += scale * B A x`, then `y = g * y + c`, in place, each row with its own adapter."""
         self._linear(self._rows, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, add_inputs=add_inputs)
 
     def add_lora_logits(

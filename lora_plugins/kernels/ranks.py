@@ -51,7 +51,7 @@ def after_writing(key: Hashable, action: Callable[[], None]) -> None:
 class Vectors(NamedTuple):
     """What a slot's adapter does with a layer's outputs: `g * y + c`, behind the products.
 
-    float32 `[out]`, on the layer's device, of this worker's outputs.
+    float32 `[out]`, in host memory, of this worker's outputs.
     """
 
     g: Any
@@ -81,7 +81,7 @@ class SlotRanks:
         self._listeners: list[Callable[[int], None]] = []
 
     def listen(self, listener: Callable[[int], None]) -> None:
-        """Call `listener(slot)` after every `written`, in the writing thread."""
+        """Call `listener(slot)` after every `written` and `turn`, in the writing thread."""
         self._listeners.append(listener)
 
     def writing(self, slot: int) -> None:
@@ -99,15 +99,14 @@ class SlotRanks:
         ):
             raise ValueError(f"ranks {tuple(ranks)} of slot {slot}, which holds at most {self.largest}")
         self._set(slot, tuple(ranks))
-        # Listeners run outside of the lock: a listener may read the ranks or take locks of its own.
-        for listener in self._listeners:
-            listener(slot)
+        self._tell(slot)
 
     def turn(self, slot: int, vectors: Vectors) -> None:
         """Give the slot's present content vectors, until the slot's next write."""
         with self._write:
             self.vectors[slot] = vectors
             self.version += 1  # plans are stale; the stamp stays, as panels are still of the content
+        self._tell(slot)
 
     def __getitem__(self, slot: int) -> tuple[int, ...]:
         return self._ranks[slot]
@@ -118,6 +117,11 @@ class SlotRanks:
     def stamp(self, slot: int) -> int:
         """Return a number that no earlier content of this slot had."""
         return self._stamps[slot]
+
+    def _tell(self, slot: int) -> None:
+        # Listeners run outside of the lock: a listener may read the ranks or take locks of its own.
+        for listener in self._listeners:
+            listener(slot)
 
     def _set(self, slot: int, ranks: tuple[int, ...]) -> None:
         # Writers are the engine loop and a background thread; `version += 1` alone is no atomic step.

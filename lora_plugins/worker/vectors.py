@@ -24,7 +24,6 @@ from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.kernels.layers import sides_of_slices, watched_ranks
 from lora_plugins.kernels.ranks import SlotRanks, Vectors
 from lora_plugins.worker.beside import ReadBeside
-from lora_plugins.worker.host_memory import bytes_of
 
 InLoop = Callable[[Iterator[None]], None]
 
@@ -47,7 +46,10 @@ def why_no_vectors(manager: Any) -> str:
 
     wrappers = {type(module.punica_wrapper) for module in manager.modules.values()}
     if not all(getattr(wrapper, "computes_vectors", False) for wrapper in wrappers):
-        return "as these LoRA kernels compute no more; those of the plugin lora_kernels do, on the CPU"
+        return (
+            "as these LoRA kernels compute no more; those of the plugin lora_kernels do, "
+            "on GPUs with LORA_PLUGINS_KERNELS=triton"
+        )
     if manager.lora_config.fully_sharded_loras:
         return "as this server runs with --fully-sharded-loras"
     if getattr(envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False):
@@ -62,10 +64,15 @@ class AdapterVectors:
         size_bytes: of all.
     """
 
-    def __init__(self, modules: list[_Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: list[_Module], *, is_pinned: bool) -> None:
+        """`is_pinned`: whether the vectors are page-locked, for copies to a CUDA device that do not wait."""
+        widths = [len(module.c) for module in modules]
+        # One piece, taken in the loading thread: page-locked memory is slow to get.
+        with torch.inference_mode(mode=False):
+            memory = torch.empty(2, sum(widths), pin_memory=is_pinned)
+        self.size_bytes = memory.nbytes
+        self._unsettled = list(zip(modules, memory.split(widths, 1), strict=True))
         self._vectors: list[tuple[SlotRanks, Vectors]] = []
-        self.size_bytes = 2 * sum(bytes_of([module.c]) for module in modules)
         if not any(module.is_divided for module in modules):
             self.settle()
 
@@ -75,14 +82,16 @@ class AdapterVectors:
         Raises:
             IncompatibleAdapter: a vector that is not finite.
         """
-        modules, self._modules = self._modules, []
-        divided = [module for module in modules if module.is_divided]
+        unsettled, self._unsettled = self._unsettled, []
+        divided = [module for module, _ in unsettled if module.is_divided]
         if divided:
             # One exchange, after which all workers have the same numbers, and the same verdict.
             sums = _sum_of_workers(torch.cat([module.squares for module in divided]))
             for module, squares in zip(divided, sums.split([len(one.squares) for one in divided]), strict=True):
                 module.squares = squares
-        self._vectors += [(module.ranks, module.vectors()) for module in modules]
+        for module, memory in unsettled:
+            memory.copy_(torch.stack(module.vectors()))
+            self._vectors.append((module.ranks, Vectors(*memory)))
 
     def write(self, slot: int) -> None:
         """Give every module's slot its vectors."""
@@ -130,7 +139,7 @@ def vectors_of_adapter(
     Args:
         read: what is beside A and B.
         model: vLLM's `LoRAModel`.
-        manager: its `LoRAModelManager`.
+        manager: its `LoRAModelManager`. Where its device is CUDA, the vectors are page-locked.
         modules: the engine's.
         in_loop: see `Jobs.in_loop`.
         is_whole_model: as for `vectors_of`.
@@ -142,6 +151,7 @@ def vectors_of_adapter(
     Touches:
         vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{base_layer, output_slices, tp_size, tp_rank}
         vllm.lora.layers.row_parallel_linear: RowParallelLinearWithLoRA
+        vllm.lora.model_manager: LoRAModelManager{device}
         vllm.lora.lora_weights: LoRALayerWeights{lora_a, lora_b, scaling}
         vllm.model_executor.layers.linear: LinearBase{quant_method, skip_bias_add, params_dtype}
         vllm.distributed.parallel_state: get_tp_group() GroupCoordinator{cpu_group}
@@ -163,7 +173,7 @@ def vectors_of_adapter(
             parts = manager.packed_modules.get(name) or [name]
             layer = _LayerVectors(manager.modules[name], name, [of_module[name].get(part, {}) for part in parts])
             made.append(layer.module(read, model, in_loop))
-    return AdapterVectors(made) if made else None
+    return AdapterVectors(made, is_pinned=torch.device(manager.device).type == "cuda") if made else None
 
 
 class _LayerVectors:
@@ -254,7 +264,7 @@ class _LayerVectors:
             yield from self._base_norms()
             for number, a in enumerate(slices_a):
                 if a is not None:
-                    answers[number] = self._answer(a.contiguous())
+                    answers[number] = self._answer(a.contiguous()).cpu()
                     yield
 
         in_loop(pieces())
@@ -272,20 +282,23 @@ class _LayerVectors:
         """Keep the squared norms of W's rows here with the layer, piece by piece; the second time there is nothing."""
         if _NORMS in self._base.__dict__:
             return
-        inputs = int(self._layer.lora_a_stacked[0].shape[-1])
+        stack = self._layer.lora_a_stacked[0]
+        inputs = int(stack.shape[-1])
         squares: Any = 0
         for begin in range(0, inputs, _COLUMNS):
             count = min(_COLUMNS, inputs - begin)
-            identity = torch.zeros(count, inputs)
+            identity = torch.zeros(count, inputs, device=stack.device)
             identity[:, begin : begin + count].fill_diagonal_(1)
             squares = squares + self._answer(identity).square().sum(0)
             yield
-        self._base.__dict__[_NORMS] = squares
+        # The loading thread reads numbers of the host: the loop's stream is not the thread's.
+        self._base.__dict__[_NORMS] = squares.cpu()
 
     def _answer(self, x: Any) -> Any:
+        """Return the layer's product with `x`, float32 on the layer's device, by its current stream."""
         with torch.no_grad():
             x = x.to(self._layer.lora_a_stacked[0].device, self._base.params_dtype)
-            return self._base.quant_method.apply(self._base, x, None).float().cpu()
+            return self._base.quant_method.apply(self._base, x, None).float()
 
 
 def _sum_of_workers(numbers: Any) -> Any:

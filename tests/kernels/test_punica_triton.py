@@ -136,6 +136,27 @@ def test_linear_layers(which: str, dtype: torch.dtype) -> None:
     check(found, adapters.expected(before, x, MIXED), before, MIXED)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("which", LINEAR)
+def test_layers_with_vectors(which: str, dtype: torch.dtype) -> None:
+    """Of three adapters one is plain, and one has vectors for the layer and no pair."""
+    wrapper = make_wrapper(lora_config(dtype))
+    layer, widths = layer_of(which, wrapper, dtype)
+    adapters = Adapters.fill(layer, IN, widths, dtype=dtype, ranks={0: 16, 2: 5})
+    set_traps(layer)
+    adapters.turn(layer, 2, 3)
+    map_rows(wrapper, MIXED)
+    x = torch.randn(len(MIXED) + 3, IN).to(dtype)
+    before = base_output(layer, x)
+    with padded_to(len(x)):
+        found, _ = layer(x)
+    check(found, adapters.expected(before, x, MIXED), before, MIXED)
+    layer.reset_lora(3)
+    adapters.vectors.pop(3)
+    map_rows(wrapper, [3, 2])
+    assert torch.equal(layer(x[:2])[0][0], before[0]), "the vectors left with the slot's content"
+
+
 @pytest.mark.parametrize("which", ["column", "qkv"])
 def test_rows_that_vllm_has_named_no_adapter_of_are_refused(which: str) -> None:
     """An encoder's, say; they are no padding, and would be computed silently as the base model's."""
@@ -147,9 +168,12 @@ def test_rows_that_vllm_has_named_no_adapter_of_are_refused(which: str) -> None:
     for slot in range(SLOTS):
         layer.reset_lora(slot)
     assert torch.equal(layer(x)[0], before)  # no adapter adapts the layer
-    Adapters.fill(layer, IN, widths)
-    with pytest.raises(IncompatibleAdapter, match="a layer of 10 rows, of which vLLM names the adapters of 7"):
-        layer(x)
+    adapters = Adapters(widths)
+    adapters.turn(layer, 1)
+    for give in (lambda: None, lambda: Adapters.fill(layer, IN, widths)):
+        give()
+        with pytest.raises(IncompatibleAdapter, match="a layer of 10 rows, of which vLLM names the adapters of 7"):
+            layer(x)
     map_rows(wrapper, [-1] * 7)
     assert torch.equal(layer(x)[0], before)
 
@@ -357,5 +381,5 @@ def test_activating_an_adapter_copies_all_ranks_at_once(
         _, known = module.punica_wrapper._operators.module(
             module.lora_a_stacked, module.lora_b_stacked, module.output_slices, 0
         )
-        assert known.device[:, slot].tolist() == list(ranks)
+        assert known.device[:, slot].tolist() == [*ranks, 0]
         assert set(ranks) == {3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,15 +16,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_plugins.kernels.ranks import SlotRanks
-from lora_plugins.kernels.triton_ops import operators
+from lora_plugins.kernels.triton_ops import expand, operators, shrink
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.triton_ops.ranks import DeviceRanks
 from lora_plugins.kernels.tuning import PACKAGED, ExpandTile, FusedTile, Plan, ShrinkTile, Table, read_table
 from tests.kernels.common import pairwise
-from tests.kernels.triton_bed import TOLERANCE, Bed
+from tests.kernels.triton_bed import TOLERANCE, Bed, some_vectors
 from tests.repetitions import IS_LONG
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KERNELS = [(shrink, "_shrink_kernel"), (expand, "_expand_kernel")]
 TWO = Plan(16, ShrinkTile(columns=32, splits=2), ExpandTile(columns=32))
 ONE = Plan(16, ShrinkTile(), ExpandTile(), FusedTile(columns_in=32, columns_out=32))
 PATHS = {
@@ -52,13 +54,6 @@ def cut(bed: Bed) -> Batch:
     return batch
 
 
-def slot_ranks(bed: Bed) -> SlotRanks:
-    ranks = SlotRanks(len(bed.ranks), [bed.max_rank] * len(bed.widths))
-    for slot, per_slice in enumerate(bed.ranks):
-        ranks.written(slot, per_slice)
-    return ranks
-
-
 def linear(bed: Bed, *, scale: float = 1.0, add_inputs: bool = True) -> torch.Tensor:
     y = bed.y.clone()
     torch.ops.lora_plugins.lora_linear(
@@ -67,11 +62,16 @@ def linear(bed: Bed, *, scale: float = 1.0, add_inputs: bool = True) -> torch.Te
     return y
 
 
-@pairwise(path=list(PATHS), dtype=DTYPES, slot_of_row={"mixed": [0, -1, 2, 1, 1, 0], "one slot": [1, 1, 1]})
-def test_every_path_is_right(path: str, dtype: torch.dtype, slot_of_row: list[int]) -> None:
-    ranks = [[0, 16, 5], [32, 8, 1], [7, 0, 0]]
-    bed = Bed.make(slot_of_row, ranks, n_in=39, widths=(24, 40, 9), dtype=dtype, padding=2)
-    set_up(PATHS[path]).register(bed.a, bed.b, slot_ranks(bed))
+@pairwise(
+    path=list(PATHS),
+    dtype=DTYPES,
+    slot_of_row={"mixed": [0, -1, 2, 1, 1, 0, 3], "one slot": [1, 1, 1], "no rank": [3, 3]},
+    turned={"plain": (), "vectors": (1, 2, 3)},
+)
+def test_every_path_is_right(path: str, dtype: torch.dtype, slot_of_row: list[int], turned: tuple[int, ...]) -> None:
+    ranks = [[0, 16, 5], [32, 8, 1], [7, 0, 0], [0, 0, 0]]
+    bed = Bed.make(slot_of_row, ranks, n_in=39, widths=(24, 40, 9), dtype=dtype, padding=2, turned=turned)
+    set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks, takes_vectors=True)
     bed.check(linear(bed, scale=0.5), scale=0.5)
     bed.check(linear(bed, add_inputs=False), add_inputs=False)
 
@@ -82,9 +82,71 @@ def test_any_batch_on_any_path(data: st.DataObject, path: str, dtype: torch.dtyp
     widths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     ranks = [[data.draw(st.integers(0, 16)) for _ in widths] for _ in range(3)]
     slot_of_row = data.draw(st.lists(st.integers(-1, 2), max_size=8))
-    bed = Bed.make(slot_of_row, ranks, n_in=n_in, widths=widths, max_rank=16, dtype=dtype)
-    set_up(PATHS[path]).register(bed.a, bed.b, slot_ranks(bed))
+    turned = data.draw(st.sets(st.integers(0, 2)))
+    bed = Bed.make(slot_of_row, ranks, n_in=n_in, widths=widths, max_rank=16, dtype=dtype, turned=turned)
+    set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks, takes_vectors=True)
     bed.check(linear(bed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", ["shrink and expand", "fused"])
+def test_rows_beside_vectors_keep_every_bit(path: str, dtype: torch.dtype) -> None:
+    slot_of_row, found = [0, 1, -1, 2, 0, 1], []
+    for turned in ((), (1,)):
+        bed = Bed.make(slot_of_row, [[8, 3], [16, 0], [0, 0]], widths=(24, 9), dtype=dtype, turned=turned)
+        set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks, takes_vectors=True)
+        found.append(linear(bed))
+        bed.check(found[-1])
+    plain = [row for row, slot in enumerate(slot_of_row) if slot != 1]
+    assert torch.equal(found[0][plain], found[1][plain])
+    assert not torch.equal(found[0], found[1])
+
+
+class Launches:
+    """A kernel, and its launches as a CUDA graph keeps them: addresses, numbers and constants."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.kept = kernel, []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            self.kept.append(functools.partial(self.kernel[grid], *args, **constants))
+            self.kept[-1]()
+
+        return launch
+
+
+@pytest.mark.parametrize("path", ["shrink and expand", "fused"])
+def test_launches_of_an_earlier_batch_are_right_once_a_slot_has_vectors(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is captured when no slot has any, and replayed as it was."""
+    launches = [Launches(module.__dict__[name]) for module, name in KERNELS]
+    for (module, name), kept in zip(KERNELS, launches, strict=True):
+        monkeypatch.setattr(module, name, kept)
+    bed = Bed.make([0, 1, -1, 1], [[8, 3], [0, 0]], widths=(24, 9))
+    ranks, y = bed.slot_ranks, bed.y.clone()
+    set_up(PATHS[path]).register(bed.a, bed.b, ranks, takes_vectors=True)
+    torch.ops.lora_plugins.lora_linear(y, bed.x, bed.a, bed.b, *cut(bed).tensors, bed.widths, 1.0, 0, True)
+    bed.check(y)
+    for bed.vectors in ({1: some_vectors(33, 1)}, {0: some_vectors(33, 2), 1: some_vectors(33, 3)}, {}):
+        for slot, of_slices in enumerate(bed.ranks):
+            ranks.writing(slot)
+            ranks.written(slot, of_slices)
+            if slot in bed.vectors:
+                ranks.turn(slot, bed.vectors[slot])
+        y.copy_(bed.y)
+        for launch in (one for kept in launches for one in kept.kept):
+            launch()
+        bed.check(y)
+
+
+def test_a_module_without_room_for_vectors_refuses_them() -> None:
+    bed = Bed.make([0], [[8]])
+    ranks = bed.slot_ranks
+    set_up(PATHS["fused"]).register(bed.a, bed.b, ranks)
+    with pytest.raises(RuntimeError, match="size"):
+        ranks.turn(0, some_vectors(32, 0))
 
 
 def test_every_plan_of_the_default_table_is_right() -> None:
@@ -92,14 +154,14 @@ def test_every_plan_of_the_default_table_is_right() -> None:
     for plan in table.plans:
         bed = Bed.make([0, 1, -1, 0], [[8, 32], [32, 3]], n_in=72, widths=(40, 24), dtype=torch.float16)
         set_up(Table("test", (Plan(plan.chunk, plan.shrink, plan.expand, plan.fused),))).register(
-            bed.a, bed.b, slot_ranks(bed)
+            bed.a, bed.b, bed.slot_ranks
         )
         bed.check(linear(bed))
 
 
 def test_a_slot_reused_by_another_rank_is_computed_at_it() -> None:
     bed = Bed.make([0, 0], [[16]])
-    ranks = slot_ranks(bed)
+    ranks = bed.slot_ranks
     set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, ranks)
     bed.check(linear(bed))
     for rank in (4, 0, 32):
@@ -120,20 +182,20 @@ def test_constant_ranks_outlive_a_sleep_that_discards_the_others() -> None:
     followed._base.fill_(-7)
     for slot in range(2):
         ranks.written(slot, (4, 0))
-    assert followed.tolist() == [[4, 4], [0, 0]]
-    assert constant.tolist() == [[8, 8]]
+    assert followed.tolist() == [[4, 4], [0, 0], [0, 0]]
+    assert constant.tolist() == [[8, 8], [0, 0]]
 
 
 def test_device_ranks_keep_their_place() -> None:
     bed = Bed.make([0], [[16, 4]], widths=(8, 8))
-    ranks = slot_ranks(bed)
+    ranks = bed.slot_ranks
     made = set_up(PATHS["shrink and expand"])
     made.register(bed.a, bed.b, ranks)
     _, known = made.module(bed.a, bed.b, bed.widths, 0)
     where = known.device.data_ptr()
-    assert known.device.tolist() == [[16], [4]]
+    assert known.device.tolist() == [[16], [4], [0]]
     ranks.written(0, [3, 32])
-    assert known.device.tolist() == [[3], [32]]
+    assert known.device.tolist() == [[3], [32], [0]]
     assert known.device.data_ptr() == where
 
 
@@ -147,7 +209,7 @@ def test_more_modules_than_one_block_of_ranks_holds() -> None:
     made = set_up(PATHS["shrink and expand"])
     beds = [Bed.make([0, 1], [[seed % 9], [3]], n_in=16, max_rank=8, seed=seed) for seed in range(260)]
     for bed in beds:
-        made.register(bed.a, bed.b, slot_ranks(bed))
+        made.register(bed.a, bed.b, bed.slot_ranks)
     for bed in (beds[0], beds[255], beds[256], beds[259]):
         bed.check(linear(bed))
 
@@ -155,7 +217,7 @@ def test_more_modules_than_one_block_of_ranks_holds() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_shrink_and_expand_apart_as_sharded_layers_use_them(dtype: torch.dtype) -> None:
     bed = Bed.make([1, -1, 0], [[8, 0], [3, 32]], widths=(24, 9), dtype=dtype, padding=1)
-    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, bed.slot_ranks)
     batch = cut(bed)
     t = torch.full((2, 4, 32), float("nan"))
     torch.ops.lora_plugins.lora_shrink(t, bed.x, bed.a, *batch.tensors, 1.0)
@@ -168,7 +230,7 @@ def test_shrink_and_expand_apart_as_sharded_layers_use_them(dtype: torch.dtype) 
 
 def test_expand_from_an_offset_leaves_the_columns_before_it() -> None:
     bed = Bed.make([0, -1], [[8]], widths=(16,))
-    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, bed.slot_ranks)
     t = torch.randn(1, 2, 32)
     y = torch.zeros(2, 21)
     torch.ops.lora_plugins.lora_expand(y, t, bed.b, *cut(bed).tensors, bed.widths, 5, True)
@@ -183,7 +245,7 @@ def test_one_plan_gives_equal_bits_in_any_batch() -> None:
     table = read_table(PACKAGED / "default.json")
     made = set_up(table, batch_invariant=True)
     assert made.plan(1, 8, 8) is made.plan(10**6, 8, 8)
-    made.register(long.a, long.b, slot_ranks(long))
+    made.register(long.a, long.b, long.slot_ranks)
     whole = linear(long)
     alone = Bed(long.x[3:4], long.y[3:4], long.a, long.b, [1], ranks, [32], 32)
     assert torch.equal(linear(alone)[0], whole[3])
@@ -220,7 +282,7 @@ def test_an_input_of_another_dtype_than_the_weights_is_refused() -> None:
 )
 def test_compiled_code_calls_the_operator_as_one_step() -> None:
     bed = Bed.make([0, -1, 1], [[8], [3]], n_in=24)
-    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, bed.slot_ranks)
     tensors = cut(bed).tensors
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -237,7 +299,7 @@ def test_compiled_code_calls_the_operator_as_one_step() -> None:
 def test_operators_are_what_they_tell_torch(name: str, dtype: torch.dtype) -> None:
     """They write `y` and nothing else, also where torch compiles them for any number of rows."""
     bed = Bed.make([0, 1, 1, 0, 0], [[32, 32]] * 2, n_in=24, widths=(16, 8), dtype=dtype)
-    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, slot_ranks(bed))
+    set_up(PATHS["shrink and expand"]).register(bed.a, bed.b, bed.slot_ranks)
     t, tensors = torch.zeros(2, 5, 32), cut(bed).tensors
     arguments: dict[str, tuple[Any, ...]] = {
         "lora_linear": (bed.y, bed.x, bed.a, bed.b, *tensors, bed.widths, 1.0, 0, True),

@@ -34,7 +34,7 @@ def run(
     module, ranks, chunks, y = bed.module, bed.device_ranks, bed.chunks(max_rows), bed.y.clone()
     t = partials(tile, module, bed.x.shape[0], "cpu").fill_(float("nan"))
     shrink(t, bed.x, module, ranks, chunks, size, tile, scale)
-    expand(y, t, module, ranks, chunks, size, out, add_inputs=add_inputs)
+    expand(y, t, module, ranks, bed.device_vectors, chunks, size, out, add_inputs=add_inputs)
     return y
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from lora_plugins.kernels import reference
+from lora_plugins.kernels.ranks import SlotRanks, Vectors
 from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.packed import PackedModule
+from lora_plugins.kernels.triton_ops.ranks import DeviceRanks, follow_vectors
 
 # Largest error relative to the largest value, against float64: input and t are rounded to the dtype once each.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def some_vectors(outputs: int, seed: int) -> Vectors:
+    draw = torch.Generator().manual_seed(seed)
+    return Vectors(*torch.randn(2, outputs, generator=draw))
 
 
 @dataclass
@@ -27,6 +34,7 @@ class Bed:
     ranks: list[list[int]]
     widths: list[int]
     max_rank: int
+    vectors: dict[int, Vectors] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -40,7 +48,9 @@ class Bed:
         dtype: torch.dtype = torch.float32,
         padding: int = 0,
         seed: int = 0,
+        turned: Collection[int] = (),
     ) -> Bed:
+        """`turned`: slots whose adapters have vectors."""
         draw = torch.Generator().manual_seed(seed)
         rows = len(slot_of_row) + padding
 
@@ -58,15 +68,35 @@ class Bed:
             for i, rank in enumerate(per_slice):
                 a[i][slot, 0, rank:] = float("nan")
                 b[i][slot, 0, :, rank:] = float("nan")
-        return cls(x, y, a, b, list(slot_of_row), [list(r) for r in ranks], list(widths), max_rank)
+        vectors = {slot: some_vectors(sum(widths), seed + slot) for slot in turned}
+        return cls(x, y, a, b, list(slot_of_row), [list(r) for r in ranks], list(widths), max_rank, vectors)
 
     @property
     def module(self) -> PackedModule:
         return PackedModule(self.a, self.b, self.widths)
 
     @property
+    def slot_ranks(self) -> SlotRanks:
+        """Ranks and vectors as a layer's writer notes them."""
+        ranks = SlotRanks(len(self.ranks), [self.max_rank] * len(self.widths))
+        for slot, per_slice in enumerate(self.ranks):
+            ranks.written(slot, per_slice)
+            if slot in self.vectors:
+                ranks.turn(slot, self.vectors[slot])
+        return ranks
+
+    @property
     def device_ranks(self) -> torch.Tensor:
-        return torch.tensor(self.ranks, dtype=torch.int32).T.contiguous()
+        return DeviceRanks("cpu").follow(self.slot_ranks, len(self.ranks))
+
+    @property
+    def device_vectors(self) -> torch.Tensor:
+        """What no kernel may read is NaN."""
+        table = follow_vectors(self.slot_ranks, len(self.ranks), sum(self.widths), "cpu")
+        for slot in range(len(self.ranks)):
+            if slot not in self.vectors:
+                table[slot] = torch.nan
+        return table
 
     def chunks(self, max_rows: int | None = None) -> Chunks:
         chunks = Chunks(max_rows or max(1, self.x.shape[0]), len(self.ranks), "cpu")
@@ -86,6 +116,7 @@ class Bed:
             self.widths,
             scale=scale,
             add_inputs=add_inputs,
+            vectors={slot: Vectors(*(side.double() for side in own)) for slot, own in self.vectors.items()},
         )
         return y
 

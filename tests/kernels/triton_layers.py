@@ -17,8 +17,10 @@ from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 from vllm.lora.punica_wrapper import punica_gpu
 
 from lora_plugins.kernels import reference
+from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.punica_triton import TritonPunicaWrapper
-from tests.kernels.triton_bed import TOLERANCE
+from lora_plugins.kernels.ranks import Vectors
+from tests.kernels.triton_bed import TOLERANCE, some_vectors
 
 punica_gpu.LoRAKernelMeta = LoRAKernelMeta  # which vLLM imports itself only where it finds a GPU
 
@@ -68,10 +70,12 @@ class Adapters:
 
     Attributes:
         widths: columns of each slice.
+        vectors: by slot, of adapters that have any.
     """
 
     widths: Sequence[int]
     sides: dict[int, list[tuple[torch.Tensor, torch.Tensor] | None]] = field(default_factory=dict)
+    vectors: dict[int, Vectors] = field(default_factory=dict)
 
     @classmethod
     def fill(
@@ -113,11 +117,17 @@ class Adapters:
             made.sides[slot] = sides
         return made
 
+    def turn(self, layer: Any, *slots: int) -> None:
+        """Give the present content of these slots vectors, as a worker does after writing them."""
+        for slot in slots:
+            self.vectors[slot] = some_vectors(sum(self.widths), slot)
+            watched_ranks(layer).turn(slot, self.vectors[slot])  # type: ignore[union-attr]
+
     def expected(
         self, y: torch.Tensor, x: torch.Tensor, slot_of_row: Sequence[int], *, add_inputs: bool = True
     ) -> torch.Tensor:
         """`y` in float64 with every row's adapter, by the reference."""
-        slots = max(self.sides, default=0) + 1
+        slots = max([*self.sides, *self.vectors], default=0) + 1
         rank = max((side[0].shape[0] for sides in self.sides.values() for side in sides if side), default=1)
         a = [torch.zeros(slots, 1, rank, x.shape[1], dtype=torch.float64) for _ in self.widths]
         b = [torch.zeros(slots, 1, width, rank, dtype=torch.float64) for width in self.widths]
@@ -129,8 +139,10 @@ class Adapters:
                     a[i][slot, 0, : ranks[slot][i]] = side[0]
                     b[i][slot, 0, :, : ranks[slot][i]] = side[1]
         result = y.double()
-        known = [slot if slot in self.sides else -1 for slot in slot_of_row]
-        reference.lora_linear(result, x.double(), a, b, known, ranks, self.widths, add_inputs=add_inputs)
+        known = [slot if slot in self.sides or slot in self.vectors else -1 for slot in slot_of_row]
+        reference.lora_linear(
+            result, x.double(), a, b, known, ranks, self.widths, add_inputs=add_inputs, vectors=self.vectors
+        )
         return result
 
 

@@ -345,16 +345,22 @@ def wrong_answers(manager: Any, *adapters: Adapter) -> list[str]:
 
 def use_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have managers that are made from now on compute with our compiled kernels, which slots are only pointed at."""
+    from lora_plugins.kernels.compiled import build
+    from lora_plugins.kernels.dispatch import CPU_WRAPPER
+
+    if build.problem():
+        pytest.skip(f"{build.problem()}: then slots are copied into")
+    use_kernels(monkeypatch, CPU_WRAPPER)
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, wrapper: str) -> None:
+    """Have managers that are made from now on compute with the punica wrapper of this dotted name."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.platforms import current_platform
 
-    from lora_plugins.kernels.compiled import build
     from lora_plugins.vllm_patches.worker.punica_wrapper import register_layers
 
-    if build.problem():
-        pytest.skip(f"{build.problem()}: then slots are copied into")
-    wrapper = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
     monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda _: wrapper))
     monkeypatch.setattr(BaseLayerWithLoRA, "set_mapping", BaseLayerWithLoRA.set_mapping)  # to be put back
     monkeypatch.setattr(LoRAModelManager, "activate_adapter", LoRAModelManager.activate_adapter)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.kernels import packing
+from lora_plugins.kernels.dispatch import TRITON_WRAPPER
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU
 from lora_plugins.scheduler.messages import Failed, Loaded, Move
 from lora_plugins.worker import jobs, model_manager, vectors
@@ -65,10 +67,18 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_model, "small_model", made)
 
 
-@pytest.fixture(params=["placed", "copied"])
+@pytest.fixture(params=["placed", "copied", "triton"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that point at what was packed, or into which adapters are copied."""
-    if request.param == "copied":
+    """Slots that point at what was packed, or into which adapters are copied; and the GPU's, interpreted."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
+        from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+        from vllm.lora.punica_wrapper import punica_gpu
+
+        # vLLM imports the class itself only where it finds a GPU.
+        monkeypatch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)
+        small_model.use_kernels(monkeypatch, TRITON_WRAPPER)
+    elif request.param == "copied":
         for user in (packing, model_manager):
             monkeypatch.setattr(user, "are_pointed", lambda *_, **__: False)
 
@@ -224,6 +234,10 @@ def test_slots_have_their_vectors_after_memory_was_lost(
 ) -> None:
     manager = make_manager()
     serve(manager, it := adapter(tmp_path, 1, *DORA), 0)
+    for module in manager._adapter_manager.modules.values():
+        for known in getattr(module.punica_wrapper, "_operators", SimpleNamespace(_known={}))._known.values():
+            known.device.fill_(7)  # a sleep of level 2 leaves anything there, and in vectors
+            known.vectors.fill_(torch.nan)
     manager.rewrite_slots()
     assert wrong(manager, (it, 1, DORA)) == []
 

@@ -150,7 +150,8 @@ class SlotPanels:
         return held if held is not None and held.stamp == self.ranks.stamp(slot) else None
 
     def _forget(self, slot: int) -> None:
-        self._of_slot.pop(slot, None)
+        if self._current(slot) is None:  # else the slot's content was only given vectors
+            self._of_slot.pop(slot, None)
 
 
 def _turned(panels: Panels, vectors: Vectors) -> Any:

@@ -138,7 +138,7 @@ def _first_not_below(
     return low
 
 
-# What the kernels share: rows of a chunk, products and stores of tiles, and loads that stay vectorised.
+# What the kernels share: rows of a chunk, products of tiles, and loads that stay vectorised.
 #
 # Triton widens a load only as far as Triton can prove the mask constant. A rank that is read from memory proves
 # nothing, but `rank // 8 * 8` does; so a rank that is a multiple of 8 takes a path of its own.
@@ -232,11 +232,3 @@ def shrink_tile(
         )
         total = product(x_tile.to(ELEMENT), a_tile, total, PRECISION)
     return total
-
-
-@triton.jit
-def put(out: tl.tensor, total: tl.tensor, mask: tl.tensor, ADD: tl.constexpr) -> None:
-    """Store a tile, or add the tile to the present content."""
-    if ADD:
-        total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out, total.to(out.dtype.element_ty), mask=mask)

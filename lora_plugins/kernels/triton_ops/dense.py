@@ -23,8 +23,9 @@ def dense(
     scale: float = 1.0,
     offset: int = 0,
     add_inputs: bool = True,
+    vectors: Any = None,
 ) -> None:
-    """Add `scale * B A x` to the slices' columns of `y`, or replace the columns.
+    """Add `scale * B A x` to the slices' columns of `y`, or replace the columns; then compute `g * y + c` of all.
 
     Args:
         y: `[rows, columns]`.
@@ -36,6 +37,7 @@ def dense(
         scale: factor of the shrink.
         offset: the first slice's first column in `y`.
         add_inputs: whether to add to `y`, or to replace.
+        vectors: the slot's g and c, float32 `[2, columns]`; None without.
     """
     for a_i, b_i, rank, width in zip(a, b, ranks, output_slices, strict=True):
         into = y[:, offset : offset + width]
@@ -46,3 +48,6 @@ def dense(
             torch.addmm(into, t, b_i[:width, :rank].t(), beta=int(add_inputs), alpha=scale, out=into)
         elif not add_inputs:
             into.zero_()
+    if vectors is not None:
+        # One launch, which rounds once: `addcmul` computes mixed dtypes in the widest.
+        torch.addcmul(vectors[1], y, vectors[0], out=y)

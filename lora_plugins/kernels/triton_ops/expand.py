@@ -1,7 +1,8 @@
-"""Expand: `y += B t` for every row with its slot's adapter, up to the slot's rank.
+"""Expand: `y += B t` for every row with its slot's adapter, up to the slot's rank; then `y = g * y + c` with vectors.
 
 All slices of a packed module, of whatever widths, go in one launch. The kernel adds the partial sums of a split shrink,
-always in the same order.
+always in the same order. A single program computes a tile of `y` from all ranks and partial sums, so the program can
+turn the finished sum by the slot's vectors before its only store. A program of a slot without vectors skips the step.
 
 Fused, for few rows, every program computes its part of `t = A x` itself. Each tile of output columns reads A once,
 after the first tile from the second-level cache. Fusing costs less than a second launch only where A is small and rows
@@ -25,7 +26,6 @@ from lora_plugins.kernels.triton_ops.chunks import (
     number,
     pointer,
     product,
-    put,
     rows_of_chunk,
     shrink_tile,
 )
@@ -38,6 +38,7 @@ def expand(
     t: Any,
     module: PackedModule,
     ranks: Any,
+    vectors: Any,
     chunks: Chunks,
     size: int,
     tile: ExpandTile,
@@ -50,7 +51,8 @@ def expand(
         y: `[rows, columns]`, contiguous in its last axis.
         t: float `[splits, slices, rows, max_rank]`, contiguous in its last axis; read up to the true rank.
         module: the stacked B of all slices and their first columns.
-        ranks: int32 `[slices, slots]` on the device.
+        ranks: int32 `[slices + 1, slots]` on the device, see `DeviceRanks`.
+        vectors: float32 `[slots, 2, columns]` on the device, see `follow_vectors`; read where `ranks` says so.
         chunks: the batch, cut.
         size: the chunk size to use, an element of `SIZES`.
         tile: how the work is cut.
@@ -59,7 +61,7 @@ def expand(
     t_strides = (t.stride(2), t.stride(0), t.stride(1))
     # IN is not used without FUSED; 16 is the smallest tile that Triton's `dot` takes.
     cut = {"FUSED": False, "SPLITS": t.shape[0], "IN": 16, "RANK": tile.rank, "OUT": tile.columns}
-    _launch(y, t, t_strides, 0, 1.0, module, ranks, chunks, size, tile, cut, add_inputs=add_inputs)
+    _launch(y, t, t_strides, 0, 1.0, module, ranks, vectors, chunks, size, tile, cut, add_inputs=add_inputs)
 
 
 def fused(
@@ -67,6 +69,7 @@ def fused(
     x: Any,
     module: PackedModule,
     ranks: Any,
+    vectors: Any,
     chunks: Chunks,
     size: int,
     tile: FusedTile,
@@ -81,6 +84,7 @@ def fused(
         x: `[rows, in]`, contiguous in its last axis.
         module: the stacked A and B of all slices.
         ranks: as for `expand`.
+        vectors: as for `expand`.
         chunks: the batch, cut.
         size: the chunk size.
         tile: how the work is cut.
@@ -89,7 +93,8 @@ def fused(
     """
     columns_in = columns(tile.columns_in, module.dtype)
     cut = {"FUSED": True, "SPLITS": 1, "IN": columns_in, "RANK": tile.rank, "OUT": tile.columns_out}
-    _launch(y, x, (x.stride(0), 0, 0), x.shape[1], scale, module, ranks, chunks, size, tile, cut, add_inputs=add_inputs)
+    strides = (x.stride(0), 0, 0)
+    _launch(y, x, strides, x.shape[1], scale, module, ranks, vectors, chunks, size, tile, cut, add_inputs=add_inputs)
 
 
 def _launch(
@@ -100,6 +105,7 @@ def _launch(
     scale: float,
     module: PackedModule,
     ranks: Any,
+    vectors: Any,
     chunks: Chunks,
     size: int,
     tile: ExpandTile | FusedTile,
@@ -117,12 +123,14 @@ def _launch(
         source,
         y,
         *batch_arguments(module, ranks, chunks, size, rows),
+        vectors,
         tiles,
         n_in,
         *source_strides,
         *module.a_strides,
         module.b_row_stride,
         y.stride(0),
+        vectors.stride(1),
         scale,
         **constants(module, size),
         **cut,
@@ -147,6 +155,7 @@ def _expand_kernel(
     rows: tl.tensor,
     ranks_stride: tl.tensor,
     ranks_slot_stride: tl.tensor,
+    vectors: tl.tensor,
     tiles: tl.tensor,
     n_in: tl.tensor,
     source_stride: tl.tensor,
@@ -156,6 +165,7 @@ def _expand_kernel(
     a_rank_stride: tl.tensor,
     b_row_stride: tl.tensor,
     y_stride: tl.tensor,
+    vectors_stride: tl.tensor,
     scale: tl.tensor,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -183,9 +193,10 @@ def _expand_kernel(
     # int64: slot times stride exceeds 2³¹ elements for large vocabularies.
     slot = tl.load(chunks + chunk).to(tl.int64)
     rank = tl.load(ranks + slice_ * ranks_stride + slot * ranks_slot_stride)
+    has_vectors = tl.load(ranks + SLICES * ranks_stride + slot * ranks_slot_stride)
     # Without ADD a rank of 0 still stores zeros: the columns must not keep old content.
     if ADD:
-        if rank == 0:
+        if (rank == 0) & (has_vectors == 0):
             return
     row, mine = rows_of_chunk(order, chunks, capacity, chunk, rows_here, rows, ROWS)
     n = tile * OUT + tl.arange(0, OUT)
@@ -212,5 +223,13 @@ def _expand_kernel(
             b + n[None, :].to(tl.int64) * b_row_stride + r[:, None], r[:, None], rank, n[None, :] < width
         )
         total = product(t.to(ELEMENT), b_tile, total, PRECISION)
-    out = y + row[:, None] * y_stride + number(module, 3 * SLICES + slice_, ALIGNED) + n[None, :]
-    put(out, total, mine[:, None] & (n[None, :] < width), ADD)
+    column = number(module, 3 * SLICES + slice_, ALIGNED) + n
+    out = y + row[:, None] * y_stride + column[None, :]
+    mask = mine[:, None] & (n[None, :] < width)
+    if ADD:
+        total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    if has_vectors:
+        g = vectors + slot * 2 * vectors_stride + column
+        total = total * tl.load(g, mask=n < width, other=0.0)[None, :]
+        total += tl.load(g + vectors_stride, mask=n < width, other=0.0)[None, :]
+    tl.store(out, total.to(y.dtype.element_ty), mask=mask)

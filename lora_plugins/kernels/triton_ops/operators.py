@@ -21,7 +21,7 @@ from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.dense import dense
 from lora_plugins.kernels.triton_ops.expand import expand, fused
 from lora_plugins.kernels.triton_ops.packed import PackedModule
-from lora_plugins.kernels.triton_ops.ranks import DeviceRanks
+from lora_plugins.kernels.triton_ops.ranks import DeviceRanks, follow_vectors
 from lora_plugins.kernels.triton_ops.shrink import partials, shrink
 from lora_plugins.kernels.tuning import Plan, ShrinkTile, Table
 
@@ -67,11 +67,13 @@ class _Known:
     """A module's ranks, on the device and, for a registered module, on the host.
 
     Attributes:
+        vectors: float32 `[slots, 2, outputs]` on the device, without outputs for a module whose slots get none.
         stacks: tensors whose addresses name the module; kept alive, so no other tensor gets the same address.
         reserved_rows: rows of the largest batch whose memory `reserve` has taken.
     """
 
     device: Any
+    vectors: Any
     host: SlotRanks | None
     stacks: tuple[Any, ...]
     reserved_rows: int = 0
@@ -102,15 +104,19 @@ class Operators:
     def __post_init__(self) -> None:
         _by_number[self.number] = self
 
-    def register(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
+    def register(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks, *, takes_vectors: bool = False) -> None:
         """Learn a module's ranks; an embedding's A `[slots, vocabulary, max_rank]` is never read.
 
-        A module whose A and B differ in rank (sharded by rank) is computed at its slots' largest rank.
+        A module whose A and B differ in rank (sharded by rank) is computed at its slots' largest rank, and without
+        vectors. `takes_vectors`: whether a slot's adapter may have vectors for the module, which need memory.
         """
         embedding = a[0].ndim == 3
         if not embedding and any(a_i.shape[2] != b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
             return
-        known = _Known(self._device_ranks(b[0].device).follow(ranks, b[0].shape[0]), ranks, (*a, *b))
+        slots, device = b[0].shape[0], b[0].device
+        outputs = sum(b_i.shape[-2] for b_i in b) if takes_vectors else 0
+        vectors = follow_vectors(ranks, slots, outputs, device)
+        known = _Known(self._device_ranks(device).follow(ranks, slots), vectors, ranks, (*a, *b))
         self._known[b[0].data_ptr()] = known
         # An embedding's A is no operand of a kernel: only B's address names the module.
         if not embedding:
@@ -140,7 +146,9 @@ class Operators:
             # memory that is gone.
             _refuse_while_capturing()
             largest = [part.shape[-2] for part in a] or [part.shape[-1] for part in b]
-            known = _Known(self._device_ranks(first.device).constant(largest, first.shape[0]), None, (*a, *b))
+            slots, device = first.shape[0], first.device
+            vectors = torch.empty(slots, 2, 0, dtype=torch.float32, device=device)
+            known = _Known(self._device_ranks(device).constant(largest, slots), vectors, None, (*a, *b))
             self._known[first.data_ptr()] = known
         # A linear layer calls with A and B, a fully sharded layer with one of the two: each call has a packed form of
         # its own.
@@ -228,7 +236,10 @@ def lora_linear(
     offset: int,
     add_inputs: bool,
 ) -> None:
-    """Add `scale * B_i A_i x` to slice i of `y`: `y` `[rows, out]`, `x` `[rows, in]`, stacks as in `PackedModule`."""
+    """Add `scale * B_i A_i x` to slice i of `y`, and turn `y` by the vectors of each row's slot.
+
+    `y` `[rows, out]`, `x` `[rows, in]`, stacks as in `PackedModule`.
+    """
     # A tensor on the CPU: reading the numbers waits for nothing.
     batch = host.tolist()
     if not x.shape[0]:
@@ -244,13 +255,14 @@ def lora_linear(
                 _compute(y[:1], x[:1], module, known, chunks, plan, scale, add_inputs=add_inputs)
         return
     module, known = operators.module(a, b, output_slices, offset)
-    if batch[4] and x.shape[0] > batch[0] and (not known.host or any(map(any, known.host))):
+    if batch[4] and x.shape[0] > batch[0] and (not known.host or any(map(any, known.host)) or known.host.vectors):
         refuse_more_rows(x.shape[0], batch[0])
     x = _rows(x, module)
     if operators.takes_dense_path(y, x, batch):
         rows, _, slot, *_ = batch
         # `x` may have more rows than the batch: vLLM pads for CUDA graphs. The dense path leaves padding alone.
         ranks = known.host[slot] if known.host else (module.max_rank,) * module.slices
+        has_vectors = known.host is not None and slot in known.host.vectors
         dense(
             y[:rows],
             x[:rows],
@@ -261,6 +273,7 @@ def lora_linear(
             scale=scale,
             offset=offset,
             add_inputs=add_inputs,
+            vectors=known.vectors[slot] if has_vectors else None,
         )
         return
     chunks = Chunks.over(order, table, module.slots, batch[0])
@@ -272,11 +285,11 @@ def _compute(
     y: Any, x: Any, module: PackedModule, known: _Known, chunks: Chunks, plan: Plan, scale: float, *, add_inputs: bool
 ) -> None:
     if plan.fused is not None:
-        fused(y, x, module, known.device, chunks, plan.chunk, plan.fused, scale, add_inputs=add_inputs)
+        fused(y, x, module, known.device, known.vectors, chunks, plan.chunk, plan.fused, scale, add_inputs=add_inputs)
         return
     t = partials(plan.shrink, module, x.shape[0], x.device)
     shrink(t, x, module, known.device, chunks, plan.chunk, plan.shrink, scale)
-    expand(y, t, module, known.device, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)
+    expand(y, t, module, known.device, known.vectors, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)
 
 
 def lora_shrink(
@@ -324,7 +337,8 @@ def lora_expand(
     chunks = Chunks.over(order, table, module.slots, batch[0])
     plan = operators.plan(y.shape[0], module.max_rank, module.widest)
     t = t if t.stride(-1) == 1 else t.contiguous()
-    expand(y, t.unsqueeze(0), module, known.device, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)
+    t = t.unsqueeze(0)
+    expand(y, t, module, known.device, known.vectors, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)
 
 
 def _matrix(stack: Any, slot: int) -> Any:

@@ -1,8 +1,9 @@
-"""The slots' true ranks for kernels to read: int32 tables on the device whose addresses never change.
+"""The slots' true ranks and vectors for kernels to read: tables on the device whose addresses never change.
 
-A captured CUDA graph sees every later change. The ranks of one slot lie together for all modules. A write of a slot
-copies the ranks once from a table on the host, on the current stream, like vLLM's own copies of the weights before. So
-the stream orders ranks and weights alike, and the host never waits.
+A captured CUDA graph sees every later change. The ranks of one slot lie together for all modules, and beside a module's
+ranks whether the slot has vectors. A write of a slot copies the ranks once from a table on the host, on the current
+stream, like vLLM's own copies of the weights before. So the stream orders ranks, vectors and weights alike, and the
+host never waits.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import torch
 
 from lora_plugins.kernels.ranks import SlotRanks, after_writing
 
-_SLICES_AT_ONCE = 1024  # slices of one table; a model of 80 layers has 560
+_SLICES_AT_ONCE = 1024  # rows of one table; a model of 80 layers has 560 slices, in 320 modules with vectors or not
 
 
 class DeviceRanks:
-    """Hands out int32 `[slices, slots]` views of tables, and keeps the views equal to `SlotRanks`."""
+    """Hands out int32 `[slices + 1, slots]` views of tables, and keeps the views equal to `SlotRanks`.
+
+    The last row is 1 where the slot has vectors, or else 0.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -28,19 +32,24 @@ class DeviceRanks:
 
         Must not be called while a CUDA graph is captured.
         """
-        table, first = self._reserve(len(ranks.largest), slots)
+        rows = len(ranks.largest) + 1
+        table, first = self._reserve(rows, slots)
+
+        def numbers(slot: int) -> tuple[int, ...]:
+            return (*ranks[slot], int(slot in ranks.vectors))
+
         for slot in range(slots):
-            table.note(slot, first, ranks[slot])
-        ranks.listen(lambda slot: table.put(slot, first, ranks[slot]))
-        return table.view(first, len(ranks.largest))
+            table.note(slot, first, numbers(slot))
+        ranks.listen(lambda slot: table.put(slot, first, numbers(slot)))
+        return table.view(first, rows)
 
     def constant(self, largest: list[int], slots: int) -> Any:
-        """Return the largest rank everywhere, for an unregistered module: right at any true rank.
+        """Return the largest rank everywhere, without vectors, for an unregistered module: right at any true rank.
 
         The ranks have memory of their own: vLLM's sleep of level 2 discards all memory from the model's loading, and
         only slots are written again.
         """
-        every_slot = torch.tensor(largest, dtype=torch.int32).unsqueeze(1).expand(-1, slots)
+        every_slot = torch.tensor([*largest, 0], dtype=torch.int32).unsqueeze(1).expand(-1, slots)
         return every_slot.contiguous().to(self._device)
 
     def _reserve(self, slices: int, slots: int) -> tuple[_RankTable, int]:
@@ -50,6 +59,26 @@ class DeviceRanks:
         first = table.used
         table.used += slices
         return table, first
+
+
+def follow_vectors(ranks: SlotRanks, slots: int, outputs: int, device: Any) -> Any:
+    """Return float32 `[slots, 2, outputs]` on the device: g and c of the slots with vectors, now and later.
+
+    Made before any graph is captured, as an adapter with vectors may come at any time later.
+    """
+    with torch.inference_mode(mode=False):
+        table = torch.zeros(slots, 2, outputs, dtype=torch.float32, device=device)
+
+    def put(slot: int) -> None:
+        vectors = ranks.vectors.get(slot)
+        if vectors is not None:
+            table[slot, 0].copy_(vectors.g, non_blocking=True)
+            table[slot, 1].copy_(vectors.c, non_blocking=True)
+
+    for slot in range(slots):
+        put(slot)
+    ranks.listen(put)
+    return table
 
 
 class _RankTable:

@@ -26,7 +26,7 @@ def shrink(
         out: float32 `[tile.splits, slices, rows, max_rank]`, contiguous in its last axis.
         x: `[rows, in]`, contiguous in its last axis; `in` may be odd.
         module: the stacked A of all slices.
-        ranks: int32 `[slices, slots]` on the device.
+        ranks: int32 `[slices + 1, slots]` on the device, see `DeviceRanks`.
         chunks: the batch, cut.
         size: the chunk size to use, an element of `SIZES`.
         tile: how the work is cut.
