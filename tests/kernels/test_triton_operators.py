@@ -102,6 +102,17 @@ def test_rows_beside_vectors_keep_every_bit(path: str, dtype: torch.dtype) -> No
     assert not torch.equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slot", [0, 1], ids=["pair", "vectors alone"])
+def test_the_dense_path_computes_vectors_too(slot: int, dtype: torch.dtype) -> None:
+    bed = Bed.make([slot] * 3, [[8, 3], [0, 0]], widths=(24, 9), dtype=dtype, padding=2, turned=(0, 1))
+    made = set_up(PATHS["dense"])
+    made.register(bed.a, bed.b, bed.slot_ranks, takes_vectors=True)
+    assert made.takes_dense_path(bed.y, bed.x, cut(bed).host.tolist())
+    bed.check(linear(bed))
+    bed.check(linear(bed, add_inputs=False), add_inputs=False)
+
+
 class Launches:
     """A kernel, and its launches as a CUDA graph keeps them: addresses, numbers and constants."""
 
