@@ -128,9 +128,7 @@ class Launches:
 
 
 @pytest.mark.parametrize("path", ["shrink and expand", "fused"])
-def test_launches_of_an_earlier_batch_are_right_once_a_slot_has_vectors(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_launches_are_right_once_a_slot_has_vectors(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is captured when no slot has any, and replayed as it was."""
     launches = [Launches(module.__dict__[name]) for module, name in KERNELS]
     for (module, name), kept in zip(KERNELS, launches, strict=True):
