@@ -42,8 +42,11 @@ async def list_of(lifecycle: Lifecycle, reconciler: Reconciler | None, limit: in
     views = await _views(rows, blocked, lifecycle, await lifecycle.planner.states())
     # The declared set comes on the first page only, so that a reader of all pages gets one state.
     declared = None if reconciler is None or after is not None else await _declared(reconciler)
-    is_paused = any(engine.is_paused for engine in (await lifecycle.planner.figures()).values())
-    return AdapterList(loras=views, count=count, is_paused=is_paused, declared=declared, next=following)
+    engines = (await lifecycle.planner.figures()).values()
+    is_paused, short_of = any(it.is_paused for it in engines), max((it.stats.short_of for it in engines), default="")
+    return AdapterList(
+        loras=views, count=count, is_paused=is_paused, short_of=short_of, declared=declared, next=following
+    )
 
 
 async def json_of(listed: AdapterList) -> str:

@@ -179,6 +179,9 @@ class AdapterList(BaseModel):
     loras: list[AdapterView]
     count: int = Field(description="of all, on every page")
     is_paused: bool = Field(default=False, description="vLLM's /pause holds all requests, until /resume")
+    short_of: str = Field(
+        default="", description="the flag of vllm serve that has made requests wait although memory was left"
+    )
     declared: DeclaredSetView | None = Field(
         default=None, description="null without LORA_PLUGINS_ADAPTERS_FILE, and on every page but the first"
     )

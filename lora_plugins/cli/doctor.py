@@ -173,6 +173,8 @@ def _adapters(listed: AdapterList, store: Path) -> Iterator[Step]:
     yield from map(warning, broken[:_SHOWN])
     if len(broken) > _SHOWN:
         yield warning(f"{len(broken) - _SHOWN} more with an error: 'lora-plugins ls --server' has all")
+    if listed.short_of:
+        yield warning("requests have waited for others' adapters, while memory was left", f"raise {listed.short_of}")
     places = {Path(one.path).parent for one in listed.loras if one.digest is not None and one.path is not None}
     if others := sorted(map(str, places - {store})):
         yield warning(

@@ -406,14 +406,11 @@ class Planner:
         self.answer_calls(now, is_paused=is_paused, is_stopped=is_stopped)
         return plan
 
-    def reported(self, reports: Iterable[Report | Slots], now: float) -> None:
-        """Take up the workers' reports: jobs that ended, or the slots that they have."""
+    def reported(self, reports: Iterable[Report], now: float) -> None:
+        """Take up the workers' reports: jobs that ended, or slots that a step could not write."""
         state = self.state
         state.settle(now)
         for report in reports:
-            if isinstance(report, Slots):
-                state.set_slots(report)
-                continue
             adapter = state.jobs.get(report.job)
             if isinstance(report, Failed) and report.key:  # without a job: a slot that a step could not write
                 adapter = state.adapters.get(report.key)

@@ -107,6 +107,7 @@ def _pass_slots_on(state: PlannerState, pool: SlotPool, waiting: list[Adapter], 
         taking = [it for it in taking if it.best_priority >= priority]
         if not taking:
             return float("inf")
+        state.waits_for = "--max-loras" if pool is state.copied else "--max-cpu-loras"
         # `look_at`, not `now`: in a late step as many adapters leave as steps in time would have made leave.
         pool.passed_on_at = look_at
         state.leave(min(taking, key=lambda it: len(it.running)), now, priority)
@@ -125,6 +126,8 @@ def _reserve(state: PlannerState, adapter: Adapter, now: float) -> bool:
     state.reserved_for, cache = adapter, state.cache
     gone = [it.key for it in state.draining if it.key not in cache.idle]
     places, size_bytes = cache.over([cache.expected_bytes(adapter.spec)], gone)
+    if places > 0 >= size_bytes:
+        state.waits_for = "--max-cpu-loras"
     # Idle adapters may go at any time, so only the rest has to drain.
     places, size_bytes = places - len(cache.idle), size_bytes - cache.idle_bytes
     chosen = _fewest(_may_drain(state, adapter), places, size_bytes, cache.sizes_bytes)

@@ -71,13 +71,15 @@ class PlannerState:
         made_room_at: when an adapter that waited for room found room last, or none waited.
         mean_run_s: the mean of the last requests' times, from their beginning to their end.
         evicting: futures of callers who wait for an eviction, by key.
+        waits_for: the flag whose value has made an adapter leave for others since the scheduler looked last.
         refused: requests to answer with an error; None for parts whose client's request was aborted.
     """
 
     def __init__(self, slots: Slots, cache: HostCache, stats: Stats, order: QueueOrder) -> None:
         self.queue_order = order
         self.cache, self.stats, self.times = cache, stats, StepTimes()
-        self.set_slots(slots)
+        self.slots = slots
+        self.copied, self.pointed = SlotPool(0, slots.copied), SlotPool(slots.copied, slots.pointed)
         self.generations = Generations()
         self.adapters: dict[int, Adapter] = {}
         self.current: dict[int, Adapter] = {}
@@ -95,16 +97,12 @@ class PlannerState:
         self.draining: dict[Adapter, None] = {}
         self.made_room_at = 0.0
         self.mean_run_s = 0.0
+        self.waits_for = ""
         self.evicting: dict[int, list[Future[None]]] = {}
         self.commands: list[Command] = []
         self.refused: list[tuple[Any, LoRAPluginsError | None]] = []
         self.touched: dict[Adapter, None] = {}
         self._numbers = count(1)
-
-    def set_slots(self, slots: Slots) -> None:
-        """Take over the slots that the workers report, before any slot is used."""
-        self.slots = slots
-        self.copied, self.pointed = SlotPool(0, slots.copied), SlotPool(slots.copied, slots.pointed)
 
     def known(self, engine_id: int) -> Adapter | None:
         """Return the current generation, if used, loaded, or wanted."""

@@ -39,6 +39,7 @@ class Stats:
     Attributes:
         wait_seconds: from a request's arrival until vLLM runs the request, by where its adapter was found.
         refused: requests, by error code.
+        short_of: the flag whose value has made requests wait although memory was left; empty where none has.
     """
 
     wait_seconds: dict[FoundIn, Histogram] = field(default_factory=lambda: {found: Histogram() for found in FoundIn})
@@ -51,6 +52,7 @@ class Stats:
     slot_evictions: int = 0
     instant_activations: int = 0
     background_activations: int = 0
+    short_of: str = ""
 
 
 class StepTimes:

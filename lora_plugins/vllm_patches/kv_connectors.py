@@ -8,14 +8,12 @@ Connectors were read in vLLM 0.30 to 0.33, LMCache 0.5.6 and FlexKV.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from multiprocessing import parent_process
 from typing import Any
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.log import logger
-from lora_plugins.vllm_patches.wrapping import wrap
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
 _BY_TOKENS = (
@@ -35,24 +33,15 @@ _BY_REQUESTS = tuple(
 )  # fmt: skip
 
 
-def patch() -> None:
-    """Judge the connectors of every engine that this process configures, before the engine starts."""
-    # vLLM loads plugins once it has the arguments of an engine; workers and engine cores never import the module.
-    arguments: Any = sys.modules.get("vllm.engine.arg_utils")
-    if arguments is not None:
-        wrap(arguments.EngineArgs, "create_engine_config", _judging)
-
-
 def is_known(kind: type) -> bool:
     """Return whether we have read how a class of connectors finds blocks, or a class that it is made of."""
     return _is_of(kind, _BY_TOKENS + _BY_BLOCK_HASHES + _BY_REQUESTS)
 
 
-def _judging(original: Any) -> Any:
+def judge(config: Any) -> None:
     """Raise where an engine with LoRA has a connector that finds blocks by their tokens alone.
 
     Touches:
-        vllm.engine.arg_utils: EngineArgs.create_engine_config(self, usage_context, headless)
         vllm.distributed.kv_transfer.kv_connector.factory:
             KVConnectorFactory.get_connector_class(cls, kv_transfer_config)
         vllm.config.kv_transfer: KVTransferConfig{kv_connector, kv_connector_extra_config}
@@ -60,17 +49,9 @@ def _judging(original: Any) -> Any:
     Why: such a connector gives a request the blocks of another adapter (vllm-project/vllm#44250).
     Until: the keys of every connector of vLLM's hold the adapter.
     """
-
-    def create_engine_config(*args: Any, **kwargs: Any) -> Any:
-        config = original(*args, **kwargs)
-        if config.lora_config is not None and config.kv_transfer_config is not None:
-            _judge(list(_classes(config.kv_transfer_config)))
-        return config
-
-    return create_engine_config
-
-
-def _judge(kinds: list[type]) -> None:
+    if config.lora_config is None or config.kv_transfer_config is None:
+        return
+    kinds = list(_classes(config.kv_transfer_config))
     by_tokens = [kind.__name__ for kind in kinds if _is_of(kind, _BY_TOKENS)]
     if by_tokens:
         raise InvalidSettings(

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lora_plugins.errors import LoRAPluginsError, error_of
-from lora_plugins.scheduler.messages import Command, Report, Slots
+from lora_plugins.scheduler.messages import Command, Report
 
 VERSIONS = "lora_versions"  # in the kv_transfer_params of an output: vLLM passes no other free field on to answers
 _PREFIX = "lora-plugins:"  # of the stop reason
@@ -40,7 +40,7 @@ class StepCommands:
 class StepReports:
     """On a `ModelRunnerOutput`: finished work of all workers, and once, before all reports, the workers' slots."""
 
-    reports: tuple[Report | Slots, ...] = ()
+    reports: tuple[Report, ...] = ()
 
 
 T = TypeVar("T", StepCommands, StepReports)

@@ -38,7 +38,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
 from lora_plugins.log import logger
-from lora_plugins.scheduler.messages import AdapterSpec, Command, Report, Slots
+from lora_plugins.scheduler.messages import AdapterSpec, Command, Report
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
 from lora_plugins.worker import loading
@@ -96,7 +96,6 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._make_resolver = make_resolver
         super().__init__(vllm_config, *args, **kwargs)
         self._is_planned = False
-        self.has_told_slots = False
         self.whole_model: ModelModules | None = None
         self._dummies: set[LoRARequest] = set()
 
@@ -122,11 +121,6 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     def _modules_of_model(self) -> ModelModules | None:
         """Return the whole model's modules; with pipeline parallelism the API server sends them (`whole_model`)."""
         return self._modules if self._is_whole_model else self.whole_model
-
-    @property
-    def slots(self) -> Slots:
-        """The slots of this worker, the same in every worker of an engine."""
-        return self._adapter_manager.slots
 
     # --- the scheduler's commands, in the engine loop ---
 

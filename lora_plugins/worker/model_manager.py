@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
-from vllm.platforms import current_platform
 
-from lora_plugins.kernels.dispatch import CPU_WRAPPER
 from lora_plugins.kernels.layers import watched_ranks
-from lora_plugins.kernels.packing import are_pointed
 from lora_plugins.kernels.ranks import at_once
-from lora_plugins.scheduler.messages import Slots
 from lora_plugins.worker.host_memory import UntouchedZeros
 from lora_plugins.worker.prompt_rows import PromptRows
+from lora_plugins.worker.slots import slots_of
 from lora_plugins.worker.trained_tokens import TrainedTokens
 from lora_plugins.worker.vectors import why_no_vectors
 
@@ -41,8 +38,6 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
                 deactivate_adapter(self, adapter_id), set_adapter_mapping(self, mapping)}
             LoRAModelManager{punica_wrapper_mapping, capacity}
         vllm.utils.cache: LRUCache{touch, remove_oldest}
-        vllm.config.lora: LoRAConfig{max_loras, max_cpu_loras, lora_dtype, fully_sharded_loras}
-        vllm.platforms.interface: Platform.get_punica_wrapper(cls)
     Why: slots that the scheduler has assigned belong to no other adapter.
 
     Attributes:
@@ -162,19 +157,3 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
         super().remove_all_adapters()
         for slot, holder in kept.items():
             self.lora_index_to_id[slot] = holder
-
-
-def slots_of(lora_config: Any, max_num_seqs: int) -> Slots:
-    """Return the slots of every worker with this configuration.
-
-    Where slots can point at packed weights, each adapter in host memory has a slot.
-
-    Args:
-        lora_config: vLLM's, with a dtype.
-        max_num_seqs: the most requests, and so adapters, of a batch.
-    """
-    is_pointed = current_platform.get_punica_wrapper() == CPU_WRAPPER and are_pointed(
-        lora_config.lora_dtype, fully_sharded=lora_config.fully_sharded_loras
-    )
-    # A batch never has more adapters than requests; more pointed slots than requests would only cost rows of ranks.
-    return Slots(lora_config.max_loras, min(lora_config.max_cpu_loras, max_num_seqs) if is_pointed else 0)

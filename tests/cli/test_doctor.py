@@ -61,6 +61,13 @@ def test_adapters_with_errors_and_in_another_store_are_named(cli, server):
     assert f"warning: its adapters lie in /store, and this environment's store is {cli.store}" in lines
 
 
+def test_a_flag_that_makes_requests_wait_is_named(cli, server):
+    server.world.engine.planner.stats.short_of = "--max-loras"
+    _, lines = said(cli, server.url)
+    assert "warning: requests have waited for others' adapters, while memory was left" in lines
+    assert cli("ls", "--server", "--url", server.url, "--json").json["short_of"] == "--max-loras"
+
+
 def test_a_server_that_is_not_there_is_a_problem(cli):
     code, lines = said(cli, "http://127.0.0.1:1")
     assert (code, len(lines)) == (Exit.WRONG, 1)

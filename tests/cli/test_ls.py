@@ -47,7 +47,7 @@ TROUBLED = {
     "digest": None,
     "last_error": {"code": "L005", "message": "[L005] found no JSON.", "at": 1.0},
 }
-LIST = {"loras": [TROUBLED, ADAPTER], "count": 2, "is_paused": False, "declared": None}
+LIST = {"loras": [TROUBLED, ADAPTER], "count": 2, "is_paused": False, "short_of": "", "declared": None}
 
 
 class Server:

@@ -9,7 +9,7 @@ import pytest
 
 from lora_plugins import process as process_module
 from lora_plugins.process import Process
-from tests.vllm_patches.engine_bed import Engine, Make, make_scheduler, vllm_config
+from tests.vllm_patches.engine_bed import Clock, Engine, Make, make_scheduler, vllm_config
 from tests.worker.small_model import base_directory
 
 
@@ -46,3 +46,8 @@ def make_engine(request: pytest.FixtureRequest, base: Path) -> Make:
         return Engine(scheduler, is_instant=is_instant, lag=int(request.param))
 
     return make
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import pytest
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.scheduler.messages import Activate, Activated, Command, Evict, Failed, Load, Loaded, Move, Report
+from lora_plugins.scheduler.messages import (
+    Activate,
+    Activated,
+    Command,
+    Evict,
+    Failed,
+    Load,
+    Loaded,
+    Move,
+    Report,
+    Slots,
+)
+from lora_plugins.vllm_patches.engine_core import planner
 from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
 from lora_plugins.vllm_patches.messages import StepCommands, StepReports, attach, attached
 from testbed.model_kinds import ask_in_this_process
 
 BLOCK = 16
+STEP_S = 0.002
 # Parts of a client's request: `0_CLIENT` of several choices, and tokens of beams.
 _PART = re.compile(r"(?:\d+_(?P<of_choice>.+)|(?P<of_beam>.+)-[0-9a-f]{16}-beam-.+)")
 
@@ -60,9 +77,14 @@ def vllm_config(
 
 
 def make_scheduler(
-    config: Any, kind: type | None = None, *, blocks: int = 64, include_finished_set: bool = False
+    config: Any,
+    kind: type | None = None,
+    *,
+    blocks: int = 64,
+    include_finished_set: bool = False,
+    slots: Slots | None = None,
 ) -> Any:
-    """The class that this configuration names, or `kind`."""
+    """The class that this configuration names, or `kind`; `slots`: other than those of configuration and kernels."""
     import torch
     from vllm.v1.engine import core
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -72,15 +94,17 @@ def make_scheduler(
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     (cache,) = core.get_kv_cache_configs(config, [{"layer": spec}], [1 << 30])
     kind = kind or with_admission(config.scheduler_config.get_scheduler_cls())
-    return kind(
-        config,
-        cache,
-        StructuredOutputManager(config),
-        BLOCK,
-        BLOCK,
-        include_finished_set=include_finished_set,
-        log_stats=True,
-    )
+    of_kernels = planner.slots_of
+    with patch.object(planner, "slots_of", of_kernels if slots is None else lambda *_: slots):
+        return kind(
+            config,
+            cache,
+            StructuredOutputManager(config),
+            BLOCK,
+            BLOCK,
+            include_finished_set=include_finished_set,
+            log_stats=True,
+        )
 
 
 def adapter(number: int) -> Any:
@@ -243,6 +267,20 @@ class Engine:
             attach(made, StepReports(tuple(self._reports)))
             self._reports = []
         return made
+
+
+class Clock:
+    """The time of all processes' clocks that never go back; it passes when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def step(self, engine: Engine, seconds: float = STEP_S) -> dict[str, int]:
+        """One step of an engine that takes so long."""
+        scheduled = engine.step()
+        self.now += seconds
+        return scheduled
 
 
 Make = Callable[..., Engine]  # the fixture `make_engine`

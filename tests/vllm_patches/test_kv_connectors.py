@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.vllm_patches import kv_connectors
+from lora_plugins.vllm_patches import engine_args, kv_connectors
 
 MODULE = "tests.vllm_patches.recording_connectors"
 
@@ -18,7 +18,7 @@ MODULE = "tests.vllm_patches.recording_connectors"
 def patched() -> None:
     import vllm.engine.arg_utils  # noqa: F401 - which vLLM has imported when it loads plugins
 
-    kv_connectors.patch()
+    engine_args.patch()
 
 
 def start(base: Path, connector: str | None, *, lora: bool = True, module: str | None = None, **extra: Any) -> Any:

@@ -103,7 +103,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded)
     @rule(data=st.data(), slot=st.integers(0, SLOTS + MAX_ADAPTERS - 1))
     def activate(self, data: st.DataObject, slot: int) -> None:
-        slot = slot % self.manager.slots.total
+        slot = slot % self.manager._adapter_manager.slots.total
         able = sorted(self.loaded - set(self.slot_of) - set(self.jobs.values()))
         if not able or not self.may_take(slot):
             return
@@ -189,7 +189,7 @@ class ManagerMachine(RuleBasedStateMachine):
             if adapter_id not in self.is_active:
                 allowed |= {-1 - slot}
             assert held[slot] in allowed, (held, self.slot_of)
-        for slot in set(range(self.manager.slots.total)) - set(self.slot_of.values()):
+        for slot in set(range(self.manager._adapter_manager.slots.total)) - set(self.slot_of.values()):
             assert held[slot] is None, (held, self.slot_of)
 
     @invariant()

@@ -16,7 +16,7 @@ from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.scheduler.messages import Activate, Load, Loaded, Slots
 from lora_plugins.worker.host_memory import UntouchedZeros
-from lora_plugins.worker.model_manager import slots_of as slots_for
+from lora_plugins.worker.slots import slots_of as slots_for
 from tests.worker import small_model
 from tests.worker.small_model import (
     WIDTH,
@@ -68,7 +68,7 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 
 def test_all_adapters_in_host_memory_run_in_one_batch(make_manager: Make, twelve: list[Adapter]) -> None:
     manager = make_manager(slots=2, max_adapters=12)
-    assert manager.slots == Slots(copied=2, pointed=12)
+    assert manager._adapter_manager.slots == Slots(copied=2, pointed=12)
     for number, adapter in enumerate(twelve):
         report = bring(manager, adapter)
         assert isinstance(report, Loaded)

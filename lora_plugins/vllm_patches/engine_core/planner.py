@@ -11,13 +11,15 @@ from cachetools import LRUCache
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.process import this_process
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.messages import AdapterSpec, Slots
+from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.scheduler.request_queue import QueueOrder
 from lora_plugins.scheduler.state import PlannerState
+from lora_plugins.vllm_patches.engine_args import MAX_BYTES
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
 from lora_plugins.worker.lora_request import is_inplace, is_vllms
+from lora_plugins.worker.slots import slots_of
 
 _REMEMBERED = 10_000
 
@@ -30,9 +32,10 @@ def make_planner(vllm_config: Any) -> Planner:
     """
     _refuse_executor(vllm_config)
     lora, settings = vllm_config.lora_config, this_process().settings
-    cache = HostCache(settings.host_max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
+    max_bytes = getattr(lora, MAX_BYTES, settings.host_max_bytes)
+    cache = HostCache(max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
     order = QueueOrder(is_by_priority=vllm_config.scheduler_config.policy == "priority")
-    return Planner(Slots(lora.max_loras), cache, order=order)
+    return Planner(slots_of(lora, vllm_config.scheduler_config.max_num_seqs), cache, order=order)
 
 
 def _refuse_executor(vllm_config: Any) -> None:

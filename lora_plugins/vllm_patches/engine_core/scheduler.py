@@ -22,7 +22,7 @@ Touches:
     vllm.v1.core.sched.request_queue:
         RequestQueue{add_request(self, request), pop_request(self), peek_request(self), prepend_request(self, request),
             prepend_requests(self, requests), remove_request(self, request), remove_requests(self, requests)}
-    vllm.v1.core.kv_cache_manager: KVCacheManager{get_block_ids(self, request_id), evict_blocks(self, block_ids)}
+    vllm.v1.core.kv_cache_manager: KVCacheManager{usage, get_block_ids(self, request_id), evict_blocks(self, block_ids)}
     vllm.v1.core.sched.interface:
         SchedulerInterface{add_request(self, request), finish_requests(self, request_ids, finished_status),
             schedule(self, throttle_prefills), update_from_output(self, scheduler_output, model_runner_output),
@@ -49,6 +49,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
+from lora_plugins.log import logger
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed
 from lora_plugins.scheduler.pauses import Pauses
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
 else:
     Scheduler = object  # `with_admission` puts a scheduler class behind `AdmittingScheduler`
 
+_FULL = 0.5  # part of the KV cache in use above which a server has no memory left for adapters
 # vLLM's queues and their ranks: requests that hold a KV cache come first. `skipped_waiting` is 0.30's.
 _QUEUES = {"kv_holding_waiting": 0, "skipped_waiting": 1, "waiting": 1}
 
@@ -120,6 +122,10 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         if vllm_config.kv_transfer_config is not None:
             patch_offloading()
         super().__init__(vllm_config, *args, **kwargs)
+        # `schedule` skips a waiting request whose adapter would be the first above `max_loras` in the batch, and
+        # asserts the number (vllm/v1/core/sched/scheduler.py, 0.32); pointed slots are more.
+        self.lora_config = copy.copy(self.lora_config)
+        self.lora_config.max_loras = self.planner.state.slots.total  # vLLM's own limit never binds
         self._places = QueuePlaces(self._enters_queue, self._group_of, self.planner.state.open_groups)
         self.queues = [self._replace_queue(name, rank) for name, rank in _QUEUES.items() if hasattr(self, name)]
 
@@ -311,8 +317,18 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self.regroup()
         if self._waiting_with_kv:
             self._preempt_waiting()
+        if self.planner.state.waits_for:
+            self._say_what_is_short()
         self.answer_calls()
         return plan.commands
+
+    def _say_what_is_short(self) -> None:
+        """Say once that a flag makes requests wait while memory is left, as a KV cache with room shows."""
+        state, stats = self.planner.state, self.planner.stats
+        flag, state.waits_for = state.waits_for, ""
+        if not stats.short_of and self.kv_cache_manager.usage < _FULL:
+            stats.short_of = flag
+            logger.warning("Requests wait for others' adapters, while memory is left for more adapters: raise %s", flag)
 
     def answer_calls(self) -> None:
         """Answer the calls that can be answered, of the planner and of pauses."""
@@ -400,12 +416,6 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                     self._forget(output.request_id)
         self.planner.carried_out(attached(scheduler_output, StepCommands).commands)
         self.planner.reported(reports, now)
-        slots = self.planner.state.slots.total
-        # `schedule` skips a waiting request whose adapter would be the first above `max_loras` in the batch, and
-        # asserts the number (vllm/v1/core/sched/scheduler.py, 0.32); pointed slots are more.
-        if self.lora_config.max_loras != slots:
-            self.lora_config = copy.copy(self.lora_config)
-            self.lora_config.max_loras = slots  # vLLM's own limit never binds
         self._answer_refused(outputs)
         self.answer_calls()
         return outputs

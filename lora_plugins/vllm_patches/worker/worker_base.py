@@ -22,7 +22,7 @@ from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolver import AdapterResolver
-from lora_plugins.scheduler.messages import Change, Command, Report, Slots
+from lora_plugins.scheduler.messages import Change, Command, Report
 from lora_plugins.vllm_patches.messages import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.model_modules import model_of
 from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
@@ -95,7 +95,7 @@ def _executing(original: Any) -> Any:
         # None: vLLM calls `sample_tokens` next, whose output carries the reports.
         if output is None:
             return None
-        return _with_reports(output, _reports(manager, wait_s), manager.jobs.take_unconfirmed() if has_batch else None)
+        return _with_reports(output, manager.reports(wait_s), manager.jobs.take_unconfirmed() if has_batch else None)
 
     return execute_model
 
@@ -106,18 +106,10 @@ def _sampling(self: Any, grammar_output: Any) -> Any:
     manager = manager_of(self.worker)
     if manager is None or output is None:
         return output
-    return _with_reports(output, _reports(manager), manager.jobs.take_unconfirmed())
+    return _with_reports(output, manager.reports(), manager.jobs.take_unconfirmed())
 
 
-def _reports(manager: Any, wait_s: float = 0.0) -> list[Report | Slots]:
-    """Return finished work; once, before all reports, the slots: the scheduler's constructor cannot ask for them."""
-    if manager.has_told_slots:
-        return list(manager.reports(wait_s))
-    manager.has_told_slots = True
-    return [manager.slots, *manager.reports()]
-
-
-def _with_reports(output: Any, reports: list[Report | Slots], unconfirmed: _Unconfirmed = None) -> Any:
+def _with_reports(output: Any, reports: list[Report], unconfirmed: _Unconfirmed = None) -> Any:
     if not reports and unconfirmed is None:
         return output
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -135,7 +127,7 @@ def _with_reports(output: Any, reports: list[Report | Slots], unconfirmed: _Unco
     return output
 
 
-def _reporting(original: Any, reports: list[Report | Slots], unconfirmed: _Unconfirmed) -> Any:
+def _reporting(original: Any, reports: list[Report], unconfirmed: _Unconfirmed) -> Any:
     def get_output() -> Any:
         return _with_reports(original(), reports, unconfirmed)
 
@@ -145,11 +137,11 @@ def _reporting(original: Any, reports: list[Report | Slots], unconfirmed: _Uncon
 # `self` is a worker; `collective_rpc` calls these functions by their names.
 
 
-def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report | Slots]:
+def _step(self: Any, commands: Sequence[Command], wait_s: float) -> list[Report]:
     """Carry out commands in a step without a batch."""
     manager = manager_of(self)
     manager.begin_step(commands)
-    return _reports(manager, wait_s)
+    return list(manager.reports(wait_s))
 
 
 def _changes(self: Any, first_number: int) -> list[Change]:

@@ -106,8 +106,8 @@ class World:
         )
         # In vLLM, sessions that wait with their KV cache for more blocks are never preempted, and may stand still.
         blocks = max(choose.choice([6, 8, 12, 20, 64]), 300 * self.has["sessions"])
-        self.scheduler = scheduler = make_scheduler(config, kind, blocks=blocks)
-        self.engine = SlowEngine(scheduler, workers, slots if pointed else None, lag=int(self.is_async))
+        self.scheduler = scheduler = make_scheduler(config, kind, blocks=blocks, slots=slots)
+        self.engine = SlowEngine(scheduler, workers, lag=int(self.is_async))
         scheduler.structured_output_manager.accept_tokens = lambda *_: True
         if choose.random() < 0.5:  # the files are on this node
             scheduler.specs._weights_bytes = lambda _: 100

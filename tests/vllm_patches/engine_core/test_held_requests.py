@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,29 +27,9 @@ from vllm.v1.request import RequestStatus
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.vllm_patches.messages import error_in
-from tests.vllm_patches.engine_bed import Engine, Make, request
+from tests.vllm_patches.engine_bed import Clock, Engine, Make, request
 
 ABORTED = RequestStatus.FINISHED_ABORTED
-STEP_S = 0.002
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
-class Clock:
-    """The time of all processes' clocks that never go back; it passes when told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-    def step(self, engine: Engine, seconds: float = STEP_S) -> dict[str, int]:
-        """One step of an engine that takes so long."""
-        scheduled = engine.step()
-        self.now += seconds
-        return scheduled
 
 
 def aborted(engine: Engine, names: str | list[str] | None) -> set[str]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import InvalidAdapter
-from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load, Slots
+from lora_plugins.kernels.dispatch import CPU_WRAPPER
+from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
 from lora_plugins.vllm_patches.messages import error_in, error_in_tensor
 from tests.scheduler.simulated import held_count
-from tests.vllm_patches.engine_bed import Engine, Make, adapter, make_scheduler, request, vllm_config
+from tests.vllm_patches.engine_bed import Clock, Engine, Make, adapter, make_scheduler, request, vllm_config
 
 
 def load_spec(number: int) -> AdapterSpec:
@@ -329,10 +332,12 @@ def test_another_adapter_with_an_id_in_use_runs_beside_it(make_engine: Make, tmp
     assert [command for command in engine.commands if not isinstance(command, Activate)][2:] == [Evict(first.key)]
 
 
-def test_slots_that_workers_have_raise_vllms_limit(make_engine: Make) -> None:
+def test_slots_that_only_point_raise_vllms_limit(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the start: no step has to be made before the slots are known."""
+    monkeypatch.setattr(type(current_platform), "get_punica_wrapper", classmethod(lambda _: CPU_WRAPPER))
     engine = make_engine(max_loras=1, max_cpu_loras=4)
-    limit = engine.scheduler.vllm_config.lora_config.max_loras
-    engine._reports.append(Slots(copied=1, pointed=4))  # with the first output of all
+    assert engine.scheduler.lora_config.max_loras == 5
+    assert engine.scheduler.vllm_config.lora_config.max_loras == 1
     for number in (1, 2, 3, 4):
         engine.scheduler.add_request(request(f"r{number}", number, tokens=20))
     together = set()
@@ -340,5 +345,38 @@ def test_slots_that_workers_have_raise_vllms_limit(make_engine: Make) -> None:
         together.add(len(engine.step()))
     engine.drain()
     assert max(together) == 4
-    assert engine.scheduler.lora_config.max_loras == 5
-    assert engine.scheduler.vllm_config.lora_config.max_loras == limit
+
+
+# --- requests that wait while memory is left ---
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The flags that the log has told an operator to raise."""
+    return lambda: [it.getMessage().rpartition("raise ")[2] for it in caplog.records if "raise --" in it.getMessage()]
+
+
+@pytest.mark.parametrize(("slots", "places", "flag"), [(1, 4, "--max-loras"), (4, 4, ""), (2, 2, "--max-cpu-loras")])
+def test_the_flag_that_makes_requests_wait_is_said_once(
+    make_engine: Make, clock: Clock, said: Callable[[], list[str]], slots: int, places: int, flag: str
+) -> None:
+    """Three adapters, twice, each of them with requests of several seconds."""
+    engine = make_engine(max_loras=slots, max_cpu_loras=places)
+    for number in range(6):
+        engine.scheduler.add_request(request(f"r{number}", 1 + number % 3, tokens=20))
+    while engine.scheduler.has_requests():
+        clock.step(engine, 0.3)
+    engine.drain()
+    assert said() == [flag] * bool(flag)
+    assert engine.scheduler.planner.stats.short_of == flag
+
+
+def test_a_full_kv_cache_leaves_no_memory_for_adapters(
+    make_engine: Make, clock: Clock, said: Callable[[], list[str]]
+) -> None:
+    engine = make_engine(max_loras=1, max_cpu_loras=4, blocks=5)
+    for number in range(6):
+        engine.scheduler.add_request(request(f"r{number}", 1 + number % 3, tokens=20, prompt=30))
+    while engine.scheduler.has_requests():
+        clock.step(engine, 0.3)
+    assert (said(), engine.scheduler.planner.stats.short_of) == ([], "")

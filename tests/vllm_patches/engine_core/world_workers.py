@@ -159,7 +159,7 @@ class SlowEngine(Engine):
         first_at: the step in which a request was scheduled first.
     """
 
-    def __init__(self, scheduler: Any, workers: Workers | None, slots: Slots | None, lag: int) -> None:
+    def __init__(self, scheduler: Any, workers: Workers | None, lag: int) -> None:
         super().__init__(scheduler, lag=lag)
         self.workers = workers
         self.steps = 0
@@ -169,8 +169,6 @@ class SlowEngine(Engine):
         self._kv: dict[int, str] = {}
         self._kv_of_moved: dict[str, set[str]] = {}
         self._weights_of: dict[int, dict[str, str]] = {}  # by the id of the output
-        if slots is not None:
-            self._reports.append(slots)  # type: ignore[arg-type]
 
     @property
     def is_under_way(self) -> bool:

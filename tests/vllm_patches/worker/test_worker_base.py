@@ -16,7 +16,7 @@ from vllm.v1.worker import lora_model_runner_mixin
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from lora_plugins.errors import InvalidSettings, OutOfMemory
-from lora_plugins.scheduler.messages import Activated, Failed, Slots
+from lora_plugins.scheduler.messages import Activated, Failed
 from lora_plugins.vllm_patches.messages import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.worker import worker_base
 from lora_plugins.worker.manager import PlannedWorkerLoRAManager
@@ -32,7 +32,6 @@ class Manager:
     def __init__(self, events: list[str]) -> None:
         self.events, self.commands = events, []
         self.waited_s: list[float] = []
-        self.slots, self.has_told_slots = Slots(2, 3), True
         self.jobs = SimpleNamespace(take_unconfirmed=self._take_unconfirmed)
         self.has_written = False
 
@@ -185,13 +184,6 @@ def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
     wrapped = wrapper(Worker(output()))
     assert wrapped.lora_plugins_step([COMMAND], 0.0) == [REPORT]
     assert wrapped.worker.model_runner.lora_manager.commands == [COMMAND]
-
-
-def test_a_worker_says_what_it_has_slots_of() -> None:
-    wrapped = wrapper(Worker(output()))
-    wrapped.worker.model_runner.lora_manager.has_told_slots = False
-    said = [list(attached(wrapped.execute_model(batch()), StepReports).reports) for _ in range(2)]
-    assert said == [[Slots(2, 3), REPORT], [REPORT]]
 
 
 def made_by_the_mixin(monkeypatch: pytest.MonkeyPatch, kind: type) -> Any:

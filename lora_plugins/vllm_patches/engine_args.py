@@ -1,0 +1,65 @@
+"""The configuration of every engine that this process starts: what it must not have, and room for adapters.
+
+vLLM's default is one adapter in host memory. Where a slot takes no memory (`worker/slots.py`), a command that names no
+`--max-cpu-loras` gets as many as a batch has requests, within a budget of bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.process import this_process
+from lora_plugins.vllm_patches import kv_connectors
+from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.worker.slots import slots_of
+
+MAX_BYTES = "lora_plugins_host_max_bytes"  # an attribute of vLLM's LoRAConfig, which engines get as it is
+_SHARE = 4  # of the memory; the model's weights and the KV cache take the most of it
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def patch() -> None:
+    """Look at the configuration of every engine before the engine starts."""
+    # vLLM loads plugins once it has the arguments of an engine; workers and engine cores never import the module.
+    arguments: Any = sys.modules.get("vllm.engine.arg_utils")
+    if arguments is not None:
+        wrap(arguments.EngineArgs, "create_engine_config", _configuring)
+
+
+def _configuring(original: Any) -> Any:
+    """Judge KV connectors, and choose the places in host memory where the caller has not.
+
+    Touches:
+        vllm.engine.arg_utils: EngineArgs{max_cpu_loras, create_engine_config(self, usage_context, headless)}
+        vllm.config.vllm: VllmConfig{lora_config, scheduler_config, parallel_config}
+        vllm.config.lora: LoRAConfig{max_loras, max_cpu_loras}
+        vllm.config.scheduler: SchedulerConfig{max_num_seqs}
+        vllm.config.parallel: ParallelConfig{world_size_across_dp}
+    Why: with vLLM's default, adapters take turns although memory for many is there.
+    """
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        kv_connectors.judge(config)
+        lora, most = config.lora_config, config.scheduler_config.max_num_seqs
+        is_ours = lora is not None and not self.max_cpu_loras and this_process().is_manager_patched
+        if is_ours and slots_of(lora, most).pointed:
+            share = memory_bytes() // _SHARE // config.parallel_config.world_size_across_dp
+            budget = this_process().settings.host_max_bytes
+            lora.max_cpu_loras = max(lora.max_loras, most)
+            setattr(lora, MAX_BYTES, share if budget is None else budget)
+        return config
+
+    return create_engine_config
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory that this machine has, or that its container may use."""
+    total, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "max"
+    with suppress(OSError):
+        limit = _LIMIT.read_text().strip()
+    return min(total, int(limit)) if limit.isdigit() else total
