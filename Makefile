@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers test-clients mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -57,6 +57,9 @@ test-v2: set-up ## the end-to-end files that say most, on Model Runner V2 with a
 
 test-trainers: set-up ## RL frameworks' own programs, unchanged: TRL, verl, ART, SkyRL, on stock and with ours (20 minutes)
 	@$(RUN) -m benchmarks.frameworks
+
+test-clients: set-up ## programs that ask servers like OpenAI's, unchanged, for cold adapters by name (20 minutes)
+	@$(RUN) -m benchmarks.clients
 
 mutants: set-up ## mistakes in the product that its tests must catch, each in a copy of the tree (10 minutes; ONLY="its name")
 	@$(RUN) -m tests.mutants $(if $(ONLY),--only "$(ONLY)")
