@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,18 @@ def fault_of(call: Call, adapter: Path, reference: Reference, others: Sequence[P
 
     def is_of(one: Path) -> bool:
         ids = reference.generate(one, prompt, count, ends)
-        expected = reference.tokenizer.decode(ids, skip_special_tokens=True).rstrip(_UNFINISHED)
-        return said.startswith(expected) if limits != [count] else said.rstrip(_UNFINISHED) == expected
+        expected = _whole(reference.tokenizer.decode(ids, skip_special_tokens=True))
+        return _whole(said).startswith(expected) if limits != [count] else _whole(said) == expected
 
     if is_of(adapter):
         return None
     owner = next((one.name for one in others if is_of(one)), "nobody")
-    return f"{call.model}: an answer of {owner}'s: {said[:60]!r}"
+    return f"{call.model}: an answer of {owner}: {said[:60]!r}"
+
+
+def _whole(text: str) -> str:
+    """Text without unfinished characters at its end; token by token, a character that is none may count as several."""
+    return re.sub(f"{_UNFINISHED}+", _UNFINISHED, text).rstrip(_UNFINISHED)
 
 
 def faults_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ def _aiperf(run: Run) -> list[list[str]]:
 
 
 def _inspect(run: Run) -> list[list[str]]:
-    task = str(SCRIPTS / "inspect_task.py")
+    task = Path(shutil.copy(SCRIPTS / "inspect_task.py", run.folder)).name  # the program takes relative paths alone
     options = ("--max-tokens", "8", "--display", "plain", "--log-dir", str(run.folder))
     return [
         [str(run.bin / "inspect"), "eval", task, "--model", f"openai-api/lora/{name}", *options] for name in run.names
