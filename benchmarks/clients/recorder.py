@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _HOP = {"host", "content-length", "transfer-encoding", "content-encoding", "connection"}
 
 
@@ -31,7 +32,7 @@ class Call:
 
 @dataclass
 class Recorder:
-    """`url`: where programs ask. `calls`: requests with a model, in the order of their ends."""
+    """`url`: where programs ask. `calls`: requests of these routes, in the order of their ends."""
 
     upstream: str
     url: str = ""
@@ -52,7 +53,7 @@ class Recorder:
                 given += piece
                 await response.write(piece)
         await response.write_eof()
-        if "model" in body:
+        if request.path in ROUTES:
             digest, text = answer.headers.get("x-lora-digest"), given.decode(errors="replace")
             self.calls.append(Call(request.path, body, answer.status, digest, text))
         return response

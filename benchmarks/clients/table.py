@@ -24,9 +24,9 @@ generation_kwargs: {{until: ["<none>"], max_gen_toks: 8, do_sample: false}}
 metric_list: [{{metric: exact_match}}]
 """
 _PROMPTFOO = """
-prompts: ["How many users?", "How many orders?"]
+prompts: ["How many {{{{what}}}}?"]
 providers: {providers}
-tests: [{{}}]
+tests: [{{vars: {{what: users}}}}, {{vars: {{what: orders}}}}]
 """
 
 
@@ -105,7 +105,7 @@ def _aiperf(run: Run) -> list[list[str]]:
     return [
         [
             *(str(run.bin / "aiperf"), "profile", "--model", name, "--url", run.url, "--endpoint-type", "chat"),
-            *("--tokenizer", str(run.base), "--streaming", "--request-count", "3"),
+            *("--tokenizer", "builtin", "--streaming", "--request-count", "3"),
             *("--concurrency", "1", "--ui", "none", "--synthetic-input-tokens-mean", "16", "--output-tokens-mean", "8"),
             *("--artifact-dir", str(run.folder / name)),
         ]
@@ -150,7 +150,7 @@ PROGRAMS: Sequence[Program] = (
     Program("pydantic-ai", Packages(("pydantic-ai-slim[openai]==2.68.0",)), _of_script("pydantic_agent")),
     Program("smolagents", Packages(("smolagents[openai]==1.26.0",)), _of_script("smolagents_model")),
     Program("inspect-ai", Packages(("inspect-ai==0.3.285", "openai==3.57.0")), _inspect, _lora_service),
-    Program("lm-eval", Packages(("lm-eval[api]==0.4.13",)), _lm_eval),
+    Program("lm-eval", Packages(("lm-eval[api]==0.4.13", "transformers==5.19.0")), _lm_eval),
     Program("aiperf", Packages(("aiperf==0.13.0",)), _aiperf),
     Program("langchain-openai", Packages(("langchain-openai==1.7.4",)), _of_script("langchain_openai_chat")),
     Program("llama-index", Packages(("llama-index-llms-openai-like==0.8.1",)), _of_script("llama_index_llm")),
