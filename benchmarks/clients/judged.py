@@ -84,8 +84,8 @@ def fault_of(call: Call, adapter: Path, reference: Reference, others: Sequence[P
 
 
 def _whole(text: str) -> str:
-    """Text without unfinished characters at its end; token by token, a character that is none may count as several."""
-    return re.sub(f"{_UNFINISHED}+", _UNFINISHED, text).rstrip(_UNFINISHED)
+    """Text without broken characters at its ends: a stream also repeats those that its prompt ends with."""
+    return re.sub(f"{_UNFINISHED}+", _UNFINISHED, text).strip(_UNFINISHED)
 
 
 def faults_of(

@@ -101,18 +101,6 @@ def _guidellm(run: Run) -> list[list[str]]:
     ]
 
 
-def _aiperf(run: Run) -> list[list[str]]:
-    return [
-        [
-            *(str(run.bin / "aiperf"), "profile", "--model", name, "--url", run.url, "--endpoint-type", "chat"),
-            *("--tokenizer", "builtin", "--streaming", "--request-count", "3"),
-            *("--concurrency", "1", "--ui", "none", "--synthetic-input-tokens-mean", "16", "--output-tokens-mean", "8"),
-            *("--artifact-dir", str(run.folder / name)),
-        ]
-        for name in run.names
-    ]
-
-
 def _inspect(run: Run) -> list[list[str]]:
     task = Path(shutil.copy(SCRIPTS / "inspect_task.py", run.folder)).name  # the program takes relative paths alone
     options = ("--max-tokens", "8", "--display", "plain", "--log-dir", str(run.folder))
@@ -151,7 +139,6 @@ PROGRAMS: Sequence[Program] = (
     Program("smolagents", Packages(("smolagents[openai]==1.26.0",)), _of_script("smolagents_model")),
     Program("inspect-ai", Packages(("inspect-ai==0.3.285", "openai==3.57.0")), _inspect, _lora_service),
     Program("lm-eval", Packages(("lm-eval[api]==0.4.13", "transformers==5.19.0")), _lm_eval),
-    Program("aiperf", Packages(("aiperf==0.13.0",)), _aiperf),
     Program("langchain-openai", Packages(("langchain-openai==1.7.4",)), _of_script("langchain_openai_chat")),
     Program("llama-index", Packages(("llama-index-llms-openai-like==0.8.1",)), _of_script("llama_index_llm")),
     Program("promptfoo", Packages(("promptfoo@0.123.1",), is_npm=True), _promptfoo, _quiet_npm),
