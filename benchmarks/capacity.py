@@ -82,7 +82,7 @@ def one_slot(config: dict[str, Any], rank: int) -> tuple[int, int]:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from lora_plugins.scheduler.messages import Slots
-    from lora_plugins.worker.metrics import slot_bytes
+    from lora_plugins.worker.lora_metrics import slot_bytes
 
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))

@@ -35,15 +35,15 @@ from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.api.routes import router
 from lora_plugins.events import Events
-from lora_plugins.server import served_file
-from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import DesiredAdapter, ServedAdapter
-from lora_plugins.server.served_file import ServedFile
+from lora_plugins.lifecycle import served_file
+from lora_plugins.lifecycle.reconciler import Reconciler
+from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter
+from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import Layout
 from lora_plugins.store.manifest import Manifest, StoredFile, digest_of
 from lora_plugins.store.store import Store
-from tests.server.world import FakeResolver, Request, Version, World
+from tests.lifecycle.world import FakeResolver, Request, Version, World
 from tests.store.common import DownloadSpec, adapter_files, check
 
 NAMES, STORED, DECLARED = 100_000, 50_000, 7_000

@@ -6,15 +6,15 @@ import asyncio
 import socket
 from typing import Any
 
+from lora_plugins.lifecycle.follower import Follower
+from lora_plugins.lifecycle.pushing import Pushes
+from lora_plugins.lifecycle.reconciler import Reconciler
+from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import this_process
-from lora_plugins.server.follower import Follower
-from lora_plugins.server.pushing import Pushes
-from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.served_file import ServedFile
 from lora_plugins.vllm_patches.api_server.access import install
-from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.serve_command import FOLDER, refuse_several
+from lora_plugins.vllm_patches.api_server.server_lifecycle import lifecycle_of
 
 
 class AdminPlugin:

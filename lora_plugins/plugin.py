@@ -13,7 +13,7 @@ from lora_plugins.plugin_names import ADMIN, EVERYTHING, KERNELS, MANAGER, OTHER
 from lora_plugins.process import Process, this_process
 from lora_plugins.resolvers.sources.configured import sources_of
 from lora_plugins.settings import environment, named_in_environment, names_of_plugins
-from lora_plugins.vllm_patches import engine_args, installation, ray_environment, versions
+from lora_plugins.vllm_patches import engine_args, installation, ray_environment, vllm_releases
 from lora_plugins.vllm_patches.api_server import lora_resolver, serve_command
 
 # Module and function of vLLM's own resolvers, by the plugin of ours with the same name.
@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Callable[[], None]:
 def _checked_process() -> Process:
     """Return this process's state; startup fails here where a variable, vLLM or the server cannot be right."""
     process = this_process()
-    versions.require_known(untested_is_allowed=process.settings.untested_vllm)
+    vllm_releases.require_known(untested_is_allowed=process.settings.untested_vllm)
     serve_command.patch(process.settings)
     engine_args.patch()
     if parent_process() is None:  # engines and workers have the same environment

@@ -17,13 +17,13 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import label_of_request
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.events import Events
+from lora_plugins.lifecycle.follower import Follower
+from lora_plugins.lifecycle.leader import Leader
+from lora_plugins.lifecycle.principal_limits import Rates
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.resolvers.listed_names import ListedNames, RefusedNames
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import Source
-from lora_plugins.server.follower import Follower
-from lora_plugins.server.leader import Leader
-from lora_plugins.server.limits import Rates
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import open_store
 

@@ -68,7 +68,7 @@ IMPORTED_LATER = (
     "lora_plugins.endpoint_plugin",
     "lora_plugins.api.routes",
     "lora_plugins.worker.manager",
-    "lora_plugins.cli.app",
+    "lora_plugins.cli.commands",
     "s3fs",
 )
 RUN = "PYTEST_XDIST_TESTRUNUID"  # whose processes share the one that programs are forked from

@@ -132,7 +132,7 @@ class ModelEngine:
         }
 
     def _describe(self) -> dict[str, Any]:
-        from lora_plugins.worker.model_modules import describe
+        from lora_plugins.worker.model_description import describe
 
         return describe(self._worker_manager._adapter_manager).plain()
 

@@ -40,7 +40,7 @@ PEFT = "base_model.model."
 
 
 def read_name(tensor: str) -> tuple[str, bool]:
-    """As vLLM reads names for a model that renames nothing; tests/vllm_patches/test_model_modules.py compares them."""
+    """As vLLM reads names for a model that renames nothing; tests/vllm_patches/test_engine_modules.py compares them."""
     for end, is_a in ((".lora_A.weight", True), (".lora_B.weight", False)):
         if tensor.endswith(end):
             return tensor.removeprefix(PEFT).removesuffix(end), is_a

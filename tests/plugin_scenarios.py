@@ -43,7 +43,7 @@ def discovered(name: str, order: str) -> list[importlib.metadata.EntryPoint]:
 def outcome_of(scenario: dict[str, object]) -> dict[str, object]:
     os.environ.update(scenario["env"])
     if scenario["vllm"]:
-        from lora_plugins.vllm_patches import sources
+        from lora_plugins.vllm_patches import vllm_sources as sources
 
         sources.installed = lambda: Path(scenario["vllm"])
     points = discovered(scenario["name"], scenario["order"])

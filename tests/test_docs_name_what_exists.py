@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins import plugin_names
-from lora_plugins.cli.app import EXAMPLES
+from lora_plugins.cli.commands import EXAMPLES
 from lora_plugins.resolvers.sources.configured import ENTRY_POINTS
 from lora_plugins.settings import VARIABLES
 from tools import ledger

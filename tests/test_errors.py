@@ -42,8 +42,8 @@ from lora_plugins.errors import (
     kind_of,
 )
 from lora_plugins.resolvers.admission import LookUpsBusy
-from lora_plugins.resolvers.sources.errors import BrokenAnswer, kind_of_type
-from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.resolvers.sources.remote_failures import BrokenAnswer, kind_of_type
+from lora_plugins.store.disk_errors import DamagedCopy
 
 TABLE = {
     NoFreeSlot: ("L001", RuntimeError, 503),

@@ -18,13 +18,13 @@ import pytest
 
 from lora_plugins import errors, events
 from lora_plugins.api.access.policy import Policy
+from lora_plugins.lifecycle import declared_file
 from lora_plugins.log import logger
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.plugin_names import EVERYTHING, OURS
 from lora_plugins.ray import __main__ as ray_command
 from lora_plugins.resolvers.sources.retries import look_up_timeout_s
 from lora_plugins.resolvers.sources.uri import AllowedUris
-from lora_plugins.server import declared_file
 from lora_plugins.settings import VARIABLES, Settings
 
 ROOT = Path(__file__).resolve().parent.parent

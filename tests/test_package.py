@@ -30,8 +30,9 @@ COMPUTING = {
     *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),
     *(
         f"lora_plugins.worker.{name}"
-        for name in ("given", "host_memory", "jobs", "loaded_adapter", "loading", "metrics", "slot_copy", *BESIDE)
+        for name in ("adapter_checks", "given_to_worker", "host_memory", "jobs", "loaded_adapter", "lora_metrics")
     ),
+    *(f"lora_plugins.worker.{name}" for name in ("slot_copy", *BESIDE)),
 }
 # These need Ray, and begin in processes of their own.
 ON_RAY = {f"lora_plugins.ray.{name}" for name in ("application", "ingress", "replica", "router", "__main__")}

@@ -222,7 +222,7 @@ def test_commands_of_a_user_without_home_name_the_variable():
     """In a container, where such a user may write nothing below /, nothing is written there."""
     code = """
 import os, sys
-from lora_plugins.cli.app import run
+from lora_plugins.cli.commands import run
 os.environ["HOME"] = "/"
 os.setuid(2_000_123_456)
 sys.exit(run(["ls"]))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # called as a program, this folder alone is on the path
 
-from lora_plugins.vllm_patches import sources as vllm_sources
+from lora_plugins.vllm_patches import vllm_sources
 from tools.ledger import Patch, entries
 from tools.ledger.check import check
 

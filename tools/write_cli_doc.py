@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from lora_plugins.cli.app import app
+from lora_plugins.cli.commands import app
 from lora_plugins.cli.explain import PAGE as ERRORS
 from lora_plugins.cli.explain import plain
 

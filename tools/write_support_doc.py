@@ -17,7 +17,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # called as a program, this folder alone is on the path
 
-from lora_plugins.vllm_patches.versions import KNOWN
+from lora_plugins.vllm_patches.vllm_releases import KNOWN
 from tools.ledger import Symbol, symbols
 from tools.ledger.check import is_before
 

@@ -93,7 +93,7 @@ class Call:
     def __init__(self, check: Check, operators: Any, on: Any, *, filled: bool = True) -> None:
         import torch
 
-        from lora_plugins.kernels.ranks import SlotRanks
+        from lora_plugins.kernels.slot_ranks import SlotRanks
         from lora_plugins.kernels.triton_ops.operators import Batch
 
         self.check, self.torch, self.filled = check, torch, filled

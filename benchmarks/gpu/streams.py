@@ -116,7 +116,7 @@ class World:
 
     def write(self, slot: int, adapter: int) -> None:
         """Copy one adapter into a slot, and fill in its ranks, on the current stream."""
-        from lora_plugins.kernels.ranks import at_once
+        from lora_plugins.kernels.slot_ranks import at_once
 
         with at_once():  # as the product's worker does
             for layer, (a, b) in zip(self.layers, self.adapters[adapter], strict=True):

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.vllm import Vllm
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.slot_ranks import SlotRanks
 from lora_plugins.kernels.triton_ops import operators
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
 from lora_plugins.kernels.tuning import Table

@@ -22,7 +22,7 @@ from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.cpu import BatchRows, Buffers, ModulePlan, ModuleSlots
 from lora_plugins.kernels.processor import this_processor
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.slot_ranks import SlotRanks
 
 INN, WIDTHS = 1024, (1024, 256, 256)
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -12,7 +12,7 @@ import httpx
 
 from benchmarks.soak.bank import PROMPTS
 from benchmarks.soak.oracle import Answer
-from lora_plugins.server.response import HEADER
+from lora_plugins.lifecycle.response import HEADER
 from testbed.events import events
 
 EVERY_OPTION = {"temperature": 0, "ignore_eos": True}

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lora_plugins.adapter.config import LAYOUT_KEY, OUR_KEY, AdapterConfig
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.patterns import MAX_PATTERN_CHARACTERS
 from lora_plugins.adapter.weights import LoraPair, parameter_of
 

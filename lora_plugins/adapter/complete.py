@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind, ModulePlace
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.errors import IncompatibleAdapter
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of A and of B

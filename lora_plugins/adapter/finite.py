@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import BinaryIO
 
 from lora_plugins.adapter.config import AdapterConfig
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo, floats_of
 from lora_plugins.adapter.weights import BesideKind, Weights
 from lora_plugins.errors import InvalidAdapter

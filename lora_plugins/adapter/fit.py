@@ -13,8 +13,8 @@ from lora_plugins.adapter.complete import lost, lost_modules
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.landing import Model, check_landing, landed
-from lora_plugins.adapter.trained_tokens import token_rows
-from lora_plugins.adapter.vectors import vectors_of
+from lora_plugins.adapter.trained_token_places import token_rows
+from lora_plugins.adapter.vector_places import vectors_of
 from lora_plugins.adapter.weights import Weights
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.settings import BaseMatch

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from lora_plugins.adapter.complete import REMEDY, check_experts
 from lora_plugins.adapter.config import IA3
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.weights import LoraPair, Weights, is_copy_of_embeddings
 from lora_plugins.adapter.writers import by_keys, in_words, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, BinaryIO, TypeGuard
 
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.writers import NOT_GATHERED, foreign_bytes
 from lora_plugins.errors import InvalidAdapter
 

@@ -17,11 +17,11 @@ from lora_plugins.adapter.config import (
     AdapterConfig,
     parse_config,
 )
-from lora_plugins.adapter.copies import unlike_base
+from lora_plugins.adapter.embedding_copies import unlike_base
 from lora_plugins.adapter.files import open_regular
 from lora_plugins.adapter.finite import check_finite, check_magnitudes
 from lora_plugins.adapter.fit import BaseModel, check_base, warnings_of
-from lora_plugins.adapter.layouts.conversion import Conversion, plan_conversion
+from lora_plugins.adapter.layouts.conversion_plan import Conversion, plan_conversion
 from lora_plugins.adapter.weight_files import (
     INDEX_FILE,
     MAX_INDEX_BYTES,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lora_plugins.adapter.files import open_regular, parse_json
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo, read_header
 from lora_plugins.errors import InvalidAdapter, describing
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lora_plugins.adapter.config import ADALORA, CLASSIFIER_HEADS, IA3, AdapterConfig, without_effect
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.writers import FROM_MERGEKIT, NOT_GATHERED, foreign_key, unwrapped

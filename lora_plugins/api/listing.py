@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from lora_plugins.adapter.names import covering
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.api.access.principals import shown
 from lora_plugins.api.models import (
     AdapterList,
@@ -19,11 +19,11 @@ from lora_plugins.api.models import (
     LastError,
     ServedState,
 )
-from lora_plugins.server.background import in_steps
-from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.planner_client import AdapterStates
-from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import Registry, ServedAdapter
+from lora_plugins.lifecycle.background_tasks import in_steps
+from lora_plugins.lifecycle.lifecycle import Lifecycle
+from lora_plugins.lifecycle.planner_client import AdapterStates
+from lora_plugins.lifecycle.reconciler import Reconciler
+from lora_plugins.lifecycle.registry import Registry, ServedAdapter
 from lora_plugins.store.store import Store
 
 MAX_LIMIT = 1_000

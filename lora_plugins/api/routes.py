@@ -1,4 +1,4 @@
-"""The routes of the admin API; `lora_plugins.server.lifecycle` does the work.
+"""The routes of the admin API; `lora_plugins.lifecycle.lifecycle` does the work.
 
 `access/administrators.py` decides who may call them. Errors have vLLM's shape, with this package's code in the message
 and the error's fields beside.
@@ -40,13 +40,13 @@ from lora_plugins.api.models import (
 )
 from lora_plugins.api.push_body import receive
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.lifecycle.arrivals import Body
+from lora_plugins.lifecycle.lifecycle import ANY_VERSION, Lifecycle
+from lora_plugins.lifecycle.pushing import Pushes
+from lora_plugins.lifecycle.reconciler import Reconciler
+from lora_plugins.lifecycle.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.log import logger
 from lora_plugins.scheduler.pauses import PauseMode
-from lora_plugins.server.arrivals import Body
-from lora_plugins.server.lifecycle import ANY_VERSION, Lifecycle
-from lora_plugins.server.pushing import Pushes
-from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.store.layout import is_digest
 
 

@@ -52,7 +52,7 @@ def worst(codes: Iterable[Exit]) -> Exit:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command of `sys.argv` and end the process with the command's exit code (`Exit`)."""
     try:
-        from lora_plugins.cli.app import run
+        from lora_plugins.cli.commands import run
 
         code = run(sys.argv[1:] if arguments is None else list(arguments))
     except KeyboardInterrupt:

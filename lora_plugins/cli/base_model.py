@@ -18,7 +18,7 @@ from lora_plugins.cli import UsageProblem
 from lora_plugins.cli.output import Output, Result, with_parameters
 from lora_plugins.settings import Settings
 from lora_plugins.store.model_file import ModelFile
-from lora_plugins.vllm_patches.model_modules import model_of
+from lora_plugins.vllm_patches.engine_modules import model_of
 
 
 def _options(

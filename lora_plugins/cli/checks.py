@@ -18,9 +18,9 @@ from lora_plugins.errors import InvalidSettings
 from lora_plugins.findings import State, Step, at_start, misspelt_variables, problem_of, unknown_plugins
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
+from lora_plugins.lifecycle.declared_file import parse, read_bytes
 from lora_plugins.plugin_names import ADMIN, EVERYTHING, KERNELS, MANAGER, OTHERS, RESOLVERS
 from lora_plugins.resolvers.sources.uri import AllowedUris
-from lora_plugins.server.declared_file import parse, read_bytes
 from lora_plugins.settings import (
     NEEDS,
     VARIABLES,
@@ -33,7 +33,7 @@ from lora_plugins.settings import (
 from lora_plugins.store.file_system import check_owners, try_file_system
 from lora_plugins.store.inventory import entries
 from lora_plugins.store.layout import Layout
-from lora_plugins.vllm_patches import sources, versions
+from lora_plugins.vllm_patches import vllm_releases, vllm_sources
 
 ok, on, off = (partial(Step, "", state) for state in (State.OK, State.ON, State.OFF))
 warning, problem = partial(Step, "", State.WARNING), partial(Step, "", State.PROBLEM)
@@ -89,7 +89,7 @@ class Context:
     @property
     def is_cpu(self) -> bool:
         """Whether vLLM is its build for the CPU."""
-        return self.vllm is not None and "+cpu" in versions.installed_version(self.vllm)
+        return self.vllm is not None and "+cpu" in vllm_releases.installed_version(self.vllm)
 
     @cached_property
     def choice(self) -> dispatch.Choice:
@@ -145,9 +145,9 @@ def vllm(context: Context) -> Iterator[Step]:
     if context.vllm is None:
         yield problem("vLLM is not installed beside lora-plugins", "pip install vllm")
         return
-    version = versions.installed_version(context.vllm)
-    error = versions.refusal(version)
-    if error is None and versions.version_of_distribution() is None:
+    version = vllm_releases.installed_version(context.vllm)
+    error = vllm_releases.refusal(version)
+    if error is None and vllm_releases.version_of_distribution() is None:
         # vllm/entrypoints/cli/main.py, 0.30 to 0.33: `vllm serve` looks its own version up under this name.
         yield problem(
             f"vLLM {version}, and no distribution named vllm, without which vllm serve ends, ours installed or not",
@@ -156,7 +156,7 @@ def vllm(context: Context) -> Iterator[Step]:
         return
     if error is not None:
         yield problem_of(error)
-    elif changed := sources.changed(context.vllm):
+    elif changed := vllm_sources.changed(context.vllm):
         yield warning(f"vLLM {version}, changed since its installation: {some_of(changed)}", "install it again")
     else:
         yield ok(f"vLLM {version}")

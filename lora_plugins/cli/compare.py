@@ -17,7 +17,7 @@ import typer
 from lora_plugins.cli import Exit, UsageProblem
 from lora_plugins.cli.at_fault import ByPeft, Trained, apart, at_fault
 from lora_plugins.cli.output import Output, Result, Shown, line, table
-from lora_plugins.cli.server import DEFAULT_URL, VLLM_KEY, AdminClient, ServerUrl, Timeout
+from lora_plugins.cli.server_client import DEFAULT_URL, VLLM_KEY, AdminClient, ServerUrl, Timeout
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 
 T = TypeVar("T")

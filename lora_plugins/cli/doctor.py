@@ -14,13 +14,13 @@ from lora_plugins.api.models import AdapterList, DeclaredState
 from lora_plugins.cli import Exit, checks, source_checks
 from lora_plugins.cli.checks import Check, Context, of_plugin, ok, problem, unless_wrong, warning
 from lora_plugins.cli.output import Result, line, number, steps_table
-from lora_plugins.cli.server import AdminClient
+from lora_plugins.cli.server_client import AdminClient
 from lora_plugins.client.attempt import object_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.findings import State, Step, discovered_plugins, problem_of
 from lora_plugins.plugin_names import ADMIN, KERNELS, MANAGER, OTHERS
 from lora_plugins.settings import NEEDS, SOURCE_LABELS, environment
-from lora_plugins.vllm_patches import sources, versions
+from lora_plugins.vllm_patches import vllm_releases, vllm_sources
 
 _STYLES: Mapping[str, str] = dict(zip(State, ("green", "green", "dim", "yellow", "bold red"), strict=True))
 _OF_MANAGER = ("LORA_PLUGINS_HOST_MAX_BYTES", "LORA_PLUGINS_HOST_POLICY", "LORA_PLUGINS_UNMATCHED")
@@ -73,7 +73,7 @@ def doctor(
         doctor --no-network --json
     """
     client = None if url is None else AdminClient(url, timeout_s)
-    context = Context(environment(), discovered_plugins(), sources.installed(), network, timeout_s)
+    context = Context(environment(), discovered_plugins(), vllm_sources.installed(), network, timeout_s)
     found = examine(context, client)
     sentence = verdict(found, context.env)
     problems, warnings = (sum(item.state is state for item in found) for state in (State.PROBLEM, State.WARNING))
@@ -127,7 +127,7 @@ def verdict(found: Sequence[Step], env: Mapping[str, str]) -> str:
 def _server(client: AdminClient, context: Context) -> Iterator[Step]:
     """Compare a running server's version, plugins, adapters and store with this environment's."""
     version = str(object_of(client.text("/version")).get("version", "of no known version"))
-    here = version if context.vllm is None else versions.installed_version(context.vllm)
+    here = version if context.vllm is None else vllm_releases.installed_version(context.vllm)
     # Builds of a version differ behind the plus only, such as +cpu.
     if here.partition("+")[0] == version.partition("+")[0]:
         yield ok(f"{client.url} is vLLM {version}")

@@ -35,9 +35,9 @@ from lora_plugins.adapter.writers import by_keys
 from lora_plugins.cli import Exit, exit_of
 from lora_plugins.cli.base_model import compared_with, on_base, why_not_compared, would_be_served
 from lora_plugins.cli.lookup import bring
-from lora_plugins.cli.names import NamesFile, is_pattern, listed, wanted
+from lora_plugins.cli.name_arguments import NamesFile, is_pattern, listed, wanted
 from lora_plugins.cli.output import Output, Result, error_fields, line, number, short, size
-from lora_plugins.cli.store import StoreView
+from lora_plugins.cli.store_commands import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import choose_files
 from lora_plugins.settings import Settings

@@ -14,7 +14,7 @@ import typer
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.cli.names import (
+from lora_plugins.cli.name_arguments import (
     AskedName,
     NamesFile,
     expand,

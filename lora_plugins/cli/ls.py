@@ -11,10 +11,10 @@ import typer
 
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import Exit, UsageProblem, exit_of
-from lora_plugins.cli.names import list_names, require_sources, sources_of_environment
+from lora_plugins.cli.name_arguments import list_names, require_sources, sources_of_environment
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, table, table_above
-from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
-from lora_plugins.cli.store import StoreView
+from lora_plugins.cli.server_client import DEFAULT_URL, AdminClient, ServerUrl, Timeout
+from lora_plugins.cli.store_commands import StoreView
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings
 

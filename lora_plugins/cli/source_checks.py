@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.cli.checks import Check, Context, off, on, problem, some_of, unless_wrong, warning
-from lora_plugins.cli.names import list_names
+from lora_plugins.cli.name_arguments import list_names
 from lora_plugins.cli.output import number
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import State, Step, problem_of

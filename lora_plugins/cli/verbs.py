@@ -24,9 +24,9 @@ from lora_plugins.api.models import (
     VersionStatus,
 )
 from lora_plugins.cli import UsageProblem
-from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, wanted
+from lora_plugins.cli.name_arguments import AskedName, NamesFile, expand, listed, wanted
 from lora_plugins.cli.output import Output, Result, counted, short, table, with_parameters
-from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
+from lora_plugins.cli.server_client import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.client.body import archive_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.pauses import PauseMode

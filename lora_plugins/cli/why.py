@@ -17,9 +17,17 @@ from lora_plugins.api.models import AdapterList, AdapterView, ServedState
 from lora_plugins.cli import Exit, exit_of
 from lora_plugins.cli.base_model import compared_with, on_base, why_not_compared, would_be_served
 from lora_plugins.cli.lookup import LookUp, Stored, look_up
-from lora_plugins.cli.names import AskedName, NamesFile, expand, listed, malformed, names_of_environment, wanted
+from lora_plugins.cli.name_arguments import (
+    AskedName,
+    NamesFile,
+    expand,
+    listed,
+    malformed,
+    names_of_environment,
+    wanted,
+)
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, steps_table
-from lora_plugins.cli.server import DEFAULT_URL, AdminClient, ServerUrl, Timeout
+from lora_plugins.cli.server_client import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import Step, resolvers_not_asked
 from lora_plugins.resolvers.search import SourceAnswer

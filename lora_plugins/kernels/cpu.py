@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_plugins.kernels.compiled.panels import Panels, Prepared, SlotPanels
-from lora_plugins.kernels.ranks import SlotRanks, Vectors
+from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 
 Step = Callable[[Any, Any], None]
 # Copying a slot into panels happens in the engine's loop, at the first batch after the write; the cost grows with the

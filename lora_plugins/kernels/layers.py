@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lora_plugins.errors import IncompatibleAdapter
-from lora_plugins.kernels.ranks import SlotRanks, true_ranks
+from lora_plugins.kernels.slot_ranks import SlotRanks, true_ranks
 
 _RANKS = "_lora_plugins_ranks"
 

@@ -20,7 +20,7 @@ from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, fill, size
 from lora_plugins.kernels.layers import note_ranks, sides_of_slices, stacks, watched_ranks
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.slot_ranks import SlotRanks
 
 _PACKER = "_lora_plugins_packer"
 # Bytes of a cache line, and of a register of AVX-512.

@@ -19,7 +19,7 @@ from lora_plugins.kernels import cpu, layers, packing, reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import SlotPanels
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.slot_ranks import SlotRanks
 from lora_plugins.log import logger
 
 

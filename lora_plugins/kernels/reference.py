@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import torch
 
-from lora_plugins.kernels.ranks import Vectors
+from lora_plugins.kernels.slot_ranks import Vectors
 
 
 class Ranks(Protocol):
-    """True ranks of a slot's slices: a list, or `lora_plugins.kernels.ranks.SlotRanks`."""
+    """True ranks of a slot's slices: a list, or `lora_plugins.kernels.slot_ranks.SlotRanks`."""
 
     def __getitem__(self, slot: int, /) -> Sequence[int]: ...
 

@@ -3,7 +3,7 @@
 A known name never waits for unknown names, and a flood of unknown names is bounded. A name that no source has had may
 be one of a flood: each source has few places for unknown names, and each answer "no such adapter" keeps its place for a
 moment, so that a flood takes a small part of the interpreter and asks the source at most `absent_per_s` times a second.
-Other names wait, see `places.py`.
+Other names wait, see `fair_places.py`.
 
 While the source does not answer, its names are refused at once, by a circuit breaker. Failures in a row open the
 breaker, and so does one look-up that nobody answered within its whole deadline, unless the source has answered another
@@ -25,9 +25,9 @@ from typing import Any, Self, TypeVar
 from lora_plugins.absence import Absence
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.events import BreakerClosed, BreakerOpened, Events
-from lora_plugins.resolvers.places import Most, PlaceLimits, Places
+from lora_plugins.resolvers.fair_places import Most, PlaceLimits, Places
 from lora_plugins.resolvers.single_flight import SingleFlight
-from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure, Transient
+from lora_plugins.resolvers.sources.remote_failures import FailureKind, RemoteFailure, Transient
 from lora_plugins.resolvers.sources.retries import NoAnswer
 from lora_plugins.resolvers.sources.source import Source
 

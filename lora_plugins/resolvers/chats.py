@@ -15,10 +15,10 @@ from lora_plugins.adapter.chat import Chat
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.settings import Settings
-from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.store.disk_errors import DamagedCopy
 from lora_plugins.store.layout import Layout
 from lora_plugins.verification.children import children
-from lora_plugins.verification.messages import ReadAdapter, encode
+from lora_plugins.verification.protocol import ReadAdapter, encode
 
 _MOST_BYTES = 64 << 20  # of all chats kept, as messages: most have 10 KB, and none has 20 MB
 _TOKEN_BYTES = 80  # of an added token in a message, about

@@ -25,7 +25,7 @@ from lora_plugins.events import (
 from lora_plugins.resolvers.admission import BreakerLimits, LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.known_versions import AtSource, Key, ResolvedAdapter
 from lora_plugins.resolvers.sources.configured import UriSources
-from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
+from lora_plugins.resolvers.sources.remote_failures import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source
 from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri
 from lora_plugins.settings import Settings

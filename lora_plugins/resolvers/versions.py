@@ -30,19 +30,19 @@ from lora_plugins.errors import (
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.admission import Fetches, fetches_of, few_at_once
 from lora_plugins.resolvers.chats import Chats
-from lora_plugins.resolvers.conversion import ConvertedAdapter
+from lora_plugins.resolvers.converted_version import ConvertedAdapter
 from lora_plugins.resolvers.fetch_progress import reported
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.retries import deadline
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, SourceFile
 from lora_plugins.settings import AdapterChat, Settings
-from lora_plugins.store.errors import DamagedCopy, store_errors
+from lora_plugins.store.disk_errors import DamagedCopy, store_errors
 from lora_plugins.store.layout import is_digest
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.verification.children import children
-from lora_plugins.verification.messages import ReadAdapter
+from lora_plugins.verification.protocol import ReadAdapter
 
 _Stored = StoredAdapter[ReadAdapter]
 _JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE})  # no file for chats is a reason to refuse the weights

@@ -4,9 +4,9 @@ vLLM's `SchedulerOutput` carries commands, in the order in which every worker ex
 carries reports; both are pickled. A `key` names a generation of an adapter: the `lora_int_id` of batches. A `job` may
 take longer than the step of its command, and is reported by number when done.
 
-API servers (`server/planner_client.py`) call utilities of the engine core (`vllm_patches/engine_core/engine_core.py`).
-vLLM carries their arguments and answers as msgpack without types (vllm/v1/serial_utils.py, 0.30 to 0.33), so both sides
-convert: `to_plain` before sending, `from_plain` on arrival.
+API servers (`lifecycle/planner_client.py`) call utilities of the engine core
+(`vllm_patches/engine_core/engine_core.py`). vLLM carries their arguments and answers as msgpack without types
+(vllm/v1/serial_utils.py, 0.30 to 0.33), so both sides convert: `to_plain` before sending, `from_plain` on arrival.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from lora_plugins.adapter.names import covering
 from lora_plugins.errors import AdapterNotFound
-from lora_plugins.store.errors import store_errors
+from lora_plugins.store.disk_errors import store_errors
 from lora_plugins.store.layout import Layout, replace_small, sync_directory
 
 

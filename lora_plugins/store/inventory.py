@@ -20,7 +20,7 @@ from typing import Annotated
 
 from msgspec import Meta, MsgspecError, json
 
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store.layout import SIZES_FILE, Layout, files_bytes, is_digest, write_small
 from lora_plugins.store.manifest import Manifest

@@ -13,7 +13,7 @@ from msgspec import MsgspecError, Struct, json
 from lora_plugins.adapter.config import CONFIG_FILE, ORIGINAL_CONFIG_FILE
 from lora_plugins.adapter.files import map_os_error
 from lora_plugins.errors import InvalidAdapter, describing
-from lora_plugins.store.errors import is_damage
+from lora_plugins.store.disk_errors import is_damage
 from lora_plugins.store.layout import MANIFEST_FILE
 
 

@@ -22,8 +22,8 @@ from lora_plugins.adapter.layouts.writing import write_weights
 from lora_plugins.adapter.verify import verify_adapter, verify_config
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
-from lora_plugins.verification import messages
-from lora_plugins.verification.limits import MAX_FILES, MAX_MEMORY_BYTES, cpu_s, lacking, too_much
+from lora_plugins.verification import protocol
+from lora_plugins.verification.process_limits import MAX_FILES, MAX_MEMORY_BYTES, cpu_s, lacking, too_much
 
 _NICENESS = 10  # the engine's computation goes first
 _LANDED_BYTES = 4 << 20
@@ -46,23 +46,23 @@ def main() -> None:
     connection = Connection(0)
     connection.send_bytes(b"")  # ready
     while True:
-        request, lists = messages.receive(connection, messages.decode_request)
-        more_bytes = request.memory_bytes if isinstance(request, messages.Write) else 0
+        request, lists = protocol.receive(connection, protocol.decode_request)
+        more_bytes = request.memory_bytes if isinstance(request, protocol.Write) else 0
         _set_limits(request, more_bytes)
-        messages.send(connection, *_answer(request, lists, more_bytes, connection))
+        protocol.send(connection, *_answer(request, lists, more_bytes, connection))
 
 
 def _answer(
-    request: messages.Request, lists: messages.Lists, more_bytes: int, connection: Connection
-) -> tuple[messages.Answer, messages.Lists]:
+    request: protocol.Request, lists: protocol.Lists, more_bytes: int, connection: Connection
+) -> tuple[protocol.Answer, protocol.Lists]:
     """Return the answer and its lists: errors of the adapter, of the machine's limits, and our own are answers too."""
     try:
-        if isinstance(request, messages.Read):
-            return messages.answer_of(_read(request))
-        if isinstance(request, messages.Write):
-            return _written(request, lists, connection), messages.NO_LISTS
+        if isinstance(request, protocol.Read):
+            return protocol.answer_of(_read(request))
+        if isinstance(request, protocol.Write):
+            return _written(request, lists, connection), protocol.NO_LISTS
         function = getattr(importlib.import_module(request.module), request.function)
-        return messages.Returned(), {"pieces": messages.pieces(function(b"".join(lists["pieces"])))}
+        return protocol.Returned(), {"pieces": protocol.pieces(function(b"".join(lists["pieces"])))}
     except LoRAPluginsError as error:
         is_of_limits = isinstance(error.__cause__, MemoryError) or getattr(error.__cause__, "errno", 0) == errno.EMFILE
         refusal = (lacking() if is_of_limits else None) or error
@@ -72,13 +72,13 @@ def _answer(
     except Exception as unforeseen:  # noqa: BLE001 - a mistake of ours, not the adapter's
         what = f"a failure to read it: {type(unforeseen).__name__}: {str(unforeseen)[:200]}"
         refusal = SourceUnavailable(what, expected="an adapter", remedy="report it with the adapter")
-    return messages.Refused(json.dumps(refusal.plain()).encode()), messages.NO_LISTS
+    return protocol.Refused(json.dumps(refusal.plain()).encode()), protocol.NO_LISTS
 
 
-def _read(request: messages.Read) -> messages.ReadAdapter:
+def _read(request: protocol.Read) -> protocol.ReadAdapter:
     directory = Path(os.fsdecode(request.directory))
     if request.config_only:
-        return messages.ReadAdapter(verify_config(directory, request.settings), b"")
+        return protocol.ReadAdapter(verify_config(directory, request.settings), b"")
     verified = verify_adapter(directory, None, request.settings)
     canonical = canonical_bytes(verified.config)
     if len(canonical) > MAX_CONFIG_BYTES:
@@ -87,10 +87,10 @@ def _read(request: messages.Read) -> messages.ReadAdapter:
             expected=f"at most {MAX_CONFIG_BYTES}",
             remedy="train it with one rank and alpha",
         )
-    return messages.ReadAdapter(verified, canonical)
+    return protocol.ReadAdapter(verified, canonical)
 
 
-def _written(request: messages.Write, lists: messages.Lists, connection: Connection) -> messages.Written:
+def _written(request: protocol.Write, lists: protocol.Lists, connection: Connection) -> protocol.Written:
     """Write tensors, and report the bytes written from time to time."""
     directory, target = Path(os.fsdecode(request.directory)), Path(os.fsdecode(request.target))
     said_bytes = 0
@@ -99,16 +99,16 @@ def _written(request: messages.Write, lists: messages.Lists, connection: Connect
         nonlocal said_bytes
         if size_bytes - said_bytes >= _LANDED_BYTES:
             said_bytes = size_bytes
-            messages.send(connection, messages.Items(landed=(size_bytes,)))
+            protocol.send(connection, protocol.Items(landed=(size_bytes,)))
 
     try:
         write_weights(lists["tensors"], lambda file: directory / (file or WEIGHTS_FILE), target, landed)
     except OSError as error:
-        return messages.Written(error.errno or errno.EIO, error.strerror or type(error).__name__)
-    return messages.Written()
+        return protocol.Written(error.errno or errno.EIO, error.strerror or type(error).__name__)
+    return protocol.Written()
 
 
-def _set_limits(request: messages.Request, more_memory_bytes: int) -> None:
+def _set_limits(request: protocol.Request, more_memory_bytes: int) -> None:
     """Limit memory, and the processor's time from now on."""
     _limit(resource.RLIMIT_DATA, MAX_MEMORY_BYTES + more_memory_bytes)
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,7 +1,7 @@
 """The reading processes of this server: two at most, each with one request at a time, replaced when they end.
 
-Small adapters are never behind large adapters, of which one at a time is read. Unlike `resolvers/places.py`, the jobs
-here know no callers: the resolver has already decided which principal is next, how many may wait, and for how long.
+Small adapters are never behind large adapters, of which one at a time is read. Unlike `resolvers/fair_places.py`, the
+jobs here know no callers: the resolver has already decided which principal is next, how many may wait, and how long.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lora_plugins.adapter.layouts.tensors import NewTensor
 from lora_plugins.adapter.safetensors_header import DTYPE_BYTES
 from lora_plugins.errors import ErrorKind, LoRAPluginsError, SourceUnavailable, kind_of
 from lora_plugins.settings import Settings
-from lora_plugins.verification import messages
-from lora_plugins.verification.limits import takes_long
-from lora_plugins.verification.process import Lost, ReadingProcess
+from lora_plugins.verification import protocol
+from lora_plugins.verification.process_limits import takes_long
+from lora_plugins.verification.reading_process import Lost, ReadingProcess
 
 _AT_ONCE = 2
 _ATTEMPTS = 3
@@ -49,7 +49,7 @@ class Children:
         """Start a process where none waits, so that the process is ready at the first use; return at once."""
         self._jobs.put(self._start)
 
-    def read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[messages.ReadAdapter]:
+    def read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[protocol.ReadAdapter]:
         """Verify the adapter in `directory` without a base model, and make the configuration that engines read.
 
         With `config_only` as `verify_config` does, and without making a configuration.
@@ -58,7 +58,7 @@ class Children:
         computing, or crashes each process with memory to spare; and `SourceUnavailable` where no process starts, is
         killed or does not answer in time.
         """
-        request = messages.Read(
+        request = protocol.Read(
             os.fsencode(directory.absolute()),
             settings.max_adapter_bytes,
             settings.allow_pickle,
@@ -67,7 +67,7 @@ class Children:
             config_only,
         )
         return self._submit(
-            lambda process: messages.found_of(*process.ask(request, messages.AdapterFound)),
+            lambda process: protocol.found_of(*process.ask(request, protocol.AdapterFound)),
             lambda: not config_only and takes_long(str(directory)),
         )
 
@@ -80,10 +80,10 @@ class Children:
         """
         sizes = (math.prod(tensor.info.shape) * DTYPE_BYTES[tensor.info.dtype] for tensor in tensors)
         paths = os.fsencode(directory.absolute()), os.fsencode(target.absolute())
-        request = messages.Write(*paths, memory_bytes=4 * max(sizes, default=0))
+        request = protocol.Write(*paths, memory_bytes=4 * max(sizes, default=0))
 
         def write(process: ReadingProcess) -> None:
-            answer, _ = process.ask(request, messages.Written, {"tensors": tensors}, landed)
+            answer, _ = process.ask(request, protocol.Written, {"tensors": tensors}, landed)
             if answer.errno:
                 raise OSError(answer.errno, answer.strerror)
 
@@ -95,10 +95,10 @@ class Children:
         The future raises `LoRAPluginsError` where the function does, or without an answer, as `read`.
         """
         request, lists = (
-            messages.CallFunction(function.__module__, function.__name__),
-            {"pieces": messages.pieces(argument)},
+            protocol.CallFunction(function.__module__, function.__name__),
+            {"pieces": protocol.pieces(argument)},
         )
-        return self._submit(lambda process: b"".join(process.ask(request, messages.Returned, lists)[1]["pieces"]))
+        return self._submit(lambda process: b"".join(process.ask(request, protocol.Returned, lists)[1]["pieces"]))
 
     def pids(self) -> list[int]:
         """Return the ids of the processes that wait for work."""

@@ -1,7 +1,7 @@
 """The configuration of every engine that this process starts: what it must not have, and room for adapters.
 
-vLLM's default is one adapter in host memory. Where a slot takes no memory (`worker/slots.py`), a command that names no
-`--max-cpu-loras` gets as many as a batch has requests, within a budget of bytes.
+vLLM's default is one adapter in host memory. Where a slot takes no memory (`worker/slot_counts.py`), a command that
+names no `--max-cpu-loras` gets as many as a batch has requests, within a budget of bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches import kv_connectors
 from lora_plugins.vllm_patches.wrapping import wrap
-from lora_plugins.worker.slots import slots_of
+from lora_plugins.worker.slot_counts import slots_of
 
 MAX_BYTES = "lora_plugins_host_max_bytes"  # an attribute of vLLM's LoRAConfig, which engines get as it is
 _SHARE = 4  # of the memory; the model's weights and the KV cache take the most of it

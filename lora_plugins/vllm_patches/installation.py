@@ -19,27 +19,27 @@ def install_resolver(process: Process) -> None:
     AllowedUris.parse(process.settings.allowed_uris)  # startup fails, not the first load
     if process.is_resolver_registered:
         return
-    from lora_plugins.vllm_patches import model_modules
+    from lora_plugins.vllm_patches import engine_modules
     from lora_plugins.vllm_patches.api_server import (
         adapter_chats,
-        app,
         base_serving,
-        errors,
+        error_responses,
         lora_resolver,
         openai_serving_models,
         output_processor,
+        web_application,
     )
     from lora_plugins.vllm_patches.worker import adapter_rows
 
     for patch in (
-        model_modules.patch,
+        engine_modules.patch,
         adapter_rows.patch,
         openai_serving_models.patch,
         base_serving.patch,
         output_processor.patch,
         adapter_chats.patch,
-        errors.patch,
-        app.patch,
+        error_responses.patch,
+        web_application.patch,
     ):
         patch()
     lora_resolver.register(process)
@@ -56,13 +56,13 @@ def install_manager(process: Process) -> None:
         return
     from lora_plugins.vllm_patches import lora_request
     from lora_plugins.vllm_patches.api_server import (
-        app,
         async_llm,
         base_serving,
-        errors,
+        error_responses,
         llm_engine,
         openai_serving_models,
         output_processor,
+        web_application,
     )
     from lora_plugins.vllm_patches.engine_core import engine_core, pausing, scheduler
     from lora_plugins.vllm_patches.worker import adapter_rows, model_runner, punica_wrapper, worker_base
@@ -88,8 +88,8 @@ def install_manager(process: Process) -> None:
         output_processor.patch,
         openai_serving_models.patch,
         base_serving.patch,
-        errors.patch,
-        app.patch,
+        error_responses.patch,
+        web_application.patch,
     )
     for patch in in_order:
         patch()
@@ -102,9 +102,9 @@ def install_kernels(process: Process) -> None:
     Raises:
         InvalidSettings: the chosen kernels cannot be had on this machine.
     """
-    from lora_plugins.vllm_patches.api_server import app
+    from lora_plugins.vllm_patches.api_server import web_application
     from lora_plugins.vllm_patches.worker import adapter_rows, punica_wrapper
 
     punica_wrapper.patch(process.settings)
     adapter_rows.patch()
-    app.patch()
+    web_application.patch()

@@ -32,12 +32,12 @@ from lora_plugins.scheduler.messages import (
     Move,
     Report,
 )
+from lora_plugins.worker.adapter_checks import explained
 from lora_plugins.worker.agreement import Agreement
-from lora_plugins.worker.background import BackgroundThread
-from lora_plugins.worker.given import GivenAdapters
+from lora_plugins.worker.background_thread import BackgroundThread
+from lora_plugins.worker.given_to_worker import GivenAdapters
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
-from lora_plugins.worker.loading import explained
-from lora_plugins.worker.materialise import MissingFilesFetcher
+from lora_plugins.worker.missing_files import MissingFilesFetcher
 from lora_plugins.worker.slot_copy import SlotStream
 
 # Seconds: several workers' results are polled in the store; a local thread wakes the loop by its event.

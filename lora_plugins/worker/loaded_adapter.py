@@ -18,7 +18,7 @@ import torch
 
 from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
-from lora_plugins.kernels.ranks import at_once
+from lora_plugins.kernels.slot_ranks import at_once
 from lora_plugins.worker.host_memory import Block, bytes_of, room
 from lora_plugins.worker.slot_copy import part_of_worker
 from lora_plugins.worker.vectors import AdapterVectors

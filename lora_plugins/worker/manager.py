@@ -3,7 +3,7 @@
 Source: `LRUCacheWorkerLoRAManager` in vllm/lora/worker_manager.py, 0.30 to 0.33; methods not overridden stay vLLM's.
 
 As vLLM does to register and activate an adapter, the loading thread calls and reads what follows; a scaling that is
-multiplied in with the copy is set to 1 (`worker/loading.py`, `worker/loaded_adapter.py`).
+multiplied in with the copy is set to 1 (`worker/adapter_checks.py`, `worker/loaded_adapter.py`).
 
 Touches:
     vllm.lora.worker_manager: WorkerLoRAManager._load_adapter(self, lora_request)
@@ -41,17 +41,17 @@ from lora_plugins.log import logger
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Report
 from lora_plugins.settings import Settings
 from lora_plugins.store.layout import is_digest
-from lora_plugins.worker import loading
+from lora_plugins.worker import adapter_checks
 from lora_plugins.worker.agreement import agreement_of
 from lora_plugins.worker.beside import read_beside
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, take_scalings
-from lora_plugins.worker.lora_request import is_inplace
-from lora_plugins.worker.lora_request import lora_request as request_of
-from lora_plugins.worker.materialise import MissingFilesFetcher, Resolver
-from lora_plugins.worker.metrics import metrics_of
+from lora_plugins.worker.lora_metrics import metrics_of
+from lora_plugins.worker.missing_files import MissingFilesFetcher, Resolver
+from lora_plugins.worker.model_description import describe
 from lora_plugins.worker.model_manager import PlannedModelManager
-from lora_plugins.worker.model_modules import describe
+from lora_plugins.worker.request_types import is_inplace
+from lora_plugins.worker.request_types import lora_request as request_of
 from lora_plugins.worker.slot_copy import SlotStream, forget
 from lora_plugins.worker.vectors import vectors_of_adapter
 from lora_plugins.worker.weights_file import with_opened
@@ -158,7 +158,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             model, opened = with_opened(lambda: self._load_adapter(request))
             read = read_beside(opened, manager.model)
             manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
-            notes = loading.check_described(
+            notes = adapter_checks.check_described(
                 model, manager, self._modules,
                 is_whole_model=self._is_whole_model, refuse_unmatched=self._settings.refuse_unmatched,
             )  # fmt: skip
@@ -170,11 +170,11 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             scalings, rank = take_scalings(model), rank_of(model)
             if model.loras:  # an adapter of vectors alone has none, and vLLM takes the first
                 manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
-            loading.check_slots(model, manager, self._modules)
+            adapter_checks.check_slots(model, manager, self._modules)
             # The store has checked a directory that is named by a digest.
             check_finite = self._settings.check_finite and not is_digest(Path(path).name)
             if check_finite:
-                loading.check_finite(spec.name, model)
+                adapter_checks.check_finite(spec.name, model)
             beside = manager.trained_tokens.writes(read, self._modules, check_finite=check_finite)
             is_pinned = torch.device(self.device).type == "cuda"
             return build(
@@ -231,7 +231,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             # The caller's own request goes along: it may hold the weights themselves, which no path names.
             adapter = self._read(AdapterSpec(engine_id, name, path, lora_request=lora_request), path)
         except Exception as error:
-            raise loading.explained(error, name) from error
+            raise adapter_checks.explained(error, name) from error
         self.jobs.given.add(AdapterSpec(engine_id, name, path, size_bytes=adapter.size_bytes), adapter)
         return True
 

@@ -14,10 +14,10 @@ import torch
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
 from lora_plugins.kernels.layers import watched_ranks
-from lora_plugins.kernels.ranks import at_once
+from lora_plugins.kernels.slot_ranks import at_once
 from lora_plugins.worker.host_memory import UntouchedZeros
 from lora_plugins.worker.prompt_rows import PromptRows
-from lora_plugins.worker.slots import slots_of
+from lora_plugins.worker.slot_counts import slots_of
 from lora_plugins.worker.trained_tokens import TrainedTokens
 from lora_plugins.worker.vectors import why_no_vectors
 

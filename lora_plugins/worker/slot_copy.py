@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lora_plugins.kernels.layers import Divided, sides_of_slices
-from lora_plugins.worker.background import leave_compute_cores
+from lora_plugins.worker.background_thread import leave_compute_cores
 
 _HELD = "_lora_plugins_slots"
 _PATCHED = "_lora_plugins_exact_slots"

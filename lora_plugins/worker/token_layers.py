@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lora_plugins.adapter.model_modules import TokenPlaces
-from lora_plugins.adapter.trained_tokens import MAX_TOKENS
+from lora_plugins.adapter.trained_token_places import MAX_TOKENS
 
 _Named = list[tuple[str, Any]]
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from lora_plugins.adapter.model_modules import ModelModules, TokenPlaces
-from lora_plugins.adapter.trained_tokens import token_rows
+from lora_plugins.adapter.trained_token_places import token_rows
+from lora_plugins.worker.adapter_checks import require_finite
 from lora_plugins.worker.beside import ReadBeside
 from lora_plugins.worker.loaded_adapter import SlotWrite
-from lora_plugins.worker.loading import require_finite
 from lora_plugins.worker.token_layers import base_of, find
 from lora_plugins.worker.token_rows import TokenRows
 

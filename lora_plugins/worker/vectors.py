@@ -18,11 +18,11 @@ from typing import Any, cast
 import torch
 
 from lora_plugins.adapter.model_modules import ModelModules
-from lora_plugins.adapter.vectors import NEUTRAL, vectors_of
+from lora_plugins.adapter.vector_places import NEUTRAL, vectors_of
 from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.kernels.layers import sides_of_slices, watched_ranks
-from lora_plugins.kernels.ranks import SlotRanks, Vectors
+from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 from lora_plugins.worker.beside import ReadBeside
 
 InLoop = Callable[[Iterator[None]], None]

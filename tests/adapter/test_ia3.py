@@ -12,7 +12,7 @@ import pytest
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import IA3, parse_config
 from lora_plugins.adapter.model_modules import ModuleKind, ModulePlace
-from lora_plugins.adapter.vectors import vectors_of
+from lora_plugins.adapter.vector_places import vectors_of
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.settings import Settings

@@ -21,10 +21,10 @@ from fastapi import FastAPI
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from lora_plugins.api.routes import router
-from lora_plugins.server import arrivals
-from lora_plugins.server.pushing import Pushes
+from lora_plugins.lifecycle import arrivals
+from lora_plugins.lifecycle.pushing import Pushes
 from tests.api.test_push_body import FILES, ONE_FILE, parts
-from tests.server.test_pushing import Names
+from tests.lifecycle.test_pushing import Names
 
 LENGTH = len(ONE_FILE)
 ZIPPED = gzip.compress(ONE_FILE)

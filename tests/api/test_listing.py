@@ -17,14 +17,14 @@ from fastapi.responses import Response
 from lora_plugins.api import routes
 from lora_plugins.api.listing import MAX_LIMIT, list_of
 from lora_plugins.api.models import AdapterList
-from lora_plugins.cli.server import AdminClient
+from lora_plugins.cli.server_client import AdminClient
 from lora_plugins.events import Events
-from lora_plugins.server.reconciler import Reconciler
-from lora_plugins.server.registry import ServedAdapter
-from lora_plugins.server.served_file import ServedFile
+from lora_plugins.lifecycle.reconciler import Reconciler
+from lora_plugins.lifecycle.registry import ServedAdapter
+from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.settings import Settings
 from tests.cli.admin_server import KEY, AdminServer, admin_server
-from tests.server.world import Request, Version, World
+from tests.lifecycle.world import Request, Version, World
 
 NAMES = [f"{letter}/é &{number}" for letter in "cab" for number in range(3)]
 

@@ -20,9 +20,9 @@ import pytest
 from lora_plugins.adapter.chat import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.errors import LoRAPluginsError, SlowBody, SourceUnavailable, error_of
-from lora_plugins.server.arrivals import Body
-from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.pushing import Pushes, Receive, ServedPush
+from lora_plugins.lifecycle.arrivals import Body
+from lora_plugins.lifecycle.lifecycle import Lifecycle
+from lora_plugins.lifecycle.pushing import Pushes, Receive, ServedPush
 from lora_plugins.store.blocks import Blocks
 from tests.api.access.test_principals import POLICY
 from tests.api.test_push_body import ONE_FILE, archive, digest_header

@@ -21,10 +21,10 @@ from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.api.routes import router
+from lora_plugins.lifecycle.pushing import Pushes
 from lora_plugins.observability.engine_metrics import families
 from lora_plugins.observability.event_metrics import CountEvents
-from lora_plugins.server.pushing import Pushes
-from tests.server.world import Version, World
+from tests.lifecycle.world import Version, World
 
 KEY = "admin-key"
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import pytest
 
-from lora_plugins.cli.app import run
+from lora_plugins.cli.commands import run
 from testbed.forking_vllm import run_forked
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -13,7 +13,7 @@ from lora_plugins.cli.checks import Context
 from lora_plugins.cli.doctor import CHECKS
 from lora_plugins.findings import State, Step, discovered_plugins
 from lora_plugins.settings import OWN_VARIABLES
-from lora_plugins.vllm_patches.sources import installed
+from lora_plugins.vllm_patches.vllm_sources import installed
 from testbed.hub import local_hub
 from testbed.s3 import s3_server
 from tests.cli.common import Cli, outside

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lora_plugins.cli import Exit
-from lora_plugins.cli.app import EXAMPLES
+from lora_plugins.cli.commands import EXAMPLES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "command-line.md").read_text()
 # Their keys are modules, patterns and dtypes of the adapter.

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import lora_plugins
-from lora_plugins.cli.app import EXAMPLES, app
+from lora_plugins.cli.commands import EXAMPLES, app
 from tests.cli.common import Cli
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lora_plugins.api.http_errors import body_of
 from lora_plugins.api.models import VersionStatus
-from lora_plugins.cli.server import AdminClient
+from lora_plugins.cli.server_client import AdminClient
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, SourceUnavailable
 
 _DONE = {"status": "success", "message": "", "lora_name": "sql", "lora_id": 1, "digest": "a" * 64}

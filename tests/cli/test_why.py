@@ -10,13 +10,13 @@ import pytest
 
 from lora_plugins.cli import Exit
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.server.reconciler import Target
-from lora_plugins.server.registry import DesiredAdapter
+from lora_plugins.lifecycle.reconciler import Target
+from lora_plugins.lifecycle.registry import DesiredAdapter
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.layout import Layout
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 from tests.cli.common import Cli
-from tests.server.world import Version
+from tests.lifecycle.world import Version
 
 OLD, NEW = "0a", "1b"
 

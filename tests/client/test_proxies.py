@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.cli.compare import CompletionServer
-from lora_plugins.cli.server import AdminClient
+from lora_plugins.cli.server_client import AdminClient
 from lora_plugins.client import CallFailed, wait_served
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.ray.server_process import ServerProcess

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from lora_plugins.server.response import HEADER
+from lora_plugins.lifecycle.response import HEADER
 from lora_plugins.store.manifest import StoredFile, digest_of
 from testbed.bed import MAX_TOKENS
 from testbed.models import PROMPT

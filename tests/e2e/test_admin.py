@@ -25,7 +25,7 @@ import schemathesis
 import schemathesis.specs.openapi.schemas  # while a test runs, an import this deep has failed in CPython 3.11
 from hypothesis import strategies
 
-from lora_plugins.server.response import HEADER
+from lora_plugins.lifecycle.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import connect
 from testbed.models import PROMPT

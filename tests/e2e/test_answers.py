@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from lora_plugins.server.response import HEADER
+from lora_plugins.lifecycle.response import HEADER
 from testbed.bed import MAX_TOKENS
 from testbed.client import complete, complete_all
 from testbed.models import DEMO_ADAPTERS, PROMPT, edit_config

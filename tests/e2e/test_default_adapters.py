@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lora_plugins.server.response import HEADER
+from lora_plugins.lifecycle.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.models import PROMPT
 from testbed.multimodal import build

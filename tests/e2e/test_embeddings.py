@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from lora_plugins.server.response import HEADER
+from lora_plugins.lifecycle.response import HEADER
 from testbed.bed import Bed
 from testbed.client import connect
 from testbed.models import PROMPT

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lora_plugins.server.response import HEADER, WARNING_HEADER
+from lora_plugins.lifecycle.response import HEADER, WARNING_HEADER
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
 from testbed.models import PROMPT, edit_config

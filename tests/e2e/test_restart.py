@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.cli import Exit
-from lora_plugins.cli.app import run
+from lora_plugins.cli.commands import run
 from testbed.bed import Bed
 from testbed.client import connect
 from testbed.server import Server

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from lora_plugins.server.response import HEADER
+from lora_plugins.lifecycle.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import PLAIN_HTTP, connect
 from testbed.models import PROMPT

@@ -15,7 +15,7 @@ from lora_plugins.kernels import reference
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
 from lora_plugins.kernels.cpu import BatchRows, Buffers, ModulePlan, ModuleSlots
-from lora_plugins.kernels.ranks import SlotRanks, Vectors
+from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 
 # Largest allowed difference from the float32 reference, relative to the largest value of the output: a few units in the
 # last place of the dtype, since shrunk rows and the sum are each rounded to it once.

@@ -40,7 +40,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidSettings
-from lora_plugins.kernels.triton_ops.ranks import _RankTable
+from lora_plugins.kernels.triton_ops.rank_tables import _RankTable
 from lora_plugins.vllm_patches.worker.punica_wrapper import register_layers
 from tests.kernels.common import padded_to
 from tests.kernels.triton_bed import TOLERANCE

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.slot_ranks import SlotRanks
 from lora_plugins.kernels.triton_ops import expand, operators, shrink
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
-from lora_plugins.kernels.triton_ops.ranks import DeviceRanks
+from lora_plugins.kernels.triton_ops.rank_tables import DeviceRanks
 from lora_plugins.kernels.tuning import PACKAGED, ExpandTile, FusedTile, Plan, ShrinkTile, Table, read_table
 from tests.kernels.common import pairwise
 from tests.kernels.triton_bed import TOLERANCE, Bed, some_vectors

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lora_plugins.kernels import reference
-from lora_plugins.kernels.ranks import SlotRanks, Vectors
+from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.packed import PackedModule
-from lora_plugins.kernels.triton_ops.ranks import DeviceRanks, follow_vectors
+from lora_plugins.kernels.triton_ops.rank_tables import DeviceRanks, follow_vectors
 
 # Largest error relative to the largest value, against float64: input and t are rounded to the dtype once each.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

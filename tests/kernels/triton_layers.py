@@ -19,7 +19,7 @@ from vllm.lora.punica_wrapper import punica_gpu
 from lora_plugins.kernels import reference
 from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.punica_triton import TritonPunicaWrapper
-from lora_plugins.kernels.ranks import Vectors
+from lora_plugins.kernels.slot_ranks import Vectors
 from tests.kernels.triton_bed import TOLERANCE, some_vectors
 
 punica_gpu.LoRAKernelMeta = LoRAKernelMeta  # which vLLM imports itself only where it finds a GPU

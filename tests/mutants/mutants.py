@@ -84,14 +84,14 @@ MUTANTS = (
         "lora_plugins/verification/child.py",
         "    _limit(resource.RLIMIT_NOFILE, MAX_FILES)\n",
         "",
-        ("tests/verification/test_limits.py",),
+        ("tests/verification/test_process_limits.py",),
     ),
     Mutant(
         "verification: what takes too much memory is read again",
         "lora_plugins/verification/child.py",
         "        refusal = lacking(more_bytes) or too_much(",
         "        raise\n        refusal = lacking(more_bytes) or too_much(",
-        ("tests/verification/test_limits.py",),
+        ("tests/verification/test_process_limits.py",),
     ),
     Mutant(
         "api: a passing fault is the client's mistake",
@@ -109,10 +109,10 @@ MUTANTS = (
     ),
     Mutant(
         "api: a line feed after a path hides the route",
-        "lora_plugins/server/response.py",
+        "lora_plugins/lifecycle/response.py",
         'return path.removesuffix("\\n")',
         "return path",
-        ("tests/api/access/test_principals.py", "tests/server/test_several_servers.py"),
+        ("tests/api/access/test_principals.py", "tests/lifecycle/test_several_servers.py"),
     ),
     Mutant(
         "api: one store of responses for all keys",
@@ -130,10 +130,10 @@ MUTANTS = (
     ),
     Mutant(
         "kernels: an adapter's rank is one less",
-        "lora_plugins/kernels/ranks.py",
+        "lora_plugins/kernels/slot_ranks.py",
         "        return tuple(min(int(lora_b.shape[1]), most) for most in largest)",
         "        return tuple(min(int(lora_b.shape[1]) - 1, most) for most in largest)",
-        ("tests/kernels/test_ranks.py",),
+        ("tests/kernels/test_slot_ranks.py",),
     ),
     Mutant(
         "kernels: PyTorch's part leaves the scale out",
@@ -214,10 +214,10 @@ MUTANTS = (
     ),
     Mutant(
         "resolvers: one less may wait for a source",
-        "lora_plugins/resolvers/places.py",
+        "lora_plugins/resolvers/fair_places.py",
         "if self._waiting > self._limits.waiting:",
         "if self._waiting >= self._limits.waiting:",
-        ("tests/resolvers/test_places.py", "tests/resolvers/test_look_ups.py"),
+        ("tests/resolvers/test_fair_places.py", "tests/resolvers/test_look_ups.py"),
     ),
     Mutant(
         "engine core: keys of prefixes stay another version's",
@@ -235,17 +235,17 @@ MUTANTS = (
     ),
     Mutant(
         "server: a load that fails keeps its lease",
-        "lora_plugins/server/swapping.py",
+        "lora_plugins/lifecycle/swapping.py",
         "        server.release(adapter.name, *leased)\n        raise\n",
         "        raise\n",
-        ("tests/server/test_lifecycle.py",),
+        ("tests/lifecycle/test_lifecycle.py",),
     ),
     Mutant(
         "server: the version before stays loaded",
-        "lora_plugins/server/swapping.py",
+        "lora_plugins/lifecycle/swapping.py",
         "        else:\n            server.retire(old.lora_int_id)\n",
         "",
-        ("tests/server/test_swapping.py",),
+        ("tests/lifecycle/test_swapping.py",),
     ),
     Mutant(
         "scheduler: a request for the next version waits for the move",
@@ -256,19 +256,19 @@ MUTANTS = (
     ),
     Mutant(
         "server: a load takes no lock of its name",
-        "lora_plugins/server/lifecycle.py",
+        "lora_plugins/lifecycle/lifecycle.py",
         "lock(name), self.ending_block(name, seen):\n            adapter = self._present(name, expects)\n"
         "            if adapter.is_served and uri in",
         "lock(object()), self.ending_block(name, seen):\n            adapter = self._present(name, expects)\n"
         "            if adapter.is_served and uri in",
-        ("tests/server/test_lifecycle.py",),
+        ("tests/lifecycle/test_lifecycle.py",),
     ),
     Mutant(
         "server: a share takes one adapter more",
-        "lora_plugins/server/limits.py",
+        "lora_plugins/lifecycle/principal_limits.py",
         "return Most(max(1, int(part * self._all)),",
         "return Most(1 + max(1, int(part * self._all)),",
-        ("tests/server/test_shares.py",),
+        ("tests/lifecycle/test_shares.py",),
     ),
     Mutant(
         "api: a link leads into another folder",
@@ -328,10 +328,10 @@ MUTANTS = (
     ),
     Mutant(
         "worker: bytes of another digest are loaded",
-        "lora_plugins/worker/materialise.py",
+        "lora_plugins/worker/missing_files.py",
         "if resolved.path.name != digest:",
         "if not resolved.path.name:",
-        ("tests/worker/test_materialise.py",),
+        ("tests/worker/test_missing_files.py",),
     ),
     Mutant(
         "engine core: an aborted request keeps its slot",
@@ -356,10 +356,10 @@ MUTANTS = (
     ),
     Mutant(
         "cli: gc without room succeeds",
-        "lora_plugins/cli/store.py",
+        "lora_plugins/cli/store_commands.py",
         "return replace(together, code=Exit.OK if fits else Exit.NO_ROOM)",
         "return together",
-        ("tests/cli/test_store.py",),
+        ("tests/cli/test_store_commands.py",),
     ),
     Mutant(
         "cli: a source that is down is no such adapter",

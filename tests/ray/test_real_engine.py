@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from lora_plugins.server.response import HEADER
+from lora_plugins.lifecycle.response import HEADER
 from testbed.bed import MAX_TOKENS, Bed, prepare
 from testbed.models import PROMPT, edit_config
 from testbed.server import SMALL_ENGINE

@@ -15,7 +15,7 @@ from lora_plugins.adapter import chat as chat_module
 from lora_plugins.adapter.chat import AddedToken, Chat
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.settings import AdapterChat
-from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.store.disk_errors import DamagedCopy
 from lora_plugins.verification.children import Children
 from tests.make import BASE, CHAT, adapter_files
 from tests.resolvers.test_resolver import FakeSource, clock, make

@@ -12,7 +12,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import IncompatibleAdapter, SourceUnavailable
 from lora_plugins.events import AdapterFetched, StoreDamaged
-from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.store.disk_errors import DamagedCopy
 from lora_plugins.store.eviction import damaged_in
 from lora_plugins.store.store import Store
 from tests.make import adapter_files

@@ -52,8 +52,8 @@ from lora_plugins.resolvers.admission import LookUpLimits, LookUpsBusy
 from lora_plugins.resolvers.known_versions import KnownVersions
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.search import SourceSearch
-from lora_plugins.resolvers.sources.errors import Failure, FailureKind
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
+from lora_plugins.resolvers.sources.remote_failures import Failure, FailureKind
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged, version_of
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.partial_download import PartialDownload

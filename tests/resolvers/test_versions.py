@@ -35,7 +35,7 @@ from lora_plugins.store.layout import replace_small
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
-from lora_plugins.verification import process as process_module
+from lora_plugins.verification import reading_process as process_module
 from lora_plugins.verification.children import Children
 from tests.make import BASE, CHAT, adapter_files, safetensors, weights
 from tests.resolvers.sources.contract import content, turned

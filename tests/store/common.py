@@ -19,7 +19,7 @@ from lora_plugins.store.eviction import Evictor
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
-from lora_plugins.verification.messages import ReadAdapter
+from lora_plugins.verification.protocol import ReadAdapter
 
 
 def adapter_files(rank: int = 4, hidden: int = 16, seed: int = 0) -> dict[str, bytes]:

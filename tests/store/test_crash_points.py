@@ -29,9 +29,9 @@ from typing import Any
 
 import pytest
 
+from lora_plugins.lifecycle.registry import DesiredAdapter
+from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
-from lora_plugins.server.registry import DesiredAdapter
-from lora_plugins.server.served_file import ServedFile
 from lora_plugins.store import processes
 from lora_plugins.store import store as store_module
 from lora_plugins.store.layout import discard
@@ -138,7 +138,7 @@ def serve(store: Store, name: str = "new") -> None:
 
 
 def push(store: Store) -> None:
-    """As `server/pushing.py` does: a directory of the store, the store's own, then the list, then the answer."""
+    """As `lifecycle/pushing.py` does: a directory of the store, the store's own, then the list, then the answer."""
     directory = store.layout.new_temporary(store.processes.me())
     directory.mkdir()
     for name, content in ONE.files.items():

@@ -15,7 +15,7 @@ from lora_plugins.adapter.model_modules import (
     TokenPlaces,
     Unadapted,
 )
-from lora_plugins.adapter.trained_tokens import MAX_TOKENS
+from lora_plugins.adapter.trained_token_places import MAX_TOKENS
 from testbed.trainers.adapters import (
     ATTENTION,
     EXPERTS,

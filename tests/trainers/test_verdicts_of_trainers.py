@@ -10,7 +10,7 @@ import pytest
 
 from lora_plugins.adapter.canonical import canonical_bytes
 from lora_plugins.adapter.config import AdapterConfig, parse_config
-from lora_plugins.adapter.layouts.conversion import Conversion
+from lora_plugins.adapter.layouts.conversion_plan import Conversion
 from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.verify import verify_adapter

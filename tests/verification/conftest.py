@@ -12,9 +12,9 @@ from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.settings import Settings
-from lora_plugins.verification import process
+from lora_plugins.verification import reading_process
 from lora_plugins.verification.children import Children
-from lora_plugins.verification.messages import ReadAdapter
+from lora_plugins.verification.protocol import ReadAdapter
 from tests.make import BASE, adapter_files, put, weights
 
 NAMED = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
@@ -49,7 +49,7 @@ def read(children: Children, directory: Path, **changes: object) -> ReadAdapter:
 
 def program(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     """Have every process that is started now do this before it answers."""
-    monkeypatch.setattr(process, "_PROGRAM", process._PROGRAM.replace("main()", f"{first}\nmain()"))
+    monkeypatch.setattr(reading_process, "_PROGRAM", reading_process._PROGRAM.replace("main()", f"{first}\nmain()"))
 
 
 def written(children: Children, directory: Path, target: Path) -> tuple[list[int], list[int]]:

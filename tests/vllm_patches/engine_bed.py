@@ -25,10 +25,10 @@ from lora_plugins.scheduler.messages import (
     Report,
     Slots,
 )
-from lora_plugins.vllm_patches.engine_core import planner
+from lora_plugins.vllm_patches.engine_core import engine_planner
 from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
-from lora_plugins.vllm_patches.messages import StepCommands, StepReports, attach, attached
+from lora_plugins.vllm_patches.message_fields import StepCommands, StepReports, attach, attached
 from testbed.model_kinds import ask_in_this_process
 
 BLOCK = 16
@@ -94,8 +94,8 @@ def make_scheduler(
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     (cache,) = core.get_kv_cache_configs(config, [{"layer": spec}], [1 << 30])
     kind = kind or with_admission(config.scheduler_config.get_scheduler_cls())
-    of_kernels = planner.slots_of
-    with patch.object(planner, "slots_of", of_kernels if slots is None else lambda *_: slots):
+    of_kernels = engine_planner.slots_of
+    with patch.object(engine_planner, "slots_of", of_kernels if slots is None else lambda *_: slots):
         return kind(
             config,
             cache,

@@ -14,7 +14,7 @@ from lora_plugins.kernels.dispatch import CPU_WRAPPER
 from lora_plugins.process import Process
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches import engine_args
-from lora_plugins.vllm_patches.engine_core.planner import make_planner
+from lora_plugins.vllm_patches.engine_core.engine_planner import make_planner
 
 SEQUENCES = 12
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lora_plugins.kernels.ranks import after_writing
+from lora_plugins.kernels.slot_ranks import after_writing
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Load, Move
 from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.jobs import Jobs

@@ -17,8 +17,8 @@ from lora_plugins.adapter.layouts.writing import tensors_of, write_weights
 from lora_plugins.adapter.model_modules import ExpertFormat
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.settings import BaseMatch, Settings
-from lora_plugins.vllm_patches.model_modules import model_of
-from lora_plugins.worker.model_modules import describe
+from lora_plugins.vllm_patches.engine_modules import model_of
+from lora_plugins.worker.model_description import describe
 from tests.worker.real_models import (
     configuration,
     held_in,

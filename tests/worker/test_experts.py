@@ -16,8 +16,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind
 from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.scheduler.messages import Failed
-from lora_plugins.worker.metrics import slot_bytes
-from lora_plugins.worker.model_modules import describe
+from lora_plugins.worker.lora_metrics import slot_bytes
+from lora_plugins.worker.model_description import describe
 from tests.worker.real_models import (
     PER_EXPERT,
     held_in,

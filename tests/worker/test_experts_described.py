@@ -10,7 +10,7 @@ import pytest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace
-from lora_plugins.worker.model_modules import describe
+from lora_plugins.worker.model_description import describe
 from tests.worker.real_models import EXPERTS, HIDDEN, INNER, PER_EXPERT
 
 BLOCKS = {"mixtral": "model.layers.0.block_sparse_moe.experts"}

@@ -12,7 +12,7 @@ import torch
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.scheduler.messages import Activated, Failed
-from lora_plugins.worker import loading
+from lora_plugins.worker import adapter_checks
 from tests.worker import small_model
 from tests.worker.small_model import WIDTH, activate, bring, ended, make_adapter, serve, slots_of, step
 
@@ -94,12 +94,12 @@ def on_two_devices(layer: Any) -> Any:
 def test_fused_weights_are_split_before_they_are_sharded(manager: Any) -> None:
     layer = on_two_devices(manager._adapter_manager.modules["fused"])
     fused = SimpleNamespace(lora_a=torch.ones(4, WIDTH), lora_b=torch.ones(sum(FUSED), 4))
-    loading.check_slot("fused", layer, fused)
+    adapter_checks.check_slot("fused", layer, fused)
     groups = SimpleNamespace(
         lora_a=[torch.ones(4, WIDTH), torch.ones(4, WIDTH)],
         lora_b=[torch.ones(FUSED[0], 4), torch.ones(FUSED[1] + FUSED[2], 4)],
     )
-    loading.check_slot("fused", layer, groups)
+    adapter_checks.check_slot("fused", layer, groups)
     groups.lora_a[1] = torch.ones(4, WIDTH + 1)
     with pytest.raises(IncompatibleAdapter, match=r"\(4, 17\)"):
-        loading.check_slot("fused", layer, groups)
+        adapter_checks.check_slot("fused", layer, groups)

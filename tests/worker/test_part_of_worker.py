@@ -14,7 +14,7 @@ from lora_plugins.adapter.model_modules import ExpertFormat
 from lora_plugins.kernels.layers import stacks, watch
 from lora_plugins.scheduler.messages import Loaded
 from lora_plugins.worker.host_memory import bytes_of
-from lora_plugins.worker.model_modules import describe
+from lora_plugins.worker.model_description import describe
 from lora_plugins.worker.slot_copy import patch_set_lora
 from tests.worker.real_models import HIDDEN, held_in, tensors_for, write_adapter
 from tests.worker.small_model import MAX_RANK, Adapter, bring, put, slots_of

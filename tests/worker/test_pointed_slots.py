@@ -16,7 +16,7 @@ from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.scheduler.messages import Activate, Load, Loaded, Slots
 from lora_plugins.worker.host_memory import UntouchedZeros
-from lora_plugins.worker.slots import slots_of as slots_for
+from lora_plugins.worker.slot_counts import slots_of as slots_for
 from tests.worker import small_model
 from tests.worker.small_model import (
     WIDTH,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lora_plugins.scheduler.messages import Activate, Activated, Evict, Load, Loaded
-from lora_plugins.worker.background import SWITCH_INTERVAL_S, BackgroundThread
+from lora_plugins.worker.background_thread import SWITCH_INTERVAL_S, BackgroundThread
 from lora_plugins.worker.slot_copy import SlotStream
 from tests.worker.small_model import (
     Adapter,

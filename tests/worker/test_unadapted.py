@@ -15,7 +15,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from lora_plugins.adapter.model_modules import ExpertFormat, Unadapted
 from lora_plugins.scheduler.messages import Failed
 from lora_plugins.vllm_patches.worker import adapter_rows
-from lora_plugins.worker.model_modules import describe
+from lora_plugins.worker.model_description import describe
 from tests.vllm_patches.put_back import put_back
 from tests.worker.real_models import held_in, tensors_for, write_adapter
 from tests.worker.small_model import bring, serve, slots_of

@@ -9,7 +9,7 @@ import pytest
 
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, Unadapted
 from lora_plugins.scheduler.messages import Failed
-from lora_plugins.worker.model_modules import describe
+from lora_plugins.worker.model_description import describe
 from tests.worker.real_models import CONFIGS, tensors_for, write_adapter
 from tests.worker.small_model import bring
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lora_plugins.vllm_patches.sources import release_of
+from lora_plugins.vllm_patches.vllm_sources import release_of
 from tools.ledger import FUNCTIONS, Symbol, parameters_of, parse
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from lora_plugins.adapter.config import CONFIG_FILE, LAYOUT_KEY
 from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, Part, Placed, Slice, new_pair
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair
 from lora_plugins.errors import IncompatibleAdapter

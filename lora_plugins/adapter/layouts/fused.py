@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from lora_plugins.adapter.layouts.tensors import Change, Names, NewPair, Part, Placed, new_pair
 from lora_plugins.adapter.model_modules import ModuleKind
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.weights import LoraPair
 
 # Only modules whose parts lie one after the other in every model with the module (others interleave heads).

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.layouts.tensors import Joined, NewPair, NewTensor, new_pair
-from lora_plugins.adapter.pace import paced
+from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_plugins.adapter.layouts.conversion import Conversion
+from lora_plugins.adapter.layouts.conversion_plan import Conversion
 from lora_plugins.adapter.layouts.tensors import NewTensor, Part
 from lora_plugins.adapter.safetensors_header import DTYPE_BYTES, LENGTH_BYTES, TensorInfo
 

@@ -36,7 +36,7 @@ import msgspec
 from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import MAX_CHARACTERS
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.server.limits import Rate
+from lora_plugins.lifecycle.principal_limits import Rate
 
 # Patterns of adapter names: `*` matches any characters, also slashes, `?` one character; others match themselves.
 #

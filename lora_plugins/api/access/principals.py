@@ -14,8 +14,8 @@ from lora_plugins.api.access.open_routes import is_counted, is_open
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.http_errors import body_of, headers_of, hidden
 from lora_plugins.errors import LoRAPluginsError, NotAllowed
-from lora_plugins.server.limits import NO_LIMIT, Rate, Share
-from lora_plugins.server.response import route_path
+from lora_plugins.lifecycle.principal_limits import NO_LIMIT, Rate, Share
+from lora_plugins.lifecycle.response import route_path
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

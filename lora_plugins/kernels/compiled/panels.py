@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_plugins.kernels.compiled.library import Group, Product, Slice, Work
-from lora_plugins.kernels.ranks import SlotRanks, Vectors
+from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from weakref import WeakValueDictionary
 import torch
 
 from lora_plugins.kernels.layers import refuse_more_rows
-from lora_plugins.kernels.ranks import SlotRanks
+from lora_plugins.kernels.slot_ranks import SlotRanks
 from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.dense import dense
 from lora_plugins.kernels.triton_ops.expand import expand, fused
 from lora_plugins.kernels.triton_ops.packed import PackedModule
-from lora_plugins.kernels.triton_ops.ranks import DeviceRanks, follow_vectors
+from lora_plugins.kernels.triton_ops.rank_tables import DeviceRanks, follow_vectors
 from lora_plugins.kernels.triton_ops.shrink import partials, shrink
 from lora_plugins.kernels.tuning import Plan, ShrinkTile, Table
 

@@ -26,7 +26,8 @@ from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.plugin_names import how_to_install
-from lora_plugins.resolvers.sources.errors import (
+from lora_plugins.resolvers.sources.ranges import RangeReader
+from lora_plugins.resolvers.sources.remote_failures import (
     BrokenAnswer,
     FailureKind,
     HttpStatus,
@@ -34,7 +35,6 @@ from lora_plugins.resolvers.sources.errors import (
     diagnose,
     retry_after,
 )
-from lora_plugins.resolvers.sources.ranges import RangeReader
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, OWN_FILES, SourceFile, needs_shards
 from lora_plugins.resolvers.sources.threads import OwnThreads
 

@@ -27,8 +27,7 @@ from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, is_shard, shards_of
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable, describing
-from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
-from lora_plugins.resolvers.sources.hub_errors import map_error
+from lora_plugins.resolvers.sources.hub_failures import map_error
 from lora_plugins.resolvers.sources.hub_files import (
     RepoFile,
     cached_path,
@@ -38,6 +37,7 @@ from lora_plugins.resolvers.sources.hub_files import (
     download_file,
 )
 from lora_plugins.resolvers.sources.hub_repos import HubPatterns, HubTarget
+from lora_plugins.resolvers.sources.remote_failures import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
     ADAPTER_FILES,

@@ -19,8 +19,8 @@ from typing import Any
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.utils.tqdm import tqdm
 
-from lora_plugins.resolvers.sources.errors import BrokenAnswer
 from lora_plugins.resolvers.sources.filesystem import copied
+from lora_plugins.resolvers.sources.remote_failures import BrokenAnswer
 from lora_plugins.resolvers.sources.source import SourceFile
 from lora_plugins.store.hashing import sha256_of
 

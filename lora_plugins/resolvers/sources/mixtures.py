@@ -26,7 +26,7 @@ from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import VerifiedAdapter
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, describing
-from lora_plugins.resolvers.conversion import write_made
+from lora_plugins.resolvers.converted_version import write_made
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile, VersionChanged
 from lora_plugins.settings import Settings
 from lora_plugins.store.partial_download import PartialDownload

@@ -25,9 +25,9 @@ from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import LoRAPluginsError, describing
-from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure, map_error
 from lora_plugins.resolvers.sources.fsspec import FsspecFiles
 from lora_plugins.resolvers.sources.ranges import DownloadLimits, download_ranges
+from lora_plugins.resolvers.sources.remote_failures import FailureKind, RemoteFailure, map_error
 from lora_plugins.resolvers.sources.retries import Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.s3 import S3Files, s3_storage_options
 from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, VersionChanged, version_of

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.resolvers.sources.checksums import Checksum
-from lora_plugins.resolvers.sources.errors import Transient, map_error
+from lora_plugins.resolvers.sources.remote_failures import Transient, map_error
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.store.hashing import GrowingFile
@@ -46,7 +46,7 @@ class RangeReader(ABC):
 
     @abstractmethod
     async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
-        """Hand the bytes from `start` to `end` to `write`, in order; raises errors that `errors.py` maps."""
+        """Hand the bytes from `start` to `end` to `write`, in order; raises errors that `remote_failures.py` maps."""
 
 
 @dataclass(frozen=True, slots=True)

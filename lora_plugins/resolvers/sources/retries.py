@@ -12,7 +12,7 @@ from typing import TypeVar
 import stamina
 
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.resolvers.sources.errors import Transient
+from lora_plugins.resolvers.sources.remote_failures import Transient
 
 _T = TypeVar("_T")
 _LOOK_UP_S = 30.0

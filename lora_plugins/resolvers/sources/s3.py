@@ -19,9 +19,9 @@ from lora_plugins.adapter.chat import CHAT_FILES, TOOLS_FILE
 from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.checksums import Checksum
-from lora_plugins.resolvers.sources.errors import BrokenAnswer, FailureKind, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, Answer, check_protocol, write_range
 from lora_plugins.resolvers.sources.ranges import RangeReader
+from lora_plugins.resolvers.sources.remote_failures import BrokenAnswer, FailureKind, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.source import OWN_FILES, SourceFile, choose_files, needs_shards
 from lora_plugins.resolvers.sources.uri import region_of, split_bucket
 

@@ -22,9 +22,9 @@ from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import KnowPrincipal, label_of_request
 from lora_plugins.errors import RateExceeded
 from lora_plugins.events import KeyRefused
+from lora_plugins.lifecycle.principal_limits import Rate
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.server.limits import Rate
 from lora_plugins.vllm_patches.api_server import base_serving, openai_serving_models, output_processor
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 from lora_plugins.vllm_patches.wrapping import wrap

@@ -19,14 +19,14 @@ from lora_plugins.adapter.mixture import canonical
 from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import as_http
 from lora_plugins.errors import IncompatibleAdapter, describing
+from lora_plugins.lifecycle.response import present
 from lora_plugins.log import logger
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.chats import Chats
-from lora_plugins.server.response import present
 from lora_plugins.settings import AdapterChat
-from lora_plugins.store.errors import DamagedCopy
+from lora_plugins.store.disk_errors import DamagedCopy
 from lora_plugins.vllm_patches.api_server.adapter_tokenizers import renderer_of, served_chat, tokenizer_of
-from lora_plugins.vllm_patches.api_server.lifecycle import planned_lifecycle
+from lora_plugins.vllm_patches.api_server.server_lifecycle import planned_lifecycle
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _TRIES = 3

@@ -27,15 +27,15 @@ from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import NotServed, RequestServed
+from lora_plugins.lifecycle.planner_client import Ask, PlannerClient
+from lora_plugins.lifecycle.response import Response, present, together
+from lora_plugins.lifecycle.snapshots import Snapshots, only_engines_have
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.sources.uri import place_by_path
-from lora_plugins.server.planner_client import Ask, PlannerClient
-from lora_plugins.server.response import Response, present, together
-from lora_plugins.server.snapshots import Snapshots, only_engines_have
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
-from lora_plugins.vllm_patches.messages import VERSIONS, error_of_output
+from lora_plugins.vllm_patches.message_fields import VERSIONS, error_of_output
 from lora_plugins.vllm_patches.wrapping import ours, where, wrap
-from lora_plugins.worker.lora_request import is_inplace, is_vllms
+from lora_plugins.worker.request_types import is_inplace, is_vllms
 
 COPIES = "lora_plugins_copies"  # an attribute of a client: those of the adapters that its API server serves
 _SNAPSHOTS, _PLANNER = "lora_plugins_snapshots", "lora_plugins_planner"

@@ -22,13 +22,13 @@ from lora_plugins.adapter.names import near
 from lora_plugins.api.access.principals import label_of_request, principal_of_request
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.lifecycle.registry import no_longer_served
+from lora_plugins.lifecycle.response import fingerprint, is_for_request, present
 from lora_plugins.log import logger
 from lora_plugins.process import Process, this_process
-from lora_plugins.server.registry import no_longer_served
-from lora_plugins.server.response import fingerprint, is_for_request, present
 from lora_plugins.store.blocks import blocked
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, lora_config_of
-from lora_plugins.vllm_patches.messages import VERSIONS
+from lora_plugins.vllm_patches.message_fields import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
 # Of production-stack, Text Generation Inference, LoRAX, SGLang, llama.cpp; `lora_request` is of vLLM's `LLM.generate`.

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.lifecycle.snapshots import only_engines_have
 from lora_plugins.log import logger
-from lora_plugins.server.snapshots import only_engines_have
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner, known_snapshots, removing, snapshots_of
-from lora_plugins.vllm_patches.messages import error_in, error_of_output
+from lora_plugins.vllm_patches.message_fields import error_in, error_of_output
 from lora_plugins.vllm_patches.wrapping import where, wrap
 
 T = TypeVar("T")

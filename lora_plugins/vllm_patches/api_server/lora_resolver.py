@@ -22,7 +22,7 @@ from lora_plugins.process import Process
 from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.settings import Settings, environment
 from lora_plugins.store.model_file import ModelFile
-from lora_plugins.vllm_patches import model_modules
+from lora_plugins.vllm_patches import engine_modules
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 from lora_plugins.vllm_patches.worker import punica_wrapper
 
@@ -161,7 +161,7 @@ def builtin(module_name: str, function_name: str) -> Callable[[], None]:
 
 async def _describe_model(client: Any, base_path: str, process: Process) -> Model | None:
     """Return the engine's description of its model, kept in the store for the command line."""
-    modules = await model_modules.ask_engine(client)
+    modules = await engine_modules.ask_engine(client)
     if modules is None:
         return None
     logger.info("The engine's %s has %d modules for LoRA", modules.architecture, len(modules.places))
@@ -169,7 +169,7 @@ async def _describe_model(client: Any, base_path: str, process: Process) -> Mode
         await asyncio.to_thread(ModelFile(process.settings.store_dir, base_path).write, modules)
     except OSError as error:
         logger.warning("Which modules the model has cannot be written for lora-plugins inspect: %s", error)
-    return model_modules.model_of(modules)
+    return engine_modules.model_of(modules)
 
 
 def _log_sources(process: Process) -> None:

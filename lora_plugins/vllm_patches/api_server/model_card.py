@@ -18,7 +18,7 @@ from lora_plugins.adapter.mixture import canonical
 from lora_plugins.api.http_errors import as_http
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.base_serving import may_use
-from lora_plugins.vllm_patches.api_server.lifecycle import planned_lifecycle
+from lora_plugins.vllm_patches.api_server.server_lifecycle import planned_lifecycle
 
 PATH = "/v1/models/{name:path}"
 

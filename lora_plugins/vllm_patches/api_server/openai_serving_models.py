@@ -29,20 +29,20 @@ from lora_plugins.adapter.names import misspelt, why_absent, with_base_name
 from lora_plugins.api.access.principals import require_admin, share_of_request
 from lora_plugins.api.http_errors import as_http
 from lora_plugins.errors import AdapterNotFound
+from lora_plugins.lifecycle.background_tasks import background
+from lora_plugins.lifecycle.follower import Follower
+from lora_plugins.lifecycle.lifecycle import Lifecycle
+from lora_plugins.lifecycle.principal_limits import NO_LIMIT
+from lora_plugins.lifecycle.response import is_for_request
 from lora_plugins.process import moves_running, this_process
-from lora_plugins.server.background import background
-from lora_plugins.server.follower import Follower
-from lora_plugins.server.lifecycle import Lifecycle
-from lora_plugins.server.limits import NO_LIMIT
-from lora_plugins.server.response import is_for_request
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.base_serving import default_adapters, may_use, near_names
-from lora_plugins.vllm_patches.api_server.lifecycle import planned_lifecycle
 from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver, begin_serving, end_with_engine
 from lora_plugins.vllm_patches.api_server.model_card import card_of
 from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leader, take_role
 from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
+from lora_plugins.vllm_patches.api_server.server_lifecycle import planned_lifecycle
 from lora_plugins.vllm_patches.wrapping import wrap
 
 

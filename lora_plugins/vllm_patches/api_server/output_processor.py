@@ -20,10 +20,10 @@ from typing import Any
 
 from lora_plugins.api.access.principals import rate_of_request
 from lora_plugins.events import RequestEnded
+from lora_plugins.lifecycle.response import present, together
 from lora_plugins.process import this_process
-from lora_plugins.server.response import present, together
 from lora_plugins.vllm_patches.engine_core.request import CLIENT
-from lora_plugins.vllm_patches.messages import VERSIONS
+from lora_plugins.vllm_patches.message_fields import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
 # Attributes of the request's state, or of the state that several choices share; the last, of each choice's state.

@@ -1,7 +1,7 @@
 """The role of this process among several API servers: the leader, which changes the served adapters, or a follower.
 
 `serve_command.py` gives all servers a folder; vLLM's engine client knows the server's number. vLLM's table of names is
-then the leader's, or a copy of the leader's (`server/leader.py`, `server/follower.py`).
+then the leader's, or a copy of the leader's (`lifecycle/leader.py`, `lifecycle/follower.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lora_plugins.adapter.chat import Chat
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
+from lora_plugins.lifecycle.background_tasks import background
+from lora_plugins.lifecycle.carrying import answer_carried
+from lora_plugins.lifecycle.follower import Follower, end_without_leader
+from lora_plugins.lifecycle.leader import Frame, Leader
+from lora_plugins.lifecycle.principal_limits import FollowedRates, Rate, Share
+from lora_plugins.lifecycle.shared_copies import FollowedCopies
 from lora_plugins.process import Process, this_process
-from lora_plugins.server.background import background
-from lora_plugins.server.carrying import answer_carried
-from lora_plugins.server.follower import Follower, end_without_leader
-from lora_plugins.server.leader import Frame, Leader
-from lora_plugins.server.limits import FollowedRates, Rate, Share
-from lora_plugins.server.shared_copies import FollowedCopies
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
-from lora_plugins.vllm_patches.api_server.lifecycle import lifecycle_of
 from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
-from lora_plugins.worker.lora_request import is_vllms
+from lora_plugins.vllm_patches.api_server.server_lifecycle import lifecycle_of
+from lora_plugins.worker.request_types import is_vllms
 
 # vLLM's load of an API server that accepts no connection (`_NOT_ACCEPTING` in entrypoints/launchers/launcher.py, 0.32).
 _NOT_ACCEPTING = 2**31 - 1

@@ -24,11 +24,11 @@ from typing import Any
 
 from lora_plugins.api.access.administrators import ADMIN_KEY
 from lora_plugins.errors import InvalidSettings, LoRAPluginsError
+from lora_plugins.lifecycle import declared_file
+from lora_plugins.lifecycle.follower import has_started
 from lora_plugins.log import logger
 from lora_plugins.plugin_names import ADMIN, MANAGER, RESOLVERS
 from lora_plugins.process import Process
-from lora_plugins.server import declared_file
-from lora_plugins.server.follower import has_started
 from lora_plugins.settings import Settings, named_in_environment
 from lora_plugins.vllm_patches.wrapping import Over, wrap
 

@@ -1,9 +1,9 @@
 """Adapters that callers give to workers, or remove there, past the plan: code of theirs, in a `collective_rpc`.
 
-A worker loads such an adapter at once, and keeps it until the plan has it (`worker/given.py`). After each call all
-workers are asked what they were given. What all of them were given becomes a new generation in the plan; its `Load`
-finds the weights by their number (`AdapterSpec.given`). What only some of them have, or what has no room, is forgotten
-everywhere, and the caller gets an error.
+A worker loads such an adapter at once, and keeps the adapter until the plan has it (`worker/given_to_worker.py`). After
+each call all workers are asked what they were given. What all of them were given becomes a new generation in the plan;
+its `Load` finds the weights by their number (`AdapterSpec.given`). What only some of them have, or what has no room, is
+forgotten everywhere, and the caller gets an error.
 """
 
 from __future__ import annotations

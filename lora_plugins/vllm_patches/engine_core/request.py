@@ -25,7 +25,7 @@ from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.store.layout import is_digest
 from lora_plugins.vllm_patches.wrapping import wrap
-from lora_plugins.worker.lora_request import lora_request
+from lora_plugins.worker.request_types import lora_request
 
 CLIENT = "x-lora-plugins-client"
 

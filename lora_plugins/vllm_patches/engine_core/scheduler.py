@@ -54,8 +54,8 @@ from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.request_queue import AdapterQueue, Order, QueuePlaces
+from lora_plugins.vllm_patches.engine_core.engine_planner import AdapterSpecs, make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
-from lora_plugins.vllm_patches.engine_core.planner import AdapterSpecs, make_planner
 from lora_plugins.vllm_patches.engine_core.request import (
     assign,
     has_begun,
@@ -73,7 +73,7 @@ from lora_plugins.vllm_patches.engine_core.request import (
     weights_of,
     weights_path,
 )
-from lora_plugins.vllm_patches.messages import (
+from lora_plugins.vllm_patches.message_fields import (
     VERSIONS,
     StepCommands,
     StepReports,
@@ -83,7 +83,7 @@ from lora_plugins.vllm_patches.messages import (
     refused_output,
 )
 from lora_plugins.vllm_patches.wrapping import wrap
-from lora_plugins.worker.lora_request import is_inplace
+from lora_plugins.worker.request_types import is_inplace
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -9,7 +9,7 @@ from typing import Any
 from lora_plugins import __version__
 from lora_plugins.kernels import dispatch
 from lora_plugins.kernels.compiled import build
-from lora_plugins.kernels.ranks import at_once
+from lora_plugins.kernels.slot_ranks import at_once
 from lora_plugins.log import logger
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.wrapping import wrap

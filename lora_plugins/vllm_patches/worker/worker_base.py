@@ -23,8 +23,8 @@ from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report
-from lora_plugins.vllm_patches.messages import StepCommands, StepReports, attach, attached
-from lora_plugins.vllm_patches.model_modules import model_of
+from lora_plugins.vllm_patches.engine_modules import model_of
+from lora_plugins.vllm_patches.message_fields import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
 from lora_plugins.vllm_patches.wrapping import wrap
 

@@ -11,7 +11,7 @@ import pytest
 from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import KnowPrincipal, principal_of_request
-from lora_plugins.server.limits import Rates
+from lora_plugins.lifecycle.principal_limits import Rates
 
 POLICY = Policy.parse(
     """

@@ -36,7 +36,7 @@ from lora_plugins.store.inventory import entries
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store, StoredAdapter
 from lora_plugins.testing import SourceHarness
-from lora_plugins.verification.messages import ReadAdapter
+from lora_plugins.verification.protocol import ReadAdapter
 from tests.make import BASE, CHAT, adapter_files, config_bytes, content, sharded, weights
 
 ALL_FILES = (CONFIG_FILE, WEIGHTS_FILE, *PICKLE_FILES)

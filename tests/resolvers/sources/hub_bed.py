@@ -20,7 +20,7 @@ from lora_plugins.resolvers.sources.hub_repos import HubPatterns
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
 from lora_plugins.store.store import Store, StoredAdapter
-from lora_plugins.verification.messages import ReadAdapter
+from lora_plugins.verification.protocol import ReadAdapter
 from testbed.hub import Hub
 from tests.make import adapter_files, content
 

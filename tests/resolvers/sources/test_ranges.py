@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources import ranges
 from lora_plugins.resolvers.sources.checksums import Checksum
-from lora_plugins.resolvers.sources.errors import HttpStatus
 from lora_plugins.resolvers.sources.ranges import DownloadLimits, RangeReader, download_ranges
+from lora_plugins.resolvers.sources.remote_failures import HttpStatus
 from lora_plugins.resolvers.sources.source import SourceFile, VersionChanged
 from lora_plugins.store.partial_download import PartialDownload
 from tests.repetitions import times

@@ -12,8 +12,8 @@ from huggingface_hub import close_session
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.errors import SourceUnavailable
-from lora_plugins.resolvers.sources.errors import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.object_store import object_source
+from lora_plugins.resolvers.sources.remote_failures import FailureKind, RemoteFailure
 from lora_plugins.settings import Settings
 from testbed.hub import Hub, local_hub
 from tests.certificates import self_signed

@@ -25,9 +25,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from lora_plugins.adapter.chat import AddedToken, Chat, read_chat
 from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.lifecycle.principal_limits import Share
+from lora_plugins.lifecycle.response import Response, _present
 from lora_plugins.process import Process
-from lora_plugins.server.limits import Share
-from lora_plugins.server.response import Response, _present
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.vllm_patches.api_server import adapter_chats
 from lora_plugins.vllm_patches.api_server.adapter_tokenizers import served_chat, tokenizer_of

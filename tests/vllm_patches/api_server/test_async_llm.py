@@ -19,14 +19,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, NotServed, RequestServed
+from lora_plugins.lifecycle import response as response_module
+from lora_plugins.lifecycle.response import Response
 from lora_plugins.process import Process
 from lora_plugins.scheduler.messages import AdapterState
-from lora_plugins.server import response as response_module
-from lora_plugins.server.response import Response
 from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
 from lora_plugins.vllm_patches.api_server import async_llm
-from lora_plugins.vllm_patches.messages import error_tensor, stop_reason
+from lora_plugins.vllm_patches.message_fields import error_tensor, stop_reason
 from lora_plugins.vllm_patches.wrapping import where
 from tests.make import CHAT, adapter_files, put
 from tests.virtual_time import runs

@@ -24,9 +24,9 @@ from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 
 from lora_plugins.api.access.policy import Policy
+from lora_plugins.lifecycle import response as response_module
+from lora_plugins.lifecycle.response import HEADER, AnswerForAdapters, Response
 from lora_plugins.process import Process
-from lora_plugins.server import response as response_module
-from lora_plugins.server.response import HEADER, AnswerForAdapters, Response
 from lora_plugins.settings import Settings
 from lora_plugins.store.blocks import Blocks
 from lora_plugins.store.layout import Layout

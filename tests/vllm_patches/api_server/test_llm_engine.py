@@ -20,7 +20,7 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings
 from lora_plugins.process import Process
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import async_llm, llm_engine
-from lora_plugins.vllm_patches.messages import stop_reason
+from lora_plugins.vllm_patches.message_fields import stop_reason
 from lora_plugins.vllm_patches.wrapping import where
 from tests.make import adapter_files, put
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config

@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from vllm.entrypoints.serve.instrumentator import metrics as vllms
 from lora_plugins.process import this_process
 from lora_plugins.events import AdapterUnknown, RequestServed
-from lora_plugins.vllm_patches.api_server.app import patch as patch_app
+from lora_plugins.vllm_patches.api_server.web_application import patch as patch_app
 from lora_plugins.settings import Settings
 
 process = this_process()

@@ -22,9 +22,9 @@ from lora_plugins.resolvers.admission import LookUpsBusy
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import openai_serving_models
+from tests.lifecycle.world import Version, World
 from tests.make import adapter_files, put
 from tests.resolvers.test_resolver import RecordingResolver
-from tests.server.world import Version, World
 from tests.virtual_time import runs
 
 

@@ -21,8 +21,8 @@ from vllm.v1.metrics.stats import IterationStats
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.events import Events, RequestEnded
+from lora_plugins.lifecycle.principal_limits import Rate
 from lora_plugins.process import Process
-from lora_plugins.server.limits import Rate
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import output_processor
 from lora_plugins.vllm_patches.engine_core.request import CLIENT

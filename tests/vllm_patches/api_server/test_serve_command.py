@@ -22,7 +22,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.server.leader import SOCKET
+from lora_plugins.lifecycle.leader import SOCKET
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import serve_command
 from testbed.forking_vllm import run_forked, run_script

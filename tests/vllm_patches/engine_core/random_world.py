@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Load, Slots, to_plain
 from lora_plugins.vllm_patches.engine_core import engine_core
-from lora_plugins.vllm_patches.messages import VERSIONS, error_in
+from lora_plugins.vllm_patches.message_fields import VERSIONS, error_in
 from tests.scheduler.simulated import held_count
 from tests.vllm_patches.engine_bed import BLOCK, adapter, make_scheduler, request
 from tests.vllm_patches.engine_core.world_workers import SlowEngine, Workers

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.vllm_patches.engine_core import finite_answers
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
-from lora_plugins.vllm_patches.messages import error_in, error_in_tensor
+from lora_plugins.vllm_patches.message_fields import error_in, error_in_tensor
 from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, adapter, request
 
 

@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 from lora_plugins.scheduler.messages import AdapterSpec
-from lora_plugins.vllm_patches.messages import error_in
+from lora_plugins.vllm_patches.message_fields import error_in
 from tests.vllm_patches.engine_bed import Clock, Engine, Make, request
 
 ABORTED = RequestStatus.FINISHED_ABORTED

@@ -8,7 +8,7 @@ from vllm.v1.engine import FinishReason
 
 from lora_plugins.errors import OutOfMemory
 from lora_plugins.scheduler.messages import Activate, Evict, Failed, Load
-from lora_plugins.vllm_patches.messages import error_in
+from lora_plugins.vllm_patches.message_fields import error_in
 from tests.vllm_patches.engine_bed import Engine, Make, request
 
 

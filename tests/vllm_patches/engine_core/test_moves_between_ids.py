@@ -16,7 +16,7 @@ from lora_plugins.errors import InvalidAdapter
 from lora_plugins.scheduler.messages import AdapterSpec, Evict, Load
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.engine_core.pausing import pause
-from lora_plugins.vllm_patches.messages import error_in
+from lora_plugins.vllm_patches.message_fields import error_in
 from tests.vllm_patches.engine_bed import Engine, request_with_path
 from tests.vllm_patches.engine_bed import request as request_of
 from tests.vllm_patches.engine_core.test_request import V1, V2, begin, from_cache, spans

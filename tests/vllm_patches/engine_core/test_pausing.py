@@ -16,7 +16,7 @@ from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.pausing import pause
 from lora_plugins.vllm_patches.engine_core.request import CLIENT
-from lora_plugins.vllm_patches.messages import error_in
+from lora_plugins.vllm_patches.message_fields import error_in
 from tests.vllm_patches.engine_bed import Engine, Make, request
 from tests.vllm_patches.engine_core.test_request import V1, V2, asked, begin, load, spans
 from tests.vllm_patches.engine_core.test_request import bed as bed  # noqa: PLC0414 - a fixture

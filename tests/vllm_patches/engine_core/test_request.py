@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import get_offload_block_hash
 
 from lora_plugins.scheduler.messages import AdapterSpec, Load
 from lora_plugins.vllm_patches.engine_core import engine_core
-from lora_plugins.vllm_patches.messages import error_in
+from lora_plugins.vllm_patches.message_fields import error_in
 from tests.vllm_patches.engine_bed import BLOCK, Engine, make_keys, make_scheduler, vllm_config
 from tests.vllm_patches.engine_bed import request as request_of
 from tests.vllm_patches.engine_bed import request_with_path as asked

@@ -18,7 +18,7 @@ from lora_plugins.errors import InvalidAdapter
 from lora_plugins.kernels.dispatch import CPU_WRAPPER
 from lora_plugins.scheduler.messages import Activate, AdapterSpec, Evict, Load
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler, with_admission
-from lora_plugins.vllm_patches.messages import error_in, error_in_tensor
+from lora_plugins.vllm_patches.message_fields import error_in, error_in_tensor
 from tests.scheduler.simulated import held_count
 from tests.vllm_patches.engine_bed import Clock, Engine, Make, adapter, make_scheduler, request, vllm_config
 

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.interface import PauseState
 from lora_plugins.scheduler.messages import AdapterSpec, Move
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.engine_core.pausing import pause
-from lora_plugins.vllm_patches.messages import VERSIONS
+from lora_plugins.vllm_patches.message_fields import VERSIONS
 from tests.vllm_patches.engine_bed import (
     BLOCK,
     Engine,

@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from lora_plugins.errors import InvalidSettings, OutOfMemory
 from lora_plugins.scheduler.messages import Activated, Failed
-from lora_plugins.vllm_patches.messages import StepCommands, StepReports, attach, attached
+from lora_plugins.vllm_patches.message_fields import StepCommands, StepReports, attach, attached
 from lora_plugins.vllm_patches.worker import worker_base
 from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 from tests.vllm_patches.put_back import put_back

@@ -1,0 +1,66 @@
+"""Which modules of the engine an adapter's vectors are for; pure.
+
+A module computes `y = g * (W x + s B A x) + c`: `g` and `c` have a number for each output, and stand for 1 and 0 where
+an adapter has none. DoRA: `g = m / norm of each row of W + s B A` (arXiv 2402.09353). `lora_bias`: `c = s * bias`.
+PEFT's `bias`: `c` is the saved bias less the base model's. IA3: `g` alone, which scales the layer's own bias too (arXiv
+2205.05638); a factor of an input of a gated MLP's `down_proj` is a factor of the same output of `up_proj`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
+from lora_plugins.adapter.paced_work import paced
+from lora_plugins.adapter.weights import Beside, BesideKind
+from lora_plugins.errors import IncompatibleAdapter
+
+# The kinds of vectors, each with the element that changes nothing.
+NEUTRAL = {
+    BesideKind.MAGNITUDE: 1.0,
+    BesideKind.B_BIAS: 0.0,
+    BesideKind.BIAS: 0.0,
+    BesideKind.OUTPUTS: 1.0,
+    BesideKind.INPUTS: 1.0,
+}
+_MERGE = "merge the adapter into the base model"
+
+
+def vectors_of(
+    beside: Iterable[Beside], modules: ModelModules, read: Callable[[str], str | None], *, is_whole_model: bool = True
+) -> Iterator[tuple[Beside, str]]:
+    """Yield the tensors that `g` and `c` are made of, each with the name of its module in `ModelModules.places`.
+
+    Args:
+        beside: of the adapter's weights.
+        modules: the engine's.
+        read: returns the engine's name for the module of an A's name, or None.
+        is_whole_model: whether a module that is none of `modules` is nowhere in the model.
+
+    Raises:
+        IncompatibleAdapter: a module that the engine computes without vectors, or a vector of another size.
+    """
+    for one in paced(beside):
+        if one.kind not in NEUTRAL or modules.skips(one.name_of_a):
+            continue
+        key = modules.key(read(one.name_of_a) or one.module)
+        if key is None and not is_whole_model:
+            continue
+        found = f"'{one.tensor.name}' ({one.kind.key})"
+        if modules.without_vectors:
+            raise IncompatibleAdapter(found, expected=f"A and B alone, {modules.without_vectors}", remedy=_MERGE)
+        place, expected = modules.places.get(key or ""), "vectors of linear layers with LoRA in this engine alone"
+        if one.kind is BesideKind.INPUTS and place is not None:
+            key, expected = place.factor, "factors of outputs, or of inputs of a gated MLP's down_proj"
+            place = modules.places.get(key)
+        if key is None or place is None or place.kind is not ModuleKind.LINEAR:
+            raise IncompatibleAdapter(found, expected=expected, remedy=_MERGE)
+        size = math.prod(one.tensor.shape)
+        if place.out_features not in (None, size):
+            raise IncompatibleAdapter(
+                f"{found} of {size} values",
+                expected=f"{place.out_features}",
+                remedy="serve it with the base model that it was trained on",
+            )
+        yield one, key

@@ -1,0 +1,155 @@
+"""Carry requests that change or list served adapters from followers to the leader, unchanged; pure ASGI, no vLLM.
+
+A load balancer, or the kernel, chooses the API server. A follower sends a carried request to the leader on a connection
+of its own, body and all, and passes the leader's response on. The leader's application handles the request like a
+direct request: with the same headers and the same caller, so authentication and policy decide the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.lifecycle.follower import Follower, gone
+from lora_plugins.lifecycle.leader import Frame, Leader, receive, send
+from lora_plugins.lifecycle.response import Asgi, Message, Receive, Send, route_path
+from lora_plugins.log import logger
+
+# Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
+_PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
+_REQUEST_ID = b"x-request-id"
+_READ_BYTES = 1 << 16
+_OF_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
+
+
+class CarryToLeader:
+    """ASGI middleware of each API server: a follower carries; the leader answers when all followers have its changes.
+
+    Args:
+        role: the role of this process; None where the process is the only API server.
+        answer: makes the response for an error, as the application would for a raised error.
+    """
+
+    def __init__(
+        self,
+        app: Asgi,
+        role: Callable[[], Leader | Follower | None],
+        answer: Callable[[Message, LoRAPluginsError], Awaitable[Asgi]],
+    ) -> None:
+        self._app, self._role, self._answer = app, role, answer
+
+    async def __call__(self, scope: Message, receive_: Receive, send_: Send) -> None:
+        """Handle one connection, or the application's life, which begins when all is there to serve."""
+        if scope["type"] == "lifespan" and isinstance(begins := self._role(), Follower):
+            begins.note_start()
+        role = self._role() if scope["type"] == "http" and _is_carried(scope) else None
+        try:
+            if isinstance(role, Follower):
+                await _carry(role, scope, receive_, send_)
+            elif role is None or scope["method"] == "GET":
+                await self._app(scope, receive_, send_)
+            else:
+                await self._app(scope, receive_, _when_all_have(role, send_))
+        except LoRAPluginsError as error:
+            await (await self._answer(scope, error))(scope, receive_, send_)
+
+
+async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Have the leader's application answer a carried request."""
+    scope = {
+        **first["scope"],
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "headers": _pairs(first["scope"]["headers"]),
+        "client": first["scope"]["client"] and tuple(first["scope"]["client"]),
+        "server": first["scope"]["server"] and tuple(first["scope"]["server"]),
+        # `state` is of one process: a carried request begins with an empty state.
+        "state": {},
+    }
+
+    async def receive_() -> Message:
+        # A follower that is gone is a client that has gone away.
+        return await receive(reader) or {"type": "http.disconnect"}
+
+    has_begun = is_whole = False
+
+    async def send_(message: Message) -> None:
+        nonlocal has_begun, is_whole
+        has_begun = True
+        is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+        send(writer, dict(message))
+        with suppress(ConnectionError):
+            await writer.drain()
+
+    try:
+        await app(scope, receive_, send_)
+    except Exception:  # noqa: BLE001 - the follower's client gets an answer, as from uvicorn
+        logger.exception("A carried request failed: %s", scope.get("path"))
+        if not has_begun:
+            await send_({"type": "http.response.start", "status": 500, "headers": [(b"content-type", b"text/plain")]})
+            await send_({"type": "http.response.body", "body": b"Internal Server Error"})
+    with suppress(ConnectionError):
+        await writer.drain()
+    # The follower closes: it may still write the request, and a write to a closed connection would lose the answer.
+    # No frames: the application may have left off in the midst of one, as at a slow body.
+    with suppress(ConnectionError):
+        while is_whole and await reader.read(_READ_BYTES):
+            pass
+
+
+def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers as ASGI's tuples: msgpack has lists only."""
+    return [(name, value) for name, value in headers]
+
+
+def _is_carried(scope: Message) -> bool:
+    path = route_path(scope)
+    return any(path == carried or path.startswith(f"{carried}/") for carried in _PATHS)
+
+
+def _when_all_have(leader: Leader, send_: Send) -> Send:
+    async def send_when_all_have(message: Message) -> None:
+        # The administrator's next request may reach any server, so hold the answer until every follower has the change.
+        if message["type"] == "http.response.start":
+            await leader.all_have()
+        await send_(message)
+
+    return send_when_all_have
+
+
+async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: Send) -> None:
+    reader, writer = await follower.open()
+
+    async def pass_on() -> None:
+        while True:
+            message = await receive_()
+            send(writer, dict(message))
+            with suppress(ConnectionError):
+                await writer.drain()
+            if message["type"] == "http.disconnect":
+                return
+
+    # Only fields that msgpack can carry: a scope also has the application and its state.
+    plain: dict[str, Any] = {name: scope[name] for name in _OF_SCOPE if name in scope}
+    plain |= {"headers": list(scope["headers"]), "client": scope.get("client"), "server": scope.get("server")}
+    send(writer, {"scope": plain})
+    # In a task, because a client may go away, or send its body, while the leader answers.
+    passing = asyncio.create_task(pass_on())
+    has_begun = False
+    try:
+        while (message := await receive(reader)) is not None:
+            has_begun = True
+            if "headers" in message:
+                # The follower's own stack adds its request id: `--enable-request-id-headers`.
+                message["headers"] = [it for it in _pairs(message["headers"]) if it[0].lower() != _REQUEST_ID]
+            await send_(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                return
+        # After the first message of a response no second response may begin, so a cut response stays cut.
+        if not has_begun:
+            raise gone()
+    finally:
+        passing.cancel()
+        writer.close()

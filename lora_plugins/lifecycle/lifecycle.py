@@ -1,0 +1,592 @@
+"""Change the served adapters of one API server while requests run: load, unload, refresh, roll back, pin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from lora_plugins.adapter.mixture import terms_of
+from lora_plugins.adapter.names import AdapterName, covering, is_prefix, refuse_mixture
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
+from lora_plugins.events import polling
+from lora_plugins.lifecycle.api_server import ABORT_S, ApiServer
+from lora_plugins.lifecycle.background_tasks import background
+from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter, no_longer_served
+from lora_plugins.lifecycle.stored_copies import CHANGES, Copies
+from lora_plugins.lifecycle.swapping import (
+    KEPT_VERSIONS,
+    ChangeReason,
+    VersionChange,
+    change,
+    find,
+    find_version,
+    updating,
+)
+from lora_plugins.log import logger
+from lora_plugins.resolvers.known_versions import ResolvedAdapter
+from lora_plugins.resolvers.single_flight import SingleFlight
+from lora_plugins.resolvers.sources.pushed import PushedAdapter
+from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
+from lora_plugins.store.blocks import blocked
+from lora_plugins.store.disk_errors import store_errors
+from lora_plugins.store.layout import is_digest
+
+ANY_VERSION = "*"
+_FREED_S = 0.02  # idle adapters are free by then; without `timeout_s`, a block waits no longer
+
+
+class Lifecycle:
+    """The operations behind the admin API, vLLM's own endpoints and the poller for new versions.
+
+    Each operation holds the name's lock while deciding, so that one name changes one step at a time; no operation holds
+    the lock while waiting for running requests.
+
+    Attributes:
+        written: waits until what is served is written down for the next start.
+        copies: the store's copies of served adapters.
+        resolving: resolves that requests wait for, by name.
+    """
+
+    def __init__(self, server: ApiServer, copies: Copies | None = None) -> None:
+        self.server = server
+        self.registry, self.planner = server.registry, server.planner
+        self.copies = copies or Copies(server)
+        self.written: Callable[[], Coroutine[Any, Any, None]] = _nothing
+        self.resolving: SingleFlight[str, Any] = SingleFlight()
+        server.resolver.lease_served = self._lease_served
+        server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
+
+    async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
+        """Serve a name; from `uri`, or from wherever the server's sources have the name.
+
+        A served name stays as it is; with another URI, the name is swapped. The load ends the name's own block.
+        `expects`, here and below: the digest that the name must serve now, or `ANY_VERSION`.
+
+        Raises:
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: the adapter cannot be served. In both cases nothing has changed.
+        """
+        self._check_name(name)
+        seen = self.block_to_end(name)
+        async with self.server.vllm.lock(name), self.ending_block(name, seen):
+            adapter = self._present(name, expects)
+            if adapter.is_served and uri in (None, adapter.uri):
+                return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
+            return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
+
+    async def declare(
+        self, name: str, uri: str | None, digest: str | None = None, *, is_noted: bool = False
+    ) -> ServedAdapter:
+        """Serve a name from exactly this place, in the version of the whole `digest` if given, and stay there.
+
+        `uri` None stands for wherever the server's sources have the name; a path is of a `load_by_path`. A name served
+        otherwise is swapped. `is_noted`: as in `PlannerClient.load`.
+
+        Raises:
+            LoRAPluginsError: the adapter cannot be served so; nothing has changed.
+        """
+        self.registry.blocked.refuse(name)
+        if not is_by_path(uri):
+            self._check_name(name)
+        async with self.server.vllm.lock(name):
+            adapter = self._present(name)
+            if not adapter.is_served or adapter.uri != uri or digest not in (None, adapter.digest):
+                version = await find_version(self.server, name, uri, digest)
+                await change(self.server, adapter, version, uri, None, is_noted=is_noted)
+            adapter.held_digest = None if digest is None else adapter.digest
+        self.server.on_change()
+        return adapter
+
+    async def restore(self, adapter: DesiredAdapter) -> ServedAdapter | None:
+        """Serve a name in the version that the server before this one served, from the store, without asking a source.
+
+        A name served already stays as it is. None where the version is missing from the store or damaged, does not fit
+        the model, or came from a source that this server does not have.
+
+        Raises:
+            LoRAPluginsError: the name is blocked, or the engine cannot load the version.
+        """
+        name, uri, digest = adapter.name, adapter.uri, adapter.last_digest
+        self.registry.blocked.refuse(name)
+        async with self.server.vllm.lock(name):
+            served = self.registry.get(name)
+            if served is None and digest is not None:
+                try:
+                    version = await self.server.resolver.restored(name, uri, digest, adapter.last_place)
+                except LoRAPluginsError:
+                    return None
+                if version is not None:
+                    served = ServedAdapter(name)
+                    await change(self.server, served, version, uri, None)
+        return served
+
+    async def load_by_path(
+        self, name: str, path: str, base_name: str | None = None, *, moves: bool = False
+    ) -> VersionChange:
+        """Serve the adapter now at a path, or what only workers find there; with the name's lock.
+
+        A served name is swapped. `base_name`: as in `ServedAdapter`.
+
+        Raises:
+            LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
+        """
+        refuse_mixture(name)
+        adapter, place = self._present(name), place_by_path(path)
+        adapter.base_name = base_name or adapter.base_name
+        with updating(self.server, adapter):
+            version = await self.server.resolver.snapshot(name, place, self.server.vllm.base_path)
+            uri, held = (None, None) if version is None else (place, version.digest)
+            is_noted = adapter.is_served
+            return await change(self.server, adapter, version, uri, held, path=path, moves=moves, is_noted=is_noted)
+
+    async def resolve(self, name: str) -> Any:
+        """Serve a name that a source has, and return vLLM's request for the name; None where no source has the name.
+
+        The load goes on in the background: requests wait in the scheduler.
+
+        Raises:
+            LoRAPluginsError: the adapter cannot be served.
+        """
+        server = self.server
+        async with server.vllm.lock(name):
+            if (served := self.registry.get(name)) is not None:
+                return served.request
+            if not server.resolver.sources:  # else names of other packages' resolvers would count as unknown
+                return None
+            caller = server.resolver.principal()
+            for tries_left in reversed(range(CHANGES)):
+                if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
+                    return None
+                path = await server.engine_path(name, version)
+                if version.parts:
+                    await self._make_place(name, version, caller)
+                # A part may have changed while its mixture was made, and this request may be of after the change.
+                if not (tries_left and self.registry.is_stale(version)):
+                    break
+                server.release(name, version)
+            request = server.vllm.new_request(name, path)
+            self.planner.used(request)  # or a new mixture would be the next to leave, before its request
+            self.registry.put(ServedAdapter(name, request, version, caller=caller))
+            background(self._loading(request))
+        server.on_change()
+        return request
+
+    async def _make_place(self, name: str, version: ResolvedAdapter, caller: Hashable) -> None:
+        """Have room for one more mixture of a caller, whose parts are not blocked, or end the lease of the version."""
+        try:
+            await self.copies.make_place(caller)
+            self.registry.blocked.refuse(name)  # a block of a part has unloaded the mixtures that were served then
+        except BaseException:
+            self.server.release(name, version)
+            raise
+
+    async def _lease_served(self, name: str, holder: Hashable) -> Path | None:
+        """Lease the version that a part of a mixture serves for a holder; None where the part is not served."""
+        async with self.server.vllm.lock(name):
+            if (adapter := self.registry.get(name)) is None:
+                return None
+            if adapter.version is None:
+                raise _only_workers_have(name)
+            async with self.copies.keeping(adapter) as request:
+                self.server.resolver.store.share(request.lora_path, holder)
+            return adapter.version.path
+
+    async def take(
+        self,
+        name: str,
+        pushed: PushedAdapter,
+        *,
+        expects: str | None = None,
+        moves: bool = False,
+        pins: bool = False,
+        kept_versions: int = KEPT_VERSIONS,
+    ) -> VersionChange:
+        """Serve a pushed adapter as the next version of a name, until a refresh, a rollback or the next push.
+
+        `pins`: the version is also pinned, before any request gets it.
+
+        Raises:
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: the adapter cannot be served, or not be pinned; the name goes on serving the present
+                version.
+        """
+        seen = self.block_to_end(name)
+        async with self.server.vllm.lock(name), self.ending_block(name, seen):
+            adapter = self._present(name, expects)
+            with updating(self.server, adapter):
+                version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
+                if pins and version.digest == adapter.digest:  # served already, perhaps without a pin
+                    await self._pin(adapter)
+                return await change(
+                    self.server,
+                    adapter,
+                    version,
+                    None,
+                    version.digest,
+                    moves=moves,
+                    pins=pins,
+                    kept_versions=kept_versions,
+                    is_noted=adapter.is_served,
+                )
+
+    def check_pushed(self, name: str, expects: str | None) -> None:
+        """Refuse a push before reading its bytes.
+
+        Raises:
+            InvalidAdapter: no adapter can have this name, or the name has a revision.
+            VersionMismatch: another version is served than expected.
+        """
+        refuse_mixture(name)
+        self._check_name(name)
+        if "@" in name:
+            raise InvalidAdapter(
+                "a name with a revision",
+                expected="a name without '@'",
+                remedy="push the name; each version is served as NAME@DIGEST too",
+                adapter=name,
+            )
+        _require_version(name, self.registry.get(name), expects)
+
+    def block_to_end(self, name: str) -> str | None:
+        """The block of exactly this name, for `ending_block`, as an operator's load is asked for; None without a block.
+
+        Raises:
+            AdapterNotFound: a block of the name without its revision holds.
+        """
+        self.registry.blocked.refuse(name, but_itself=True)
+        return self.registry.blocked.present(name)
+
+    @asynccontextmanager
+    async def ending_block(self, name: str, seen: str | None) -> AsyncIterator[None]:
+        """Inside, an operator loads exactly this name, which ends the name's block; the caller holds the name's lock.
+
+        Raises:
+            AdapterNotFound: the name was blocked meanwhile.
+            SourceUnavailable: the block cannot be removed from the store.
+        """
+        # Lift the block only after the load has succeeded, and only the block seen before the load: a block of
+        # meanwhile holds. Under the name's lock, or the poller would unload the name because of the block.
+        is_blocked = seen is not None and name in self.registry.blocked  # else another load has ended it meanwhile
+        if is_blocked and (before := self.registry.remove(name)) is not None:
+            # The block's own unload has not come yet, and the engines refuse what it retires.
+            self.server.retire(before.engine_id, blocked(name))
+            self.server.drain(before)
+            background(self.server.end(before, blocked(name), self.server.drain_timeout_s))
+        yield
+        blocks = self.registry.blocked
+        with store_errors():
+            has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
+        if not has_ended:
+            raise blocked(name)
+
+    async def prefetch(self, name: str, *, expects: str | None = None) -> ServedAdapter:
+        """Bring an adapter into host memory before any request.
+
+        Raises:
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: the adapter cannot be served, or host memory has no room.
+        """
+        self.registry.blocked.refuse(name)
+        loaded = await self.load(name, expects=expects)
+        adapter = self.registry.require(name)
+        if loaded.reason is not ChangeReason.LOADED:
+            async with self.copies.using(adapter.request) as request:
+                await self.planner.load(request, uri=adapter.uri, wants_slot=False)
+        return adapter
+
+    async def load_version(self, text: str) -> ServedAdapter | None:
+        """Serve `name@digest`, with at least the digest's first 8 characters, as a name of its own, beside `name`.
+
+        None where this process has not had the version under the name, the store no longer has the version, or `text`
+        is not of this form.
+
+        Raises:
+            LoRAPluginsError: the version cannot be served.
+        """
+        name, _, prefix = text.partition("@")
+        if not is_prefix(prefix) or terms_of(text) is not None:
+            return None
+        async with self.server.vllm.lock(text):
+            adapter = self.registry.get(text)
+            if adapter is not None:
+                return adapter
+            found = await self.server.resolver.of_digest(name, prefix)
+            if found is None:
+                return None
+            # Lease the version for `text` before releasing the lease of `name`, so that no eviction comes between.
+            try:
+                version = await self.server.resolver.of_digest(text, found.digest, of_any_name=True)
+            finally:
+                self.server.release(name, found)
+            if version is None:
+                return None
+            adapter = ServedAdapter(text)
+            await change(self.server, adapter, version, None, version.digest)
+        return adapter
+
+    async def unload(
+        self, name: str, *, block: bool, timeout_s: float | None = None, expects: str | None = None
+    ) -> bool:
+        """Serve a name no longer, and free slot, host memory and lease once the name's requests have left.
+
+        Requests that were accepted before have `timeout_s`; then those that run are ended, and those that wait are
+        refused. Returns whether all is free; if not, all will be free as soon as the last request has left. Without
+        `block`, a later request resolves the name again.
+
+        A block covers all revisions, and refuses requests that wait at once. The block holds before any wait, and is on
+        disk before the return; where `timeout_s` is None, the call waits neither for the name's lock nor for running
+        requests.
+
+        Raises:
+            AdapterNotFound: the name is not served.
+            VersionMismatch: another version is served than expected; nothing has changed.
+            SourceUnavailable, OutOfMemory: the block cannot be written, and holds in this server only.
+        """
+        if not block:
+            freed = await self._free(name, no_longer_served(name), timeout_s, expects)
+            if freed is None:
+                raise self.registry.not_served(name)
+            return freed
+        self._check_name(name)
+        _require_version(name, self.registry.get(name), expects)
+        blocks, refusal = self.registry.blocked, blocked(name)
+        # Before the first await: a request that comes now must not resolve the name again.
+        blocks.hold(name)
+        known = [*self.registry.all(), *self.registry.draining.values()]
+        known = [adapter for adapter in known if name in covering(adapter.name)]
+        for adapter in known:
+            self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
+        # The name itself too: a load under way may put it into the table while the lock is awaited.
+        names = {name, *(adapter.name for adapter in known)}
+        freeing = [background(self._free(one, refusal, timeout_s, if_blocked=True)) for one in names]
+        with store_errors():
+            await asyncio.to_thread(blocks.write, name)
+        done, pending = await asyncio.wait(freeing, timeout=_FREED_S if timeout_s is None else timeout_s + ABORT_S)
+        return not pending and all(task.result() is not False for task in done)
+
+    async def remove(self, name: str) -> None:
+        """Serve a name no longer, as vLLM's own call: requests that were accepted before end by themselves.
+
+        Raises:
+            AdapterNotFound: the name is not served.
+        """
+        async with self._served(name) as adapter:
+            self.registry.remove(name)
+            self.server.on_change()
+            self.server.drain(adapter)
+
+    async def _loading(self, request: Any) -> None:
+        """Load a resolved adapter, and serve the adapter no longer where the engine cannot load it."""
+        try:
+            await self.planner.load(request)
+        except LoRAPluginsError:  # the adapter's requests are answered with the error
+            adapter = self.registry.get(request.lora_name)
+            # Another version has taken the name meanwhile; the failure is not of that version.
+            if adapter is None or adapter.request is not request:
+                return
+            self.registry.remove(adapter.name)
+            self.server.release(adapter.name, *adapter.versions)
+            self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
+            self.server.on_change()
+
+    async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
+        """Look for a new version at the source and swap to the new version.
+
+        A version with a damaged copy in the store is fetched and loaded again.
+
+        `moves`, here and below: running requests go on with the new version too.
+
+        Raises:
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: the new version cannot be served, or the source is unavailable; the old version goes on.
+        """
+        async with self._served(name, expects) as adapter:
+            return await self._refresh(adapter, moves=moves)
+
+    async def poll(self, name: str) -> None:
+        """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted, or logged.
+
+        A version without a lease is not fetched before the next request. A name blocked by another server is unloaded.
+        """
+        if name in self.registry.blocked:
+            background(self._free(name, blocked(name), if_blocked=True))
+            return
+        try:
+            async with self.server.vllm.lock(name):
+                adapter = self.registry.get(name)
+                if adapter is None or adapter.version is None or adapter.held_digest is not None:
+                    return
+                # `relieve` has ended the lease, so no request uses the adapter; the next request fetches the newest
+                # version.
+                if self.server.resolver.store.is_leased(name, adapter.version.path):
+                    with polling():
+                        await self._refresh(adapter)
+        except LoRAPluginsError:
+            return
+        except Exception:  # noqa: BLE001 - look for the other names all the same
+            logger.exception("Looking for a new version of adapter '%s' failed", name)
+
+    async def roll_back(
+        self,
+        name: str,
+        digest: str | None = None,
+        *,
+        expects: str | None = None,
+        moves: bool = False,
+        of_any_name: bool = True,
+        admit: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> VersionChange:
+        """Go back to the version before, or to the version whose digest begins with `digest`, and stay there.
+
+        The name keeps its last `KEPT_VERSIONS`; the store may still have older versions. A beginning of a digest
+        matches only versions that this name has had, and so does a whole one without `of_any_name`. Inside
+        `admit`, which raises where no version of so many bytes may stay, the name changes.
+
+        Raises:
+            VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.
+            LoRAPluginsError: the version cannot be loaded; the name goes on serving the present version.
+        """
+        refuse_mixture(name)  # it would have parts that its name no longer means
+        async with self._served(name, expects) as adapter:
+            version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
+            if version is not None and not await self.copies.has(name, version):
+                version = None
+            of_any_name = of_any_name and digest is not None and is_digest(digest)
+            if version is None and digest is not None:
+                version = await self.server.resolver.of_digest(name, digest, of_any_name=of_any_name)
+            if version is None:
+                kept = ", ".join(version.digest[:12] for version in adapter.previous) or "none"
+                raise AdapterNotFound(
+                    _no_version(digest, of_any_name=of_any_name),
+                    expected=f"one of those kept: {kept}",
+                    remedy="give all 64 characters of its digest, or load it from its source",
+                    adapter=name,
+                )
+            with ExitStack() as admitted:
+                try:
+                    admitted.enter_context(admit(version.size_bytes))
+                except LoRAPluginsError:
+                    self.server.release(name, version)
+                    raise
+                return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
+
+    async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
+        """Keep an adapter in host memory and in a slot until an unpin or unload; one slot stays for other adapters.
+
+        Raises:
+            AdapterNotFound: the name is not served. NoFreeSlot: no slot would be left for other adapters.
+            VersionMismatch: another version is served than expected.
+        """
+        async with self._served(name, expects) as adapter:
+            await self._pin(adapter)
+        return adapter
+
+    async def unpin(self, name: str) -> ServedAdapter:
+        """Let the adapter be evicted like any other.
+
+        Raises:
+            AdapterNotFound: the name is not served.
+        """
+        async with self._served(name) as adapter:
+            adapter.is_pinned = False
+            self.server.on_change()
+            await asyncio.shield(background(self.planner.unpin(adapter.engine_id)))
+        return adapter
+
+    async def _pin(self, adapter: ServedAdapter) -> None:
+        if not adapter.is_pinned:
+            async with self.copies.keeping(adapter) as request:
+                await self.planner.pin(request, uri=adapter.uri)
+            adapter.is_pinned = True
+            self.server.on_change()
+
+    def _present(self, name: str, expects: str | None = None) -> ServedAdapter:
+        """The adapter served now, in the version expected, or a new one to load; with the name's lock."""
+        adapter = self.registry.get(name)
+        _require_version(name, adapter, expects)
+        return adapter or ServedAdapter(name)
+
+    @asynccontextmanager
+    async def _served(self, name: str, expects: str | None = None) -> AsyncIterator[ServedAdapter]:
+        """Inside, with the name's lock, the adapter that is served in the version expected."""
+        async with self.server.vllm.lock(name):
+            adapter = self.registry.require(name)
+            _require_version(name, adapter, expects)
+            yield adapter
+
+    async def _free(
+        self,
+        name: str,
+        refusal: LoRAPluginsError,
+        timeout_s: float | None = None,
+        expects: str | None = None,
+        *,
+        if_blocked: bool = False,
+    ) -> bool | None:
+        """Unload exactly this name, as `unload` does; None where there is nothing to unload.
+
+        With `if_blocked`, what drains of the name is ended too, and the name stays where a load under way has ended the
+        name's block.
+        """
+        async with self.server.vllm.lock(name):
+            if if_blocked and name not in self.registry.blocked:
+                return None
+            _require_version(name, self.registry.get(name), expects)
+            if (adapter := self.registry.remove(name)) is not None:
+                self.server.drain(adapter)
+                self.server.on_change()
+        draining = [adapter] if adapter is not None else []
+        if if_blocked:
+            draining = [it for it in self.registry.draining.values() if it.name == name]
+            for it in draining:
+                self.server.retire(it.engine_id, refusal)
+        timeout_s = self.server.drain_timeout_s if timeout_s is None else timeout_s
+        ended = await asyncio.gather(*(self.server.end(it, refusal, timeout_s) for it in draining))
+        return all(ended) if draining else None
+
+    async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
+        if adapter.version is None:
+            raise _only_workers_have(adapter.name)
+        return await self.copies.update(adapter, moves=moves)
+
+    def _check_name(self, name: str) -> None:
+        if self.server.vllm.is_base_model(name):
+            raise InvalidAdapter(
+                "the name of the served base model", expected="another name", remedy="choose another", adapter=name
+            )
+        try:
+            AdapterName.parse(name)
+        except AdapterNotFound as error:
+            raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
+
+
+def _only_workers_have(name: str) -> InvalidAdapter:
+    return InvalidAdapter(
+        "an adapter by a path that only the workers have",
+        expected="one that comes from a source or a directory",
+        remedy="load it with POST /v1/loras",
+        adapter=name,
+    )
+
+
+def _require_version(name: str, adapter: ServedAdapter | None, expects: str | None) -> None:
+    digest = None if adapter is None else adapter.digest
+    if expects is None or (digest is not None and expects in (digest, ANY_VERSION)):
+        return
+    served = "no version" if digest is None else f"version {digest}"
+    raise VersionMismatch(
+        served, expected=expects, remedy="look at what is served now (GET /v1/loras), and decide again", adapter=name
+    )
+
+
+def _no_version(digest: str | None, *, of_any_name: bool) -> str:
+    if digest is None:
+        return "no version before this one"
+    return "no such version in the store" if of_any_name else "no such version of this name since the start"
+
+
+async def _nothing() -> None:
+    """Where nothing is written down."""

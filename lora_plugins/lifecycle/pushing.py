@@ -1,0 +1,250 @@
+"""Pushes: an adapter in a request's body becomes the next version of a name: verified, loaded beside, and swapped.
+
+Bodies of a name may arrive at the same time (`arrivals.py`), but one push after the other changes the name. A push that
+came earlier than one that has arrived is refused: a trainer's earlier step is not worth loading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from lora_plugins.errors import NoFreeSlot, OutOfMemory, PushSuperseded
+from lora_plugins.lifecycle.arrivals import Arrivals, Body, BodyRoom
+from lora_plugins.lifecycle.lifecycle import Lifecycle
+from lora_plugins.lifecycle.principal_limits import Share
+from lora_plugins.lifecycle.swapping import KEPT_VERSIONS, VersionChange
+from lora_plugins.resolvers.sources.pushed import PushedAdapter
+from lora_plugins.store.disk_errors import store_errors
+from lora_plugins.store.layout import discard
+
+_MINUTE_S = 60.0
+_MOST_NAMES = 10_000  # of one sender: calls take time in proportion to all names served
+# Writes the pieces of a body to a directory; returns the SHA-256 of the whole body.
+Receive = Callable[[AsyncIterator[bytes], Path], Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPush:
+    """A push whose version is served.
+
+    Attributes:
+        waited_s: seconds for a place to be received, and for a push of this name before. received_s: seconds until all
+            bytes were here. served_s: seconds until the version was verified, loaded, and swapped in.
+    """
+
+    change: VersionChange
+    waited_s: float
+    received_s: float
+    served_s: float
+
+
+@dataclass(eq=False)
+class _PushesOfName:
+    """The pushes of one name, which are numbered as they come.
+
+    Attributes:
+        last, served: numbers of the last push that came, and of the last that was served.
+        waiting: pushes whose bytes are here, but not the one that changes the name now.
+    """
+
+    last: int = 0
+    served: int = 0
+    waiting: set[int] = field(default_factory=set)
+    is_changing: bool = False
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def newest(self) -> int:
+        return max(self.served, *self.waiting, 0)
+
+
+class Pushes:
+    """Receives adapters for one server; for one event loop."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        resolver = lifecycle.server.resolver
+        settings = resolver.settings
+        self._arrivals = Arrivals(
+            resolver.store, settings.fetch_timeout_s, settings.max_adapter_bytes, settings.fetch_max_s
+        )
+        self._names = WeakValueDictionary[str, _PushesOfName]()  # for as long as a push of the name goes on
+        self._coming: list[tuple[str, int]] = []  # names that a change will have stay at versions of so many bytes
+        self._times: dict[str, deque[float]] = {}  # of each principal's pushes within the last minute
+
+    def count(self, label: str, per_minute: int) -> None:
+        """Count a push of a principal, before a byte of the push is read.
+
+        Raises:
+            NoFreeSlot: the principal has pushed as often as it may within a minute.
+        """
+        now, times = time.monotonic(), self._times.setdefault(label, deque())
+        while times and times[0] <= now - _MINUTE_S:
+            times.popleft()
+        if len(times) >= per_minute:
+            refusal = NoFreeSlot(
+                f"{len(times)} pushes of {label} within a minute",
+                expected=f"{per_minute} at most",
+                remedy="push again later, or have the operator set pushes_per_minute in the policy",
+            )
+            refusal.retry_after_s = math.ceil(times[0] + _MINUTE_S - now)
+            raise refusal
+        times.append(now)
+
+    def left_bytes(self, name: str, sender: Share, owns: Callable[[str], bool], size_bytes: int) -> int | None:
+        """What a version of `name` leaves of the sender's share of the store's budget; None without a limit.
+
+        The names that the sender owns stay at their pushed versions, which no eviction removes.
+
+        Raises:
+            OutOfMemory: the version and those of other names together are more than the share, or too many names.
+        """
+        most_bytes = self._arrivals.most_bytes(sender)
+        if most_bytes is None:
+            return None
+        kept_names, kept_bytes = self._staying(lambda other: other != name and owns(other))
+        if size_bytes + kept_bytes > most_bytes or kept_names >= _MOST_NAMES:
+            raise OutOfMemory(
+                f"{size_bytes} bytes or more, beside {kept_bytes} of {kept_names} other names that were pushed",
+                expected=f"at most {most_bytes}, the key's share of the store's budget, of {_MOST_NAMES} names",
+                remedy="unload names that are no longer needed (DELETE /v1/loras/NAME), push a smaller adapter, or "
+                "have LORA_PLUGINS_STORE_MAX_BYTES or the share in the policy raised",
+                adapter=name,
+            )
+        return most_bytes - kept_bytes - size_bytes
+
+    @contextmanager
+    def admitted(self, name: str, sender: Share, owns: Callable[[str], bool], size_bytes: int) -> Iterator[None]:
+        """Inside, `name` changes to a version that stays, which counts against the sender's share already.
+
+        Raises:
+            OutOfMemory: as `left_bytes`.
+        """
+        self.left_bytes(name, sender, owns, size_bytes)
+        self._coming.append(one := (name, size_bytes))
+        try:
+            yield
+        finally:
+            self._coming.remove(one)
+
+    def _staying(self, of: Callable[[str], bool]) -> tuple[int, int]:
+        """How many names `of` stay at a digest, as after a push, and the bytes that no eviction removes for that."""
+        kept = [
+            (adapter.name, version)
+            for adapter in self._lifecycle.registry.all()
+            if (version := adapter.version) is not None and version.digest == adapter.held_digest
+            if not adapter.is_by_digest and of(adapter.name)
+        ]
+        coming = [(name, size_bytes) for name, size_bytes in self._coming if of(name)]
+        names = {name for name, _ in (*kept, *coming)}
+        stored_bytes = sum({version.digest: version.size_bytes for _, version in kept}.values())
+        return len(names), stored_bytes + sum(size_bytes for _, size_bytes in coming)
+
+    async def push(
+        self,
+        name: str,
+        body: Body,
+        receive: Receive,
+        *,
+        expects: str | None = None,
+        moves: bool = False,
+        pins: bool = False,
+        kept_versions: int = KEPT_VERSIONS,
+    ) -> ServedPush:
+        """Serve the files that `receive` writes as the next version of `name`.
+
+        Args:
+            name: without a revision.
+            body: of the request.
+            receive: writes the files.
+            expects: the digest that must be served now, or `ANY_VERSION`; checked before and after receiving the bytes.
+            moves: running requests go on with the new version, from one step on.
+            pins: the version is pinned, too.
+            kept_versions: number of earlier versions that stay in the store for `name@digest` and a rollback.
+
+        Raises:
+            SlowBody: the body came too slowly. NoFreeSlot, OutOfMemory: no place for the body, no room in the store, or
+                nothing left of the sender's share.
+            PushSuperseded: a later push of this name has arrived before.
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: the version cannot be served. Nothing has changed then, and no file is left.
+        """
+        began = time.perf_counter()
+        self._lifecycle.check_pushed(name, expects)
+        of_name = self._names.setdefault(name, _PushesOfName())
+        number = of_name.last = of_name.last + 1
+        async with self._arrivals.place(body):
+            placed = time.perf_counter()
+            # Another push may have changed the served version during the wait.
+            self._lifecycle.check_pushed(name, expects)
+            left_bytes = partial(self.left_bytes, name, body.sender, body.owns)
+            room = BodyRoom(self._lifecycle.server.resolver.store, left_bytes)
+            async with self._directory() as directory, room:
+                with store_errors():
+                    body_sha256 = await receive(self._arrivals.pieces(body, room), directory)
+                    pushed = await asyncio.to_thread(PushedAdapter.of, name, directory, body_sha256)
+                received = time.perf_counter()
+                async with self._changing(name, of_name, number):
+                    began_change = time.perf_counter()
+                    size_bytes = sum(file.size_bytes for file in pushed.files)
+                    with self.admitted(name, body.sender, body.owns, size_bytes):  # others may have come
+                        await room.release()  # the store counts the bytes as it takes them over
+                        change = await self._lifecycle.take(
+                            name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions
+                        )
+        served = time.perf_counter()
+        waited_s = placed - began + began_change - received
+        return ServedPush(change, waited_s, received - placed, served - began_change)
+
+    @asynccontextmanager
+    async def _changing(self, name: str, of_name: _PushesOfName, number: int) -> AsyncIterator[None]:
+        """Inside, this push alone changes the name; raises PushSuperseded once a later push has arrived."""
+        of_name.waiting.add(number)
+        try:
+            async with of_name.changed:
+                of_name.changed.notify_all()  # an earlier push that waits is superseded
+                await of_name.changed.wait_for(lambda: not of_name.is_changing or number < of_name.newest)
+                if number < of_name.newest:
+                    raise PushSuperseded(
+                        "a later push of this name",
+                        adapter=name,
+                        remedy="nothing, if the later push is yours; otherwise see what is served, push with If-Match",
+                    )
+                of_name.is_changing = True
+        finally:
+            of_name.waiting.discard(number)
+        try:
+            yield
+            of_name.served = number
+        finally:
+            of_name.is_changing = False
+            async with of_name.changed:
+                of_name.changed.notify_all()
+
+    @asynccontextmanager
+    async def _directory(self) -> AsyncIterator[Path]:
+        """A directory of the store for the files received, removed at the end."""
+        store = self._lifecycle.server.resolver.store
+        directory = store.layout.new_temporary(store.processes.me())
+        making = asyncio.create_task(asyncio.to_thread(directory.mkdir))
+
+        async def removed() -> None:
+            await asyncio.wait([making])
+            await asyncio.to_thread(discard, directory)
+
+        try:
+            with store_errors():
+                await asyncio.shield(making)
+            yield directory
+        finally:
+            # Shielded: a cancelled push must not leave its files, nor what its thread makes afterwards.
+            await asyncio.shield(removed())

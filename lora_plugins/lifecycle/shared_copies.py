@@ -1,0 +1,95 @@
+"""Copies in the store where several API servers serve the same names.
+
+The leader leases versions for names. A follower leases the copies that its requests need, and has the leader fetch
+missing copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import asdict
+from typing import Any
+
+from lora_plugins.errors import SourceUnavailable
+from lora_plugins.lifecycle.api_server import ApiServer
+from lora_plugins.lifecycle.follower import Follower
+from lora_plugins.lifecycle.leader import Leader
+from lora_plugins.lifecycle.principal_limits import Share
+from lora_plugins.lifecycle.stored_copies import CHANGES, Copies
+from lora_plugins.store.disk_errors import DamagedCopy
+
+
+class LedCopies(Copies):
+    """The leader's copies: where room is needed, followers end leases of copies without running requests, too."""
+
+    def __init__(self, server: ApiServer, leader: Leader) -> None:
+        super().__init__(server)
+        self._leader = leader
+
+    async def relieve(self) -> None:
+        """End leases as `Copies.relieve` does, in every API server of this deployment."""
+        await super().relieve()
+        with suppress(SourceUnavailable):  # a follower that does not answer ends its leases later
+            await self._leader.relieve()
+
+
+class FollowedCopies(Copies):
+    """A follower's copies: a name's lease is of this process, and ends when the name gets another version."""
+
+    def __init__(self, server: ApiServer, follower: Follower) -> None:
+        super().__init__(server)
+        self._follower = follower
+
+    def changed(self, name: str, before: Any) -> None:
+        """Release the copy of the request `before`, where the name now has another copy or none."""
+        now = self._follower.table.get(name)
+        if before is not None and (now is None or now.lora_path != before.lora_path):
+            self._store.release(name, before.lora_path)
+
+    @asynccontextmanager
+    async def sharing(self, share: Share, name: str) -> AsyncIterator[None]:
+        """Share as `Copies.sharing` does: a share covers all API servers, and the leader counts its places."""
+        async with self._follower.lasting("use", name=name, share=asdict(share)) if share.is_limit else nullcontext():
+            yield
+
+    async def relieve(self) -> None:
+        """End all names' leases: the leader leases the copies that must stay in the store."""
+        idle = [(digest, name, None) for name, request in list(self._follower.table.items())
+                if (digest := self._store.digest_at(request.lora_path)) is not None]  # fmt: skip
+        await asyncio.to_thread(self._store.end_leases, idle)
+
+    async def _readable(self, request: Any, holder: object) -> Any:
+        with suppress(SourceUnavailable):  # the leader is gone, and vLLM will end this server
+            self._follower.used(request.lora_int_id)
+        digest = None
+        for _ in range(CHANGES):
+            digest = self._store.digest_at(request.lora_path)
+            if digest is None or await self._is_leased(request, digest, holder):
+                return request
+            answer = await self._follower.call("have", name=request.lora_name, engine_id=request.lora_int_id)
+            present = self._follower.table.get(request.lora_name)
+            if present is None:
+                return request  # unloaded meanwhile; the engine may have the weights
+            if not answer["is_had"]:
+                return present  # the engine has the weights in memory and need not read the copy
+            request = present
+        raise DamagedCopy.of(digest or request.lora_path)
+
+    async def _replaced(self, request: Any) -> Any:
+        await self._follower.call("have", name=request.lora_name, engine_id=request.lora_int_id)
+        return self._follower.table.get(request.lora_name)
+
+    async def _is_leased(self, request: Any, digest: str, holder: object) -> bool:
+        if self._store.is_marked(digest):
+            return False
+        if self._store.share(request.lora_path, holder):
+            return True
+        name = request.lora_name
+        leasing = asyncio.get_running_loop().run_in_executor(None, self._store.acquire, digest, name)
+        try:
+            return await asyncio.shield(leasing) is not None and self._store.share(request.lora_path, holder)
+        finally:
+            # The name may get another version while the thread leases this copy: `changed` came too early to release.
+            leasing.add_done_callback(lambda _: self.changed(name, request))

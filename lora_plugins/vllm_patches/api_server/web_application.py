@@ -1,0 +1,61 @@
+"""vLLM's web application: our metrics and our middleware on it.
+
+`attach_router` of vLLM's metrics runs where `/metrics` is, in API servers only. There each application gets the parts
+that all our plugins need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lora_plugins.api.http_errors import http_error
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.lifecycle.carrying import CarryToLeader
+from lora_plugins.lifecycle.response import AnswerForAdapters
+from lora_plugins.process import this_process
+from lora_plugins.vllm_patches.api_server.metrics import serve_metrics
+from lora_plugins.vllm_patches.api_server.model_card import add_route
+from lora_plugins.vllm_patches.api_server.roles import folder_of
+from lora_plugins.vllm_patches.wrapping import wrap
+
+
+def patch() -> None:
+    """Have every API server of this process get our parts; a second call changes nothing."""
+    from vllm.entrypoints.serve.instrumentator import metrics
+
+    wrap(metrics, "attach_router", _attaching)
+
+
+def _attaching(original: Any) -> Any:
+    """Put our metrics behind `/metrics`, and add our middleware.
+
+    Why: attach_router runs where /metrics is, in API servers only, before the application answers.
+    Until: vLLM lets a plugin that has no endpoints add middleware.
+    """
+
+    def attach_router(app: Any) -> None:
+        original(app)
+        process = this_process()
+        process.app = app
+        serve_metrics(app, process)
+        if process.is_resolver_registered or process.is_manager_patched:
+            # The middleware added last is outside what was added before: a follower's requests go to the leader before
+            # our other parts. vLLM adds CORS, authentication, request ids and --middleware later, so outside of ours.
+            add_route(app)
+            app.add_middleware(AnswerForAdapters, answer=_answer)
+            if folder_of(app) is not None:
+                app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer)
+
+    return attach_router
+
+
+async def _answer(scope: Any, error: Exception) -> Any:
+    """Return the application's own response to an exception."""
+    from starlette.requests import Request
+
+    if isinstance(error, LoRAPluginsError):
+        error = http_error(error)
+    # As Starlette looks handlers up: the nearest class first.
+    handlers = scope["app"].exception_handlers
+    handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
+    return await handler(Request(scope), error)

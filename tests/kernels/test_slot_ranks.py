@@ -1,0 +1,132 @@
+"""True ranks: learned from what is written, forgotten while it is written."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+
+from lora_plugins.kernels.punica_cpu import ReferencePunicaWrapper
+from lora_plugins.kernels.slot_ranks import SlotRanks, after_writing, at_once, true_ranks
+from tests.kernels.experts_layer import experts_layer
+
+
+def matrix(rank: int) -> SimpleNamespace:
+    """A B of this rank."""
+    return SimpleNamespace(shape=(100, rank))
+
+
+def test_ranks_are_unknown_until_a_slot_is_written():
+    ranks = SlotRanks(2, [16, 16])
+    ranks.written(0, [4, 0])
+    assert (ranks[0], ranks[1]) == ((4, 0), (16, 16))
+    ranks.writing(0)
+    assert ranks[0] == (16, 16)
+
+
+def test_every_write_has_its_own_stamp_and_a_newer_version():
+    ranks = SlotRanks(2, [16])
+    seen = {ranks.stamp(0)}
+    for step in (ranks.writing, lambda slot: ranks.written(slot, [4])) * 3:
+        before, other = ranks.version, ranks.stamp(1)
+        step(0)
+        assert ranks.stamp(0) not in seen
+        assert ranks.version > before
+        assert ranks.stamp(1) == other
+        seen.add(ranks.stamp(0))
+
+
+def test_writes_from_two_threads_are_all_counted():
+    ranks = SlotRanks(2, [16])
+    threads = [threading.Thread(target=lambda n=n: [ranks.writing(n) for _ in range(5000)]) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ranks.version == 10_000
+
+
+@pytest.mark.parametrize("wrong", [[], [1, 1], [17], [-1]])
+def test_ranks_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="slot 0"):
+        SlotRanks(1, [16]).written(0, wrong)
+
+
+@pytest.mark.parametrize(
+    ("lora_b", "largest", "expected"),
+    [
+        (matrix(4), [16], (4,)),
+        (matrix(4), [16, 16, 16], (4, 4, 4)),  # one B for all slices
+        ([matrix(4), None, matrix(8)], [16, 16, 16], (4, 0, 8)),
+        ([None, None], [16, 16], (0, 0)),
+        (matrix(32), [16], (16,)),  # vLLM cuts what does not fit
+        ([matrix(4)], [16, 16], (16, 16)),  # fewer than slices, and nobody to ask how they are shared
+    ],
+)
+def test_true_ranks(lora_b, largest, expected):
+    assert true_ranks(None, lora_b, largest) == expected
+
+
+def test_a_pair_for_several_slices_is_expanded_by_the_layer():
+    def expand(lora_a, lora_b):
+        return None, [lora_b[0]] * 3 + [lora_b[1]]
+
+    assert true_ranks([matrix(4), None], [matrix(4), None], [16] * 4, expand) == (4, 4, 4, 0)
+
+
+def test_what_follows_a_write_is_deferred_and_done_once():
+    done = []
+    after_writing("a", lambda: done.append("at once"))
+    with at_once():
+        after_writing("a", lambda: done.append("old"))
+        after_writing("b", lambda: done.append("b"))
+        with at_once():
+            after_writing("a", lambda: done.append("new"))
+        assert done == ["at once"]
+        other = threading.Thread(target=after_writing, args=("a", lambda: done.append("other thread")))
+        other.start()
+        other.join()
+        assert done == ["at once", "other thread"]
+    assert done == ["at once", "other thread", "new", "b"]
+
+
+def test_what_follows_a_write_is_done_after_an_error_too():
+    done = []
+
+    @at_once()
+    def write() -> None:
+        after_writing("a", lambda: done.append("a"))
+        raise ValueError("no slot")
+
+    with pytest.raises(ValueError, match="no slot"):
+        write()
+    assert done == ["a"]
+    after_writing("a", lambda: done.append("b"))
+    assert done == ["a", "b"]
+
+
+EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, RANK = 4, 32, 16, 3, 8
+
+
+def small_layer(kind: type) -> torch.nn.Module:
+    config = LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS, lora_dtype=torch.float32)
+    return experts_layer(kind, config, EXPERTS, HIDDEN, INTERMEDIATE)
+
+
+@pytest.mark.parametrize("kind", [FusedMoEWithLoRA, FusedMoE3DWithLoRA])
+def test_the_cpu_wrapper_starts_beside_a_mixture_of_experts(kind):
+    wrapper = ReferencePunicaWrapper(16, 4, "cpu", max_loras=SLOTS)
+    layer = small_layer(kind)
+    wrapper.register(layer)
+    given = [torch.ones(EXPERTS, RANK, HIDDEN), torch.ones(EXPERTS, RANK, INTERMEDIATE)]
+    given_b = [torch.ones(EXPERTS, INTERMEDIATE * 2, RANK), torch.ones(EXPERTS, HIDDEN, RANK)]
+    if kind is FusedMoEWithLoRA:
+        given = [given[0], given[1], given[0]]
+        given_b = [torch.ones(EXPERTS, INTERMEDIATE, RANK), given_b[1], torch.ones(EXPERTS, INTERMEDIATE, RANK)]
+    layer.set_lora(1, given, given_b)  # vLLM's own: nothing of ours was wrapped around it
+    assert layer.adapter_enabled.tolist() == [0, 1, 0, 0]
+    assert layer.w2_lora_b_stacked[0][1].eq(1).all()

@@ -1,0 +1,129 @@
+"""Replicas that share a store: each writes a list of its own, and one with a new name takes up those of all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lora_plugins.events import Events
+from lora_plugins.lifecycle import served_file
+from lora_plugins.lifecycle.reconciler import Reconciler
+from lora_plugins.lifecycle.registry import DesiredAdapter
+from lora_plugins.lifecycle.served_file import ServedFile
+from lora_plugins.settings import Settings
+from tests.lifecycle.world import Version, World
+from tests.virtual_time import runs
+
+DAY_S = 86_400
+
+
+def of(root: Path, replica: str) -> ServedFile:
+    return ServedFile.of_store(root, "org/base", replica)
+
+
+def wrote(root: Path, replica: str, *names: str, ended_s: float = 0) -> None:
+    """A replica serves these, or ended so long ago."""
+    file = of(root, replica)
+    file.write([DesiredAdapter(name) for name in names])
+    os.utime(file.path, (time.time() - ended_s,) * 2)
+
+
+def restored(root: Path, replica: str) -> list[str]:
+    return [adapter.name for adapter in of(root, replica).read()]
+
+
+def test_replicas_keep_their_own_lists(tmp_path: Path) -> None:
+    wrote(tmp_path, "lora-0", "sql")
+    wrote(tmp_path, "lora-1", "chat")
+    assert (restored(tmp_path, "lora-0"), restored(tmp_path, "lora-1")) == (["sql"], ["chat"])
+
+
+def test_new_names_have_the_names_of_all(tmp_path: Path) -> None:
+    for number, name in enumerate(("sql", "chat", "code")):
+        wrote(tmp_path, f"pod-{name}", name, ended_s=60 + number)
+    wrote(tmp_path, "pod-alive", "alive")
+    wrote(tmp_path, "pod-of-yesterday", "stale", ended_s=DAY_S)
+    for number in range(4):
+        assert sorted(restored(tmp_path, f"pod-new-{number}")) == ["alive", "chat", "code", "sql"]
+    assert restored(tmp_path, "pod-alive") == ["alive"], "which goes on with its own"
+
+
+def test_the_replica_touched_last_decides_about_a_name(tmp_path: Path) -> None:
+    """A pod that was killed seconds ago still seems to live; the pods before it are known to have ended."""
+    for replica, digest, ended_s in (("pod-1", "11" * 32, 60), ("pod-2", "22" * 32, 5), ("pod-3", "33" * 32, 90)):
+        file = of(tmp_path, replica)
+        file.write([DesiredAdapter("sql", held_digest=digest)])
+        os.utime(file.path, (time.time() - ended_s,) * 2)
+    assert of(tmp_path, "pod-4").read() == [DesiredAdapter("sql", held_digest="22" * 32)]
+
+
+def test_a_list_that_goes_meanwhile_hides_no_other(tmp_path: Path) -> None:
+    wrote(tmp_path, "pod-1", "sql", ended_s=60)
+    wrote(tmp_path, "pod-2", "chat", ended_s=30)
+    pieces = of(tmp_path, "pod-3").pieces()
+    assert next(pieces) == [DesiredAdapter("sql")]
+    of(tmp_path, "pod-2").path.unlink()
+    assert list(pieces) == []
+
+
+def test_a_replica_comes_back_to_its_list(tmp_path: Path) -> None:
+    wrote(tmp_path, "lora-1", "chat", ended_s=60)
+    assert restored(tmp_path, "lora-3") == ["chat"]
+    back = of(tmp_path, "lora-1")
+    back.clean()
+    wrote(tmp_path, "lora-3", "chat", "code")
+    assert back.read() == [DesiredAdapter("chat")]
+
+
+@pytest.mark.parametrize(("lives", "expected"), [(True, ["alive"]), (False, ["stale"])])
+def test_what_ended_long_ago_counts_where_nobody_lives(tmp_path: Path, lives: bool, expected: list[str]) -> None:
+    wrote(tmp_path, "weekend", "stale", ended_s=2 * DAY_S)
+    if lives:
+        wrote(tmp_path, "alive", "alive")
+    assert restored(tmp_path, "new") == expected
+
+
+@pytest.mark.parametrize(("lives", "expected"), [(True, ["alive"]), (False, ["ended"])])
+def test_a_living_list_is_preferred_where_asked_for(tmp_path: Path, lives: bool, expected: list[str]) -> None:
+    wrote(tmp_path, "pod-ended", "ended", ended_s=60)
+    if lives:
+        wrote(tmp_path, "alive", "alive")
+    file = of(tmp_path, "new")
+    file.prefers_living = True
+    assert [adapter.name for adapter in file.read()] == expected
+
+
+def test_lists_of_the_dead_are_removed_after_a_week(tmp_path: Path) -> None:
+    wrote(tmp_path, "old", "old", ended_s=8 * DAY_S)
+    wrote(tmp_path, "recent", "recent", ended_s=6 * DAY_S)
+    of(tmp_path, "new").clean()
+    assert [path.name for path in of(tmp_path, "new").path.parent.iterdir()] == [of(tmp_path, "recent").path.name]
+
+
+def test_the_list_of_an_earlier_release_counts_without_others(tmp_path: Path) -> None:
+    wrote(tmp_path, "x", "sql")
+    path = of(tmp_path, "x").path
+    path.rename(path.with_name(f"{path.name.partition('.')[0]}.json"))
+    assert restored(tmp_path, "new") == ["sql"]
+    wrote(tmp_path, "new", "chat")
+    os.utime(path.with_name(f"{path.name.partition('.')[0]}.json"), (1, 1))
+    assert restored(tmp_path, "newest") == ["chat"]
+
+
+@runs
+async def test_a_server_keeps_its_list_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_file, "_WRITE_DELAY_S", 0.01)
+    world, file = World(), of(tmp_path, "lora-0")
+    world.resolver.has["sql"] = Version("sql")
+    one = Reconciler(world.lifecycle, Settings(preload=("sql",)), file, Events())
+    keeping = asyncio.create_task(file.keep())
+    await one.start()
+    await asyncio.sleep(1)
+    os.utime(file.path, (1, 1))
+    await asyncio.sleep(10)
+    assert file.path.stat().st_mtime > 1
+    keeping.cancel()
