@@ -1,4 +1,4 @@
-"""Goal of R79: programs of others, unchanged, get the right answers of cold adapters: `make test-clients`.
+"""Goal of R74: programs of others, unchanged, get the right answers of cold adapters: `make test-clients`.
 
     python -m benchmarks.clients                 # every program
     python -m benchmarks.clients openai lm-eval  # these; nothing is kept
