@@ -32,7 +32,7 @@ class _KeptChat(NamedTuple):
 
 
 def _size_bytes(kept: _KeptChat) -> int:
-    """About the bytes as a message: an event loop asks, and encoding 65,800 tokens would take 20 ms."""
+    # Tokens are estimated: an event loop asks, and encoding 65,800 tokens would take 20 ms.
     return len(encode(replace(kept.chat, added_tokens=()))) + _TOKEN_BYTES * len(kept.chat.added_tokens)
 
 

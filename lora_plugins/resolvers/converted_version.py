@@ -51,7 +51,6 @@ class ConvertedAdapter:
         return cls(uri, version, converted, stored.directory, conversion, config, promised)
 
     async def write(self, download: PartialDownload) -> None:
-        """Write the files to `download.directory`; raises what `write_made` raises."""
         names = [name for name, _, _ in self.promised]
         await write_made(download, names, self.config, tensors_of(self.conversion), self.original)
 

@@ -40,7 +40,6 @@ class RefusedNames:
                 self._names.pop(event.name, None)
 
     def names(self) -> frozenset[str]:
-        """The names of now."""
         return frozenset(self._names)
 
 

@@ -84,7 +84,6 @@ class LookedUp:
 
     @property
     def absences(self) -> tuple[Absence, ...]:
-        """The answers "no such adapter"."""
         return tuple(answer for answer in self.answers.values() if isinstance(answer, Absence))
 
     def version(self) -> ResolvedAdapter | None:
@@ -187,7 +186,6 @@ class SourceSearch:
         return self.sources if self.mixtures is None or terms_of(name) is None else [self.mixtures]
 
     def report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
-        """Emit the event of a name that a source has failed."""
         is_denied = isinstance(error, RemoteFailure) and error.kind in _OF_ONE_ADAPTER
         is_verdict = not isinstance(error, SourceUnavailable)
         kind = AdapterRejected if is_verdict else AdapterDenied if is_denied else SourceFailed

@@ -417,7 +417,6 @@ def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
 
 
 def _chat_files(adapter: RemoteAdapter, settings: Settings) -> tuple[str, ...]:
-    """The names of the adapter's files for chats, where the settings say to serve the adapter with these."""
     if not settings.adapter_chat.reads_files:
         return ()
     large = _too_large(adapter)

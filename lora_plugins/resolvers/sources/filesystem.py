@@ -95,7 +95,6 @@ class FilesystemSource:
         return f"{self.label} ({self.root})"
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:  # noqa: ARG002
-        """Find the adapter's directory and its files; see `Source` for what is raised."""
         with describing(place=str(self.root / str(name))):
             async with deadline(self._locate_timeout_s, f"an answer of the file system with {self._variable}"):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._locate, name)

@@ -152,7 +152,6 @@ class ObjectSource:
                 raise
 
     def _place(self, uri: str) -> str:
-        """Bucket and key, and the endpoint if set."""
         endpoint = self._files.endpoint
         return f"{without_login(uri)}/" + (f" on {without_login(endpoint)}" if endpoint else "")
 

@@ -55,7 +55,7 @@ class PushSource:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make a hard link, which copies no bytes: the push's own directory may go at any time."""
+    # A link copies no bytes, and outlives the push's own directory, which may go at any time.
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links

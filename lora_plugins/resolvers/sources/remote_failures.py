@@ -1,6 +1,6 @@
 """Failures of remote sources: maps errors of client libraries to this package's errors, in one place.
 
-`diagnose` knows botocore, aiobotocore, s3fs, aiohttp and fsspec; the Hub's libraries have `hub_errors.py`.
+`diagnose` knows botocore, aiobotocore, s3fs, aiohttp and fsspec; the Hub's libraries have `hub_failures.py`.
 A test fails for an exception type of the libraries without a kind. Unknown failures are never retried and never taken
 for "no such adapter".
 

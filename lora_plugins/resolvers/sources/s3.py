@@ -266,7 +266,7 @@ async def _checksum(client: Any, bucket: str, prefix: str, file: SourceFile) -> 
 
 
 def _if_match(file: SourceFile) -> dict[str, str]:
-    """The condition that the object is still the located one; some stores list their strong ETags without quotes."""
+    # A weak ETag never matches; some stores list their strong ETags without quotes.
     return {"IfMatch": file.etag} if file.etag and not file.etag.startswith("W/") else {}
 
 

@@ -33,7 +33,7 @@ class SourceFile:
     sha256: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a negative size, which would hide the size of another file in their sum."""
+        # A negative size would hide the size of another file in their sum.
         if self.size_bytes < 0:
             raise SourceUnavailable(
                 f"a file of {self.size_bytes} bytes", expected="its size", remedy="check the source", file=self.name

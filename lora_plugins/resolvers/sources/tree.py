@@ -38,12 +38,10 @@ MayLead = Callable[[str, str], bool]
 
 
 def anywhere(name: str, place: str) -> bool:  # noqa: ARG001 - a `MayLead`
-    """Allow every place below the root."""
     return True
 
 
 def is_neighbour(name: str, place: str) -> bool:
-    """Allow places in the same folder."""
     return os.path.dirname(name) == os.path.dirname(place)
 
 
@@ -175,7 +173,6 @@ class RealPlace:
 
 @contextlib.contextmanager
 def closing(descriptor: int) -> Iterator[int]:
-    """Inside, a descriptor is open."""
     try:
         yield descriptor
     finally:
@@ -246,7 +243,6 @@ def real_place(root: str, top: int, below: str) -> RealPlace:
 
 
 def _is_text_below(path: str, top: str) -> bool:
-    """Whether the text of `path` begins with `top`, as a path."""
     return f"{path}/".startswith(top.rstrip("/") + "/")
 
 
