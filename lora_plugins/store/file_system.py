@@ -140,7 +140,6 @@ def make_root(root: Path) -> None:
 
 
 def name_of(user: int) -> str:
-    """A user's name, or the number where it has none."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:
@@ -179,7 +178,7 @@ def _components(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _umask() -> int:
-    """Read the umask; os.umask can only set, so for a moment other threads make files for this user alone."""
+    # `os.umask` can only set: for a moment, other threads make files for this user alone.
     with _umask_is_read:
         found = os.umask(0o077)
         os.umask(found)

@@ -26,13 +26,9 @@ _REMEMBERED = 20_000  # entries
 class Digest(Protocol):
     """A digest as `hashlib` has them."""
 
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Add bytes."""
-        ...
+    def update(self, data: bytes | memoryview, /) -> None: ...
 
-    def hexdigest(self) -> str:
-        """The digest of the bytes so far, in hexadecimal."""
-        ...
+    def hexdigest(self) -> str: ...
 
 
 class GrowingFile:
@@ -72,7 +68,7 @@ class GrowingFile:
         return self._size_bytes, self._digest.hexdigest()
 
     def abandon(self) -> None:
-        """Stop hashing: nobody needs the digest any more."""
+        """Stop hashing, as nobody needs the digest any more; returns once no thread reads the file."""
         with self._changed:
             self._abandoned = True
             self._changed.wait_for(lambda: not self._running)

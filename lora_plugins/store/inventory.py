@@ -132,7 +132,6 @@ class Inventory:
         return (self._sizes_bytes or {}).get(digest, 0)
 
     def forget(self, digest: str) -> None:
-        """Take out a removed adapter."""
         with self._lock:
             self._total_bytes -= (self._sizes_bytes or {}).pop(digest, 0)
             self._uses.pop(digest, None)

@@ -121,7 +121,6 @@ class Layout:
         return name if folder == str(self.root) else None
 
     def digests(self, prefix: str = "") -> list[str]:
-        """All published adapters, or the adapters whose digests begin with `prefix`, in order."""
         return sorted(name for name in os.listdir(self.root) if name.startswith(prefix) and is_digest(name))
 
     def new_temporary(self, process: str, needed_bytes: int = 0) -> Path:

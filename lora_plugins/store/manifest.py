@@ -72,7 +72,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return sum(file.size_bytes for file in self.files)
 
     def to_json(self) -> bytes:
-        """The content of manifest.json."""
         return json.format(json.encode(self), indent=1) + b"\n"
 
     @classmethod

@@ -71,6 +71,6 @@ class PartialDownload:
         return tuple(StoredFile(name, *self._files[name].finish()) for name in self._names)
 
     def finish_quietly(self) -> None:
-        """Stop hashing the files."""
+        """Stop hashing; returns once no thread reads the files."""
         for file in self._files.values():
             file.abandon()

@@ -59,7 +59,6 @@ class Processes:
             return self._me
 
     def is_alive(self, name: str) -> bool:
-        """Whether the process of this name still runs."""
         return self._has_beaten(name, self._silent_s)
 
     def is_gone(self, name: str) -> bool:
@@ -94,13 +93,11 @@ class Processes:
             self._beat_once(self.me())
 
     def describe(self, name: str) -> str:
-        """A process's name as people know it."""
         host, _, rest = name.partition(".")
         where = "this host" if host == _host() else "another host or container"
         return f"process {rest.partition('.')[0]} of {where}"
 
     def sweep(self) -> None:
-        """Forget the heartbeats of the dead."""
         for entry in list(os.scandir(self._folder)):
             if self.is_gone(entry.name):
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
