@@ -40,7 +40,6 @@ _BY_CODE = {
 
 
 def exit_of(error: LoRAPluginsError) -> Exit:
-    """Return the exit code for an error of ours."""
     return _BY_CODE.get(error.code, Exit.WRONG)
 
 

@@ -37,7 +37,6 @@ class Trained:
 
 
 def apart(some: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return how far each number is from its other."""
     return [abs(one - other) for one, other in zip(some, others, strict=True)]
 
 

@@ -83,12 +83,10 @@ class Context:
 
     @cached_property
     def settings(self) -> Settings:
-        """The settings of all variables without an error."""
         return Settings.from_env({name: text for name, text in self.env.items() if name not in self.wrong})
 
     @property
     def is_cpu(self) -> bool:
-        """Whether vLLM is its build for the CPU."""
         return self.vllm is not None and "+cpu" in vllm_releases.installed_version(self.vllm)
 
     @cached_property
@@ -163,7 +161,6 @@ def vllm(context: Context) -> Iterator[Step]:
 
 
 def some_of(texts: Sequence[str]) -> str:
-    """Return the first texts, and how many more there are."""
     return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
 
 
@@ -245,7 +242,6 @@ def named(plugin: str) -> Check:
 
 
 def kernels(context: Context) -> Iterator[Step]:
-    """Report the kernels of a server here."""
     there = context.vllm is not None
     yield from [on(f"{context.choice.kernels} ({context.choice.why})")] if there else named(KERNELS)(context)
 
@@ -309,7 +305,6 @@ def policy(context: Context) -> Iterator[Step]:
 
 
 def adapters_file(context: Context) -> Iterator[Step]:
-    """Check that the file of declared adapters can be read, if there is a file."""
     path = context.settings.adapters_file
     if path is not None:
         declared = parse(read_bytes(path), path, AllowedUris.parse(context.settings.allowed_uris))

@@ -32,5 +32,5 @@ def explain(code: Annotated[str, typer.Argument(help="The code of an error, such
 
 
 def plain(text: str) -> str:
-    """Return a page without its links, as a terminal cannot open links."""
+    # A terminal cannot open the page's links.
     return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)

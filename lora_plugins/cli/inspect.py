@@ -182,7 +182,7 @@ def _of_folder(path: Path) -> AdapterNotFound | None:
 
 
 def _of_source(path: Path, name: str) -> Path:
-    """Return the file as the adapter's source has it: the store may have replaced the configuration."""
+    # The store may have replaced the configuration.
     kept = path / ORIGINAL_CONFIG_FILE
     return kept if name == CONFIG_FILE and os.path.lexists(kept) else path / name
 

@@ -95,7 +95,6 @@ class Output:
 
     @property
     def shows_progress(self) -> bool:
-        """Whether bars can be drawn."""
         return self.is_for_people and self.errors.is_terminal
 
     def show(self, result: Result) -> Exit:
@@ -124,17 +123,14 @@ class Output:
         sys.stdout.flush()
 
     def json(self, value: Any) -> None:
-        """Print an object on stdout."""
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
         sys.stdout.flush()
 
     def progress(self, text: str) -> None:
-        """Print a line about the present work, on stderr, and only for people."""
         if self.is_for_people:
             self.errors.print(line(text, "dim"), soft_wrap=True)
 
     def error(self, error: dict[str, str]) -> None:
-        """Print an error."""
         if self.as_json:
             self.json({"error": error})
         else:
@@ -142,12 +138,10 @@ class Output:
 
 
 def error_fields(error: LoRAPluginsError) -> dict[str, str]:
-    """Return an error of ours as the fields of JSON."""
     return {"code": error.code, "kind": type(error).__name__, "message": str(error), **error.fields()}
 
 
 def line(text: str = "", style: str = "") -> Text:
-    """Return a line for people."""
     return Text(printable(text), style=style)
 
 
@@ -208,7 +202,6 @@ def ago(at: float | None) -> str:
 
 
 def number(count: int, what: str) -> str:
-    """Return a count with its noun."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 

@@ -52,7 +52,7 @@ def source(plugin: str) -> Check:
 
 
 def _probes(source: Source) -> Sequence[AdapterName]:
-    """Return the names that a source is asked for: any answer will do, so the adapters need not exist."""
+    # Any answer will do, so the adapters need not exist.
     if isinstance(source, HasProbes):
         return source.probes(_PROBE)[:_MAX_PROBES]
     return [AdapterName(_PROBE)] if source.remote else []
@@ -106,7 +106,6 @@ def _of_list(source: Source, listing: Listing, context: Context) -> Iterator[Ste
 
 
 def _denied_in(folder: Path) -> list[str]:
-    """Return the adapter's files in a folder that are there, and that this user may not read."""
     files = [folder / name for name in ADAPTER_FILES if (folder / name).exists()]
     is_effective = os.access in os.supports_effective_ids
     return [str(file) for file in files if not os.access(file, os.R_OK, effective_ids=is_effective)]

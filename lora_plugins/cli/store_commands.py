@@ -67,7 +67,6 @@ class StoreView:
             raise InvalidSettings(found, expected="a directory that can be read", remedy=remedy) from error
 
     def holders(self, entry: Entry) -> list[str]:
-        """Return the processes that have leased an adapter, in words."""
         return [self._processes.describe(name) for name in self._leases.holders(entry.digest)]
 
     def row(self, entry: Entry) -> dict[str, Any]:

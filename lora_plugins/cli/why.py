@@ -66,7 +66,6 @@ class OfServer:
 
     @property
     def state(self) -> ServedState | None:
-        """The name's state at the server."""
         return None if self.view is None else self.view.state
 
     @property
@@ -204,7 +203,6 @@ class _Explanation:
     code: Exit = Exit.NOT_FOUND
 
     def end(self, verdict: str, code: Exit = Exit.OK, text: str = "") -> None:
-        """Set the verdict."""
         self.verdict, self.code, self.text = verdict, code, text or _VERDICTS.get(verdict, "")
 
     def fail(self, asked: LookUp, error: LoRAPluginsError, check: str, verdict: str = "", remedy: str = "") -> None:
