@@ -154,10 +154,10 @@ class VllmReplica:
         self._server.end()
 
     async def _watch(self) -> None:
-        """End the replica after its server: Ray notices a dead replica sooner than an unhealthy replica."""
         while not self._server.has_ended:  # noqa: ASYNC110 - the server is a process, without an asyncio event
             await asyncio.sleep(WATCH_S)
         logger.error("The server of replica %s has ended:\n%s", self.name, self._server.log_tail())
+        # Ray notices a dead replica sooner than an unhealthy replica.
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _gone(self, error: Exception) -> ServerGone:

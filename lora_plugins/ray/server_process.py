@@ -81,11 +81,9 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone."""
         return self._process.poll() is not None
 
     def log_tail(self) -> str:
-        """Return the last lines of the server's output."""
         if self.has_ended:
             self._passing_on.join(1.0)
         return b"".join(self._tail).decode(errors="replace")
@@ -109,7 +107,6 @@ class ServerProcess:
             await asyncio.sleep(0.2)
 
     async def is_healthy(self) -> bool:
-        """Whether `/health` answers 200."""
         try:
             return (await self.client.get("/health", timeout=10.0)).status_code == 200
         except httpx.HTTPError:
@@ -140,9 +137,9 @@ class ServerProcess:
         self._held.close()
 
     def _pass_on(self) -> None:
-        """Print the server's output here too, where Ray keeps the output with the replica's log."""
         for line in self._process.stdout:  # type: ignore[union-attr]
             self._tail.append(line)
+            # Here too, where Ray keeps the output with the replica's log.
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(line.decode(errors="replace"))
 
