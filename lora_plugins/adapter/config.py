@@ -123,7 +123,6 @@ class AdapterConfig:
         return alpha / self._divisor(rank)
 
     def alpha_for(self, scaling: float, rank: int) -> float:
-        """Return the alpha that gives a pair of this rank this scaling."""
         return scaling * self._divisor(rank)
 
     def _divisor(self, rank: int) -> float:
@@ -196,7 +195,6 @@ def without_effect(why: str) -> InvalidAdapter:
 
 
 def unsupported(feature: str, remedy: str = "merge it into the base model") -> IncompatibleAdapter:
-    """Return the error for a feature of PEFT that vLLM lacks."""
     return IncompatibleAdapter(feature, expected="plain LoRA, which is what vLLM serves", remedy=remedy)
 
 

@@ -72,7 +72,6 @@ def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> dict[str, flo
 
 
 def _value(bits: int, dtype: str) -> float:
-    """Return the number with these bits."""
     import numpy as np
 
     return float(floats_of(np.array([bits], dtype=_INFINITIES[dtype][0]), dtype)[0])

@@ -61,7 +61,6 @@ class BaseModel:
         )
 
     def matches_exactly(self, name: str) -> bool:
-        """Whether `name` is exactly the path, a served name or an alias."""
         return name in {self.path, *self.served_names, *self.aliases}
 
 
@@ -185,7 +184,7 @@ def _named(config: AdapterConfig) -> str:
 
 
 def _quoted(name: str) -> str:
-    """Return a path with its ends marked, as a path may have spaces: `api/http_errors.py` hides it from clients."""
+    # `api/http_errors.py` hides paths from clients, and a path may have spaces: the quotes show where it ends.
     return f"'{name}'" if os.path.isabs(name) or PureWindowsPath(name).drive else name
 
 

@@ -105,7 +105,6 @@ class TokenPlaces(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules' names."""
         return (self.embedding, self.head) if self.head else (self.embedding,)
 
 

@@ -72,7 +72,6 @@ class AdapterName:
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """The parts of the path between slashes."""
         return tuple(self.path.split("/"))
 
     def __str__(self) -> str:

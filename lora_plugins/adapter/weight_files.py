@@ -34,7 +34,6 @@ OpenWeights = tuple[BinaryIO, int, tuple[TensorInfo, ...]]
 
 
 def is_shard(name: str) -> bool:
-    """Whether `name` is the name of one of several files."""
     return _SHARD.fullmatch(name) is not None
 
 

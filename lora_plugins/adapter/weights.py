@@ -327,7 +327,7 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
 
 
 def _without_prefix(name: str) -> str:
-    """Return the name without prefix, as vLLM's `parse_fine_tuned_lora_name` does, which replaces every occurrence."""
+    # As vLLM's `parse_fine_tuned_lora_name`, which replaces every occurrence.
     return name.replace(PREFIX, "") if name.startswith(PREFIX) else name
 
 

@@ -197,7 +197,6 @@ def name_format(error: AdapterNotFound, files: Iterable[str]) -> None:
 
 
 def wrappers_in(modules: Iterable[str]) -> list[str]:
-    """Return the wrappers whose names are parts of these modules' names, in the order of the table."""
     parts = {part for module in modules for part in module.split(".")}
     return [name for name in WRAPPERS if name in parts]
 
@@ -211,5 +210,4 @@ def unwrapped(module: str) -> str:
 
 
 def in_words(wrappers: Iterable[str]) -> str:
-    """Return the wrappers' names, each with its program."""
     return ", ".join(f"'{name}.' of {WRAPPERS[name]}" for name in wrappers)

@@ -188,7 +188,6 @@ def _with(kind: BesideKind, weights: Weights) -> Iterator[tuple[LoraPair, Tensor
 
 
 def _multiplied(a: NewTensor, factors: Mapping[str, TensorInfo]) -> NewTensor:
-    """Return an A whose sources are multiplied by their factors."""
     sources = (*a.sources, *(factors[source.name] for source in a.sources))
     move = Scaled(cast("Part | Placed", a.make), tuple(source.dtype for source in sources))
     return NewTensor(replace(a.info, dtype="F32"), sources, move)

@@ -33,7 +33,6 @@ class Part(msgspec.Struct, frozen=True, tag=True):
     axes: tuple[int, ...] = ()
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        """See the class."""
         turned = arrays[0].reshape(self.shape).transpose(self.axes) if self.shape else arrays[0]
         return turned[_index(self.slices)]
 
@@ -67,7 +66,6 @@ class Scaled(msgspec.Struct, frozen=True, tag=True):
     dtypes: tuple[str, ...]
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        """See the class."""
         wide = _wide(arrays, self.dtypes)
         half = len(wide) // 2
         return self.move([(a * e).view("<u4") for a, e in zip(wide[:half], wide[half:], strict=True)])

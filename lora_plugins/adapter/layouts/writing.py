@@ -16,7 +16,6 @@ _PIECE_BYTES = 16 << 20
 
 
 def weights_bytes(tensors: Sequence[NewTensor]) -> int:
-    """Return how large the file of weights will be."""
     return LENGTH_BYTES + len(_header(tensors)) + sum(_size(tensor.info) for tensor in tensors)
 
 
