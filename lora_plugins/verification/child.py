@@ -109,7 +109,6 @@ def _written(request: protocol.Write, lists: protocol.Lists, connection: Connect
 
 
 def _set_limits(request: protocol.Request, more_memory_bytes: int) -> None:
-    """Limit memory, and the processor's time from now on."""
     _limit(resource.RLIMIT_DATA, MAX_MEMORY_BYTES + more_memory_bytes)
     used = resource.getrusage(resource.RUSAGE_SELF)
     # Rounded up: RLIMIT_CPU is in whole seconds.

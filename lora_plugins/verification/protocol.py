@@ -164,7 +164,6 @@ def receive(
 
 
 def pieces(data: bytes) -> list[bytes]:
-    """Return the list `pieces` of these bytes."""
     return [data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES)]
 
 

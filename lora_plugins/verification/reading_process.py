@@ -102,7 +102,6 @@ class ReadingProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._process.pid
 
     @property
