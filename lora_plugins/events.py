@@ -261,7 +261,6 @@ def polling() -> Iterator[None]:
 
 
 def is_polling() -> bool:
-    """Return whether the running code is inside `polling`."""
     return _polls.get()
 
 
@@ -276,7 +275,6 @@ class Events:
         self._hooks.append(hook)
 
     def emit(self, event: Event) -> None:
-        """Notify every hook."""
         # In the emitting thread: hooks must be short, and safe in any thread.
         for hook in self._hooks:
             hook(event)

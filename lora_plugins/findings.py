@@ -46,7 +46,6 @@ class Step(NamedTuple):
 
 
 def problem_of(error: LoRAPluginsError) -> Step:
-    """Return an error of ours as a finding."""
     expected = f"; expected {error.expected}" if error.expected else ""
     return Step("", State.PROBLEM, f"{error.found}{expected}", error.remedy)
 
@@ -133,7 +132,6 @@ def root_as_adapter(root: Path) -> Iterator[Step]:
 
 
 def resolvers_not_asked(settings: Settings) -> Iterator[Step]:
-    """Yield a problem if vLLM asks no resolver."""
     if not settings.runtime_lora_updating:
         found = "vLLM asks no resolver: VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1"
         yield Step("runtime", State.PROBLEM, found, "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")

@@ -79,7 +79,6 @@ class Process:
         return self.policy is None or self.policy.may_lead(name, place)
 
     def add_source(self, source: Source) -> None:
-        """Resolve names from `source` too."""
         self._known_sources.append(source)
 
     @functools.cached_property
@@ -93,7 +92,6 @@ class Process:
 
     @functools.cached_property
     def listed_names(self) -> ListedNames:
-        """The names that the sources of the API server list."""
         return ListedNames(self._known_sources, self.settings.revalidate_s)
 
     @property
@@ -139,5 +137,4 @@ def moves_running() -> bool:
 
 
 def this_process() -> Process:
-    """Return the state of this process."""
     return _process

@@ -60,7 +60,6 @@ class AdapterChat(StrEnum):
 
     @property
     def reads_files(self) -> bool:
-        """Whether the adapter's files for chats count."""
         return self is not AdapterChat.BASE
 
 

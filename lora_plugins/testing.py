@@ -151,7 +151,6 @@ class SourceContract:
 
 
 def located(source: Source, harness: SourceHarness, name: str) -> RemoteAdapter:
-    """Return the adapter, which must be there."""
     found = asyncio.run(source.locate(AdapterName.parse(harness.asked(name)), _BASE))
     assert isinstance(found, RemoteAdapter)
     return found

@@ -114,7 +114,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def member(kind: type[E]) -> Kind[E]:
-    """Return the kind of an enumeration's values."""
     return Kind("one of " + ", ".join(kind), lambda text: kind(text.strip().lower()), blank_is_unset=False)
 
 
