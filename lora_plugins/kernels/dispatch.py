@@ -13,12 +13,21 @@ from dataclasses import dataclass
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import tuning
+from lora_plugins.kernels.compiled import build
 from lora_plugins.settings import Kernels
 
 # Dotted names: vLLM imports the class by name, and only the chosen platform's module is importable.
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
 TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
+
+
+def are_pointed(dtype: object, *, fully_sharded: bool) -> bool:
+    """Whether slots of this dtype point at packed weights, where the compiled product computes.
+
+    Fully sharded layers, which shrink and expand apart, have their weights copied.
+    """
+    return str(dtype).removeprefix("torch.") in build.ELEMENTS and not fully_sharded
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from lora_plugins.errors import InvalidAdapter
-from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.library import Product
 from lora_plugins.kernels.compiled.panels import Panels, SlotPanels, fill, size
+from lora_plugins.kernels.dispatch import are_pointed
 from lora_plugins.kernels.layers import note_ranks, sides_of_slices, stacks, watched_ranks
 from lora_plugins.kernels.slot_ranks import SlotRanks
 
@@ -144,14 +144,6 @@ class Packer:
 
     def _size(self, sides: Sequence[tuple[Any, Any]]) -> int:
         return size(self.panels.product, self.shape, [int(a.shape[0]) for a, _ in sides])
-
-
-def are_pointed(dtype: Any, *, fully_sharded: bool) -> bool:
-    """Whether layers of this dtype get packers where the compiled product computes.
-
-    Fully sharded layers, which shrink and expand apart, get no packer.
-    """
-    return str(dtype).removeprefix("torch.") in build.ELEMENTS and not fully_sharded
 
 
 def give_packer(module: Any, product: Callable[[str], Product]) -> None:

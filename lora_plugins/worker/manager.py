@@ -168,7 +168,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
                 read, model, manager, self._modules, self.jobs.in_loop, is_whole_model=self._is_whole_model
             )
             scalings, rank = take_scalings(model), rank_of(model)
-            if model.loras:  # an adapter of vectors alone has none, and vLLM takes the first
+            if model.loras or vectors is None:  # of vectors alone there are none, and vLLM takes the first
                 manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             adapter_checks.check_slots(model, manager, self._modules)
             # The store has checked a directory that is named by a digest.

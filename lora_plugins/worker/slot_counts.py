@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_plugins.kernels.dispatch import CPU_WRAPPER
-from lora_plugins.kernels.packing import are_pointed
+from lora_plugins.kernels.dispatch import CPU_WRAPPER, are_pointed
 from lora_plugins.scheduler.messages import Slots
 
 

@@ -28,7 +28,7 @@ COMMANDS = {
 VERDICTS = {"served", "found", "unknown", "refused", "unavailable", "yes", "no", "failed"}
 VERDICTS |= {"ok", "on", "off", "warning", "problem", "paused", "waiting", "removed", "leased"}
 # With a base model or a conversion, which these runs are without.
-ELSEWHERE = {"inspect": {"shapes", "form", "original_digest", "changes"}}
+ELSEWHERE = {"inspect": {"tensor", "shape", "form", "original_digest", "changes"}}
 
 
 def fields(value: Any) -> Iterator[str]:

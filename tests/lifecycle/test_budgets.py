@@ -14,7 +14,7 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OfAdapter, OutOfMemory, SourceUnavailable
-from tests.lifecycle.test_copies import GOOD, Bed, make_bed
+from tests.lifecycle.test_stored_copies import GOOD, Bed, make_bed
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content, turned
 from tests.virtual_time import runs

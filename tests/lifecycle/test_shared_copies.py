@@ -19,7 +19,7 @@ from lora_plugins.lifecycle.registry import Registry
 from lora_plugins.lifecycle.shared_copies import FollowedCopies, LedCopies
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.store import Store
-from tests.lifecycle.test_copies import GOOD, LAST_BIT, Bed
+from tests.lifecycle.test_stored_copies import GOOD, LAST_BIT, Bed
 from tests.lifecycle.world import Server
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content

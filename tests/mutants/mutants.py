@@ -371,8 +371,8 @@ MUTANTS = (
     Mutant(
         "routing: what has ended counts in all",
         "lora_plugins/routing/load.py",
-        "            self._ours[replica] -= 1\n            self.total -= 1",
-        "            self._ours[replica] -= 1",
+        "            requests.ours -= 1\n            self.total -= 1",
+        "            requests.ours -= 1",
         ("tests/routing/test_load.py",),
     ),
     Mutant(

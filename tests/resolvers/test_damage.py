@@ -18,7 +18,7 @@ from lora_plugins.store.store import Store
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content
 from tests.resolvers.test_resolver import FakeSource, RecordingResolver, clock, make
-from tests.store.test_errors import no_descriptors
+from tests.store.test_disk_errors import no_descriptors
 
 _ = clock, make
 GOOD = adapter_files()

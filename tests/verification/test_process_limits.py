@@ -107,7 +107,7 @@ for word in (0, 1):
 assert libc.capset(header, sets) == 0
 kind, most = getattr(resource, sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(kind, (most, most))
-process._PROGRAM = process._PROGRAM.replace("main()", sys.argv[4] + "\\nmain()")
+reading_process._PROGRAM = reading_process._PROGRAM.replace("main()", sys.argv[4] + "\\nmain()")
 made = Children()
 try:
     exec(sys.argv[5])

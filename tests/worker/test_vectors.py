@@ -21,7 +21,7 @@ from lora_plugins.kernels import packing
 from lora_plugins.kernels.dispatch import TRITON_WRAPPER
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU
 from lora_plugins.scheduler.messages import Failed, Loaded, Move
-from lora_plugins.worker import jobs, model_manager, vectors
+from lora_plugins.worker import jobs, slot_counts, vectors
 from lora_plugins.worker.weights_file import patch_safetensors
 from tests.worker import small_model
 from tests.worker.small_model import (
@@ -79,7 +79,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)
         small_model.use_kernels(monkeypatch, TRITON_WRAPPER)
     elif request.param == "copied":
-        for user in (packing, model_manager):
+        for user in (packing, slot_counts):
             monkeypatch.setattr(user, "are_pointed", lambda *_, **__: False)
 
 

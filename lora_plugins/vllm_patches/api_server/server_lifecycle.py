@@ -73,7 +73,7 @@ def _copies_of(server: ApiServer, role: Leader | Follower | None) -> Copies:
 
 
 class _Server:
-    """Our calls of vLLM (`server.api_server.VllmServer`)."""
+    """Our calls of vLLM (`lifecycle.api_server.VllmServer`)."""
 
     def __init__(self, models: Any, role: Leader | Follower | None) -> None:
         self._models, self._role = models, role
