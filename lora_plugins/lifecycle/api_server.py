@@ -52,7 +52,7 @@ class ApiServer:
     on_change: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Free what the registry serves no longer by itself."""
+        # The registry itself ends mixtures of a part that has changed: nobody else would free them.
         self.registry.on_stale = self.drain
 
     async def engine_path(self, name: str, version: ResolvedAdapter, *, other_than: str = "") -> str:

@@ -63,7 +63,6 @@ class FewAtOnce(Generic[_T]):
         self._is_idle.set()
 
     def __len__(self) -> int:
-        """Number of names that wait or run."""
         return len(self._waiting) + len(self._running)
 
     def begin(self, name: str, item: _T) -> None:
@@ -85,12 +84,10 @@ class FewAtOnce(Generic[_T]):
         return task
 
     def end_all(self) -> None:
-        """Cancel all work."""
         for name in [*self._waiting, *self._running]:
             self.end(name)
 
     async def idle(self) -> None:
-        """Wait until no item is left."""
         await self._is_idle.wait()
 
     def _fill(self, place: str) -> None:

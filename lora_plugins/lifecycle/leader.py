@@ -95,7 +95,6 @@ class Leader:
         )
 
     def close(self) -> None:
-        """Close the socket and all followers' connections."""
         if self._server is not None:
             self._server.close()
         for follower in self._followers:

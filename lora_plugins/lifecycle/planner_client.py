@@ -88,7 +88,6 @@ class PlannerClient:
         self.used_at: LRUCache[int, float] = LRUCache(REMEMBERED)
 
     def used(self, request: Any) -> None:
-        """Note that a request for an adapter has come."""
         self.used_at[request.lora_int_id] = time.time()
 
     async def load(
@@ -170,7 +169,6 @@ class PlannerClient:
             await self._typed(bool, "lora_plugins_paused", name, ())
 
     async def resume(self, name: str) -> None:
-        """Have the engines go on with requests that a pause of the name holds."""
         await self._typed(type(None), "lora_plugins_resume", name)
 
     async def end_api_server(self, number: int) -> None:
@@ -178,7 +176,6 @@ class PlannerClient:
         await self._typed(type(None), "lora_plugins_end_api_server", number)
 
     async def states(self) -> AdapterStates:
-        """The state of each adapter now."""
         answers = await self._typed(list[AdapterState], "lora_plugins_residency")
         return AdapterStates([{state.engine_id: state for state in states} for states in answers.values()])
 

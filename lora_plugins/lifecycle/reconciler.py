@@ -280,7 +280,6 @@ class Reconciler:
     # --- adapters to serve ---
 
     async def _begin(self, targets: Iterable[Target]) -> None:
-        """Begin with targets that are not done."""
         async for target in in_steps(list(targets)):
             name = target.adapter.name
             if self._targets.get(name) is target and not target.is_done:

@@ -205,7 +205,6 @@ class Registry:
         return adapter
 
     def not_served(self, name: str) -> AdapterNotFound:
-        """The error for a name that is not served."""
         return misspelt(name, self._near(name)) or AdapterNotFound(
             "no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name
         )
@@ -244,7 +243,6 @@ class Registry:
         return self._adapters.pop(name, None)
 
     def mixtures_of(self, caller: Hashable) -> list[ServedAdapter]:
-        """The served mixtures that requests of a caller have made."""
         return [it for name in self._mixtures if (it := self.get(name)) is not None and it.caller == caller]
 
     def is_stale(self, version: ResolvedAdapter) -> bool:

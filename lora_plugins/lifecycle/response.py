@@ -77,7 +77,6 @@ class Response:
     def note_version(
         self, digest: str | None, *, warnings: Iterable[str] = (), fills_fingerprint: bool = False
     ) -> None:
-        """Note the version that the request was given, and warnings about the version."""
         self.digests.add(digest)
         self.warnings |= dict.fromkeys(warnings)
         self.fills_fingerprint = fills_fingerprint
