@@ -64,7 +64,6 @@ def is_of_adapter(name: str) -> bool:
 
 
 def broken(found: str, expected: str, remedy: str = "push a whole PEFT adapter", *, file: str = "") -> InvalidAdapter:
-    """The error of a body that breaks a rule."""
     return InvalidAdapter(found, expected=expected, remedy=remedy, file=file)
 
 

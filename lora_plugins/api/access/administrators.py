@@ -166,6 +166,6 @@ def _is_own_name(host: str) -> bool:
 
 
 def _are_equal(sent: str, key: str) -> bool:
-    """Compare in constant time; the digests have one length, so the time shows neither content nor length."""
+    # In constant time, and of digests, which have one length: the time shows neither content nor length.
     digests = (hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (sent, key))
     return hmac.compare_digest(*digests)

@@ -138,7 +138,6 @@ class Principal:
         return self.is_admin or self.owns(name)
 
     def owns(self, name: str) -> bool:
-        """Whether `pushes` covers this adapter."""
         return any(pattern.matches(name) for pattern in self.pushes)
 
     def is_named(self, name: str) -> bool:
@@ -234,7 +233,6 @@ class Policy:
 
     @property
     def key_count(self) -> int:
-        """Number of keys in the policy."""
         return len(self._tenants)
 
     def _blinded(self, digest: bytes) -> bytes:

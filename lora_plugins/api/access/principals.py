@@ -36,7 +36,6 @@ def label_of_request() -> str | None:
 
 
 def share_of_request() -> Share:
-    """The share of the running request's principal."""
     principal = principal_of_request.get()
     return NO_LIMIT if principal is None else Share(principal.label, principal.share)
 
