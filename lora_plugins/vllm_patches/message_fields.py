@@ -38,7 +38,7 @@ class StepCommands:
 
 @dataclass(frozen=True, slots=True)
 class StepReports:
-    """On a `ModelRunnerOutput`: finished work of all workers, and once, before all reports, the workers' slots."""
+    """On a `ModelRunnerOutput`: jobs that have ended on all workers, and slots that a worker could not write."""
 
     reports: tuple[Report, ...] = ()
 
@@ -98,7 +98,6 @@ def aborted_output(request: Any) -> Any:
 
 
 def stop_reason(error: LoRAPluginsError) -> str:
-    """Return an error as a stop reason."""
     return _PREFIX + json.dumps(error.plain())
 
 

@@ -87,7 +87,7 @@ def snapshots_of(client: Any) -> Snapshots:
 
 
 def known_snapshots(client: Any) -> Snapshots | None:
-    """Return the same where a caller has named an adapter so; else None."""
+    """Return what `snapshots_of` has made; None where no caller has named an adapter by a path yet."""
     found: Snapshots | None = vars(client).get(_SNAPSHOTS)
     return found
 

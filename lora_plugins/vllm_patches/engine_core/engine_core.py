@@ -115,7 +115,6 @@ def _paused(self: Any, name: str, clients: list[str]) -> Future[bool]:
 
 @utility
 def _resume(self: Any, name: str) -> None:
-    """Have the requests that the pause of a name holds go on."""
     self.scheduler.resume(name)
 
 

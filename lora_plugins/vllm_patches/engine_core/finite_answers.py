@@ -110,7 +110,7 @@ def _version(adapter: Adapter) -> str | tuple[str, int]:
 
 
 def _has_nan(pooled: Any) -> bool:
-    """Return whether a pooled output has NaN; a sum without NaN proves cheaply that no value is NaN."""
+    # A sum without NaN proves cheaply that no value is NaN; the sum of infinities of both signs is NaN too.
     return bool(pooled is not None and pooled.is_floating_point() and pooled.sum().isnan() and pooled.isnan().any())
 
 

@@ -121,7 +121,6 @@ def take_client(request: Any) -> None:
 
 
 def path_of(adapter: Adapter) -> str:
-    """Return the path of an adapter's present weights."""
     return _path_of(adapter.spec, adapter.weights_key)
 
 

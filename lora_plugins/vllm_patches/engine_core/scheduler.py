@@ -331,7 +331,6 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             logger.warning("Requests wait for others' adapters, while memory is left for more adapters: raise %s", flag)
 
     def answer_calls(self) -> None:
-        """Answer the calls that can be answered, of the planner and of pauses."""
         self.planner.answer_calls(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
         self.pauses.answer()
 

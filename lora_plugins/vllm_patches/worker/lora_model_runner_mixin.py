@@ -84,7 +84,7 @@ def planned(found: Any) -> type:
 
 
 def _names_of_vllm() -> set[str]:
-    """Return the names in vLLM's own class; the module is loaded again, as nothing may refer to the class any more."""
+    # Loaded again: where another package's copy is in its place, nothing may refer to vLLM's own class any more.
     spec: Any = importlib.util.find_spec(_MODULE)
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
