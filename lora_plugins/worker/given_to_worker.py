@@ -27,7 +27,6 @@ class GivenAdapters:
         return added | {engine_id for engine_id, _ in self._numbered.values()}
 
     def add(self, spec: AdapterSpec, adapter: LoadedAdapter) -> None:
-        """Keep a loaded adapter."""
         self._changes.append((Change(spec.engine_id, spec), adapter))
 
     def remove(self, engine_id: int) -> None:
@@ -52,6 +51,5 @@ class GivenAdapters:
         return self._numbered.pop(number, (0, None))[1]
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Drop numbered adapters."""
         for number in numbers:
             self._numbered.pop(number, None)

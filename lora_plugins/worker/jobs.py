@@ -149,7 +149,7 @@ class Jobs:
                 self._something_done.wait(max(0.0, deadline - time.monotonic()))
 
     def take_unconfirmed(self) -> Callable[[], list[Report]] | None:
-        """Return what reports other workers' lost adapters, once this step's batch is computed; None if none can be."""
+        """Return a function for slots that others have lost, to call after the batch; None if none can be lost."""
         is_unconfirmed, self._is_unconfirmed = self._is_unconfirmed, False
         is_asked = self._agreement.world_size > 1 and self._agreement.is_reporting
         return self._agreement.lost_elsewhere if is_unconfirmed and is_asked else None
@@ -213,7 +213,6 @@ class Jobs:
 
     @property
     def engine_ids(self) -> set[int]:
-        """Engine ids of all adapters that are here, except the removed ones."""
         here = (it for it in self.entries.values() if it.adapter is not None and not it.is_removed)
         return {entry.spec.engine_id for entry in here} | self.given.engine_ids
 

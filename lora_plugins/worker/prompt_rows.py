@@ -39,7 +39,6 @@ class PromptRows:
             manager.model.compute_logits = partial(self._with_own_adapters, manager.model.compute_logits)
 
     def begin_batch(self, mapping: LoRAMapping) -> None:
-        """Note the adapters of a batch's rows."""
         if mapping.type is LoRAMappingType.LANGUAGE:  # the rows of encoders have none of the head's
             self._mapping = mapping
 

@@ -58,7 +58,6 @@ class TokenRows:
         self.counts[slot] = len(ids)
 
     def clear(self, slot: int) -> None:
-        """Empty a slot; nothing is done where it is empty."""
         if self.counts.pop(slot, None) is not None:
             self._of(slot, self.keys).fill_(self._key(slot, self._words))
 

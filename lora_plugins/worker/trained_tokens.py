@@ -67,7 +67,6 @@ class TrainedTokens:
         self._in_batch = [slot for slot in used if owners[slot] in ids]
 
     def clear(self, slot: int) -> None:
-        """Empty the tables of a slot."""
         for table in self._tables:
             table.clear(slot)
 

@@ -94,7 +94,6 @@ class AdapterVectors:
             self._vectors.append((module.ranks, Vectors(*memory)))
 
     def write(self, slot: int) -> None:
-        """Give every module's slot its vectors."""
         for ranks, vectors in self._vectors:
             ranks.turn(slot, vectors)
 
