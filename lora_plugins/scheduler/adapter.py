@@ -167,7 +167,6 @@ class Adapter:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether requests or calls wait."""
         return bool(self.held or self.calls)
 
     @property
@@ -177,7 +176,6 @@ class Adapter:
 
     @property
     def is_used(self) -> bool:
-        """Whether requests run or wait, or a slot is being written."""
         return self.is_in_flight or self.is_wanted or self.is_activating
 
     @property
@@ -214,7 +212,6 @@ class Adapter:
         return _HOST if self.residency is LOADED else _STORE
 
     def hold(self, request_id: str, held: Held) -> None:
-        """Add a waiting request."""
         self.held[request_id] = held
         heappush(self._orders, (held.order, request_id))
         if len(self._orders) > 2 * len(self.held) + _MOST_GONE:  # nobody asks for the order while requests run
@@ -222,7 +219,6 @@ class Adapter:
             heapify(self._orders)
 
     def unhold(self, request_id: str) -> Held:
-        """Remove a waiting request."""
         return self.held.pop(request_id)
 
 
@@ -306,5 +302,4 @@ class WaitingOrder:
                 self._sorted.append(entry)  # most adapters came last
 
     def count_before(self, adapter: Adapter) -> int:
-        """Return how many adapters are served before `adapter`."""
         return bisect_left(self._sorted, (adapter.order, adapter.key))

@@ -10,7 +10,6 @@ from lora_plugins.errors import LoRAPluginsError
 
 
 def failed(error: LoRAPluginsError) -> Future[None]:
-    """Return a future that raises an error."""
     future: Future[None] = Future()
     future.set_exception(error)
     return future

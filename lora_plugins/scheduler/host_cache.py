@@ -83,7 +83,6 @@ class HostCache:
         self._policy.added(key, size_bytes, cost_s)
 
     def used(self, key: int) -> None:
-        """Note a use by a request."""
         self._policy.used(key)
 
     def remove(self, key: int) -> int:

@@ -56,7 +56,6 @@ class Pauses:
 
     @property
     def held_count(self) -> int:
-        """How many requests came after their name was paused."""
         return len(self._held)
 
     @property
@@ -134,7 +133,6 @@ class Pauses:
         return future
 
     def answer(self) -> None:
-        """Answer the calls whose name has nothing in flight any more."""
         for name in [name for name in self._calls if not self._is_in_flight(name)]:
             self._answer(name)
 
@@ -144,7 +142,6 @@ class Pauses:
                 call.set_result(False)
 
     def _is_in_flight(self, name: str) -> bool:
-        """Return whether a generation of a name runs requests, or has requests that have run and go on."""
         return any(it.goes_on for it in self._planner.state.of_name(name))
 
     def _ids(self, name: str, clients: Collection[str] | None = None) -> list[str]:

@@ -46,17 +46,14 @@ class Lru(Generic[Key]):
         self._order: OrderedDict[Key, None] = OrderedDict()  # least recently used first
 
     def added(self, key: Key, size_bytes: int, cost_s: float) -> None:  # noqa: ARG002 - the protocol's signature
-        """Note a load."""
         self._order[key] = None
         self._order.move_to_end(key)
 
     def used(self, key: Key) -> None:
-        """Note a use."""
         if key in self._order:
             self._order.move_to_end(key)
 
     def removed(self, key: Key) -> None:
-        """Note a departure."""
         self._order.pop(key, None)
 
     def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
@@ -91,14 +88,12 @@ class Lrfu(Generic[Key]):
         self._heap: list[tuple[float, int, Key]] = []
 
     def added(self, key: Key, size_bytes: int, cost_s: float) -> None:
-        """Note a load."""
         self._uses[key] = self._uses.get(key, self._evicted.pop(key, -math.inf))
         # Above zero and below infinity whatever was measured, so that ranks can be compared.
         self._density[key] = math.log2(min(max(1e-6, cost_s), 1e6) / max(1, size_bytes))
         self._use(key)
 
     def used(self, key: Key) -> None:
-        """Note a use."""
         if key in self._uses:
             self._use(key)
 

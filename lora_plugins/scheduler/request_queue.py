@@ -137,7 +137,6 @@ class AdapterQueue:
         self._groups: dict[Hashable, _WaitingGroup] = {}
 
     def add_request(self, request: Any) -> None:
-        """Add a request at its place."""
         self._enter(request, is_front=False)
 
     def prepend_request(self, request: Any) -> None:

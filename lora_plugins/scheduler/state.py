@@ -116,7 +116,6 @@ class PlannerState:
 
     @property
     def loads(self) -> int:
-        """How many of the jobs are loads."""
         return sum(it.residency is LOADING for it in self.jobs.values())
 
     @property
@@ -284,7 +283,6 @@ class PlannerState:
             self.regrouped[request_id] = held.request
 
     def hold(self, adapter: Adapter, request_id: str, held: Held) -> None:
-        """Have a request wait for an adapter."""
         held.runs_on = held.has_run
         if adapter.leaving_since is not None and not held.has_run:
             is_part = adapter.takes_parts and held.client in adapter.clients
@@ -293,13 +291,11 @@ class PlannerState:
         self.of_request[request_id] = adapter
 
     def hold_elsewhere(self, adapter: Adapter, other: Adapter, request_id: str) -> None:
-        """Have a request that waits for `adapter` wait for `other`."""
         held = self.release(adapter, request_id)
         self.hold(other, request_id, held)
         self.regrouped[request_id] = held.request
 
     def release(self, adapter: Adapter, request_id: str) -> Held:
-        """Have a request wait for an adapter no more."""
         del self.of_request[request_id]
         self.touched[adapter] = None
         return adapter.unhold(request_id)
@@ -418,7 +414,6 @@ class PlannerState:
         return adapter.job
 
     def end_job(self, adapter: Adapter) -> None:
-        """Note that the workers have no job for an adapter any more."""
         if adapter.job is not None:
             del self.jobs[adapter.job]
         adapter.job = None

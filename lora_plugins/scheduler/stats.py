@@ -27,7 +27,6 @@ class Histogram:
     total_s: float = 0.0
 
     def observe(self, duration_s: float) -> None:
-        """Count a duration."""
         self.counts[bisect_left(BOUNDS_S, duration_s)] += 1
         self.total_s += duration_s
 
