@@ -136,7 +136,6 @@ def refuse_more_rows(rows: int, mapped: int) -> None:
 
 
 def note_ranks(module: Any, ranks: SlotRanks) -> None:
-    """Make `ranks` the layer's noted ranks."""
     setattr(module, _RANKS, ranks)
 
 

@@ -176,7 +176,6 @@ def give_packer(module: Any, product: Callable[[str], Product]) -> None:
 
 
 def packer_of(module: Any) -> Packer | None:
-    """Return the layer's packer, or None."""
     packer = getattr(module, _PACKER, None)
     return packer if isinstance(packer, Packer) else None
 

@@ -77,7 +77,6 @@ class Plan:
     max_out: int = ANY
 
     def holds(self, rows: int, n_in: int, n_out: int) -> bool:
-        """Whether the batch is within the limits."""
         return rows <= self.max_rows and n_in <= self.max_in and n_out <= self.max_out
 
 

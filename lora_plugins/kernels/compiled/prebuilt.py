@@ -117,5 +117,4 @@ def digest_of_source() -> str:
 
 
 def digest_of(file: Path) -> str:
-    """SHA-256 in hexadecimal digits."""
     return hashlib.sha256(file.read_bytes()).hexdigest()

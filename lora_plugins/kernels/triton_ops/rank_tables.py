@@ -105,7 +105,6 @@ class _RankTable:
         self._host[slot, first : first + len(ranks)] = torch.tensor(ranks, dtype=torch.int32)
 
     def put(self, slot: int, first: int, ranks: tuple[int, ...]) -> None:
-        """Note the ranks, and copy the slot's row to the device."""
         self.note(slot, first, ranks)
         after_writing((id(self), slot), lambda: self._copy(slot))
 
