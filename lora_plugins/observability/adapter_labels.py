@@ -47,7 +47,7 @@ class AdapterLabels:
         return label
 
     def at(self, place: int, name: str) -> str:
-        """Return the label of a name at a place, from 0, of a list of now, which other names may lead at its next."""
+        """Return the label of the name at `place`, from 0, in a list of the moment; no label is kept for the name."""
         if self._file is not None:
             return self._file.label_of(name)
         return label_of(name) if place < self._most else OTHERS

@@ -147,7 +147,6 @@ class LogEvents:
         )
 
     def _log_not_loaded(self, name: str) -> None:
-        """Write the line of an adapter that was resolved and then not loaded."""
         if name in self._resolved:
             path, line = self._resolved.pop(name)
             logger.info("%s, not loaded, %s", line, path)

@@ -106,20 +106,17 @@ class AffinityPolicy:
         return allowed or self._least_loaded(excluded)
 
     def routed(self, adapter: str, replica: str, now_s: float) -> None:
-        """Note that a request went to a replica."""
         if self._load.routed(replica) and adapter:
             self._residency.routed(adapter, replica, now_s)
             self._estimator.routed(adapter, now_s)
 
     def completed(self, adapter: str, replica: str, now_s: float) -> None:
-        """Note that a routed request has ended."""
         self._load.completed(replica)
         if adapter:
             self._residency.completed(adapter, replica)
             self._estimator.completed(adapter, now_s)
 
     def reported(self, replica: str, report: Report, now_s: float) -> None:
-        """Note a replica's report about itself."""
         self._residency.reported(replica, report, now_s)
         if report.requests is not None:
             self._load.reported(replica, report.requests)

@@ -35,7 +35,6 @@ class ReplicaLoad:
         return 0 if requests is None else requests.ours + requests.others
 
     def join(self, replica: str) -> None:
-        """Count for this replica."""
         self._replicas.setdefault(replica, _Requests())
 
     def leave(self, replica: str) -> None:
@@ -99,7 +98,6 @@ class LoadEstimator:
         self._demands: OrderedDict[str, _Demand] = OrderedDict()  # the least recently used first
 
     def routed(self, adapter: str, now_s: float) -> None:
-        """Count a request."""
         demand = self._demands.get(adapter)
         if demand is None:
             demand = self._demands[adapter] = _Demand(int(now_s // BUCKET_S), now_s)
@@ -111,7 +109,6 @@ class LoadEstimator:
         demand.in_flight += 1
 
     def completed(self, adapter: str, now_s: float) -> None:
-        """Count a request less."""
         demand = self._demands.get(adapter)
         if demand is not None:
             self._advance(demand, now_s)

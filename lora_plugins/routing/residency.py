@@ -72,7 +72,6 @@ class Residency:
         self._stored: dict[str, set[str]] = {}
 
     def join(self, replica: str) -> None:
-        """Add a replica without known adapters."""
         self._replicas.setdefault(replica, _Replica())
 
     def leave(self, replica: str) -> None:
