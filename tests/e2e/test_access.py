@@ -100,6 +100,8 @@ def guarded(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guar
         *(
             "--max-loras",
             "2",
+            "--max-cpu-loras",
+            "2",
             "--enable-scale-out",
             "--enable-tokenizer-info-endpoint",
             "--api-key",
