@@ -212,25 +212,39 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The page's table, from rows of `run`."""
     lines = []
     for name, cells in CELLS.items():
-        lines += [f"### {name}", "| deployment | verdict | how it is known | what is shown |", "|---|---|---|---|"]
+        lines += [f"### {name}", "| deployment | verdict | what is shown | tests |", "|---|---|---|---|"]
         for cell in cells:
-            of_cell = [row for row in rows if row["cell"] == cell]
-            lines += [_line(cell if i == 0 else "", row) for i, row in enumerate(of_cell)]
-            lines += [f"| {cell} | **broken** | | never run |"] * (not of_cell)
+            of_verdict: dict[str, list[Mapping[str, Any]]] = {}
+            for row in rows:
+                if row["cell"] == cell:
+                    of_verdict.setdefault(_verdict(row), []).append(row)
+            lines += [
+                f"| {cell if i == 0 else ''} | {verdict} | {_notes(of_cell)} | {_files_of(of_cell)} |"
+                for i, (verdict, of_cell) in enumerate(of_verdict.items())
+            ]
+            lines += [f"| {cell} | **broken** | never run | |"] * (not of_verdict)
         lines.append("")
     return "\n".join(lines)
 
 
-def _line(cell: str, row: Mapping[str, Any]) -> str:
+def _verdict(row: Mapping[str, Any]) -> str:
     skipped = sorted({outcome for outcome in row["tests"].values() if outcome.startswith("skipped")})
-    verdict = "**broken**" if row["is_broken"] else VERDICTS[row["verdict"]]
-    if skipped and not row["is_broken"]:
-        verdict = f"not run here ({'; '.join(skipped)})"
-    count = len(row["tests"])
-    tests = f"{count} test{'s' * (count != 1)}"
-    how = {"engine": f"real engine, {tests}, {row['seconds']:.0f} s", "unit": f"unit level, {tests}",
-           "code": f"reasoned in code, unit level, {tests}"}[row["how"]]  # fmt: skip
-    return f"| {cell} | {verdict} | {how} | {row['note']} |"
+    if row["is_broken"]:
+        return "**broken**"
+    return f"not run here ({'; '.join(skipped)})" if skipped else VERDICTS[row["verdict"]]
+
+
+def _notes(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The notes of a row; those that differ before the first colon alone share the rest: `LLM / AsyncLLM: …`."""
+    begun_by: dict[str, list[str]] = {}
+    for note in dict.fromkeys(row["note"] for row in rows):
+        begin, colon, end = note.partition(": ")
+        begun_by.setdefault(colon + end if colon else note, []).append(begin if colon else "")
+    return " · ".join(" / ".join(begins) + end for end, begins in begun_by.items())
+
+
+def _files_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"`{file}`" for file in sorted({test.partition("::")[0] for row in rows for test in row["tests"]}))
 
 
 def page(text: str, result: Mapping[str, Any]) -> str:
