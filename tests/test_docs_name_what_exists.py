@@ -85,7 +85,6 @@ MARKERS = ("e2e", "slow", "nightly")  # of pytest
 ELSEWHERE_ON = {
     "docs/guides/clients.md": (r"(litellm|open_webui)/.*\.py|(main|env)\.py", "files of LiteLLM and Open WebUI"),
     "docs/explanation/frameworks.md": (r".*\.py", "files of the frameworks"),
-    "docs/reference/models.md": (r".*\.py", "files of the trainers, and of the engine"),
     "docs/reference/deployments.md": (r"events\.jsonl", "the soak writes it"),
 }
 
