@@ -291,18 +291,18 @@ def _kind(verdict: str) -> str:
 
 def _cells(found: Iterable[Mapping[str, Any]]) -> list[str]:
     """What is served, loaded and refused of one trainer's adapters, a refusal with its text."""
-    cells: dict[str, dict[str, list[str]]] = {"served": {}, "loaded": {}, "refused": {}, "silent": {}, "accepted": {}}
+    cells: dict[str, dict[str, list[str]]] = {"served": {}, "loaded": {}, "refused": {}}
     for row in found:
         mark = {"refused": " †", "silent": " ‡"}.get(_kind(row["stock"]), "")
         kind = _kind(row["ours"])
-        why = row["ours"].removeprefix("refused: ") if kind == "refused" else "" if kind != "silent" else row["ours"]
-        cells[kind].setdefault(why, []).append(row["what"].replace("; ", ", ") + mark)
-    cells["refused"] |= cells["silent"]  # in bold, where anybody looks
-    cells["served"] |= cells["accepted"]
-    return [
-        "; ".join("; ".join(whats) + f": {_escaped(why)}" * bool(why) for why, whats in cells[kind].items()) or "·"
-        for kind in ("served", "loaded", "refused")
-    ]
+        column = {"accepted": "served", "silent": "refused"}.get(kind, kind)
+        verdict = "" if kind in ("served", "loaded") else row["ours"].removeprefix("refused: ")
+        cells[column].setdefault(verdict, []).append(row["what"].replace("; ", ", ") + mark)
+    return ["; ".join(_named(whats, verdict) for verdict, whats in column.items()) or "·" for column in cells.values()]
+
+
+def _named(whats: Iterable[str], verdict: str) -> str:
+    return "; ".join(whats) + (f": {_escaped(verdict)}" if verdict else "")
 
 
 def _escaped(verdict: str) -> str:
