@@ -8,7 +8,7 @@ from typing import NamedTuple
 EVERYTHING = "lora_plugins"  # all plugins below; of the sources, those whose own variable is set
 
 FILESYSTEM = "lora_filesystem_resolver"
-OTHERS = "lora_sources"
+OTHERS = "lora_sources"  # sources of other packages, by entry points
 MANAGER = "lora_lru_manager"
 KERNELS = "lora_kernels"
 ADMIN = "lora_admin"

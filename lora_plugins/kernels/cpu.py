@@ -4,6 +4,9 @@ The compiled product (`lora_plugins.kernels.compiled`) computes all adapters in 
 rest, adapter by adapter, from views of the slots: adapters of a large rank in a slot, whose copy into panels would hold
 up the engine's loop; dtypes without a compiled product. Each row meets only its own adapter, so no content of an
 adapter reaches the rows of another.
+
+Panels are A and B of a slot in the order in which the compiled product reads them (`compiled/panels.py`). Where an
+adapter has vectors, its rows of `y` become `g * y + c` behind the products (`slot_ranks.Vectors`).
 """
 
 from __future__ import annotations
@@ -94,6 +97,7 @@ class ModuleSlots:
             # The panels alone hold the adapter of a slot that points at panels: the stacks are views of a single zero.
             if panels.is_placed(slot)
             or 0 < max(self.ranks[slot]) <= LARGEST_COPIED_RANK
+            # Vectors without a product cost no copy, and are computed with the panels of other slots.
             or (slot in self.ranks.vectors and not any(self.ranks[slot]))
         }
 

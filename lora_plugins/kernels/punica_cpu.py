@@ -69,6 +69,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             self._log_once(type(module).__name__, "is computed by vLLM's own path")
             return
         a, b, ranks = layer
+        # Fully sharded layers divide the rank of one side, and are computed side by side, without a plan.
         if all(a_i.ndim == 4 and a_i.shape[2] == b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
             slots = cpu.ModuleSlots(*layer, self._panels(module, layer))
             # A classification head hands its only pair to add_lora_logits without the tuple, so both ids must find the

@@ -56,7 +56,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self._operators = _operators(torch.device(device))
         self._rows = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
-        self._rows.host[4] = 1  # logits of prompts have more rows than are sampled
+        self._rows.host[4] = 1  # refuse more rows than the batch has; `_sampled` takes more, as logits of prompts have
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._has_layers = False
         self._some_by_vllm = False
@@ -152,7 +152,6 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
     ) -> None:
         """Compute `y += scale * B A x` in place, with the adapter of each sampled row."""
         # vLLM pads the vocabulary of B or of `y`; the narrower width has all real columns.
-        # Logits may be padded, or B may: the smaller width has every real word.
         width = min(lora_b_stacked.shape[-2], y.shape[-1])
         self._linear(self._sampled, y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (width,), add_inputs=True)
 

@@ -25,7 +25,7 @@ class ShrinkTile:
 
     Attributes:
         rank, columns: ranks and input columns of one tile. splits: parts of the input axis.
-        rank_programs: programs that share a slot's rank; each loops over its share, and programs beyond the rank leave.
+        rank_programs: programs that share a slot's rank; each loops over its share, and programs beyond the rank end.
         warps, stages: Triton's.
     """
 
@@ -82,10 +82,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The plans for one architecture, and the number of rows from which a batch of a single slot takes the dense path.
+    """The plans for one architecture.
 
     Attributes:
-        origin: the file, for the log. dense_min_rows: None for never.
+        origin: the file, for the log.
+        dense_min_rows: of a batch of a single slot, from which torch's own products compute (`triton_ops/dense.py`);
+            None for never.
     """
 
     origin: str

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,7 +132,7 @@ def parse_apart(content: bytes, path: Path, allowed_uris: Sequence[str]) -> Mapp
         try:
             # A few milliseconds for the largest file.
             found = json.loads(children().call(answer, asked).result())
-            return {fields[0]: DesiredAdapter(*fields) for fields in found}
+            return {fields["name"]: DesiredAdapter(**fields) for fields in found}
         except InvalidSettings:
             raise
         except LoRAPluginsError as error:
@@ -151,7 +151,7 @@ def answer(asked: bytes) -> bytes:
     about, _, content = asked.partition(b"\n")
     path, allowed_uris = json.loads(about)
     found = parse(content, Path(path), AllowedUris.parse(allowed_uris)).values()
-    return json.dumps([(it.name, it.uri, it.held_digest, it.is_pinned, it.is_awaited) for it in found]).encode()
+    return json.dumps([asdict(it) for it in found]).encode()
 
 
 def _desired(declared: _Declared, allowed: AllowedUris) -> DesiredAdapter:

@@ -24,7 +24,7 @@ IN_SLOT, IN_HOST_MEMORY = "gpu", "cpu"
 
 _COUNTERS = (
     ("host_evictions", "Adapters that left the workers' host memory to make room"),
-    ("host_evicted_bytes", "Their bytes"),
+    ("host_evicted_bytes", "Bytes of the adapters that left host memory for others"),
     ("load_failures", "Adapters that a worker could not bring into its host memory or a slot"),
     ("slot_evictions", "Adapters that lost their slot to another"),
     ("instant_activations", "Slots that were given to an adapter with no copy, or one that is short beside a step"),

@@ -38,14 +38,14 @@ _COUNTERS: Mapping[tuple[str, ...], str] = {
     ("store_hits",): "Versions that the store had when they were resolved",
     ("store_misses",): "Versions that had to be fetched",
     ("store_evictions",): "Adapters removed from the store to make room",
-    ("store_evicted_bytes",): "Their bytes",
+    ("store_evicted_bytes",): "Bytes of the adapters that left the store for others",
     ("store_damaged",): "Adapters in the store that were found damaged",
     ("requests", "adapter_name"): "Requests that the engine has begun to answer",
     ("prompt_tokens", "adapter_name"): "Tokens of the prompts of requests that have ended",
     ("generation_tokens", "adapter_name"): "Tokens generated for requests that have ended, aborted requests among them",
     ("swaps",): "Names that were pointed to another version",
     ("unloads",): "Adapters that were unloaded",
-    ("declared_file_errors",): "Contents of that file that could not be followed",
+    ("declared_file_errors",): "Contents of LORA_PLUGINS_ADAPTERS_FILE that could not be followed",
     ("drain_aborted_requests",): "Requests that were ended by an unload",
 }
 _HISTOGRAMS: Mapping[tuple[str, ...], tuple[str, Sequence[float]]] = {
@@ -165,5 +165,5 @@ class CountEvents:
         if isinstance(event, events.AdapterUnloaded) and self._can_forget:
             freed = self._labels.forget(event.name)
             for name in () if freed is None else _OF_ADAPTERS:
-                with suppress(KeyError):  # of a series that never began, in older releases
+                with suppress(KeyError):  # older releases of prometheus_client raise where a series never began
                     self.metrics[name].remove(freed)

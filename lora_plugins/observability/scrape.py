@@ -150,7 +150,7 @@ class MetricsCollector:
         store: StoreUsage | None = self._store.answer
         if store is not None:
             yield GaugeMetricFamily("lora_plugins_store_adapters", "Adapters in the store", store.adapters)
-            yield GaugeMetricFamily("lora_plugins_store_bytes", "Their bytes", store.size_bytes)
+            yield GaugeMetricFamily("lora_plugins_store_bytes", "Bytes of the adapters in the store", store.size_bytes)
             yield GaugeMetricFamily("lora_plugins_store_max_bytes", "The budget of the store", store.max_bytes)
 
 
@@ -158,7 +158,7 @@ class RefreshBeforeScrape:
     """An ASGI middleware: a scrape of `/metrics` refreshes the figures first; other requests pass unchanged.
 
     Args:
-        answer: serves the scrape in the place of an `app` without our figures.
+        answer: serves the scrape where `app` shows no figures of ours: with several API servers, vLLM sums files.
     """
 
     def __init__(self, app: Asgi, refresh: Callable[[Any], Awaitable[None]], answer: Asgi | None = None) -> None:

@@ -36,14 +36,14 @@ class AdapterResolver:
 
     `search` says which source decides. `known` keeps answers of remote sources, refused versions, and faults for their
     Retry-After: vLLM handles requests for one name one after the other, and each would meet the fault again. Concurrent
-    requests for one name share one answer. A name by URI shares only the store with the same name by its sources.
+    requests for one name share one answer. A name that was loaded by a URI has answers of its own.
 
     A returned version is leased until every name that has got the version is released.
 
     Attributes:
         known: what names mean to this process. chats: what versions bring for chats.
         base: the served model, set once the server is made.
-        on_abandoned: called with a leased version whose callers were all cancelled before the answer.
+        on_abandoned: called with a leased version that no caller has: all were cancelled, or only its bytes were read.
         principal: the origin of the running request; look-ups of new names and fetches take turns by principal.
         give_up: ends what is looked up and fetched, with `SourceUnavailable`: no engine is left for it.
         describe_model: asks the engine for its model's modules, once; the answer is None where LoRA is off.
@@ -254,7 +254,7 @@ class AdapterResolver:
         if found is None:
             return None
         leased = await asyncio.to_thread(self.store.acquire, found.digest, holder)
-        self.on_abandoned(found)  # the name needs the version only where the name is served
+        self.on_abandoned(found)  # the holder has a lease of its own
         if leased is None:
             raise gone()
         return leased

@@ -47,7 +47,7 @@ _NONE: AbstractSet[str] = frozenset()
 
 
 class _Replica:
-    """A replica's state: `used` has adapters in memory, least recently used first; `sent_s`, times of requests."""
+    """A replica's state: `used` has adapters in memory or on the way, least recently used first; `sent_s`, requests."""
 
     __slots__ = ("capacity", "sent_s", "stored", "used")
 

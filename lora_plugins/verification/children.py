@@ -137,12 +137,15 @@ class Children:
                 self._jobs.get()()
 
     def _begin_long(self) -> None:
-        """Have the next job that takes long done after the jobs that wait now, unless another such job is not done."""
+        """Queue a turn for the first long job, behind all jobs that wait now; one turn at a time is queued or runs.
+
+        With the jobs long A, long B, short C in this order: A's turn runs, C in another thread, then B's turn.
+        """
         if self._long and self._long_turn.acquire(blocking=False):
             self._jobs.put(self._do_long)
 
     def _do_long(self) -> None:
-        with suppress(IndexError):  # an earlier turn has done it, where both took turns for one job
+        with suppress(IndexError):  # both threads saw one job, and queued a turn each, one after the other
             self._long.popleft()()
         self._long_turn.release()
         self._begin_long()

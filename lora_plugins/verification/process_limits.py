@@ -16,12 +16,10 @@ MAX_MEMORY_BYTES = 2 << 30  # a header of 500,000 tensors takes half
 _MEMORY = Path("/proc/meminfo")
 MAX_FILES = 320  # `MAX_SHARDS` of weights, and a few
 # Every expert of Kimi K2 takes 5 s, and the values of 8 GiB another 2 s, on a core of an AMD EPYC of 2021.
-# Seconds of a processor for any adapter, and bytes a second beyond; then bytes a second of a slow disk, and seconds of
-# waiting for a busy machine.
-_CPU_S = 30.0
-_CPU_BYTES_PER_S = 100e6
-_READ_BYTES_PER_S = 10e6
-_WAIT_S = 60.0
+_CPU_S = 30.0  # seconds of a processor for any adapter
+_CPU_BYTES_PER_S = 100e6  # and a second more for so many bytes
+_READ_BYTES_PER_S = 10e6  # of a slow disk
+_WAIT_S = 60.0  # for a busy machine
 _LONG_BYTES = 512 << 20
 _LONG_HEADER_BYTES = 512 << 10  # some 4,000 tensors
 
@@ -54,15 +52,16 @@ def lacking(more_bytes: int = 0) -> SourceUnavailable | None:
         more_bytes: memory beside `MAX_MEMORY_BYTES`.
     """
     max_bytes = MAX_MEMORY_BYTES + more_bytes
+    soft, hard = 0, 1  # of `getrlimit`
     lacks = [
         f"{name} of {limit}"
         for name, which, least in (
-            ("RLIMIT_DATA", 1, max_bytes),
+            ("RLIMIT_DATA", hard, max_bytes),
             # RLIMIT_AS counts mapped files and libraries too, so more must be allowed.
-            ("RLIMIT_AS", 0, max_bytes + MAX_MEMORY_BYTES),
-            ("RLIMIT_STACK", 0, 1 << 20),  # bytes, with which Python's own limit of recursion comes first
-            ("RLIMIT_NOFILE", 1, MAX_FILES),
-            ("RLIMIT_CPU", 1, _CPU_S),
+            ("RLIMIT_AS", soft, max_bytes + MAX_MEMORY_BYTES),
+            ("RLIMIT_STACK", soft, 1 << 20),  # bytes, with which Python's own limit of recursion comes first
+            ("RLIMIT_NOFILE", hard, MAX_FILES),
+            ("RLIMIT_CPU", hard, _CPU_S),
         )
         if 0 <= (limit := resource.getrlimit(getattr(resource, name))[which]) < least  # unlimited is -1
     ]

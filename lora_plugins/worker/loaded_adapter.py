@@ -1,10 +1,10 @@
 """An adapter in a worker's host memory, in the form in which its slot is written.
 
 Source: `LoRAModel` in vllm/lora/lora_model.py and `LoRAModelManager.activate_adapter` in vllm/lora/model_manager.py,
-0.32; only attributes are read. Where the kernels offer a packer for a layer (`lora_plugins.kernels.packing`), `build`
-packs the layer's weights once, and a slot points at the panels. Otherwise the weights are copied into the slot. Where
-several workers divide a layer, `build` keeps this worker's part alone, contiguous: on CUDA the copy of a strided part
-goes through memory that is not page-locked, and waits.
+0.32: attributes, and the look-ups of weights. Where the kernels offer a packer for a layer
+(`lora_plugins.kernels.packing`), `build` packs the layer's weights once, and a slot points at the panels. Otherwise the
+weights are copied into the slot. Where several workers divide a layer, `build` keeps this worker's part alone,
+contiguous: on CUDA the copy of a strided part goes through memory that is not page-locked, and waits.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def metrics_of(entries: Mapping[int, WorkerAdapter], manager: Any, device: Any) 
     adapters, and the class that computes with them.
     """
     loaded = [(entry, entry.adapter) for entry in entries.values() if entry.adapter is not None]
+    # A slot in the middle of a write has a negative key.
     active = [key for key in manager.lora_index_to_id if key is not None and key > 0]
     host_bytes = sum(adapter.size_bytes for _, adapter in loaded)
     active_bytes = sum(adapter.size_bytes for entry, adapter in loaded if entry.key in active)

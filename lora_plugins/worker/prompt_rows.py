@@ -46,6 +46,7 @@ class PromptRows:
         whole, of_batch = rows_of_batch.get(), self._mapping
         if whole is None:
             return original(hidden, *args, **kwargs)
+        # `hidden` is a slice of the batch's rows, as both runners cut it; a copy would start at another offset.
         first = (hidden.storage_offset() - whole.storage_offset()) // whole.stride(0)
         rows = of_batch.index_mapping[first : first + hidden.shape[0]]
         self._manager._set_adapter_mapping(replace(of_batch, prompt_mapping=rows))  # noqa: SLF001 - see "Touches"

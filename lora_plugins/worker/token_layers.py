@@ -32,7 +32,7 @@ def find(manager: Any, vllm_config: Any) -> tuple[TokenPlaces, Any, Any, Any] | 
     Until: vLLM serves `trainable_token_indices` (vllm-project/vllm#55796).
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    # The rows of layers are then not a batch's, or not all layers are here.
+    # In these modes a layer sees other rows than the batch's, or the embedding or the head is on another worker.
     modes = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "batch-sharded sampling": getattr(parallel, "enable_batch_sharded_sampling", False),

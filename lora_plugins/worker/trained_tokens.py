@@ -43,7 +43,7 @@ class TrainedTokens:
     def __init__(self, manager: Any, vllm_config: Any) -> None:
         self.places: TokenPlaces | None = None
         self.why_not = ""
-        self._tables: tuple[TokenRows, ...] = ()
+        self._tables: tuple[TokenRows, ...] = ()  # of the embedding and the head; none where rows are never replaced
         self._in_batch: list[int] = []
         found = find(manager, vllm_config)
         if isinstance(found, str):
@@ -103,9 +103,9 @@ class TrainedTokens:
         if read is None:
             return writes
         found = token_rows(read.beside, read.config, modules, read.module)
-        if not writes:  # this model's rows are never replaced, and what is beside A and B has none
+        if not writes:  # this model has no tables, and `token_rows` has refused trained tokens
             return writes
-        scales = self._scale, 1.0  # the hook of the embedding is behind its layer's scale
+        scales = self._scale, 1.0  # the embedding's rows are replaced after its layer has scaled them
         for number, (table, one, scale) in enumerate(zip(self._tables, found, scales, strict=True)):
             if one is None:
                 continue
