@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ class Process:
         is_manager_patched: whether adapters are planned and loaded our way.
         is_resolver_registered: whether vLLM asks our resolver.
         collector: of our metrics, once there is an application.
-        models: vLLM's `OpenAIServingModels`, where there is an API server.
+        models: returns vLLM's `OpenAIServingModels`; None where there is no API server, or no longer.
         app: the API server's application.
         role: of the API server among several; None for a single server.
     """
@@ -60,7 +60,7 @@ class Process:
         self.is_manager_patched = False
         self.is_resolver_registered = False
         self.collector: MetricsCollector | None = None
-        self.models: Any = None
+        self.models: Callable[[], Any] = lambda: None
         self.app: Any = None
         self.role: Leader | Follower | None = None
         self._known_sources = list(known_sources)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.weights import Beside, BesideKind
-from lora_plugins.errors import IncompatibleAdapter
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 # The kinds of vectors, each with the element that changes nothing.
 NEUTRAL = {
@@ -40,7 +40,9 @@ def vectors_of(
 
     Raises:
         IncompatibleAdapter: a module that the engine computes without vectors, or a vector of another size.
+        InvalidAdapter: two vectors of a kind for one module.
     """
+    places: dict[tuple[str, BesideKind], str] = {}
     for one in paced(beside):
         if one.kind not in NEUTRAL or modules.skips(one.name_of_a):
             continue
@@ -62,5 +64,11 @@ def vectors_of(
                 f"{found} of {size} values",
                 expected=f"{place.out_features}",
                 remedy="serve it with the base model that it was trained on",
+            )
+        if (other := places.setdefault((key, one.kind), one.tensor.name)) != one.tensor.name:
+            raise InvalidAdapter(
+                f"tensors '{other}' and '{one.tensor.name}' for module '{key}'",
+                expected="one of them",
+                remedy="save the adapter again with PEFT",
             )
         yield one, key

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.slot_counts import slots_of
 
 MAX_BYTES = "lora_plugins_host_max_bytes"  # an attribute of vLLM's LoRAConfig, which engines get as it is
-_SHARE = 4  # of the memory; the model's weights and the KV cache take the most of it
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_SHARE = 4
+_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # v2, v1
 
 
 def patch() -> None:
@@ -35,7 +34,8 @@ def _configuring(original: Any) -> Any:
 
     Touches:
         vllm.engine.arg_utils: EngineArgs{max_cpu_loras, create_engine_config(self, usage_context, headless)}
-        vllm.config.vllm: VllmConfig{lora_config, scheduler_config, parallel_config}
+        vllm.config.vllm: VllmConfig{lora_config, scheduler_config, parallel_config, cache_config}
+        vllm.config.cache: CacheConfig{kv_cache_memory_bytes, gpu_memory_utilization}
         vllm.config.lora: LoRAConfig{max_loras, max_cpu_loras}
         vllm.config.scheduler: SchedulerConfig{max_num_seqs}
         vllm.config.parallel: ParallelConfig{world_size_across_dp}
@@ -48,7 +48,7 @@ def _configuring(original: Any) -> Any:
         lora, most = config.lora_config, config.scheduler_config.max_num_seqs
         is_ours = lora is not None and not self.max_cpu_loras and this_process().is_manager_patched
         if is_ours and slots_of(lora, most).pointed:
-            share = memory_bytes() // _SHARE // config.parallel_config.world_size_across_dp
+            share = _free_bytes(config.cache_config) // config.parallel_config.world_size_across_dp
             budget = this_process().settings.host_max_bytes
             lora.max_cpu_loras = max(lora.max_loras, most)
             setattr(lora, MAX_BYTES, share if budget is None else budget)
@@ -57,9 +57,16 @@ def _configuring(original: Any) -> Any:
     return create_engine_config
 
 
+def _free_bytes(cache_config: Any) -> int:
+    """Return the bytes that adapters may take: of what the KV cache leaves, or of what vLLM leaves of all memory."""
+    memory, kv_bytes = memory_bytes(), cache_config.kv_cache_memory_bytes
+    if kv_bytes is not None:
+        return int(max(0, memory - kv_bytes) // _SHARE)  # the model's weights take the most of the rest
+    return min(memory // _SHARE, int(memory * (1 - cache_config.gpu_memory_utilization)))
+
+
 def memory_bytes() -> int:
     """Return the bytes of memory that this machine has, or that its container may use."""
-    total, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "max"
-    with suppress(OSError):
-        limit = _LIMIT.read_text().strip()
-    return min(total, int(limit)) if limit.isdigit() else total
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [it.read_text().strip() for it in _LIMITS if it.is_file()]
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])

@@ -35,6 +35,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.utils.gc_utils import freeze_gc_heap
 
+from lora_plugins.adapter.config import IA3
 from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.errors import describing
 from lora_plugins.log import logger
@@ -168,7 +169,8 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
                 read, model, manager, self._modules, self.jobs.in_loop, is_whole_model=self._is_whole_model
             )
             scalings, rank = take_scalings(model), rank_of(model)
-            if model.loras or vectors is None:  # of vectors alone there are none, and vLLM takes the first
+            # IA3 has no pairs, of which vLLM takes the first.
+            if model.loras or read is None or IA3 not in read.config.beside:
                 manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             adapter_checks.check_slots(model, manager, self._modules)
             # The store has checked a directory that is named by a digest.

@@ -73,6 +73,12 @@ def test_two_tensors_may_be_factors_of_one_module(tmp_path: Path) -> None:
     assert keys_of(judged(tmp_path, tensors, target_modules="all-linear")) == [UP, UP]
 
 
+def test_two_factors_of_outputs_for_one_module_are_refused(tmp_path: Path) -> None:
+    beside = judged(tmp_path, USUAL).weights.beside
+    with pytest.raises(InvalidAdapter, match=f"k_proj.ia3_l' and .*v_proj.ia3_l' for module '{K}'"):
+        list(vectors_of(beside, base_of(GATED, without_vectors="").model.modules, lambda _: K))
+
+
 def test_the_canonical_configuration_is_of_a_lora_that_vllm_takes() -> None:
     from vllm.lora.peft_helper import PEFTHelper
 

@@ -43,10 +43,24 @@ def test_unset_places_are_a_batchs_within_a_budget(
 ) -> None:
     limit = tmp_path / "memory.max"
     limit.write_text("4000000\n")
-    monkeypatch.setattr(engine_args, "_LIMIT", limit)
-    state = planner_of(base, **flags).state
+    monkeypatch.setattr(engine_args, "_LIMITS", (limit,))
+    state = planner_of(base, gpu_memory_utilization=0.5, **flags).state
     assert (state.slots.copied, state.slots.pointed) == (flags.get("max_loras", 1), SEQUENCES)
     assert (state.cache.max_adapters, state.cache.max_bytes) == (SEQUENCES, 1_000_000)
+
+
+@pytest.mark.usefixtures("pointed")
+@pytest.mark.parametrize(
+    ("flags", "max_bytes"),
+    [({"gpu_memory_utilization": 0.9}, 400_000), ({"kv_cache_memory_bytes": 3_000_000}, 250_000)],
+)
+def test_the_budget_is_of_memory_that_vllm_leaves(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], max_bytes: int
+) -> None:
+    limit = tmp_path / "memory.limit_in_bytes"  # of cgroup v1
+    limit.write_text("4000000\n")
+    monkeypatch.setattr(engine_args, "_LIMITS", (tmp_path / "absent", limit))
+    assert planner_of(base, **flags).state.cache.max_bytes == pytest.approx(max_bytes, abs=1)
 
 
 @pytest.mark.usefixtures("pointed")
@@ -74,7 +88,7 @@ def test_without_our_manager_vllms_default_stays(base: Path, process: Process) -
 
 
 def test_the_machines_memory_is_the_limit_of_no_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_args, "_LIMIT", tmp_path / "absent")
+    monkeypatch.setattr(engine_args, "_LIMITS", (tmp_path / "absent",))
     kib = int(next(it for it in Path("/proc/meminfo").read_text().splitlines() if it.startswith("MemTotal")).split()[1])
     assert engine_args.memory_bytes() == pytest.approx(kib * 1024, rel=0.01)
     (tmp_path / "absent").write_text("max")

@@ -110,14 +110,14 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
 
 def _of_factors(weights: Weights, config: AdapterConfig, model: Model) -> Conversion:
     """Plan the conversion of IA3's factors, which move as the only column of a B of their module would."""
-    of_a = {one.tensor.name: replace(one.tensor, name=one.name_of_a) for one in weights.beside}
     pairs = [
-        LoraPair(one.module, of_a[one.tensor.name], one.tensor, 1, 1.0)
-        for one in weights.beside
+        LoraPair(one.module, replace(one.tensor, name=one.name_of_a), one.tensor, 1, 1.0)
+        for one in paced(weights.beside)
         if ".experts" not in one.module
     ]
+    made_up = {pair.a.name for pair in pairs}
     found = plan_conversion(replace(weights, pairs=tuple(pairs)), replace(config, beside=frozenset()), model)
-    kept = {one.name: one for one in found.kept if one not in of_a.values()}
+    kept = {one.name: one for one in paced(found.kept) if one.name not in made_up}
     return replace(found, weights=replace(found.weights, pairs=()), config=config, kept=tuple(kept.values()), made=())
 
 

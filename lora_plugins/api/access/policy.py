@@ -71,7 +71,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 _HASHED = "sha256:"
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
 # A pattern with a space at an end is a typing error that no name would ever match.
-_Patterns = tuple[Annotated[str, msgspec.Meta(pattern=r"^\S(.*\S)?$")], ...]
+_Patterns = tuple[Annotated[str, msgspec.Meta(pattern=r"^\S(.*\S)?\Z")], ...]
 _PerMinute = Annotated[int, msgspec.Meta(ge=1)] | None
 
 

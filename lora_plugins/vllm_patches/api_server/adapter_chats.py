@@ -61,7 +61,7 @@ async def _chat_of(name: str | None) -> Chat:
     """What the version brings that is served under a name now."""
     if _mode() is AdapterChat.STRICT:
         return Chat()  # no adapter's template runs before `_refuse_other` has seen it
-    models, chat = this_process().models, Chat()
+    models, chat = this_process().models(), Chat()
     request: Any = None if models is None else models.lora_requests.get(canonical(name or ""))
     if (chats := _chats_for(request)) is not None:
         with as_http():

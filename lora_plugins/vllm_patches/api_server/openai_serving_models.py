@@ -64,7 +64,7 @@ def _making(original: Any) -> Any:
             require_in_force(process)
         original(self, *args, **kwargs)
         if process.is_resolver_registered:
-            process.models = self
+            process.models = weakref.ref(self)  # a server in this process, with its engine, ends before the process
             know_tokenizer(process.resolver.chats, self.engine_client.renderer, self.engine_client.model_config)
             begin_serving(self, process)
         if is_planned(self.engine_client):  # our sources are asked by the lifecycle

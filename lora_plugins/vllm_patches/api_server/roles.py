@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import AsyncExitStack
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,14 @@ async def resolved_by_leader(follower: Follower, name: str) -> Any:
     Until: API servers share what they serve.
 
     Raises:
-        LoRAPluginsError: the leader's refusal. SourceUnavailable: the leader is gone, or another package's resolver has
-            raised.
+        LoRAPluginsError: the leader's refusal. SourceUnavailable: the leader is gone.
+        HTTPException, VLLMClientError: what another package's resolver has raised in the leader.
     """
     principal = principal_of_request.get()
     who = None if principal is None else [principal.label, principal.share]
     answer = await follower.call("resolve", name=name, who=who)
+    if "raises" in answer:
+        raise _exception_of(*answer["raises"])
     if "error" in answer:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
@@ -219,10 +222,29 @@ async def _resolve(models: Any, leader: Leader, frame: Frame) -> Frame:
         label, share = frame["who"]
         # The follower has authenticated the request; only the label and the share decide here.
         principal_of_request.set(Principal(label, share=share))
+    from fastapi import HTTPException
+    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+
     try:
         result = await models.resolve_lora(frame["name"])
-    except Exception as error:  # noqa: BLE001 - `as_http` raises others' in the place of ours; the follower does too
-        raise error.__context__ if isinstance(error.__context__, LoRAPluginsError) else error from None
+    except (HTTPException, VLLMClientError) as error:
+        if isinstance(error.__context__, LoRAPluginsError):  # `as_http` raises it in the follower again
+            raise error.__context__ from None
+        if isinstance(error, HTTPException):
+            return {"raises": [error.status_code, str(error.detail), dict(error.headers or {})]}
+        status = HTTPStatus.NOT_FOUND if isinstance(error, VLLMNotFoundError) else HTTPStatus.BAD_REQUEST
+        return {"raises": [int(status), str(error), {}]}
     if hasattr(result, "error"):
         return {"error": result.model_dump(mode="json")}
     return {"adapter": leader.plain_of(result)}
+
+
+def _exception_of(status: int, text: str, headers: dict[str, str]) -> Exception:
+    from fastapi import HTTPException
+    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+
+    if status == HTTPStatus.NOT_FOUND:
+        return VLLMNotFoundError(text)  # type: ignore[no-any-return]
+    if status == HTTPStatus.BAD_REQUEST:
+        return VLLMClientError(text)  # type: ignore[no-any-return]
+    return HTTPException(status, text, headers)

@@ -120,7 +120,7 @@ def test_a_chat_whose_copy_has_gone_is_fetched_again(process: Process, processor
 
     table = Table(gone=str(store / DIGEST), there=write(store / OTHER, TEMPLATE))
     table.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="there"))
-    process.models = table
+    process.models = lambda: table
     with pytest.raises(HTTPException, match=DIGEST[:12]):
         rendered(process, processor, "gone")
     table.lora_plugins_lifecycle = SimpleNamespace(copies=Copies())
@@ -183,7 +183,7 @@ def test_strict_refuses_chats_that_the_base_model_lacks(
         return
     with pytest.raises(VLLMClientError, match=rf"\[L003\].*{named}.*LORA_PLUGINS_ADAPTER_CHAT=strict"):
         ids_of(processor, path)
-    process.models = Table(sql=path)
+    process.models = lambda: Table(sql=path)
     # The base model has none, and the adapter's does not run.
     with pytest.raises(Exception, match="chat template"):
         rendered(process, processor, "sql")
@@ -193,7 +193,7 @@ def test_a_base_without_a_template_serves_chats_of_an_adapter(
     process: Process, processor: InputProcessor, store: Path
 ) -> None:
     table = Table(sql=write(store / DIGEST, TEMPLATE), plain=write(store / OTHER))
-    process.models = table
+    process.models = lambda: table
     with pytest.raises(Exception, match="chat template"):
         rendered(process, processor, "plain")
     tokenizer = processor.tokenizer
@@ -211,7 +211,7 @@ def test_a_copy_of_the_base_models_template_leaves_the_operators(
     assert tokenizer is not None
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     table = Table(copy=write(store / DIGEST, f"{TEMPLATE}\n", eos="</s>"), own=write(store / OTHER, f"own{TEMPLATE}"))
-    process.models = table
+    process.models = lambda: table
 
     def cut(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -228,7 +228,7 @@ def test_a_swap_during_the_rendering_renders_again(
     process: Process, processor: InputProcessor, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = Table(sql=write(store / DIGEST, TEMPLATE))
-    process.models = table
+    process.models = lambda: table
     new = write(store / OTHER, "new" + TEMPLATE)
     original, times = processor.renderer.render_chat_async, []
 
@@ -351,7 +351,7 @@ def test_a_request_is_warned_of_what_is_not_used(
 ) -> None:
     path = Path(write(store / DIGEST, TEMPLATE, eos_ids=brings.get("eos_ids")))
     (path / "tokenizer.json").write_bytes(brings.get("tokens", b"{}"))
-    process.models = Table(sql=str(path))
+    process.models = lambda: Table(sql=str(path))
     adapter_chats.know_tokenizer(process.resolver.chats, processor.renderer, processor.model_config)
     response = Response()
     token = _present.set(response)
