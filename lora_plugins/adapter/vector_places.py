@@ -42,7 +42,7 @@ def vectors_of(
         IncompatibleAdapter: a module that the engine computes without vectors, or a vector of another size.
         InvalidAdapter: two vectors of a kind for one module.
     """
-    places: dict[tuple[str, BesideKind], str] = {}
+    names: dict[tuple[str, BesideKind], str] = {}  # of tensors, by module and kind
     for one in paced(beside):
         if one.kind not in NEUTRAL or modules.skips(one.name_of_a):
             continue
@@ -65,7 +65,7 @@ def vectors_of(
                 expected=f"{place.out_features}",
                 remedy="serve it with the base model that it was trained on",
             )
-        if (other := places.setdefault((key, one.kind), one.tensor.name)) != one.tensor.name:
+        if (other := names.setdefault((key, one.kind), one.tensor.name)) != one.tensor.name:
             raise InvalidAdapter(
                 f"tensors '{other}' and '{one.tensor.name}' for module '{key}'",
                 expected="one of them",

@@ -16,7 +16,7 @@ from lora_plugins.vllm_patches import kv_connectors
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.slot_counts import slots_of
 
-MAX_BYTES = "lora_plugins_host_max_bytes"  # an attribute of vLLM's LoRAConfig, which engines get as it is
+MAX_BYTES = "lora_plugins_host_max_bytes"  # an attribute of vLLM's LoRAConfig, where the settings name no budget
 _SHARE = 4
 _LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # v2, v1
 
@@ -45,13 +45,13 @@ def _configuring(original: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         kv_connectors.judge(config)
-        lora, most = config.lora_config, config.scheduler_config.max_num_seqs
-        is_ours = lora is not None and not self.max_cpu_loras and this_process().is_manager_patched
+        lora, most, process = config.lora_config, config.scheduler_config.max_num_seqs, this_process()
+        is_ours = lora is not None and not self.max_cpu_loras and process.is_manager_patched
         if is_ours and slots_of(lora, most).pointed:
-            share = _free_bytes(config.cache_config) // config.parallel_config.world_size_across_dp
-            budget = this_process().settings.host_max_bytes
             lora.max_cpu_loras = max(lora.max_loras, most)
-            setattr(lora, MAX_BYTES, share if budget is None else budget)
+            if process.settings.host_max_bytes is None:
+                share = _free_bytes(config.cache_config) // config.parallel_config.world_size_across_dp
+                setattr(lora, MAX_BYTES, share)
         return config
 
     return create_engine_config

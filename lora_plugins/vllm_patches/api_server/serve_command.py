@@ -220,10 +220,12 @@ class _Servers(Over):
     def __init__(self, manager: Any, folder: Path) -> None:
         super().__init__(manager)
         # vLLM numbers API servers in this order, and number 0 leads.
-        self.processes = [_ServerProcess(process, folder, leads=not n) for n, process in enumerate(manager.processes)]
+        self.processes = [
+            _ApiServerProcess(process, folder, leads=not n) for n, process in enumerate(manager.processes)
+        ]
 
 
-class _ServerProcess(Over):
+class _ApiServerProcess(Over):
     """A view of an API server's process. vLLM reads the exit code once the process's end of `sentinel` is closed.
 
     No other may serve without the first, whatever its exit code. The others serve on after the death of another one
