@@ -159,14 +159,17 @@ class World:
     def serves(self, one: Name, version: int, *, may_change: bool) -> None:
         """The server has said that it serves this version now; with `may_change`, or what the source has meanwhile."""
         claims, now = self.oracle.of(one.name), time.monotonic()
-        kept = {self._told(one.adapter, version)}
+        served: set[Label] = {self._told(one.adapter, version)}
         if may_change and one.current is not None:
-            kept.add(self._told(one.adapter, one.current))
-        for other in kept:
-            claims.open(other, now)
+            served.add(self._told(one.adapter, one.current))
+        for label in served:
+            claims.open(label, now)
+        # A load of what is served looks at no copy: only a request that is answered shows that it is there.
+        kept = served | {Claim.GIVEN_WAY}
+        if one.current is None and Claim.GIVEN_WAY in self._claims(one):
+            kept.add(Claim.ABSENT)  # the copy may leave, and no source has another
         for label in (*range(VERSIONS), *Claim):
-            # A load of what is served looks at no copy: only a request that is answered shows that it is there.
-            if label not in kept and label is not Claim.GIVEN_WAY:
+            if label not in kept:
                 claims.close(label, now)
         one.is_certain, one.is_blocked = True, False
 

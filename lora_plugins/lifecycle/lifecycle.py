@@ -103,8 +103,8 @@ class Lifecycle:
     async def restore(self, adapter: DesiredAdapter) -> ServedAdapter | None:
         """Serve a name in the version that the server before this one served, from the store, without asking a source.
 
-        A name served already stays as it is. None where the version is missing from the store or damaged, does not fit
-        the model, or came from a source that this server does not have.
+        None where the name is served already, or the version is missing from the store or damaged, does not fit the
+        model, or came from a source that this server does not have.
 
         Raises:
             LoRAPluginsError: the name is blocked, or the engine cannot load the version.
@@ -112,15 +112,16 @@ class Lifecycle:
         name, uri, digest = adapter.name, adapter.uri, adapter.last_digest
         self.registry.blocked.refuse(name)
         async with self.server.vllm.lock(name):
-            served = self.registry.get(name)
-            if served is None and digest is not None:
-                try:
-                    version = await self.server.resolver.restored(name, uri, digest, adapter.last_place)
-                except LoRAPluginsError:
-                    return None
-                if version is not None:
-                    served = ServedAdapter(name)
-                    await change(self.server, served, version, uri, None)
+            if digest is None or self.registry.get(name) is not None:
+                return None
+            try:
+                version = await self.server.resolver.restored(name, uri, digest, adapter.last_place)
+            except LoRAPluginsError:
+                return None
+            if version is None:
+                return None
+            served = ServedAdapter(name)
+            await change(self.server, served, version, uri, None)
         return served
 
     async def load_by_path(

@@ -300,7 +300,7 @@ class Reconciler:
         try:
             if not (self._is_decided(target) or await self._restored(target)):
                 if not self._is_started and _was_served(target):
-                    return  # the store has lost the version: its source is asked once the server is ready
+                    return  # served by vLLM, or lost by the store: then its source is asked once the server is ready
                 with polling():
                     await self._make_so(target)
         except LoRAPluginsError as error:
@@ -327,8 +327,7 @@ class Reconciler:
             return False
         if adapter.is_pinned:
             await self._lifecycle.pin(adapter.name)
-        if served.digest == adapter.last_digest:
-            self._stale[adapter.name] = served
+        self._stale[adapter.name] = served
         return True
 
     async def _make_so(self, target: Target) -> None:

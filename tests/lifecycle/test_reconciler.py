@@ -148,7 +148,7 @@ async def test_what_was_loaded_by_its_path_is_restored(
 
 
 PLACE = World().resolver.place_of(None)
-BEFORE, NEWER = Version("aa" * 32), Version("bb" * 32)
+BEFORE, NEWER, LOST = Version("aa" * 32), Version("bb" * 32), Version("cc" * 32)
 
 
 def restoring(path: Path, at_source: Version | LoRAPluginsError | None, *, place: str = PLACE) -> World:
@@ -156,7 +156,7 @@ def restoring(path: Path, at_source: Version | LoRAPluginsError | None, *, place
     ServedFile(path).write(
         [
             DesiredAdapter("sql", last_digest=BEFORE.digest, last_place=place),
-            DesiredAdapter("lost", last_digest="cc" * 32, last_place=place),
+            DesiredAdapter("lost", last_digest=LOST.digest, last_place=place),
         ]
     )
     world = World()
@@ -225,6 +225,29 @@ async def test_a_restored_name_gone_from_its_source_is_unloaded(tmp_path: Path) 
     await asyncio.wait_for(start.follow(), 2 * RETRY_S)
     await asyncio.sleep(1)
     assert (served(world), ServedFile(path).read()) == ({}, [])
+
+
+@runs
+async def test_what_a_request_has_fetched_meanwhile_counts_as_asked_for(tmp_path: Path) -> None:
+    """Its source had the adapter after the start: a removal then unloads no served name, as at any other time."""
+    path = tmp_path / "served.json"
+    world = restoring(path, BEFORE)
+    start = reconciling(world, Settings(restore="1"), ServedFile(path))
+    await start.start()
+    assert served(world) == {"sql": BEFORE.digest}, "the store has lost the other's version"
+    world.resolver.has["lost"] = LOST
+    world.resolver.hung.add("lost")
+    asking = asyncio.create_task(world.lifecycle.resolve("lost"))
+    await asyncio.sleep(0.1)
+    following = asyncio.create_task(start.follow())
+    await asyncio.sleep(1)
+    world.resolver.hung.clear()
+    assert (await asking).lora_path == f"/store/{LOST.digest}"
+    await asyncio.sleep(1)
+    del world.resolver.has["lost"]
+    await asyncio.wait_for(following, 2 * RETRY_S)
+    await asyncio.sleep(1)
+    assert served(world) == {"sql": BEFORE.digest, "lost": LOST.digest}
 
 
 @runs

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from benchmarks.soak.bank import FORMS, PROMPTS, Bank
 from benchmarks.soak.causes import DISK, DISK_IS_FULL, LONGEST_FLIGHT_S, UNASKED, Cause, of_source
 from benchmarks.soak.oracle import Answer, Asked, Claim, Oracle, Windows
+from benchmarks.soak.world import World
+from testbed.hub import Hub
+from testbed.s3 import Bucket
 
 TOKENS = [chr(65 + i) for i in range(26)]
 BASE, OURS, OTHER = -1, 0, 1
@@ -225,6 +230,20 @@ def test_a_copy_that_gave_way_is_fetched_again(oracle: Oracle) -> None:
     assert not refused(oracle, name="other", adapter=OTHER), "it is served, whatever its source says"
     oracle.of("other").open(Claim.GIVEN_WAY, 0)
     assert oracle.judge(question, Answer(503, error="[L006] no answer")) is None
+
+
+@pytest.mark.parametrize(("has_given_way", "may_be_gone"), [(True, True), (False, False)])
+def test_what_no_source_has_may_leave_a_full_disk(
+    bank: Bank, tmp_path: Path, has_given_way: bool, may_be_gone: bool
+) -> None:
+    world = World(bank, tmp_path, cast("Bucket", None), cast("Hub", None))
+    one = world.names[0]
+    one.current = None
+    if has_given_way:
+        world.may_give_way(one)
+    world.serves(one, 0, may_change=True)
+    now = time.monotonic()
+    assert (Claim.ABSENT in world.oracle.of(one.name).during(now, now)) is may_be_gone
 
 
 def test_who_was_refused_is_asked_again_afterwards(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
