@@ -73,6 +73,9 @@ class Lifecycle:
         seen = self.block_to_end(name)
         async with self.server.vllm.lock(name), self.ending_block(name, seen):
             adapter = self._present(name, expects)
+            if adapter.loading is not None:  # the engines may refuse what a request has found
+                await asyncio.wait([adapter.loading])
+                adapter = self._present(name, expects)
             if adapter.is_served and uri in (None, adapter.uri):
                 return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
             return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
@@ -170,8 +173,9 @@ class Lifecycle:
                 server.release(name, version)
             request = server.vllm.new_request(name, path)
             self.planner.used(request)  # or a new mixture would be the next to leave, before its request
-            self.registry.put(ServedAdapter(name, request, version, caller=caller))
-            background(self._loading(request))
+            adapter = ServedAdapter(name, request, version, caller=caller)
+            adapter.loading = background(self._loading(adapter, request))
+            self.registry.put(adapter)
         server.on_change()
         return request
 
@@ -379,19 +383,20 @@ class Lifecycle:
             self.server.on_change()
             self.server.drain(adapter)
 
-    async def _loading(self, request: Any) -> None:
+    async def _loading(self, adapter: ServedAdapter, request: Any) -> None:
         """Load a resolved adapter, and serve the adapter no longer where the engine cannot load it."""
         try:
             await self.planner.load(request)
         except LoRAPluginsError:  # the adapter's requests are answered with the error
-            adapter = self.registry.get(request.lora_name)
             # Another version has taken the name meanwhile; the failure is not of that version.
-            if adapter is None or adapter.request is not request:
+            if self.registry.get(adapter.name) is not adapter or adapter.request is not request:
                 return
             self.registry.remove(adapter.name)
             self.server.release(adapter.name, *adapter.versions)
             self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
             self.server.on_change()
+        finally:
+            adapter.loading = None
 
     async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
         """Look for a new version at the source and swap to the new version.

@@ -39,6 +39,7 @@ class ServedAdapter:
         is_damaged: the store's copy was found damaged, and is fetched and loaded again before the next request.
         is_only_copy: at the last question, the source had no version, or only another version that cannot be served.
         last_error: the last error, and its time in seconds since 1970.
+        loading: the load that a request has begun, and that the engines have not ended; None without.
         freeing: of an unloaded adapter, what is done when all is free. ended: requests that the unload has ended.
     """
 
@@ -54,12 +55,13 @@ class ServedAdapter:
     is_damaged: bool = False
     is_only_copy: bool = False
     last_error: tuple[LoRAPluginsError, float] | None = None
+    loading: asyncio.Task[None] | None = None
     freeing: asyncio.Task[None] | None = None
     ended: int = 0
 
     @property
     def is_served(self) -> bool:
-        """Whether the engines have loaded a version."""
+        """Whether requests get a version, which the engines have loaded or are loading."""
         return self.request is not None
 
     @property

@@ -82,6 +82,23 @@ async def test_a_name_that_nobody_can_have_is_refused(name: str) -> None:
 
 
 @runs
+async def test_an_operator_hears_of_a_load_that_a_request_has_begun() -> None:
+    """The answer said that the name was served, and then the engines refused what the request had found."""
+    world = World(delay_s=1.0)
+    world.resolver.has["sql"] = Version("aa")
+    world.worker.broken = IncompatibleAdapter("rank 99")
+    await world.lifecycle.resolve("sql")
+    with pytest.raises(IncompatibleAdapter):
+        await world.lifecycle.load("sql")
+    assert (world.lifecycle.registry.all(), world.resolver.leased) == ([], set())
+
+    world.worker.broken = None
+    await world.lifecycle.resolve("sql")
+    assert (await world.lifecycle.load("sql")).reason is ChangeReason.UNCHANGED
+    assert world.worker.loaded, "the answer waits for the load"
+
+
+@runs
 async def test_loads_at_once_are_one() -> None:
     world = World(delay_s=0.02)
     world.resolver.has["sql"] = Version("aa")
