@@ -13,7 +13,6 @@ from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.plugin_names import ADMIN
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.access import install
-from lora_plugins.vllm_patches.api_server.serve_command import FOLDER, refuse_several
 from lora_plugins.vllm_patches.api_server.server_lifecycle import lifecycle_of
 
 
@@ -48,8 +47,7 @@ class AdminPlugin:
         """Serve the adapters of a start, and begin to poll for new versions.
 
         Raises:
-            InvalidSettings: several API servers that do not know of each other; or the file of declared adapters
-            cannot be right.
+            InvalidSettings: the file of declared adapters cannot be right.
         """
         if engine_client is None:
             return  # the render server has no engine
@@ -57,8 +55,6 @@ class AdminPlugin:
         if isinstance(process.role, Follower):
             await process.role.ready()
             return  # the leader answers the routes, and serves the adapters of a start
-        if getattr(args, FOLDER, None) is None:
-            refuse_several(getattr(args, "api_server_count", None) or 1, ADMIN)
         models = state.openai_serving_models
         settings = process.settings
         lifecycle = state.lora_plugins_lifecycle = lifecycle_of(models)
@@ -73,9 +69,7 @@ class AdminPlugin:
         # Before the start, which may load for minutes: other replicas must see that this replica lives.
         self._tasks.append(asyncio.create_task(served.keep()))
         await reconciler.start()
-        # Followers wait for the leader's start (`role.ready()`).
-        if process.role is not None:
-            process.role.say_ready()
+        process.role.say_ready()  # followers wait for the leader's start
         self._tasks.append(asyncio.create_task(reconciler.follow()))
         if settings.refresh_s:
             self._tasks.append(asyncio.create_task(reconciler.poll()))

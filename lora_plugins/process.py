@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_plugins.adapter.fit import BaseModel
@@ -44,7 +45,8 @@ class Process:
         collector: of our metrics, once there is an application.
         models: returns vLLM's `OpenAIServingModels`; None where there is no API server, or no longer.
         app: the API server's application.
-        role: of the API server among several; None for a single server.
+        folder: where the API servers of this deployment find each other; None for a single server.
+        role: of the API server among several.
     """
 
     def __init__(self, settings: Settings | None = None, known_sources: Sequence[Source] = ()) -> None:
@@ -62,7 +64,8 @@ class Process:
         self.collector: MetricsCollector | None = None
         self.models: Callable[[], Any] = lambda: None
         self.app: Any = None
-        self.role: Leader | Follower | None = None
+        self.folder: Path | None = None
+        self.role: Leader | Follower = Leader()
         self._known_sources = list(known_sources)
 
     @functools.cached_property

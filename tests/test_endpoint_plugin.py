@@ -20,12 +20,6 @@ def test_the_render_server_has_nothing_to_administer() -> None:
     assert vars(state) == {}
 
 
-def test_startup_fails_with_several_api_servers() -> None:
-    with pytest.raises(InvalidSettings, match="--api-server-count 2") as caught:
-        asyncio.run(AdminPlugin().init_state(object(), SimpleNamespace(), SimpleNamespace(api_server_count=2)))
-    assert "--api-server-count 1" in caught.value.remedy, "left out, data parallelism starts several"
-
-
 def test_without_the_manager_there_is_no_admin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_process", Process())
     monkeypatch.setenv("VLLM_PLUGINS", "lora_admin,lora_filesystem_resolver")

@@ -29,30 +29,31 @@ class CarryToLeader:
     """ASGI middleware of each API server: a follower carries; the leader answers when all followers have its changes.
 
     Args:
-        role: the role of this process; None where the process is the only API server.
+        role: the role of this process.
         answer: makes the response for an error, as the application would for a raised error.
     """
 
     def __init__(
         self,
         app: Asgi,
-        role: Callable[[], Leader | Follower | None],
+        role: Callable[[], Leader | Follower],
         answer: Callable[[Message, LoRAPluginsError], Awaitable[Asgi]],
     ) -> None:
         self._app, self._role, self._answer = app, role, answer
 
     async def __call__(self, scope: Message, receive_: Receive, send_: Send) -> None:
         """Handle one connection, or the application's life, which begins when all is there to serve."""
-        if scope["type"] == "lifespan" and isinstance(begins := self._role(), Follower):
-            begins.note_start()
-        role = self._role() if scope["type"] == "http" and _is_carried(scope) else None
+        is_carried = scope["type"] == "http" and _is_carried(scope)
         try:
-            if isinstance(role, Follower):
-                await _carry(role, scope, receive_, send_)
-            elif role is None or scope["method"] == "GET":
-                await self._app(scope, receive_, send_)
-            else:
-                await self._app(scope, receive_, _when_all_have(role, send_))
+            if isinstance(role := self._role(), Follower):
+                if is_carried:
+                    await _carry(role, scope, receive_, send_)
+                    return
+                if scope["type"] == "lifespan":
+                    role.note_start()
+            elif is_carried and scope["method"] != "GET":
+                send_ = _when_all_have(role, send_)
+            await self._app(scope, receive_, send_)
         except LoRAPluginsError as error:
             await (await self._answer(scope, error))(scope, receive_, send_)
 

@@ -55,7 +55,7 @@ class ToldTable(UserDict[str, Any]):
 
 
 class Leader:
-    """Sends changes to followers, and answers their calls.
+    """Sends changes to followers, and answers their calls. A single API server leads, and nobody follows.
 
     Args:
         plain_of: the message for one of vLLM's requests; None where another process cannot have the adapter.
@@ -66,7 +66,9 @@ class Leader:
         number: the number of the last change.
     """
 
-    def __init__(self, plain_of: Callable[[Any], Frame | None], on_gone: Callable[[int], None]) -> None:
+    def __init__(
+        self, plain_of: Callable[[Any], Frame | None] = lambda _: None, on_gone: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.table = ToldTable(self._tell)
         self.number = 0
         self.plain_of, self._on_gone = plain_of, on_gone

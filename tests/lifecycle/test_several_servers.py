@@ -527,7 +527,7 @@ def test_what_serves_is_not_carried(tmp_path: Path) -> None:
         assert not has_started(tmp_path, os.getpid())
         await CarryToLeader(allowing, lambda: follower, _answer)({"type": "lifespan"}, None, None)
         assert has_started(tmp_path, os.getpid())
-        sent = await asked(CarryToLeader(app, lambda: None, _answer), "POST", "/v1/loras", [b""])
+        sent = await asked(CarryToLeader(app, Leader, _answer), "POST", "/v1/loras", [b""])
         assert sent[0]["status"] == 201, "the only API server answers all"
 
     run(tmp_path, steps, not_asked)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from lora_plugins.adapter.mixture import canonical
@@ -40,7 +41,7 @@ from lora_plugins.vllm_patches.api_server.async_llm import is_planned
 from lora_plugins.vllm_patches.api_server.base_serving import default_adapters, may_use, near_names
 from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver, begin_serving, end_with_engine
 from lora_plugins.vllm_patches.api_server.model_card import card_of
-from lora_plugins.vllm_patches.api_server.roles import listen, resolved_by_leader, take_role
+from lora_plugins.vllm_patches.api_server.roles import resolved_by_leader, take_role
 from lora_plugins.vllm_patches.api_server.serve_command import require_in_force
 from lora_plugins.vllm_patches.api_server.server_lifecycle import planned_lifecycle
 from lora_plugins.vllm_patches.wrapping import wrap
@@ -77,14 +78,10 @@ def _starting(original: Any) -> Any:
     """Share vLLM's table among several API servers before the table has a name; `--lora-modules` are the leader's."""
 
     async def init_static_loras(self: Any) -> None:
-        role, process = await take_role(self), this_process()
+        process = this_process()
         if process.is_resolver_registered:
             background(end_with_engine(weakref.ref(self.engine_client), process))
-        if isinstance(role, Follower):
-            return
-        await original(self)
-        if role is not None:
-            await listen(self, role)
+        await take_role(self, process, partial(original, self))
 
     return init_static_loras
 

@@ -7,6 +7,7 @@ then the leader's, or a copy of the leader's (`lifecycle/leader.py`, `lifecycle/
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from http import HTTPStatus
@@ -18,16 +19,15 @@ import msgspec
 from lora_plugins.adapter.chat import Chat
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
-from lora_plugins.errors import InvalidSettings, LoRAPluginsError
+from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.lifecycle.background_tasks import background
 from lora_plugins.lifecycle.carrying import answer_carried
 from lora_plugins.lifecycle.follower import Follower, end_without_leader
 from lora_plugins.lifecycle.leader import Frame, Leader
 from lora_plugins.lifecycle.principal_limits import FollowedRates, Rate, Share
-from lora_plugins.lifecycle.shared_copies import FollowedCopies
-from lora_plugins.process import Process, this_process
+from lora_plugins.process import Process
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
-from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
+from lora_plugins.vllm_patches.api_server.serve_command import refuse_several, that_changes
 from lora_plugins.vllm_patches.api_server.server_lifecycle import lifecycle_of
 from lora_plugins.worker.request_types import is_vllms
 
@@ -35,16 +35,11 @@ from lora_plugins.worker.request_types import is_vllms
 _NOT_ACCEPTING = 2**31 - 1
 
 
-def folder_of(app: Any) -> Path | None:
-    """Return the folder where the API servers of this deployment find each other; None for a single server."""
-    folder = getattr(getattr(app.state, "args", None), FOLDER, None)
-    return None if folder is None else Path(folder)
+async def take_role(models: Any, process: Process, serve_static: Callable[[], Awaitable[None]]) -> None:
+    """Lead, or follow: vLLM's table of names in `models` is shared from here on. A single server stays as it is.
 
-
-async def take_role(models: Any) -> Leader | Follower | None:
-    """Lead, or follow: vLLM's table of names in `models` is shared from here on. None for a single server.
-
-    `lora_requests` is replaced: by a table whose changes followers get, or by a copy.
+    `lora_requests` is replaced: by a table whose changes followers get, or by a copy. All but followers serve the
+    adapters of the command, by `serve_static`.
 
     Touches:
         vllm.v1.engine.core_client: AsyncMPClient{client_count, client_index}
@@ -58,23 +53,19 @@ async def take_role(models: Any) -> Leader | Follower | None:
     Raises:
         InvalidSettings: several servers do not know of each other, and may change the served adapters.
     """
-    process, core = this_process(), getattr(models.engine_client, "engine_core", None)
+    core, folder = getattr(models.engine_client, "engine_core", None), process.folder
     count = getattr(core, "client_count", 1)
-    if core is None or count < 2 or not is_planned(models.engine_client):
-        return None
-    folder = None if process.app is None else folder_of(process.app)
-    if folder is None:
-        if process.settings.runtime_lora_updating:
-            raise InvalidSettings(
-                f"{count} API servers that vllm serve has not started",
-                expected="those of vllm serve, which know of each other",
-                remedy="start vllm serve, with one API server",
-            )
-        return None
+    if folder is None and (changes := that_changes(process.settings)) is not None:
+        refuse_several(count, changes)
+    if core is None or count < 2 or folder is None or not is_planned(models.engine_client):
+        await serve_static()
+        return
     # vLLM numbers the API servers of a command from 0, each with its own engine client.
     if core.client_index == 0:
         process.role = leader = _leader(models, process)
-        return leader
+        await serve_static()
+        await _listen(models, process, leader, folder)
+        return
     process.role = follower = _follower(models, process)
     # Before the connection: the leader's first message fills the table.
     models.lora_requests = follower.table
@@ -85,12 +76,10 @@ async def take_role(models: Any) -> Leader | Follower | None:
 
     process.resolver.chats.of_leader = chat_of_leader
     await follower.connect(folder, core.client_index)
-    return follower
 
 
-async def listen(models: Any, leader: Leader) -> None:
+async def _listen(models: Any, process: Process, leader: Leader, folder: Path) -> None:
     """Let followers in."""
-    process = this_process()
 
     async def call(frame: Frame, held: AsyncExitStack) -> Frame:
         match frame["call"]:
@@ -113,7 +102,7 @@ async def listen(models: Any, leader: Leader) -> None:
                 raise KeyError(unknown)
         return {}
 
-    await leader.listen(Path(getattr(process.app.state.args, FOLDER)), call, partial(answer_carried, process.app))
+    await leader.listen(folder, call, partial(answer_carried, process.app))
 
 
 async def resolved_by_leader(follower: Follower, name: str) -> Any:
@@ -166,9 +155,8 @@ def _follower(models: Any, process: Process) -> Follower:
         return request
 
     def changed(name: str, before: Any) -> None:
-        copies = lifecycle_of(models).copies
-        if isinstance(copies, FollowedCopies):
-            copies.changed(name, before)
+        copies: Any = lifecycle_of(models).copies  # `FollowedCopies`, as this process follows
+        copies.changed(name, before)
 
     def abort(request_ids: list[str]) -> None:
         background(models.engine_client.abort(request_ids, internal=True))

@@ -169,7 +169,7 @@ def _sharing(original: Any, settings: Settings) -> Any:
     """
 
     def run_multi_api_server(args: Any) -> Any:
-        count, changes = args.api_server_count or 1, _that_changes(settings)
+        count, changes = args.api_server_count or 1, that_changes(settings)
         is_of_hosts = args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None
         if changes is not None and is_of_hosts:
             refuse_several(count, changes, "of several hosts, each of which reaches its own engines only")
@@ -180,7 +180,7 @@ def _sharing(original: Any, settings: Settings) -> Any:
         cli: Any = sys.modules[_CLI]
         envs, wait = cli.envs, cli.wait_for_completion_or_failure
         with tempfile.TemporaryDirectory(prefix="lora-plugins-", dir=_above()) as folder:
-            setattr(args, FOLDER, folder)
+            setattr(args, FOLDER, Path(folder))
             # The module's global, not the variable: the API servers that start here must read the true value.
             cli.envs = _WithoutUpdating(envs)
             cli.wait_for_completion_or_failure = _going_on(wait, Path(folder))
@@ -255,7 +255,7 @@ def _above() -> str | None:
     return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_BYTES else None  # noqa: S108 - a folder of ours
 
 
-def _that_changes(settings: Settings) -> str | None:
+def that_changes(settings: Settings) -> str | None:
     """Return the plugin or variable by which a server's adapters change; None where they stay as at the start."""
     if named_in_environment(ADMIN):
         return ADMIN

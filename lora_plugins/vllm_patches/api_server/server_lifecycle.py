@@ -27,7 +27,7 @@ from lora_plugins.lifecycle.leader import Leader
 from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.registry import Registry
 from lora_plugins.lifecycle.shared_copies import FollowedCopies, LedCopies
-from lora_plugins.lifecycle.stored_copies import Copies, watch
+from lora_plugins.lifecycle.stored_copies import watch
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.async_llm import COPIES, is_planned, planner_of
 from lora_plugins.vllm_patches.api_server.base_serving import near_names
@@ -57,7 +57,10 @@ def lifecycle_of(models: Any) -> Lifecycle:
             process.events,
             process.settings.drain_timeout_s,
         )
-        lifecycle = Lifecycle(server, _copies_of(server, process.role))
+        role = process.role
+        lifecycle = Lifecycle(
+            server, FollowedCopies(server, role) if isinstance(role, Follower) else LedCopies(server, role)
+        )
         setattr(models.engine_client, COPIES, lifecycle.copies)
         # A weak reference: the watch ends with the copies.
         background(watch(weakref.ref(lifecycle.copies)))
@@ -66,16 +69,10 @@ def lifecycle_of(models: Any) -> Lifecycle:
     return ours(models, "lora_plugins_lifecycle", made)
 
 
-def _copies_of(server: ApiServer, role: Leader | Follower | None) -> Copies:
-    if isinstance(role, Follower):
-        return FollowedCopies(server, role)
-    return Copies(server) if role is None else LedCopies(server, role)
-
-
 class _Server:
     """Our calls of vLLM (`lifecycle.api_server.VllmServer`)."""
 
-    def __init__(self, models: Any, role: Leader | Follower | None) -> None:
+    def __init__(self, models: Any, role: Leader | Follower) -> None:
         self._models, self._role = models, role
 
     @property
@@ -107,5 +104,4 @@ class _Server:
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._models.engine_client.abort(request_ids, internal=True)  # ids of the engine core
-        if isinstance(self._role, Leader):
-            self._role.abort(request_ids)
+        self._role.abort(request_ids)

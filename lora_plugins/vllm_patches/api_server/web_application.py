@@ -15,7 +15,7 @@ from lora_plugins.lifecycle.response import AnswerForAdapters
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.metrics import serve_metrics
 from lora_plugins.vllm_patches.api_server.model_card import add_route
-from lora_plugins.vllm_patches.api_server.roles import folder_of
+from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
 from lora_plugins.vllm_patches.wrapping import wrap
 
 
@@ -36,14 +36,14 @@ def _attaching(original: Any) -> Any:
     def attach_router(app: Any) -> None:
         original(app)
         process = this_process()
-        process.app = app
+        process.app, process.folder = app, getattr(getattr(app.state, "args", None), FOLDER, None)
         serve_metrics(app, process)
         if process.is_resolver_registered or process.is_manager_patched:
             # The middleware added last is outside what was added before: a follower's requests go to the leader before
             # our other parts. vLLM adds CORS, authentication, request ids and --middleware later, so outside of ours.
             add_route(app)
             app.add_middleware(AnswerForAdapters, answer=_answer)
-            if folder_of(app) is not None:
+            if process.folder is not None:
                 app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer)
 
     return attach_router

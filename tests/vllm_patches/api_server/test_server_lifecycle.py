@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from lora_plugins.lifecycle.leader import Leader
 from lora_plugins.vllm_patches.api_server.server_lifecycle import _Server
 from tests.virtual_time import runs
 from tests.vllm_patches.engine_bed import adapter
@@ -44,14 +45,14 @@ async def test_requests_are_aborted_by_the_ids_of_the_engine_core() -> None:
         )
         client.output_processor.add_request(sent, None)
     models = Models(client)
-    await _Server(models, None).abort(["a-1"])
+    await _Server(models, Leader()).abort(["a-1"])
     assert aborted == ["a-1"]
 
 
 def test_a_request_has_its_own_id() -> None:
     models = Models(None)
     models.lora_id_counter, models.base_model_paths = AtomicCounter(7), [SimpleNamespace(name="tiny")]
-    requests = [_Server(models, None).new_request("sql", "/store/aa") for _ in range(2)]
+    requests = [_Server(models, Leader()).new_request("sql", "/store/aa") for _ in range(2)]
     assert [request.lora_int_id for request in requests] == [8, 9]
     assert {(request.lora_name, request.lora_path, request.base_model_name) for request in requests} == {
         ("sql", "/store/aa", "tiny")
