@@ -93,7 +93,7 @@ def install_manager(process: Process) -> None:
     )
     for patch in in_order:
         patch()
-    process.is_manager_patched = True
+    process.is_manager_patched = process.log.waits_for_load = True
 
 
 def install_kernels(process: Process) -> None:

@@ -25,8 +25,6 @@ from lora_plugins.events import KeyRefused
 from lora_plugins.lifecycle.principal_limits import Rate
 from lora_plugins.log import logger
 from lora_plugins.process import Process
-from lora_plugins.vllm_patches.api_server import base_serving, openai_serving_models, output_processor
-from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 from lora_plugins.vllm_patches.wrapping import wrap
 
 _STORES = ("response_store", "msg_store", "event_store", "background_tasks")
@@ -57,12 +55,8 @@ def install(app: Any, process: Process) -> None:
             raise
 
     app.add_middleware(KnowPrincipal, administrators=administrators, admit=admit)
-    keep_model_of_body()
-    base_serving.patch()
-    openai_serving_models.patch()
     if policy is not None:
         patch_stores()
-        output_processor.patch()
     process.lets_in_administrators_only = True
     process.policy = policy
     _log_who_administers(administrators)

@@ -52,9 +52,8 @@ def _mode() -> AdapterChat:
 
 
 def _chats_for(request: Any) -> Chats | None:
-    """What is known of the files of a `LoRARequest`; None for no request, or where our resolver brings no adapters."""
-    process = this_process()
-    return process.resolver.chats if request is not None and process.is_resolver_registered else None
+    """What is known of the files of a `LoRARequest`; None for no request."""
+    return None if request is None else this_process().resolver.chats
 
 
 async def _chat_of(name: str | None) -> Chat:

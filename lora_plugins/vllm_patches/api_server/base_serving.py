@@ -95,7 +95,8 @@ def _picking(original: Any) -> Any:
         if adapter is not None and not may_use(adapter.lora_name):
             adapter = None  # a default adapter (`image`) comes without being named
         if adapter is not None:
-            _refuse_blocked(process, adapter.lora_name)
+            with as_http():  # another server of the store blocked the name, or its unload waits
+                process.resolver.store.blocks.refuse(adapter.lora_name)
         _note_version(process, self, adapter)
         # A stream's status goes out with its headers: an error after them could only be text in a 200.
         if adapter is not None and process.is_manager_patched and getattr(request, "stream", False):
@@ -217,13 +218,6 @@ def _unread(field: str, value: Any) -> IncompatibleAdapter:
         expected="the adapter's name as the model",
         remedy=f"send {send}, or set LORA_PLUGINS_ADAPTER_FIELDS=ignore",
     )
-
-
-def _refuse_blocked(process: Process, name: str) -> None:
-    """Refuse a blocked adapter in vLLM's table: another server of the store blocked the name, or its unload waits."""
-    if process.is_resolver_registered or process.is_manager_patched:
-        with as_http():
-            process.resolver.store.blocks.refuse(name)
 
 
 def _note_version(process: Process, serving: Any, adapter: Any) -> None:

@@ -16,7 +16,7 @@ from lora_plugins.observability.adapter_labels import keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
 from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBeforeScrape, Reports, StoreUsage
 from lora_plugins.process import Process
-from lora_plugins.vllm_patches.api_server.async_llm import has_planner, planner_of
+from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of
 
 NAME = "vllm:lora_requests_info"
 # Routers read the last series; some more, for who looks at a moment that has just passed.
@@ -44,7 +44,7 @@ def serve_metrics(app: Any, process: Process) -> None:
         counted, labelled = CollectorRegistry(), process.settings.metrics_adapters
         process.events.add(CountEvents(counted, labelled, can_forget=not is_shared))
         collector = process.collector = MetricsCollector(
-            functools.partial(_query_engines, process),
+            _query_engines,
             functools.partial(_read_store_usage, process),
             labelled,
             _is_of_vllm,
@@ -52,7 +52,6 @@ def serve_metrics(app: Any, process: Process) -> None:
         )
         if not is_shared:
             REGISTRY.register(collector)
-    process.log.waits_for_load = process.is_manager_patched
     if is_shared:
         shown.register(collector)
         app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh, answer=_answer_from(shown))
@@ -84,8 +83,8 @@ def _answer_from(registry: CollectorRegistry) -> Asgi:
     return answer
 
 
-async def _query_engines(process: Process, client: Any) -> Reports | None:
-    if not process.is_manager_patched or not has_planner(client):
+async def _query_engines(client: Any) -> Reports | None:
+    if not is_planned(client):
         return None
     return Reports(str(client.vllm_config.model_config.served_model_name), await planner_of(client).figures())
 

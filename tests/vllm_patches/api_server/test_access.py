@@ -20,7 +20,7 @@ from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.process import Process
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import BaseMatch, Settings
-from lora_plugins.vllm_patches.api_server import access, openai_serving_models
+from lora_plugins.vllm_patches.api_server import access, base_serving, openai_serving_models
 from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver
 from tests.make import adapter_files, put
 from tests.resolvers.test_resolver import FakeSource
@@ -120,6 +120,8 @@ class World:
         async def mine() -> str:
             return principal_of_request.get().label if principal_of_request.get() else "nobody"
 
+        base_serving.patch()
+        openai_serving_models.patch()
         access.install(app, self.process)
         init_exception_handler(app)
         if app.state.args.api_key:  # as vLLM's init_entrypoints_middleware, after the endpoint plugins

@@ -177,7 +177,7 @@ from lora_plugins.observability.scrape import Reports
 from tests.observability.strict_page import check_page
 from tests.observability.test_engine_metrics import engine
 
-async def figures(process, client):
+async def figures(client):
     return Reports("llama", {0: engine(("sql", True, False, 8))})
 
 installation._query_engines = figures
