@@ -230,8 +230,7 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
                 # At the begin: `last_used_at` and the order of eviction say when an adapter was asked for, not when an
                 # answer ended.
                 planner_of(client).used(taken)
-                if process.is_resolver_registered:  # later steps of vLLM's cannot await
-                    await process.resolver.chats.read(taken.lora_path)
+                await process.resolver.chats.read(taken.lora_path)  # later steps of vLLM's cannot await
                 async for output in original(*call.args, **call.kwargs):
                     if (error := error_of_output(output)) is not None:
                         raise error

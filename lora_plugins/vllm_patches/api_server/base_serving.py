@@ -222,12 +222,11 @@ def _unread(field: str, value: Any) -> IncompatibleAdapter:
 
 def _note_version(process: Process, serving: Any, adapter: Any) -> None:
     """Note the digest in the path of a version in the store; other adapters have no known digest."""
-    if process.is_resolver_registered:
-        digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
-        warnings = () if digest is None else process.resolver.known.warnings_of(digest)
-        # None: the operator has said `--fingerprint-mode none`. Classes without the attribute (pooling) fill nothing.
-        fills = getattr(serving, "system_fingerprint", "") is None
-        present().note_version(digest, warnings=warnings, fills_fingerprint=fills)
+    digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
+    warnings = () if digest is None else process.resolver.known.warnings_of(digest)
+    # None: the operator has said `--fingerprint-mode none`. Classes without the attribute (pooling) fill nothing.
+    fills = getattr(serving, "system_fingerprint", "") is None
+    present().note_version(digest, warnings=warnings, fills_fingerprint=fills)
 
 
 def _filling(original: Any) -> Any:

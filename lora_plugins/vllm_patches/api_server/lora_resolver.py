@@ -109,7 +109,7 @@ async def end_with_engine(client: weakref.ref[Any], process: Process) -> None:
     Until: vLLM ends requests that have not reached its engine.
     """
     while (engine := client()) is not None:
-        if engine.errored:
+        if engine.errored and process.has_opened_resolver:
             process.resolver.give_up()
         del engine
         await asyncio.sleep(_LOOK_S)

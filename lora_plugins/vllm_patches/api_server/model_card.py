@@ -48,8 +48,7 @@ async def _show(models: Any, name: str) -> Any:
             lifecycle = planned_lifecycle(models)
             adapter = None if lifecycle is None else lifecycle.registry.get(name)
             return card_of(cards[0], name, (adapter and adapter.given_path) or served.lora_path)
-        is_looked_up = process.is_resolver_registered and process.settings.runtime_lora_updating
-        if is_looked_up and await process.resolver.has(name, models.model_config.model):
+        if process.settings.runtime_lora_updating and await process.resolver.has(name, models.model_config.model):
             return card_of(cards[0], name)
     raise VLLMNotFoundError(f"The model `{name}` does not exist.")
 

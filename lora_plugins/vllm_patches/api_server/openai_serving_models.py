@@ -79,8 +79,7 @@ def _starting(original: Any) -> Any:
 
     async def init_static_loras(self: Any) -> None:
         process = this_process()
-        if process.is_resolver_registered:
-            background(end_with_engine(weakref.ref(self.engine_client), process))
+        background(end_with_engine(weakref.ref(self.engine_client), process))
         await take_role(self, process, partial(original, self))
 
     return init_static_loras
@@ -134,7 +133,7 @@ def _resolving(original: Any) -> Any:
             else:
                 result = await _resolved(original, self, lifecycle, lora_name)
             error = getattr(result, "error", None)  # an attribute of an ErrorResponse
-            if error is not None and error.code == AdapterNotFound.http_status and process.is_resolver_registered:
+            if error is not None and error.code == AdapterNotFound.http_status:
                 base_names = [path.name for path in self.base_model_paths]
                 reason = with_base_name(lora_name, base_names) or why_absent(lora_name)
                 if (reason := reason or misspelt(lora_name, near_names(self, lora_name))) is not None:

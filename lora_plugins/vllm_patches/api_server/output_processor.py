@@ -152,9 +152,8 @@ def _naming_in_span(original: Any) -> Any:
 
     def instrument_manual(*args: Any, attributes: Any, **kwargs: Any) -> Any:
         if (state := _traced.get()).lora_name is not None:
-            spans, process = getattr(state.parent_req or state, _SPANS, ()), this_process()
-            if not spans and process.is_resolver_registered:
-                spans = [(process.resolver.store.layout.digest_of(state.lora_request.lora_path), 0)]
+            digest_of = this_process().resolver.store.layout.digest_of
+            spans = getattr(state.parent_req or state, _SPANS, ()) or [(digest_of(state.lora_request.lora_path), 0)]
             digests = ",".join(dict.fromkeys(digest for digest, _ in spans if digest))
             attributes = attributes | {_MODEL: state.lora_name} | ({_DIGEST: digests} if digests else {})
         return original(*args, attributes=attributes, **kwargs)

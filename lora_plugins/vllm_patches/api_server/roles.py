@@ -26,7 +26,7 @@ from lora_plugins.lifecycle.follower import Follower, end_without_leader
 from lora_plugins.lifecycle.leader import Frame, Leader
 from lora_plugins.lifecycle.principal_limits import FollowedRates, Rate, Share
 from lora_plugins.process import Process
-from lora_plugins.vllm_patches.api_server.async_llm import is_planned
+from lora_plugins.vllm_patches.api_server.async_llm import has_planner
 from lora_plugins.vllm_patches.api_server.serve_command import refuse_several, that_changes
 from lora_plugins.vllm_patches.api_server.server_lifecycle import lifecycle_of
 from lora_plugins.worker.request_types import is_vllms
@@ -57,7 +57,7 @@ async def take_role(models: Any, process: Process, serve_static: Callable[[], Aw
     count = getattr(core, "client_count", 1)
     if folder is None and (changes := that_changes(process.settings)) is not None:
         refuse_several(count, changes)
-    if core is None or count < 2 or folder is None or not is_planned(models.engine_client):
+    if core is None or count < 2 or folder is None or not has_planner(models.engine_client):
         await serve_static()
         return
     # vLLM numbers the API servers of a command from 0, each with its own engine client.

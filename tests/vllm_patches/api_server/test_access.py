@@ -240,7 +240,7 @@ def test_a_forbidden_name_is_answered_like_an_unknown_one(world, kind, key, load
 
 
 @kinds
-@pytest.mark.parametrize("name", ["x/a/b/v1.2", "x/home/secret", "x/tmp/y", "team-b/srv/a.b", "a'\"\\u007b"])
+@pytest.mark.parametrize("name", ["x/a/b/v1.2", "x/home/secret", "x/tmp/y", "team-b/srv/a.b", "a'\"b"])
 def test_vllm_removes_paths_from_these_texts_too(world, kind, name, monkeypatch):
     answer = world.use(name, "key-a", kind).text
     monkeypatch.setattr(Principal, "may_use", lambda *_: True)

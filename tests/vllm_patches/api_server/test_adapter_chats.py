@@ -55,7 +55,6 @@ def vllm_config(model: Path) -> Any:
 @pytest.fixture
 def store(process: Process, tmp_path: Path) -> Path:
     process.settings = Settings(store_dir=tmp_path / "store")
-    process.is_resolver_registered = True
     adapter_chats.patch()
     return process.resolver.store.layout.root
 
@@ -153,7 +152,6 @@ def test_files_outside_of_the_store_count_for_nothing(processor: InputProcessor,
 
 def test_settings_can_keep_the_chats_of_the_base_model(process: Process, vllm_config: Any, tmp_path: Path) -> None:
     process.settings = Settings(store_dir=tmp_path / "store", adapter_chat=AdapterChat.BASE)
-    process.is_resolver_registered = True
     adapter_chats.patch()
     path = write(process.resolver.store.layout.adapter(DIGEST), eos_ids=3)
     assert ids_of(InputProcessor(vllm_config), path).stop_token_ids == []
@@ -173,7 +171,6 @@ def test_strict_refuses_chats_that_the_base_model_lacks(
     process: Process, vllm_config: Any, tmp_path: Path, brings: dict[str, Any], named: str | None
 ) -> None:
     process.settings = Settings(store_dir=tmp_path / "store", adapter_chat=AdapterChat.STRICT)
-    process.is_resolver_registered = True
     adapter_chats.patch()
     processor = InputProcessor(vllm_config)
     path = write(process.resolver.store.layout.adapter(DIGEST), **brings)

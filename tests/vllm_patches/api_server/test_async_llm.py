@@ -245,7 +245,6 @@ async def test_a_load_that_fails_is_our_text_and_status(error: LoRAPluginsError,
 
 def test_the_chat_is_known_before_vllms_own_steps(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its `InputProcessor` cannot await, and the event loop must not wait for a reading process."""
-    process.is_resolver_registered = True
     chats = process.resolver.chats
     path = str(put(process.resolver.store.layout.adapter("a1" * 32), adapter_files() | CHAT))
 

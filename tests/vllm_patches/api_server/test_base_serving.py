@@ -43,7 +43,6 @@ def store(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def patched(process: Process, store: Path) -> Process:
     process.settings = Settings(store_dir=store)
-    process.is_resolver_registered = True
     base_serving.patch()
     return process
 

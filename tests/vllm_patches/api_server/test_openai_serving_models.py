@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList
+from vllm.exceptions import VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 
 from lora_plugins.api.access.policy import Policy
@@ -241,7 +242,8 @@ async def test_a_version_by_its_digest_is_served_beside() -> None:
     assert request.lora_path == f"/store/{old}"
     assert await world.ask(f"sql@{old[:8]}") == f"/store/{old}"
     assert await world.ask("sql") == f"/store/{new}"
-    assert (await models.resolve_lora("sql@cccccccc")).error.code == 404
+    with pytest.raises(VLLMNotFoundError, match=r"L002.*no revision or version 'cccccccc'"):
+        await models.resolve_lora("sql@cccccccc")
     world.worker.broken = IncompatibleAdapter("rank 99")
     with pytest.raises(Exception, match=r"L003.*rank 99"):
         await models.resolve_lora(f"sql@{old[:9]}")

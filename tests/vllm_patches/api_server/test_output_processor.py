@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,15 +116,20 @@ def test_what_was_not_moved_is_vllms_own() -> None:
 
 
 @pytest.mark.parametrize("versions", [None, MOVED])
-def test_a_span_names_adapter_and_the_versions_of_an_answer(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_span_names_adapter_and_the_versions_of_an_answer(
+    process: Process, versions: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    process.settings = Settings(store_dir=tmp_path)
     provider, kept = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     asked = Asked(RequestOutputKind.FINAL_ONLY, choices=2, is_traced=True)
+    for state in asked.processor.request_states.values():
+        state.lora_request.lora_path = str(process.resolver.store.layout.adapter(OLD))
     asked.answers(0, versions=versions, ends=True)
     asked.answers(1, ends=True)
     named = {"gen_ai.request.model": adapter(1).lora_name}
-    named |= {} if versions is None else {"lora_adapter.digest": f"{OLD},{NEW}"}
+    named |= {"lora_adapter.digest": OLD if versions is None else f"{OLD},{NEW}"}
     found = [dict(span.attributes or {}) for span in kept.get_finished_spans()]
     ours = ("gen_ai.request.model", "lora_adapter.digest")
     assert [{key: value for key, value in span.items() if key in ours} for span in found] == [named] * 2
