@@ -61,8 +61,7 @@ def _making(original: Any) -> Any:
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         process = this_process()
         # Before vLLM's own start: without the policy of the settings, nothing may be served.
-        if process.is_resolver_registered:
-            require_in_force(process)
+        require_in_force(process)
         original(self, *args, **kwargs)
         if process.is_resolver_registered:
             process.models = weakref.ref(self)  # a server in this process, with its engine, ends before the process

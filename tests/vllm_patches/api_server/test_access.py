@@ -498,7 +498,6 @@ def test_startup_fails_where_access_is_not_guarded(process, tmp_path, policy, vl
     process.settings = Settings(
         store_dir=tmp_path / "store", **{setting: {"policy": policy, "admin_key": "the-key"}[setting]}
     )
-    process.is_resolver_registered = True
     openai_serving_models.patch()
     client = Engine()
     client.model_config.hf_config = None
