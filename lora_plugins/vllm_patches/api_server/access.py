@@ -55,18 +55,14 @@ def install(app: Any, process: Process) -> None:
             raise
 
     app.add_middleware(KnowPrincipal, administrators=administrators, admit=admit)
-    if policy is not None:
-        patch_stores()
     process.lets_in_administrators_only = True
     process.policy = policy
     _log_who_administers(administrators)
     if policy is not None:
+        patch_stores()
         _log_who_is_let_in(policy, keys)
     if args is not None and keys and settings.admin_key is not None and settings.admin_key not in keys:
-        args.api_key = [
-            *keys,
-            settings.admin_key,
-        ]  # vLLM reads the list later, for paths below /v1
+        args.api_key = [*keys, settings.admin_key]  # vLLM reads the list later, for paths below /v1
 
 
 def _log_who_administers(administrators: Administrators) -> None:

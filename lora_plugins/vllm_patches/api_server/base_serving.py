@@ -160,7 +160,7 @@ def _as_if_absent(serving: Any, request: Any) -> Any:
     vLLM's own code then answers "no such model", in vLLM's words. A mixture gets its canonical name, which is served.
     """
     name = canonical(request.model or "")
-    if this_process().policy is None or not name or serving.models.is_base_model(name) or may_use(name):
+    if not name or may_use(name) or serving.models.is_base_model(name):
         request.model = name or request.model
         return serving
     logger.debug("%s may not use adapter %r", label_of_request(), name)

@@ -53,11 +53,11 @@ async def take_role(models: Any, process: Process, serve_static: Callable[[], Aw
     Raises:
         InvalidSettings: several servers do not know of each other, and may change the served adapters.
     """
-    core, folder = getattr(models.engine_client, "engine_core", None), process.folder
-    count = getattr(core, "client_count", 1)
+    core: Any = getattr(models.engine_client, "engine_core", None)
+    count, folder = getattr(core, "client_count", 1), process.folder
     if folder is None and (changes := that_changes(process.settings)) is not None:
         refuse_several(count, changes)
-    if core is None or count < 2 or folder is None or not has_planner(models.engine_client):
+    if count < 2 or folder is None or not has_planner(models.engine_client):
         await serve_static()
         return
     # vLLM numbers the API servers of a command from 0, each with its own engine client.

@@ -68,8 +68,6 @@ def say_errors_in_a_line() -> None:
     The traceback of a variable that cannot be right shows vLLM's code and ours, and hides the line to read. With
     VLLM_LOGGING_LEVEL=DEBUG it comes first.
 
-    The traceback comes before, with the level DEBUG only.
-
     Touches: vllm.envs: VLLM_LOGGING_LEVEL
     Why: vLLM lets errors of plugins through, and Python prints 33 lines before the one to read.
     Until: vLLM ends with the text of a plugin's error.
