@@ -215,7 +215,7 @@ TURNED = Architecture(
 NOT_RUN: Mapping[str, str] = {
     "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, LongcatFlashForCausalLM": "with multi-head "
     "latent attention, whose kernel for CPUs (0.32) answers equal requests of one batch differently, of the base model "
-    "too; what is called of the first two, and refused, is tested",
+    "too",
     "DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM (GLM-5)": "with the same attention, and an indexer (read, not tried)",
     "DeepseekV4ForCausalLM": "vLLM's class for CPUs takes no adapters (read, not tried)",
     "Glm5NextForCausalLM, HYV4ForCausalLM, InklingForCausalLM, KimiLinearForCausalLM, "
@@ -224,15 +224,14 @@ NOT_RUN: Mapping[str, str] = {
     "vLLM's CPU build",
     "any model with INT8 weights and activations (W8A8 of compressed-tensors)": "on CPUs without AMX vLLM alone ends "
     "at the start with `--enable-lora`: its kernel leaves a layer's `weight` None, where vLLM looks for the device; "
-    "with AMX another kernel runs, with which some tokens differed from those without plugins, whether by rounding is "
-    "not known",
+    "with AMX some tokens differed from those without plugins, whether by rounding is not known",
     "any model with FP8 weights": "vLLM's kernels for CPUs need AMX (read, not tried)",
     "LagunaForCausalLM": "an assertion of vLLM's on CPUs ends its first step",
     "AfmoeForCausalLM, HYV3ForCausalLM, MiniMaxM2ForCausalLM": "their classes in vLLM do not make a "
     "model of Transformers' own configuration",
     "Rnj1ForCausalLM": "vLLM's attention for CPUs (0.32) lacks its windows",
     "Gemma4ForConditionalGeneration, Gemma3ForConditionalGeneration": "their processors need torchvision, which vLLM's "
-    "CPU build does not bring; the text models below them are rows",
+    "CPU build does not bring",
     "Lfm2ForCausalLM, Lfm2MoeForCausalLM, GPTNeoXForCausalLM": "vLLM's CPU build answers the same request of the base "
     "model differently, without any plugin too, or neither as PEFT nor as without plugins",
     "BloomForCausalLM, DbrxForCausalLM, FalconForCausalLM, Gemma3nForCausalLM, Gemma3TextModel, GPT2LMHeadModel, "

@@ -45,8 +45,8 @@ After this page you know whether your adapter is served on your model's architec
 {architectures} architectures of vLLM's registry, {pairs} pairs of an architecture and a kind of adapter: {computed}
 computed by the real engine, {loaded} loaded only, {refused} refused. Each model is tiny, with random weights in
 float32, and PEFT makes each adapter. All adapters of a model run in one batch with the base model, with
-`lora_filesystem_resolver`, `lora_lru_manager` and `lora_kernels`. Ten greedy tokens must be the reference's; of an
-embedder or a classifier, all numbers to 0.0001. `make test-models` shows the same.
+`lora_lru_manager` and `lora_kernels`. Ten greedy tokens must be the reference's; of an embedder or a classifier, all
+numbers to 0.0001.
 
 The last run, perhaps of some architectures alone: vLLM {vllm} on {cpu}, PEFT {peft}, Transformers {transformers},
 {date}, commit `{commit}`.
@@ -55,10 +55,9 @@ _LEGEND = """
 | cell | what |
 |---|---|
 | PEFT | served; the answer is PEFT's |
-| vLLM | served; the answer is that of vLLM without our plugins: Transformers has no class of this name, or its base \
-model computes something else than vLLM's |
-| loaded | served; every tensor is in the real model, and nothing is computed: vLLM's CPU build lacks Triton for fused \
-experts with adapters, and Gated DeltaNet (Qwen3-Next, Qwen3.5) computes in bfloat16 alone there |
+| vLLM | served; the answer is that of vLLM without our plugins, as Transformers has no class that computes the same |
+| loaded | served; every tensor is in the real model, and nothing is computed: on CPUs vLLM lacks fused experts with \
+adapters, and Gated DeltaNet (Qwen3-Next, Qwen3.5) in float32 |
 | \\* | the adapter was converted: vLLM by itself refuses it, or leaves a part out |
 | refused | see below |
 | no adapter | PEFT refuses to make it |
@@ -66,10 +65,8 @@ experts with adapters, and Gated DeltaNet (Qwen3-Next, Qwen3.5) computes in bflo
 
 The kinds: PEFT's `all-linear`; the names of most recipes, without those that the model lacks; attention alone, then
 with rsLoRA, then with `rank_pattern` and `alpha_pattern`; embeddings and head, of those that vLLM adapts; a mixture's
-router, and its experts, as PEFT's `target_parameters`. `--lora-target-modules` leaves experts out where a mixture is
-computed; ERNIE 4.5's experts are chosen without a bias, of which vLLM's CPU build (0.32) takes no notice. Models
-without a class in Transformers have adapters made from the engine's list of modules. Whisper transcribes a tone, with
-`--enable-tower-connector-lora`.
+router, and its experts, as PEFT's `target_parameters`. Where a mixture is computed, `--lora-target-modules` leaves its
+experts out. Whisper transcribes a tone, with `--enable-tower-connector-lora`.
 """
 
 
