@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -235,10 +236,14 @@ def _verdict(row: Mapping[str, Any]) -> str:
 
 
 def _notes(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The notes of a row; those that differ before the first colon alone share the rest: `LLM / AsyncLLM: …`."""
+    """The notes of a row; those that differ before the first colon alone share the rest: `LLM / AsyncLLM: …`.
+
+    Versions are named once where vLLM without our plugins and with them answers by the same.
+    """
     begun_by: dict[str, list[str]] = {}
     for note in dict.fromkeys(row["note"] for row in rows):
         begin, colon, end = note.partition(": ")
+        end = re.sub(r"; stock: (.+); ours: \1$", r"; \1", end)
         begun_by.setdefault(colon + end if colon else note, []).append(begin if colon else "")
     return " · ".join(" / ".join(begins) + end for end, begins in begun_by.items())
 

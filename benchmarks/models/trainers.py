@@ -306,6 +306,8 @@ def _named(whats: Iterable[str], verdict: str) -> str:
 
 
 def _escaped(verdict: str) -> str:
+    """What was found, without what the remedy repeats: the program, the part of the configuration."""
+    verdict = re.sub(r"(,? (which|by tensor|in adapter_config\.json|of \d+ labels)\b).*", "", verdict)
     return verdict.replace("|", "\\|").replace("<", "&lt;")
 
 
