@@ -74,6 +74,10 @@ def test_open_webuis_requests_are_answered(page: Reader) -> None:
             said = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         assert said[-1] == "[DONE]"
         assert json.loads(said[-2])["usage"]["completion_tokens"] == CHAT["max_tokens"]
+        tool = {"type": "function", "function": {"name": "ask_user", "parameters": {"type": "object"}}}
+        with_tools = client.post("/chat/completions", json=body | {"tools": [tool]})  # not with `legacy`
+        reason = with_tools.json()["error"]["message"]
+        assert (with_tools.status_code, f"`{reason}`" in Path(CLIENTS.page).read_text()) == (400, True)
         assert client.post("/chat/completions", json=body | {"model": "nobody"}).status_code == 404
         assert "[L005]" in client.post("/chat/completions", json=body | {"model": "broken"}).json()["error"]["message"]
 
