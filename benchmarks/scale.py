@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +48,7 @@ from tests.store.common import DownloadSpec, adapter_files, check
 
 NAMES, STORED, DECLARED = 100_000, 50_000, 7_000
 REPEATS = 3
+CHANGES = 21
 FETCHES = 7
 LATE_MS, OPENED_S, FETCH_MS = 20.0, 1.0, 50.0
 KEY = "the-key"
@@ -214,26 +215,32 @@ async def listing(folder: Path, count: int) -> list[Piece]:
     return [of_loop(f"`GET /v1/loras`, a page of 1,000 of {count:,} names", pages)]
 
 
-async def written(folder: Path) -> Piece:
-    """The served list: from a change of what is served until it is on the disk."""
-    store = Store(folder / "served")
-    world = World(resolver=Resolver(store))
-    serve(world, store.layout.root, NAMES)
-    file = ServedFile(folder / "served.json")
-    one = Reconciler(world.lifecycle, Settings(), file, Events())
+def writing(root: Path, count: int) -> tuple[World, Reconciler, ServedFile]:
+    store = Store(root)
+    world, file = World(resolver=Resolver(store)), ServedFile.of_store(root, "base", "replica")
+    serve(world, store.layout.root, count)
     served_file._WRITE_PAUSE = 0  # the rest between two writes is as long as ten of them
     gc.collect()
     gc.freeze()
+    return world, Reconciler(world.lifecycle, Settings(), file, Events()), file
 
-    async def write() -> None:
-        # Another list each time: one that has not changed need not be written.
-        world.lifecycle.registry.remove(next(iter(world.table.lora_requests)))
-        before = file.path.stat().st_mtime_ns if file.path.exists() else 0
-        one._writer.write_soon()
-        while not file.path.exists() or file.path.stat().st_mtime_ns == before:
-            await asyncio.sleep(0.02)
 
-    return of_loop(f"the served list of {NAMES:,} names, written", [await timed(write) for _ in range(REPEATS)])
+async def written(folder: Path) -> list[Piece]:
+    """The served list, from a change of what is served until it is on the disk: all names in turn with the change."""
+    pieces = []
+    for count, repeats in ((1_000, CHANGES), (NAMES, REPEATS)):
+        world, one, file = writing(folder / f"served-{count}", count)
+        whole, alone = list[Run](), list[Run]()
+        for _ in range(repeats):
+            for runs in (whole, alone):
+                world.lifecycle.registry.remove(next(iter(world.table.lora_requests)))
+                if runs is whole:
+                    file.path.unlink(missing_ok=True)
+                runs.append(await timed(one._writer.written))
+        ratio = statistics.median(one[0] / all_[0] for one, all_ in zip(alone, whole, strict=True))
+        pieces.append(of_loop(f"the served list of {count:,} names, written", whole))
+        pieces.append(of_loop(f"a change of one of {count:,} names, written: {ratio:.2f} times as long", alone))
+    return pieces
 
 
 def declaring(path: Path, preload: bool, count: int = DECLARED) -> None:
@@ -268,7 +275,7 @@ async def followed(folder: Path) -> Piece:
 async def restored(folder: Path) -> Piece:
     """What the last server served, begun to be served again: the first three seconds."""
     file = ServedFile(folder / "restored.json")
-    file.write([DesiredAdapter(f"adapter-{n}", f"s3://adapters/{n}") for n in range(NAMES)])
+    file.write(map(astuple, [DesiredAdapter(f"adapter-{n}", f"s3://adapters/{n}") for n in range(NAMES)]))
     runs = []
     for _ in range(REPEATS):
         world = World()
@@ -400,7 +407,7 @@ def main() -> int:
         for what, measure in (
             ("", lambda: [asyncio.run(at_rest())]),
             ("listing", lambda: asyncio.run(listing(folder, 10_000)) + asyncio.run(listing(folder, NAMES))),
-            ("served", lambda: [asyncio.run(written(folder))]),
+            ("served", lambda: asyncio.run(written(folder))),
             ("declared", lambda: [asyncio.run(followed(folder))]),
             ("restored", lambda: [asyncio.run(restored(folder))]),
             ("store", lambda: of_store(folder, chosen.stored)),

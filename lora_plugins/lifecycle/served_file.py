@@ -7,7 +7,6 @@ the names of all replicas that live or have ended within the hour.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import os
 import time
@@ -23,13 +22,15 @@ import msgspec
 from lora_plugins.adapter.paced_work import paced
 from lora_plugins.lifecycle.registry import DesiredAdapter
 from lora_plugins.log import logger
-from lora_plugins.store.layout import Layout, key_of, replace_small
+from lora_plugins.store.layout import Layout, append_small, key_of, replace_small
 
 FORMAT = 1
-# JSON with an entry on each line, so that a reader of this format need not parse all entries at once.
+# JSON with an entry on each line, so that a reader of this format need not parse all entries at once. Later changes
+# follow the last line: entries, and names no longer served as texts; the last line is repeated after each write.
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
 _LAST_LINE = b"]}\n"
-_PIECE = 500  # entries: a few milliseconds
+_LINE = msgspec.json.Decoder[DesiredAdapter | str](DesiredAdapter | str)
+_PIECE = 500  # entries: a few milliseconds; with more changes than these, all entries are written again
 _KEEP_S = 5.0
 _LIVES_S = 20.0  # without a touch: four were missed
 _LATELY_S = 3600.0
@@ -40,7 +41,7 @@ _WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,0
 _WRITTEN_S = 10.0  # only a disk that does not answer takes longer
 # The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
 # stop the event loop for 20 ms.
-Fields = tuple[str | bool | None, ...]
+Fields = tuple[str, *tuple[str | bool | None, ...]]
 
 
 class ServedFile:
@@ -52,7 +53,9 @@ class ServedFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.prefers_living = path, False
-        self._written = b""  # SHA-256 of the last text that this process has written
+        self._held: dict[str, Fields] = {}  # what this process has written last, by name
+        self._state: tuple[int, ...] | None = None  # of the file then: a write that fails half way leaves another
+        self._changes = 0  # after the last line
 
     @classmethod
     def of_store(cls, root: Path, base_path: str, replica: str) -> ServedFile:
@@ -112,30 +115,36 @@ class ServedFile:
             with suppress(FileNotFoundError):
                 yield from _pieces(path)
 
-    def write(self, served: Iterable[DesiredAdapter]) -> None:
-        """Replace the entries written before, unless this process has last written the same text.
+    def write(self, served: Iterable[Fields]) -> None:
+        """Have the file hold these entries: append what has changed since this process has last written, or write all.
 
         For a thread, with pauses for other threads.
 
         Raises:
-            OSError: the file cannot be written; the former file stays.
+            OSError: the file cannot be written; the former entries stay, perhaps with some of the changes.
         """
-        encoder = msgspec.json.Encoder()
-        entries = (encoder.encode(adapter).decode() for adapter in paced(served))
-        # In pieces, because Python keeps other threads waiting while it joins or encodes a text: 50 ms for 20 MB.
-        pieces, begin = [], _FIRST_LINE.decode()
-        while some := list(itertools.islice(entries, _PIECE)):
-            pieces.append(begin + ",\n".join(some))
-            begin = ",\n"
-        pieces.append("\n]}\n" if pieces else begin + "]}\n")
-        text = hashlib.sha256()
-        for piece in pieces:
-            text.update(piece.encode())
-        if text.digest() == self._written and self.path.exists():
+        now = {fields[0]: fields for fields in paced(served)}
+        changed = [fields for name, fields in paced(now.items()) if self._held.get(name) != fields]
+        removed = [name for name in paced(self._held) if name not in now]
+        is_ours, self._changes = self._state == self._present(), self._changes + len(changed) + len(removed)
+        if is_ours and not changed and not removed:
             return
-        self._written = b""
-        replace_small(self.path, *pieces)
-        self._written = text.digest()
+        encode = msgspec.json.Encoder().encode
+        if is_ours and self._changes <= _PIECE:
+            changes = map(encode, (*itertools.starmap(DesiredAdapter, changed), *removed))
+            append_small(self.path, b"\n".join((*changes, _LAST_LINE)))
+        else:
+            lines = [encode(adapter).decode() for adapter in itertools.starmap(DesiredAdapter, paced(now.values()))]
+            lines = [*(f"{line},\n" for line in lines[:-1]), *(f"{line}\n" for line in lines[-1:])]
+            replace_small(self.path, _FIRST_LINE.decode(), *lines, _LAST_LINE.decode())
+            self._changes = 0
+        self._held, self._state = now, self._present()
+
+    def _present(self) -> tuple[int, ...]:
+        """Which file is there: another writer's, and what a cleaner or a crash has left, has another size or inode."""
+        with suppress(OSError):
+            return (found := self.path.stat()).st_ino, found.st_size
+        return ()
 
 
 def lately_served(root: Path) -> set[str]:
@@ -208,7 +217,7 @@ class ServedWriter:
         """Write the served names, and return the seconds of a processor's time that the write took."""
         # Not the time on the clock: a thread that waits for the disk or for a processor takes nothing from others.
         started = time.thread_time()
-        self._file.write(itertools.starmap(DesiredAdapter, served))
+        self._file.write(served)
         return time.thread_time() - started
 
     def _note_unwritable(self, error: OSError | None) -> None:
@@ -221,20 +230,36 @@ class ServedWriter:
 
 
 def _pieces(path: Path) -> Iterator[list[DesiredAdapter]]:
-    """The entries of a file in pieces; fields that another release has written besides count for nothing."""
-    decode, line = msgspec.json.Decoder(DesiredAdapter).decode, b""
+    """The entries of a file in pieces, of which none is empty; what has changed after the last line comes last."""
     with path.open("rb") as file:
-        if file.readline() == _FIRST_LINE:
-            while lines := list(itertools.islice(file, _PIECE)):
-                piece = []
-                for line in lines:
-                    try:
-                        piece += [decode(line.rstrip(b",\n"))] if line != _LAST_LINE else []
-                    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                        _warn(str(error))
+        lines = [line := file.readline()]
+        if line == _FIRST_LINE:
+            for line in file:
+                if line == _LAST_LINE:
+                    break
+            changes = _entries(lines := [line, *file])
+            file.seek(len(_FIRST_LINE))
+            before = itertools.takewhile(_LAST_LINE.__ne__, file)
+            while some := list(itertools.islice(before, _PIECE)):
+                if piece := [entry for name, entry in _entries(some).items() if entry and name not in changes]:
+                    yield piece
+            if piece := [entry for entry in changes.values() if entry]:
                 yield piece
-    if line != _LAST_LINE:
+    if lines[-1] != _LAST_LINE:
         logger.warning("What was served before cannot be read from %s, or not to its end", path)
+
+
+def _entries(lines: Iterable[bytes]) -> dict[str, DesiredAdapter | None]:
+    """By name; None: served no longer. Fields that another release has written besides count for nothing."""
+    found: dict[str, DesiredAdapter | None] = {}
+    for line in lines:
+        if line != _LAST_LINE:
+            try:
+                entry = _LINE.decode(line.rstrip(b",\n"))
+                found |= {entry: None} if isinstance(entry, str) else {entry.name: entry}
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                _warn(str(error))
+    return found
 
 
 @lru_cache(100)  # once for each field: all entries of another release may have a field of another type

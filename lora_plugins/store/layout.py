@@ -238,6 +238,20 @@ def replace_small(path: Path, *pieces: str) -> None:
     sync_directory(path.parent)
 
 
+def append_small(path: Path, text: bytes) -> None:
+    """Append to a file that `replace_small` has written; both of its promises about a power cut hold.
+
+    Raises:
+        OSError: the file cannot be written, or is gone; it may end with a part of the text.
+    """
+    sync_directory(path.parent.parent)
+    with path.open("r+b") as file:  # `a` would make a file without the text before
+        file.seek(0, os.SEEK_END)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 @functools.cache
 def store_threads() -> ThreadPoolExecutor:
     """The few threads that hash files and write files to the disk, for tasks that wait for no other task of theirs."""

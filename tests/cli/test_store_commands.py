@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import astuple
 
 import pytest
 
@@ -94,7 +95,9 @@ def served(cli):
     """The digests of an adapter that a server has served before it ended, and of another one, used later."""
     digests = [cli("pull", name, "--json").only["digest"] for name in ("sql", "team/poet")]
     os.utime(cli.store / ".uses" / digests[0], (1, 1))
-    ServedFile.of_store(cli.store, "base", "replica").write([DesiredAdapter("sql", last_digest=digests[0])])
+    ServedFile.of_store(cli.store, "base", "replica").write(
+        map(astuple, [DesiredAdapter("sql", last_digest=digests[0])])
+    )
     return digests
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from lora_plugins.cli import Exit
 from lora_plugins.cli.commands import run
+from lora_plugins.lifecycle.served_file import ServedFile
 from testbed.bed import Bed
 from testbed.client import connect
 from testbed.server import Server
@@ -27,8 +27,8 @@ def swapped_by_the_poller(admin: Admin, name: str, original: str) -> None:
 
 async def is_written(store: Path, names: set[str], pinned: set[str]) -> bool:
     """Whether the next server could serve these, and those pinned."""
-    served = [one for file in store.glob(".served/*.json") for one in json.loads(file.read_text())["served"]]
-    return ({one["name"] for one in served}, {one["name"] for one in served if one["is_pinned"]}) == (names, pinned)
+    served = [one for path in store.glob(".served/*.json") for one in ServedFile(path).read()]
+    return ({one.name for one in served}, {one.name for one in served if one.is_pinned}) == (names, pinned)
 
 
 def test_the_poller_swaps_and_a_restart_serves_what_was_served(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ async def test_pins_are_restored_as_far_as_slots_allow(tmp_path: Path) -> None:
     world, file = World(slots=2), ServedFile(tmp_path / "served.json")
     names = ("sql", "chat", "other")
     world.resolver.has |= {name: Version(name) for name in names}
-    file.write([DesiredAdapter(name, is_pinned=True) for name in names])
+    file.write(map(astuple, [DesiredAdapter(name, is_pinned=True) for name in names]))
     await Reconciler(world.lifecycle, Settings(restore="1"), file, Events()).start()
     assert len(world.engine.pinned) == 1
     assert [await world.ask(name) for name in names] == [f"/store/{name}" for name in names]

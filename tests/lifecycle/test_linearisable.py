@@ -38,7 +38,7 @@ from lora_plugins.lifecycle.leader import Frame, Leader
 from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.reconciler import Reconciler
 from lora_plugins.lifecycle.registry import DesiredAdapter, Registry, no_longer_served
-from lora_plugins.lifecycle.served_file import ServedFile
+from lora_plugins.lifecycle.served_file import Fields, ServedFile
 from lora_plugins.lifecycle.shared_copies import FollowedCopies, LedCopies
 from lora_plugins.lifecycle.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.resolvers.single_flight import NameLocks, SingleFlight
@@ -180,8 +180,8 @@ class Disk(ServedFile):
         super().__init__(Path("served.json"))
         self.entries: dict[str, DesiredAdapter] = {}
 
-    def write(self, served: Iterable[DesiredAdapter]) -> None:
-        self.entries = {it.name: it for it in served}
+    def write(self, served: Iterable[Fields]) -> None:
+        self.entries = {it[0]: DesiredAdapter(*it) for it in served}
 
 
 class Cut(Coroutine[Any, Any, Answer]):

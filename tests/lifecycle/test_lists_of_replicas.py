@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lora_plugins.events import Events
 from lora_plugins.lifecycle import served_file
 from lora_plugins.lifecycle.reconciler import Reconciler
 from lora_plugins.lifecycle.registry import DesiredAdapter
-from lora_plugins.lifecycle.served_file import ServedFile
+from lora_plugins.lifecycle.served_file import ServedFile, lately_served
 from lora_plugins.settings import Settings
 from tests.lifecycle.world import Version, World
 from tests.virtual_time import runs
@@ -28,7 +29,7 @@ def of(root: Path, replica: str) -> ServedFile:
 def wrote(root: Path, replica: str, *names: str, ended_s: float = 0) -> None:
     """A replica serves these, or ended so long ago."""
     file = of(root, replica)
-    file.write([DesiredAdapter(name) for name in names])
+    file.write(map(astuple, [DesiredAdapter(name) for name in names]))
     os.utime(file.path, (time.time() - ended_s,) * 2)
 
 
@@ -56,9 +57,31 @@ def test_the_replica_touched_last_decides_about_a_name(tmp_path: Path) -> None:
     """A pod that was killed seconds ago still seems to live; the pods before it are known to have ended."""
     for replica, digest, ended_s in (("pod-1", "11" * 32, 60), ("pod-2", "22" * 32, 5), ("pod-3", "33" * 32, 90)):
         file = of(tmp_path, replica)
-        file.write([DesiredAdapter("sql", held_digest=digest)])
+        file.write(map(astuple, [DesiredAdapter("sql", held_digest=digest)]))
         os.utime(file.path, (time.time() - ended_s,) * 2)
     assert of(tmp_path, "pod-4").read() == [DesiredAdapter("sql", held_digest="22" * 32)]
+
+
+def test_a_name_that_one_replica_has_unloaded_stays_with_others(tmp_path: Path) -> None:
+    """As it would if the replica had written its list anew: also where the name's entry stands before its change."""
+    wrote(tmp_path, "pod-1", "sql", "chat", ended_s=60)
+    file, pinned = of(tmp_path, "pod-2"), DesiredAdapter("sql", is_pinned=True)
+    file.write(map(astuple, [pinned, DesiredAdapter("code")]))
+    assert pinned in of(tmp_path, "pod-3").read()
+    file.write(map(astuple, [DesiredAdapter("code")]))
+    assert of(tmp_path, "pod-3").read() == [DesiredAdapter("sql"), DesiredAdapter("chat"), DesiredAdapter("code")]
+    assert lately_served(tmp_path) == set()
+
+
+@pytest.mark.parametrize("names", [0, 500])
+@runs
+async def test_a_list_hides_no_other_at_the_start(tmp_path: Path, names: int) -> None:
+    wrote(tmp_path, "pod-1", *(f"chat-{number}" for number in range(names)), ended_s=60)
+    wrote(tmp_path, "pod-2", "sql", ended_s=30)
+    world = World()
+    world.resolver.has["sql"] = Version("sql")
+    await Reconciler(world.lifecycle, Settings(restore="1"), of(tmp_path, "pod-3"), Events()).start()
+    assert world.lifecycle.registry.serves("sql")
 
 
 def test_a_list_that_goes_meanwhile_hides_no_other(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Even
 from lora_plugins.lifecycle import reconciler, served_file
 from lora_plugins.lifecycle.reconciler import LOOK_INTERVAL_S, RETRY_S, Reconciler
 from lora_plugins.lifecycle.registry import DesiredAdapter
-from lora_plugins.lifecycle.served_file import ServedFile
+from lora_plugins.lifecycle.served_file import Fields, ServedFile
 from lora_plugins.settings import Settings
 from tests.lifecycle.test_swapping import load_in_place
 from tests.lifecycle.world import Request, Version, World, serving
@@ -52,7 +52,7 @@ async def test_the_served_list_gives_garbage_collection_no_work(tmp_path: Path) 
     class Watched(ServedFile):
         tracked: int | None = None
 
-        def write(self, served: Iterable[DesiredAdapter]) -> None:
+        def write(self, served: Iterable[Fields]) -> None:
             gc.collect()
             self.tracked = sum(isinstance(one, DesiredAdapter) for one in gc.get_objects())
             super().write(served)
@@ -154,10 +154,13 @@ BEFORE, NEWER, LOST = Version("aa" * 32), Version("bb" * 32), Version("cc" * 32)
 def restoring(path: Path, at_source: Version | LoRAPluginsError | None, *, place: str = PLACE) -> World:
     """A world whose last server served `sql` and `lost`, and whose store has lost the second."""
     ServedFile(path).write(
-        [
-            DesiredAdapter("sql", last_digest=BEFORE.digest, last_place=place),
-            DesiredAdapter("lost", last_digest=LOST.digest, last_place=place),
-        ]
+        map(
+            astuple,
+            [
+                DesiredAdapter("sql", last_digest=BEFORE.digest, last_place=place),
+                DesiredAdapter("lost", last_digest=LOST.digest, last_place=place),
+            ],
+        )
     )
     world = World()
     world.resolver.versions[BEFORE.digest] = BEFORE
@@ -279,7 +282,7 @@ async def test_what_is_pushed_as_its_source_says_gone_stays(tmp_path: Path, monk
 async def test_a_name_given_at_start_keeps_its_pin_alone(tmp_path: Path) -> None:
     """`--lora-modules` has the files that lie at its path now."""
     file, world = ServedFile(tmp_path / "served.json"), World()
-    file.write([DesiredAdapter("sql", "/by/hand", "aa" * 32, is_pinned=True)])
+    file.write(map(astuple, [DesiredAdapter("sql", "/by/hand", "aa" * 32, is_pinned=True)]))
     world.resolver.versions["aa" * 32] = Version("aa" * 32)
     world.resolver.has["/by/hand"] = Version("bb" * 32)
     await load_in_place(world, "sql", "/by/hand")
@@ -292,7 +295,7 @@ async def test_a_name_given_at_start_keeps_its_pin_alone(tmp_path: Path) -> None
 async def test_a_rollback_holds_where_the_source_has_that_version(tmp_path: Path) -> None:
     """A trainer has published the old version again: the name stays at it all the same."""
     file, old = ServedFile(tmp_path / "served.json"), "aa" * 32
-    file.write([DesiredAdapter("sql", held_digest=old)])
+    file.write(map(astuple, [DesiredAdapter("sql", held_digest=old)]))
     world = World()
     world.resolver.has["sql"] = Version(old)
     await reconciling(world, Settings(restore="1"), file).start()
@@ -356,7 +359,7 @@ async def test_without_restore_only_a_rollback_at_its_source_lasts(tmp_path: Pat
 
     elsewhere = World()
     elsewhere.resolver.versions |= first.resolver.versions
-    file.write([replace(one, last_place="s3 (s3://another)") for one in file.read()])
+    file.write(map(astuple, [replace(one, last_place="s3 (s3://another)") for one in file.read()]))
     await reconciling(elsewhere, Settings(), file).start()
     assert served(elsewhere) == {}, "the name may mean another adapter there"
 
@@ -417,7 +420,7 @@ async def test_what_an_outage_outlives_is_waited_for_no_more(tmp_path: Path) -> 
 async def test_what_a_fault_keeps_away_stays_in_the_file(tmp_path: Path, fault: type[LoRAPluginsError]) -> None:
     file, world = ServedFile(tmp_path / "served.json"), world_with("chat")
     down = DesiredAdapter("sql", "s3://b/x", "aa" * 32, is_pinned=True)
-    file.write([down, DesiredAdapter("gone"), DesiredAdapter("chat")])
+    ServedFile(file.path).write(map(astuple, [down, DesiredAdapter("gone"), DesiredAdapter("chat")]))
     world.resolver.has["s3://b/x"] = fault("no answer")
     await reconciling(world, Settings(restore="1"), file).start()
     await asyncio.sleep(0.1)
@@ -432,12 +435,15 @@ async def test_what_a_fault_keeps_away_stays_in_the_file(tmp_path: Path, fault: 
 async def test_an_unavailable_source_is_retried_until_it_answers(tmp_path: Path) -> None:
     file, world = ServedFile(tmp_path / "served.json"), World()
     file.write(
-        [
-            DesiredAdapter("sql", is_pinned=True),
-            DesiredAdapter("broken"),
-            DesiredAdapter("taken"),
-            DesiredAdapter("never"),
-        ]
+        map(
+            astuple,
+            [
+                DesiredAdapter("sql", is_pinned=True),
+                DesiredAdapter("broken"),
+                DesiredAdapter("taken"),
+                DesiredAdapter("never"),
+            ],
+        )
     )
     for name in ("sql", "broken", "taken", "never"):
         world.resolver.has[name] = SourceUnavailable("no answer")
@@ -463,7 +469,7 @@ async def test_an_unavailable_source_is_retried_until_it_answers(tmp_path: Path)
 @runs
 async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, digest = ServedFile(tmp_path / "served.json"), "aa" * 32
-    file.write([DesiredAdapter(f"sql@{digest[:12]}", held_digest=digest), DesiredAdapter("chat")])
+    file.write(map(astuple, [DesiredAdapter(f"sql@{digest[:12]}", held_digest=digest), DesiredAdapter("chat")]))
     world = world_with("chat")
     await reconciling(world, Settings(restore="1"), file).start()
     assert [served.name for served in world.lifecycle.registry.all()] == ["chat"]
@@ -474,7 +480,9 @@ async def test_a_version_that_has_left_the_store_is_logged(tmp_path: Path, caplo
 async def test_a_rolled_back_revision_is_asked_of_its_source(tmp_path: Path) -> None:
     """`sql@v3` is a name that a source has; only what names its digest is a version of another name."""
     file, old, new = ServedFile(tmp_path / "served.json"), "aa" * 32, "bb" * 32
-    file.write([DesiredAdapter("sql@v3", held_digest=old), DesiredAdapter("sql@cccccccc", held_digest=old)])
+    file.write(
+        map(astuple, [DesiredAdapter("sql@v3", held_digest=old), DesiredAdapter("sql@cccccccc", held_digest=old)])
+    )
     world = World()
     world.resolver.has |= {"sql@v3": Version(new), "sql@cccccccc": Version(new)}
     world.resolver.versions[old] = Version(old)
@@ -565,7 +573,7 @@ async def test_a_slow_disk_delays_the_next_write_by_no_more(tmp_path: Path, monk
     assert isinstance(loop, VirtualTimeLoop)
     write = file.write
 
-    def slowly(served: Iterable[DesiredAdapter]) -> None:
+    def slowly(served: Iterable[Fields]) -> None:
         loop.now += 0.3
         write(served)
 
@@ -604,7 +612,7 @@ class SlowFile(ServedFile):
         self.begun, self.let_go = threading.Event(), threading.Event()
         self.writing = self.most_at_once = 0
 
-    def write(self, served: Sequence[DesiredAdapter]) -> None:
+    def write(self, served: Iterable[Fields]) -> None:
         self.writing += 1
         self.most_at_once = max(self.most_at_once, self.writing)
         if not self.begun.is_set():
@@ -630,7 +638,7 @@ async def test_an_answered_change_of_a_long_list_is_written(tmp_path: Path, monk
     world, file = world_with("first", "second", "third"), ServedFile(tmp_path / "served.json")
     write = file.write
 
-    def busily(served: Iterable[DesiredAdapter]) -> None:
+    def busily(served: Iterable[Fields]) -> None:
         write(served)
         began = time.thread_time()
         while time.thread_time() < began + 0.1:
@@ -886,7 +894,7 @@ async def test_a_declared_name_is_not_restored(tmp_path: Path) -> None:
     world.resolver.has |= {"sql": Version("aa"), "chat": Version("cc")}
     declare(path, "{name: sql}")
     settings = Settings(adapters_file=path, restore="1", preload=("sql",))
-    file.write([DesiredAdapter("sql", "s3://b/elsewhere")])
+    file.write(map(astuple, [DesiredAdapter("sql", "s3://b/elsewhere")]))
     await Reconciler(world.lifecycle, settings, file, Events()).start()
     assert served(world) == {}, "the file has it loaded in the background"
     async with following(world, path, file):
@@ -908,8 +916,13 @@ async def test_a_rollback_lasts_until_a_later_list(tmp_path: Path, is_later: boo
     one.path.parent.mkdir()
     place = next(iter(world.resolver.places))
     back = [DesiredAdapter(name, None, OLD, last_digest=OLD, last_place=place) for name in ("sql", "chat")]
-    one.write([back[0], replace(back[1], was_declared=True)])
-    other.write([DesiredAdapter("sql", last_digest=NEW), DesiredAdapter("chat", last_digest=NEW, was_declared=True)])
+    one.write(map(astuple, [back[0], replace(back[1], was_declared=True)]))
+    other.write(
+        map(
+            astuple,
+            [DesiredAdapter("sql", last_digest=NEW), DesiredAdapter("chat", last_digest=NEW, was_declared=True)],
+        )
+    )
     os.utime((one if is_later else other).path, (time.time() - 60,) * 2)
     async with following(world, path, ours):
         await asyncio.sleep(LOOKED_S)
@@ -988,7 +1001,7 @@ def test_many_names_leave_others_their_turns(tmp_path: Path) -> None:
     """20,000 that are begun to be served, and are written down: a hundred turns of the loop for each."""
     file = ServedFile(tmp_path / "served.json")
     count = 20_000
-    file.write([DesiredAdapter(f"open-{number}", "s3://b/hangs") for number in range(count)])
+    file.write(map(astuple, [DesiredAdapter(f"open-{number}", "s3://b/hangs") for number in range(count)]))
 
     async def run() -> tuple[int, int]:
         world, turns, is_over = World(), 0, False
@@ -1021,7 +1034,7 @@ def test_many_names_leave_others_their_turns(tmp_path: Path) -> None:
 def test_restored_names_that_wait_have_no_task(tmp_path: Path) -> None:
     """A garbage collection goes through every task: 100,000 of them make the event loop half a second late."""
     file, world = ServedFile(tmp_path / "served.json"), World()
-    file.write([DesiredAdapter(f"open-{number}", "s3://b/hangs") for number in range(2_000)])
+    file.write(map(astuple, [DesiredAdapter(f"open-{number}", "s3://b/hangs") for number in range(2_000)]))
     world.resolver.hung.add("s3://b/hangs")
 
     async def run() -> int:
@@ -1040,7 +1053,7 @@ def test_restored_names_that_wait_have_no_task(tmp_path: Path) -> None:
 
 def test_restored_names_to_ask_for_have_no_task(tmp_path: Path) -> None:
     file, world, names = ServedFile(tmp_path / "served.json"), World(), [f"open-{number}" for number in range(1_000)]
-    file.write([DesiredAdapter(name, last_digest=BEFORE.digest, last_place=PLACE) for name in names])
+    file.write(map(astuple, [DesiredAdapter(name, last_digest=BEFORE.digest, last_place=PLACE) for name in names]))
     world.resolver.versions[BEFORE.digest] = BEFORE
     world.resolver.hung |= set(names)
 

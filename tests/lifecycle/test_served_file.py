@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,11 @@ SERVED = [
 def test_what_is_written_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ServedFile.of_store(tmp_path, "org/base", "lora-0")
     assert file.read() == []
-    file.write(SERVED)
+    file.write(map(astuple, SERVED))
     assert ServedFile.of_store(tmp_path, "org/base", "lora-0").read() == SERVED
-    file.write(SERVED[:1])
+    file.write(map(astuple, SERVED[:1]))
     assert file.read() == SERVED[:1]
-    file.write([])
+    file.write(map(astuple, []))
     assert file.read() == []
     assert not caplog.records
     assert [entry.name for entry in file.path.parent.iterdir()] == [file.path.name], "nothing half written is left"
@@ -43,17 +45,19 @@ def test_replicas_with_one_process_id_write_different_scratch_files(
 
     def replace_after_the_other(scratch: Path, path: Path) -> None:
         monkeypatch.setattr(os, "replace", replace)
-        second.write(SERVED[:1])  # from its beginning to its end, while the first stands before its last step
+        second.write(
+            map(astuple, SERVED[:1])
+        )  # from its beginning to its end, while the first stands before its last step
         replace(scratch, path)
 
     monkeypatch.setattr(os, "replace", replace_after_the_other)
-    first.write(SERVED)
+    first.write(map(astuple, SERVED))
     assert first.read() == SERVED, "the last one that comes to its end wins"
     assert [entry.name for entry in first.path.parent.iterdir()] == [first.path.name]
 
 
 def test_each_base_model_has_its_own(tmp_path: Path) -> None:
-    ServedFile.of_store(tmp_path, "org/base", "lora-0").write(SERVED)
+    ServedFile.of_store(tmp_path, "org/base", "lora-0").write(map(astuple, SERVED))
     assert ServedFile.of_store(tmp_path, "org/other", "lora-0").read() == []
 
 
@@ -88,7 +92,7 @@ def test_a_field_of_another_type_hides_no_other_name(
     """Another release may have written it. Without the field, a name would stand for another version."""
     file = ServedFile(tmp_path / "x.json")
     chat = DesiredAdapter("chat", "s3://a/chat", "1" * 64, True, last_digest="2" * 64)
-    file.write([DesiredAdapter("sql"), chat, DesiredAdapter("code")])
+    file.write(map(astuple, [DesiredAdapter("sql"), chat, DesiredAdapter("code")]))
     first, *lines, last = file.path.read_text().splitlines()
     lines[1] = json.dumps(json.loads(lines[1].rstrip(",")) | {field: value}) + ","
     file.path.write_text("\n".join([first, *lines, last, ""]))
@@ -107,40 +111,145 @@ def test_fields_of_a_later_release_count_for_nothing(tmp_path: Path, caplog: pyt
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     file = ServedFile(tmp_path / "x.json")
-    file.write(SERVED)
+    file.write(map(astuple, SERVED))
     (tmp_path / "y").write_text("a file")
     with pytest.raises(OSError):
-        ServedFile(tmp_path / "y" / "x.json").write(SERVED)
+        ServedFile(tmp_path / "y" / "x.json").write(map(astuple, SERVED))
     assert file.read() == SERVED
 
 
-def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, written = ServedFile(tmp_path / "x.json"), []
-    replace_small = served_file.replace_small
-    monkeypatch.setattr(served_file, "replace_small", lambda *text: (written.append(text), replace_small(*text)))
-    for served in (SERVED, SERVED, SERVED[:1], SERVED[:1], SERVED):
-        file.write(served)
+def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
+    file = ServedFile(tmp_path / "x.json")
+    for served in (SERVED, SERVED[:1], []):
+        file.write(map(astuple, served))
+        before = file.path.stat()
+        file.write(map(astuple, served))
         assert file.read() == served
-    assert len(written) == 3
+        assert file.path.stat() == before
     file.path.unlink()
-    file.write(SERVED)
+    file.write(map(astuple, SERVED))
     assert file.read() == SERVED, "it was away"
+
+
+# --- changes after the last line
+
+
+def by_name(served: list[DesiredAdapter]) -> list[DesiredAdapter]:
+    return sorted(served, key=lambda entry: entry.name)
+
+
+def changed(names: int, **changes: DesiredAdapter | None) -> list[DesiredAdapter]:
+    """Many names with changes: other entries, more entries, or (None) one name fewer."""
+    entries: dict[str, DesiredAdapter | None] = {f"sql_{n}": DesiredAdapter(f"sql_{n}") for n in range(names)}
+    return [entry for entry in (entries | changes).values() if entry is not None]
+
+
+CHANGES: list[dict[str, DesiredAdapter | None]] = [
+    {"sql_7": DesiredAdapter("sql_7", last_digest="aa" * 32)},
+    {"sql_7": None},
+    {"chat": DesiredAdapter("chat", "s3://b/ünïcode", is_pinned=True)},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_change_is_appended_and_survives(tmp_path: Path, changes: dict[str, DesiredAdapter | None]) -> None:
+    file = ServedFile(tmp_path / "x.json")
+    file.write(map(astuple, changed(1_000)))
+    before = file.path.read_bytes()
+    file.write(map(astuple, served := changed(1_000, **changes)))
+    after = file.path.read_bytes()
+    assert after.startswith(before)
+    assert len(after) < len(before) + 300
+    assert by_name(ServedFile(file.path).read()) == by_name(served)
+    file.write(map(astuple, changed(1_000)))
+    assert by_name(ServedFile(file.path).read()) == by_name(changed(1_000)), "the last entry of a name counts"
+
+
+@pytest.mark.parametrize("rest", ["nothing", "zeros"])
+def test_an_append_cut_off_anywhere_leaves_what_was_before_or_after(tmp_path: Path, rest: str) -> None:
+    """Some file systems make the new length durable before the new content."""
+    file, path = ServedFile(tmp_path / "x.json"), tmp_path / "cut.json"
+    for changes in CHANGES:
+        file.write(map(astuple, served := changed(10)))
+        before = len(file.path.read_bytes())
+        file.write(map(astuple, later := changed(10, **changes)))
+        after = file.path.read_bytes()
+        for end in range(before, len(after)):
+            path.write_bytes(after[:end] + bytes(len(after) - end if rest == "zeros" else 0))
+            again = ServedFile(path)
+            assert by_name(again.read()) in (by_name(served), by_name(later))
+            again.write(map(astuple, later))
+            assert again.read() == later, "whatever a crash has left is replaced"
+
+
+def test_an_append_that_failed_half_way_is_made_good(tmp_path: Path) -> None:
+    file = ServedFile(tmp_path / "x.json")
+    file.write(map(astuple, changed(100)))
+    later = changed(100, sql_7=DesiredAdapter("sql_7", f"s3://{'b' * 200}"))
+    no_limit, size_bytes = resource.getrlimit(resource.RLIMIT_FSIZE), file.path.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes + 100, no_limit[1]))  # as a disk that gets full
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError):
+                file.write(map(astuple, later))
+            assert file.path.stat().st_size == size_bytes + 100
+            assert file.read() == changed(100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+    file.write(map(astuple, later))
+    assert file.read() == later
+    assert b"\0" not in file.path.read_bytes()
+
+
+@pytest.mark.parametrize("changes", [*CHANGES, {f"chat_{n}": DesiredAdapter(f"chat_{n}") for n in range(501)}])
+def test_a_reader_sees_what_was_there_when_it_began(tmp_path: Path, changes: dict[str, DesiredAdapter | None]) -> None:
+    """Another replica reads in pieces, between which changes are appended, or all is written again."""
+    file = ServedFile(tmp_path / "x.json")
+    file.write(map(astuple, changed(2_000)))
+    pieces = ServedFile(file.path).pieces()
+    read = next(pieces)
+    file.write(map(astuple, later := changed(2_000, **changes)))
+    assert [*read, *(entry for piece in pieces for entry in piece)] == changed(2_000)
+    assert by_name(file.read()) == by_name(later)
+
+
+def test_after_many_changes_all_is_written_again(tmp_path: Path) -> None:
+    file = ServedFile(tmp_path / "x.json")
+    file.write(map(astuple, changed(3)))
+    sizes_bytes = []
+    for number in range(1, 1_502):
+        file.write(map(astuple, served := changed(3, sql_1=DesiredAdapter("sql_1", last_digest=f"{number:064}"))))
+        sizes_bytes.append(file.path.stat().st_size)
+    assert ServedFile(file.path).read() == [served[0], served[2], served[1]]
+    assert [number for number in range(1, 1_501) if sizes_bytes[number] < sizes_bytes[number - 1]] == [500, 1001]
+    assert sizes_bytes[1001] == sizes_bytes[500] < 1_000
+
+
+def test_the_file_of_another_writer_is_not_appended_to(tmp_path: Path) -> None:
+    """Two servers with one `LORA_PLUGINS_REPLICA`, say while one takes over from the other: the last one wins."""
+    first, second = ServedFile(tmp_path / "x.json"), ServedFile(tmp_path / "x.json")
+    first.write(map(astuple, changed(3)))
+    second.write(map(astuple, SERVED))
+    first.write(map(astuple, served := changed(3, **CHANGES[2])))
+    assert first.read() == served
+    second.write(map(astuple, SERVED))
+    assert first.read() == SERVED
 
 
 def test_what_failed_to_be_written_is_tried_again(tmp_path: Path) -> None:
     file = ServedFile(tmp_path / "y" / "x.json")
     (tmp_path / "y").write_text("a file")
     with pytest.raises(OSError):
-        file.write(SERVED)
+        file.write(map(astuple, SERVED))
     (tmp_path / "y").unlink()
-    file.write(SERVED)
+    file.write(map(astuple, SERVED))
     assert file.read() == SERVED
 
 
 def test_many_names_are_read_in_pieces(tmp_path: Path) -> None:
     """No piece of JSON is long enough to keep the interpreter's lock from others."""
     file, served = ServedFile(tmp_path / "x.json"), [DesiredAdapter(f"sql-{number}") for number in range(2_000)]
-    file.write(served)
+    file.write(map(astuple, served))
     pieces = list(file.pieces())
     assert [adapter for piece in pieces for adapter in piece] == served
     assert max(map(len, pieces)) <= 500
@@ -150,7 +259,7 @@ def test_many_names_are_read_in_pieces(tmp_path: Path) -> None:
 
 def test_a_broken_line_hides_no_other_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ServedFile(tmp_path / "x.json")
-    file.write([DesiredAdapter("sql"), DesiredAdapter("chat"), DesiredAdapter("code")])
+    file.write(map(astuple, [DesiredAdapter("sql"), DesiredAdapter("chat"), DesiredAdapter("code")]))
     file.path.write_text(file.path.read_text().replace('"chat"', '"chat'))
     served_file._warn.cache_clear()
     with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
@@ -160,7 +269,7 @@ def test_a_broken_line_hides_no_other_name(tmp_path: Path, caplog: pytest.LogCap
 
 def test_a_file_that_was_cut_off_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ServedFile(tmp_path / "x.json")
-    file.write(SERVED)
+    file.write(map(astuple, SERVED))
     file.path.write_text(file.path.read_text().removesuffix("]}\n"))
     with caplog.at_level(logging.WARNING, "vllm.lora_plugins"):
         assert file.read() == SERVED

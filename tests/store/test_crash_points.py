@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -134,7 +134,15 @@ def unblock(store: Store) -> None:
 
 
 def serve(store: Store, name: str = "new") -> None:
-    ServedFile.of_store(store.layout.root, "base", "me").write([DesiredAdapter(name, is_pinned=True)])
+    ServedFile.of_store(store.layout.root, "base", "me").write(map(astuple, [DesiredAdapter(name, is_pinned=True)]))
+
+
+def change(store: Store) -> None:
+    """All is written, then a change and a removal are appended."""
+    file = ServedFile.of_store(store.layout.root, "base", "me")
+    old = DesiredAdapter("old", is_pinned=True)
+    file.write(map(astuple, [old]))
+    file.write(map(astuple, [DesiredAdapter("new")]))
 
 
 def push(store: Store) -> None:
@@ -145,7 +153,9 @@ def push(store: Store) -> None:
         (directory / name).write_bytes(content)
     pushed = PushedAdapter.of("sql", directory, "ab" * 32)
     stored = asyncio.run(store.obtain(pushed, partial(PushSource().fetch, pushed), check))
-    ServedFile.of_store(store.layout.root, "base", "me").write([DesiredAdapter("sql", held_digest=stored.digest)])
+    ServedFile.of_store(store.layout.root, "base", "me").write(
+        map(astuple, [DesiredAdapter("sql", held_digest=stored.digest)])
+    )
     discard(directory)
 
 
@@ -186,6 +196,7 @@ OPERATIONS = {
     "block": Operation(nothing, block, opens=True, lasting=("blocked",)),
     "unblock": Operation(blocked, unblock, lasting=("blocked",)),
     "write the list": Operation(served, serve, lasting=("served",)),
+    "change the list": Operation(served, change, lasting=("served",)),
     "lease": Operation(one, lease),
     "make folders again": Operation(without_folders, lease),
     "give way": Operation(one, lack_room),
