@@ -24,6 +24,8 @@ NEUTRAL = {
     BesideKind.OUTPUTS: 1.0,
     BesideKind.INPUTS: 1.0,
 }
+_TAKES = {BesideKind.MAGNITUDE: (ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD)}
+_EXPECTED = "vectors of linear layers with LoRA in this engine, or magnitudes of an embedding or a head"
 _MERGE = "merge the adapter into the base model"
 
 
@@ -52,11 +54,14 @@ def vectors_of(
         found = f"'{one.tensor.name}' ({one.kind.key})"
         if modules.without_vectors:
             raise IncompatibleAdapter(found, expected=f"A and B alone, {modules.without_vectors}", remedy=_MERGE)
-        place, expected = modules.places.get(key or ""), "vectors of linear layers with LoRA in this engine alone"
+        place, expected = (
+            modules.places.get(key or ""),
+            _EXPECTED,
+        )
         if one.kind is BesideKind.INPUTS and place is not None:
             key, expected = place.factor, "factors of outputs, or of inputs of a gated MLP's down_proj"
             place = modules.places.get(key)
-        if key is None or place is None or place.kind is not ModuleKind.LINEAR:
+        if key is None or place is None or place.kind not in _TAKES.get(one.kind, (ModuleKind.LINEAR,)):
             raise IncompatibleAdapter(found, expected=expected, remedy=_MERGE)
         size = math.prod(one.tensor.shape)
         if place.out_features not in (None, size):

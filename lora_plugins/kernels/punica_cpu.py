@@ -156,7 +156,18 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         if not self._logits_batch.rows:
             return
         y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-        self._plan(self._logits_plans, self._logits_batch, lora_a_stacked, lora_b_stacked, scale).run(y, x)
+        plan = self._plan(self._logits_plans, self._logits_batch, lora_a_stacked, lora_b_stacked, scale)
+        if not plan.turns:
+            plan.run(y, x)
+            return
+        # Logits may be wider than B, or of another dtype: `g * y + g * B A x`.
+        added = torch.zeros(y.shape[0], plan.width, dtype=plan.dtype)
+        plan.run(added, x)
+        width = min(plan.width, y.shape[1])
+        for slot, rows in self._logits_batch.rows.items():
+            vectors = plan.module.ranks.vectors.get(slot)
+            own = y[rows, :width] if vectors is None else y[rows, :width] * vectors.g[:width]
+            y[rows, :width] = (own + added[rows, :width]).to(y.dtype)
 
     def add_lora_embedding(self, y: Any, x: Any, lora_b_stacked: Any, add_inputs: bool = True, **kwargs: Any) -> None:
         """Compute `y += B x` in place, where `x` `[rows, max_rank]` is the layer's look-up in A."""
@@ -168,6 +179,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             rank = lora_b_stacked.shape[3] if ranks is None else ranks[slot][0]
             if rank:  # few adapters adapt an embedding
                 cpu.add_expanded(y, x, lora_b_stacked[slot, 0], rows, rank, slice(0, width))
+            if ranks is not None and (vectors := ranks.vectors.get(slot)) is not None:
+                y[rows] = (y[rows] * vectors.g + vectors.c).to(y.dtype)
 
     def add_shrink(self, y: Any, x: Any, lora_a_stacked: Sequence[Any], scale: float, **kwargs: Any) -> None:
         """Compute `y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""

@@ -71,8 +71,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._has_layers = True
         layer = layers.watch(module)
         if layer is not None:
-            # Slots of linear layers alone get vectors; a head or an embedding has a single B, without the tuple.
-            self._operators.register(*layer, takes_vectors=isinstance(module.lora_b_stacked, tuple))
+            self._operators.register(*layer)
             return
         if not self._some_by_vllm:
             logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)

@@ -6,6 +6,7 @@ where `c' = c + (1 - g) b`. So B stays as it is, and a vector may be known later
 DoRA's norms need W, of which a quantised or packed layer shows no elements. A layer's answers to the identity, some
 columns at a time, have the norms of W's rows, once for each layer, and its answers to A have what B's rows add. Of a
 row-parallel layer each worker has a part of the squares, and the workers add the parts up at the first activation.
+An embedding and a head show their words' rows; each worker has those of its own words.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.adapter.vector_places import NEUTRAL, vectors_of
 from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
-from lora_plugins.kernels.layers import sides_of_slices, watched_ranks
+from lora_plugins.kernels.layers import sides_of_slices, stacks, watched_ranks
 from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 from lora_plugins.worker.beside import ReadBeside
+from lora_plugins.worker.token_layers import base_of
 
 InLoop = Callable[[Iterator[None]], None]
 
 _COLUMNS = 64  # of an identity matrix, a piece of the engine loop's time: as a prompt of so many tokens in one layer
+_WORDS = 512  # of an embedding or a head, as much
 _NORMS = "_lora_plugins_squared_norms"
 _MERGE = "merge the adapter into the base model"
 
@@ -148,11 +151,14 @@ def vectors_of_adapter(
         InvalidAdapter: a form that the store would have converted.
 
     Touches:
-        vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{base_layer, output_slices, tp_size, tp_rank}
+        vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{base_layer, output_slices}
         vllm.lora.layers.row_parallel_linear: RowParallelLinearWithLoRA
         vllm.lora.model_manager: LoRAModelManager{device}
         vllm.lora.lora_weights: LoRALayerWeights{lora_a, lora_b, scaling}
-        vllm.model_executor.layers.linear: LinearBase{quant_method, skip_bias_add, params_dtype}
+        vllm.model_executor.layers.linear: LinearBase{quant_method, skip_bias_add, params_dtype, tp_size, tp_rank}
+        vllm.model_executor.layers.vocab_parallel_embedding:
+            VocabParallelEmbedding{quant_method, shard_indices, tp_size, tp_rank} ParallelLMHead{bias}
+        vllm.model_executor.layers.quantization.base_config: method_has_implemented_embedding(method_class)
         vllm.distributed.parallel_state: get_tp_group() GroupCoordinator{cpu_group}
     Why: vLLM has neither DoRA nor biases of adapters.
     Until: vLLM serves them (vllm-project/vllm#47395).
@@ -170,7 +176,9 @@ def vectors_of_adapter(
     for name in manager.modules:  # one order in all workers
         if name in of_module:
             parts = manager.packed_modules.get(name) or [name]
-            layer = _LayerVectors(manager.modules[name], name, [of_module[name].get(part, {}) for part in parts])
+            # A head's wrapper is of the layer of logits; the head itself has the weight.
+            base = base_of(manager.model.get_submodule(name))
+            layer = _LayerVectors(manager.modules[name], base, name, [of_module[name].get(part, {}) for part in parts])
             made.append(layer.module(read, model, in_loop))
     return AdapterVectors(made, is_pinned=torch.device(manager.device).type == "cuda") if made else None
 
@@ -178,15 +186,22 @@ def vectors_of_adapter(
 class _LayerVectors:
     """A layer, and an adapter's tensors for each of its parts."""
 
-    def __init__(self, layer: Any, name: str, parts: list[dict[BesideKind, Beside]]) -> None:
+    def __init__(self, layer: Any, base: Any, name: str, parts: list[dict[BesideKind, Beside]]) -> None:
         from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
 
-        self._layer, self._base, self._name, self._parts = layer, layer.base_layer, name, parts
-        self._widths = [int(b.shape[2]) for b in layer.lora_b_stacked]
-        self._is_divided = isinstance(layer, RowParallelLinearWithLoRA) and layer.tp_size > 1
+        self._layer, self._base, self._name, self._parts = layer, base, name, parts
+        self._a, b = cast("tuple[Any, Any]", stacks(layer))
+        self._widths = [int(one.shape[2]) for one in b]
+        self._has_words = not isinstance(layer.lora_a_stacked, tuple)
+        self._is_divided = (self._has_words or isinstance(layer, RowParallelLinearWithLoRA)) and base.tp_size > 1
 
     def module(self, read: ReadBeside, model: Any, in_loop: InLoop) -> _Module:
         """Return the numbers of all parts together; see `vectors_of_adapter`."""
+        own = getattr(self._base, "bias", None)
+        if self._has_words and (own is not None or not _shows_rows(self._base)):
+            raise IncompatibleAdapter(
+                f"magnitudes of '{self._name}'", expected="none, as it has a bias or no rows to look up", remedy=_MERGE
+            )
         weights = [self._weights(part, read, model) for part in self._parts]
         beside = {
             kind: self._whole(
@@ -196,7 +211,6 @@ class _LayerVectors:
         }
         scale = self._whole([one and torch.full((len(one.lora_b),), float(one.scaling)) for one in weights], 0)
         zeros = torch.zeros(sum(self._widths))
-        own = getattr(self._base, "bias", None)
         bias = zeros if own is None else own.detach().float().cpu()
         given = [torch.ones(it[BesideKind.BIAS].tensor.shape) if BesideKind.BIAS in it else None for it in self._parts]
         is_given = self._whole(given, 0).bool()
@@ -208,7 +222,7 @@ class _LayerVectors:
         factors = beside[BesideKind.OUTPUTS] * beside[BesideKind.INPUTS]
         c = c + (factors - 1) * bias
         # Of workers that add their outputs up, one adds what is no product.
-        adds = not self._is_divided or self._layer.tp_rank == 0
+        adds = not self._is_divided or self._base.tp_rank == 0
         made = _Module(
             self._name,
             cast("SlotRanks", watched_ranks(self._layer)),  # `why_no_vectors` has found our kernels
@@ -252,11 +266,13 @@ class _LayerVectors:
 
     def _squares(self, weights: list[Any], in_loop: InLoop) -> Any:
         """Return the squared norms of the rows of `W + s B A`, or 1 where a slice is not adapted."""
-        dtype = self._layer.lora_a_stacked[0].dtype
+        dtype = self._a[0].dtype
         # A as it is served; the scaling is exact in float32.
         lora_a = [None if one is None else one.lora_a.to(dtype) for one in weights]
         lora_b = [None if one is None else one.lora_b.float() * float(one.scaling) for one in weights]
         slices_a, slices_b = self._sides(lora_a, lora_b)
+        if self._has_words:
+            return self._squares_of_words(slices_a[0].float(), slices_b[0], in_loop)
         answers: list[Any] = [None] * len(slices_a)
 
         def pieces() -> Iterator[None]:
@@ -277,11 +293,31 @@ class _LayerVectors:
                 squares[own] += ((2 * answer[:, own].T + b @ (a.float() @ a.float().T)) * b).sum(1)
         return squares
 
+    def _squares_of_words(self, a: Any, b: Any, in_loop: InLoop) -> Any:
+        """Return the squared norms of an embedding's columns, or of a head's rows, of the words of this worker."""
+        is_head, device = self._a[0].ndim == 4, self._a[0].device
+        of_words, others = (b, a) if is_head else (a.T, b.T)
+        own = self._base.shard_indices  # leaves out words that are padding, or were added for LoRA
+        first, stop = own.org_vocab_start_index, own.org_vocab_end_index
+        squares = torch.zeros(self._widths[0])
+
+        def pieces() -> Iterator[None]:
+            for begin in range(first, stop, _WORDS):
+                words = slice(begin, min(begin + _WORDS, stop))
+                ids = torch.arange(words.start - first, words.stop - first, device=device)
+                rows = self._base.quant_method.embedding(self._base, ids).detach().float()
+                rows = (rows + of_words[words].to(device) @ others.to(device)).square()
+                squares[words if is_head else slice(None)] += rows.sum(int(is_head)).cpu()
+                yield
+
+        in_loop(pieces())
+        return squares
+
     def _base_norms(self) -> Iterator[None]:
         """Keep the squared norms of W's rows here with the layer, piece by piece; the second time there is nothing."""
         if _NORMS in self._base.__dict__:
             return
-        stack = self._layer.lora_a_stacked[0]
+        stack = self._a[0]
         inputs = int(stack.shape[-1])
         squares: Any = 0
         for begin in range(0, inputs, _COLUMNS):
@@ -296,8 +332,14 @@ class _LayerVectors:
     def _answer(self, x: Any) -> Any:
         """Return the layer's product with `x`, float32 on the layer's device, by its current stream."""
         with torch.no_grad():
-            x = x.to(self._layer.lora_a_stacked[0].device, self._base.params_dtype)
+            x = x.to(self._a[0].device, self._base.params_dtype)
             return self._base.quant_method.apply(self._base, x, None).float()
+
+
+def _shows_rows(base: Any) -> bool:
+    from vllm.model_executor.layers.quantization.base_config import method_has_implemented_embedding
+
+    return bool(method_has_implemented_embedding(type(base.quant_method)))
 
 
 def _sum_of_workers(numbers: Any) -> Any:

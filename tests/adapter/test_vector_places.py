@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,14 +112,28 @@ def test_an_engine_without_vectors_says_why_before_a_load(tmp_path: Path) -> Non
         judged(tmp_path, of_weights(MAGNITUDE), base, use_dora=True)
 
 
-def test_a_heads_magnitudes_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of_embedding", "says"),
+    [
+        (vectors(MAGNITUDE, {"model.embed_tokens": 8}), ""),
+        (vectors(MAGNITUDE, {"model.embed_tokens": 32}), r"\[32\]; expected shape \[8\]"),
+        (
+            vectors(MAGNITUDE, {"model.embed_tokens": 8}) | vectors(BIAS, {"model.embed_tokens": 8}),
+            "magnitudes of an embedding",
+        ),
+    ],
+    ids=["magnitudes", "a number for each word", "bias"],
+)
+def test_an_embeddings_magnitudes_alone_are_taken(
+    tmp_path: Path, of_embedding: dict[str, np.ndarray], says: str
+) -> None:
     embedding = {
         f"{PEFT}model.embed_tokens.lora_embedding_{side}": one
         for side, one in (("A", np.ones((4, 32), "float32")), ("B", np.ones((8, 4), "float32")))
     }
-    tensors = of_weights(MAGNITUDE) | embedding | vectors(MAGNITUDE, {"model.embed_tokens": 8})
-    with pytest.raises(IncompatibleAdapter, match=r"embed_tokens\.lora_magnitude_vector.*linear layers"):
-        judged(tmp_path, tensors, use_dora=True, target_modules="all-linear")
+    expected = pytest.raises((IncompatibleAdapter, InvalidAdapter), match=says) if says else nullcontext()
+    with expected:
+        judged(tmp_path, of_weights(MAGNITUDE) | embedding | of_embedding, use_dora=True, bias="all")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def linear(bed: Bed, *, scale: float = 1.0, add_inputs: bool = True) -> torch.Te
 def test_every_path_is_right(path: str, dtype: torch.dtype, slot_of_row: list[int], turned: tuple[int, ...]) -> None:
     ranks = [[0, 16, 5], [32, 8, 1], [7, 0, 0], [0, 0, 0]]
     bed = Bed.make(slot_of_row, ranks, n_in=39, widths=(24, 40, 9), dtype=dtype, padding=2, turned=turned)
-    set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks, takes_vectors=True)
+    set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks)
     bed.check(linear(bed, scale=0.5), scale=0.5)
     bed.check(linear(bed, add_inputs=False), add_inputs=False)
 
@@ -84,7 +84,7 @@ def test_any_batch_on_any_path(data: st.DataObject, path: str, dtype: torch.dtyp
     slot_of_row = data.draw(st.lists(st.integers(-1, 2), max_size=8))
     turned = data.draw(st.sets(st.integers(0, 2)))
     bed = Bed.make(slot_of_row, ranks, n_in=n_in, widths=widths, max_rank=16, dtype=dtype, turned=turned)
-    set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks, takes_vectors=True)
+    set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks)
     bed.check(linear(bed))
 
 
@@ -94,7 +94,7 @@ def test_rows_beside_vectors_keep_every_bit(path: str, dtype: torch.dtype) -> No
     slot_of_row, found = [0, 1, -1, 2, 0, 1], []
     for turned in ((), (1,)):
         bed = Bed.make(slot_of_row, [[8, 3], [16, 0], [0, 0]], widths=(24, 9), dtype=dtype, turned=turned)
-        set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks, takes_vectors=True)
+        set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks)
         found.append(linear(bed))
         bed.check(found[-1])
     plain = [row for row, slot in enumerate(slot_of_row) if slot != 1]
@@ -107,10 +107,20 @@ def test_rows_beside_vectors_keep_every_bit(path: str, dtype: torch.dtype) -> No
 def test_the_dense_path_computes_vectors_too(slot: int, dtype: torch.dtype) -> None:
     bed = Bed.make([slot] * 3, [[8, 3], [0, 0]], widths=(24, 9), dtype=dtype, padding=2, turned=(0, 1))
     made = set_up(PATHS["dense"])
-    made.register(bed.a, bed.b, bed.slot_ranks, takes_vectors=True)
+    made.register(bed.a, bed.b, bed.slot_ranks)
     assert made.takes_dense_path(bed.y, bed.x, cut(bed).host.tolist())
     bed.check(linear(bed))
     bed.check(linear(bed, add_inputs=False), add_inputs=False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_columns_of_padding_behind_a_heads_words_keep_their_content(path: str) -> None:
+    bed = Bed.make([0] * 3, [[8]], widths=(24,), turned=(0,))
+    set_up(PATHS[path]).register(bed.a, bed.b, bed.slot_ranks)
+    y = torch.cat([bed.y, torch.ones(3, 8)], 1)
+    torch.ops.lora_plugins.lora_linear(y, bed.x, bed.a, bed.b, *cut(bed).tensors, bed.widths, 1.0, 0, True)
+    bed.check(y[:, :24])
+    assert torch.equal(y[:, 24:], torch.ones(3, 8))
 
 
 class Launches:
@@ -135,7 +145,7 @@ def test_earlier_launches_are_right_once_a_slot_has_vectors(path: str, monkeypat
         monkeypatch.setattr(module, name, kept)
     bed = Bed.make([0, 1, -1, 1], [[8, 3], [0, 0]], widths=(24, 9))
     ranks, y = bed.slot_ranks, bed.y.clone()
-    set_up(PATHS[path]).register(bed.a, bed.b, ranks, takes_vectors=True)
+    set_up(PATHS[path]).register(bed.a, bed.b, ranks)
     torch.ops.lora_plugins.lora_linear(y, bed.x, bed.a, bed.b, *cut(bed).tensors, bed.widths, 1.0, 0, True)
     bed.check(y)
     for bed.vectors in ({1: some_vectors(33, 1)}, {0: some_vectors(33, 2), 1: some_vectors(33, 3)}, {}):
@@ -150,12 +160,12 @@ def test_earlier_launches_are_right_once_a_slot_has_vectors(path: str, monkeypat
         bed.check(y)
 
 
-def test_a_module_without_room_for_vectors_refuses_them() -> None:
+def test_vectors_of_another_size_than_the_modules_are_refused() -> None:
     bed = Bed.make([0], [[8]])
     ranks = bed.slot_ranks
     set_up(PATHS["fused"]).register(bed.a, bed.b, ranks)
     with pytest.raises(RuntimeError, match="size"):
-        ranks.turn(0, some_vectors(32, 0))
+        ranks.turn(0, some_vectors(31, 0))
 
 
 def test_every_plan_of_the_default_table_is_right() -> None:

@@ -49,5 +49,6 @@ def dense(
         elif not add_inputs:
             into.zero_()
     if vectors is not None:
-        # One launch, which rounds once: `addcmul` computes mixed dtypes in the widest.
+        # vLLM pads a head's logits. One launch, which rounds once: `addcmul` computes mixed dtypes in the widest.
+        y = y[:, : vectors.shape[1]]
         torch.addcmul(vectors[1], y, vectors[0], out=y)
