@@ -54,10 +54,7 @@ def vectors_of(
         found = f"'{one.tensor.name}' ({one.kind.key})"
         if modules.without_vectors:
             raise IncompatibleAdapter(found, expected=f"A and B alone, {modules.without_vectors}", remedy=_MERGE)
-        place, expected = (
-            modules.places.get(key or ""),
-            _EXPECTED,
-        )
+        place, expected = modules.places.get(key or ""), _EXPECTED
         if one.kind is BesideKind.INPUTS and place is not None:
             key, expected = place.factor, "factors of outputs, or of inputs of a gated MLP's down_proj"
             place = modules.places.get(key)
