@@ -16,7 +16,6 @@ from tests.make import adapter_files
 
 ROOT = Path(__file__).resolve().parent.parent
 CI = ROOT / "examples" / "ci"
-PAGE = ROOT / "docs" / "guides" / "ci.md"
 
 pytestmark = pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
 
@@ -76,9 +75,3 @@ def test_what_a_server_would_refuse_fails(tmp_path, checked, files, env, said):
 def test_nothing_to_look_at_fails(checked):
     done = checked()
     assert (done.returncode, done.stdout) == (1, "0 adapters, 0 refused\n")
-
-
-def test_the_page_shows_the_files_that_run():
-    page = PAGE.read_text()
-    for name in ("check_adapters.sh", "adapters.yml"):
-        assert (CI / name).read_text() in page, name

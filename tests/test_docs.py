@@ -41,11 +41,6 @@ def test_the_matrix_of_deployments_is_what_was_run():
     assert "**broken** |" not in page.partition(deployments.BEGIN)[2]
 
 
-def test_the_page_on_rl_shows_the_example_that_runs():
-    example = (ROOT / "examples" / "rl_loop.py").read_text()
-    assert f"```python\n{example}```" in (ROOT / "docs" / "guides" / "rl.md").read_text()
-
-
 def test_the_page_on_security_quotes_the_warning_of_vllm():
     vllm = importlib.util.find_spec("vllm")
     assert vllm is not None

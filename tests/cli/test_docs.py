@@ -1,4 +1,4 @@
-"""docs/guides/command-line.md against the commands: exit codes, commands, options and every field of their JSON."""
+"""docs/guides/command-line.md against the commands: exit codes, commands and every field of their JSON."""
 
 from __future__ import annotations
 
@@ -68,10 +68,7 @@ def test_every_exit_code_is_documented():
     assert codes == {int(code) for code in Exit}
 
 
-@pytest.mark.parametrize("command", EXAMPLES)
-def test_every_command_and_option_is_documented(cli, command):
-    done = cli(command, "--help")
-    assert done.code == Exit.OK
-    options = set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", done.out, re.MULTILINE)) - {"--help", "--network"}
-    assert "--json" in options
-    assert [option for option in options if f"`{option}`" not in PAGE and f"{option} " not in PAGE] == []
+def test_every_command_is_in_the_table() -> None:
+    """Their options are in docs/reference/cli.md, which `tools/write_cli_doc.py --check` compares."""
+    table = PAGE.partition("| command | what it does |")[2].partition("\n\n")[0]
+    assert set(EXAMPLES) == set(re.findall(r"`([a-z]+)(?: [^`]*)?`", table))

@@ -28,7 +28,7 @@ pytestmark = [
 
 KEY = "researcher"
 SERVE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \\"
-TRAINER = '"""A trainer whose policy is served while it learns: rl_loop.py BASE_MODEL ADAPTER_ROOT NAME STEPS."""'
+TRAINER = ROOT / "examples" / "rl_loop.py"
 TRAIN = "$ export LORA_PLUGINS_ADMIN_KEY=$KEY         # where the server asks for one"
 FRAGMENT = "from lora_plugins.client import push"
 PUSH_SERVER = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 LORA_PLUGINS_RESTORE=1 \\"
@@ -48,8 +48,7 @@ RL = Walk(
     "docs/guides/rl.md",
     [
         Step(SERVE, Do.SERVE),
-        Step(TRAINER, Do.WRITE, "examples/rl_loop.py"),
-        Step(TRAIN),
+        Step(TRAIN, before=f"mkdir examples && cp {TRAINER} examples"),
         Step(PUSH_SERVER, Do.SERVE),
         Step(FRAGMENT),
         Step(PUSH),
@@ -101,7 +100,7 @@ def saved_below(root: Path) -> dict[Path, bytes]:
 
 
 def test_the_example_is_short_enough_to_copy() -> None:
-    assert len((ROOT / "examples" / "rl_loop.py").read_text().splitlines()) <= 44
+    assert len(TRAINER.read_text().splitlines()) <= 44
 
 
 @pytest.mark.timeout(1500)
@@ -128,7 +127,8 @@ def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: 
         text = {block.first: block.text for block in RL.blocks()}
         (tmp_path / "trainer.py").write_text(
             f"import sys\nsys.argv[1:] = {[str(bed.base), str(root), 'policy', '1']}\n"
-            f"{text[TRAINER].partition('optimizer =')[0]}prompt = PROMPTS[0]\n{text[FRAGMENT].partition('pushed =')[0]}"
+            f"{TRAINER.read_text().partition('optimizer =')[0]}prompt = PROMPTS[0]\n"
+            f"{text[FRAGMENT].partition('pushed =')[0]}"
         )
         with reading(RL, tmp_path, env=env, values=values, url=url) as reader:
             shown = next(block.shown() for block in RL.blocks() if block.first == TRAIN)

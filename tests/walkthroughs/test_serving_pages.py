@@ -84,27 +84,16 @@ TENANTS = Walk(
     {**small("BASE"), **folder_of_adapters("/adapters"), "localhost:8000": PORT},
 )
 
-FORBIDDEN = "$ curl -s localhost:8000/v1/completions -H 'Authorization: Bearer key-of-team-a' \\"
 ACCESS = Walk(
     "docs/guides/access.md",
     [
-        Step(
+        left_out(
             "[default]                 # requests with another key or with none; left out, they may use no adapter",
-            Do.WRITE,
-            "policy.toml",
-        ),
-        Step(
-            "export LORA_PLUGINS_POLICY=/etc/lora/policy.toml VLLM_PLUGINS=lora_filesystem_resolver,lora_lru_manager,lora_admin",  # noqa: E501 - as the page has it
-            Do.SERVE,
-        ),
-        Step(FORBIDDEN),
+            "tests/api/access/test_policy.py::test_the_documented_policy_is_one reads it",
+            "c6bdba23",
+        )
     ],
-    {
-        **small("BASE"),
-        **folder_of_adapters("/adapters"),
-        "/etc/lora/": ("", "a folder of this test"),
-        "localhost:8000": PORT,
-    },
+    {},
 )
 
 ASKS = "tests/e2e/test_mixtures.py asks so, on one server with PEFT's sums beside"
@@ -174,21 +163,17 @@ MIGRATING = Walk(
 
 INSTALL_RAY = 'pip install "lora-plugins[ray] @ git+$REPOSITORY"'
 
-START_RAY = "needs Ray; tests/ray/test_application.py::test_commands_of_the_pages_are_understood reads its options"
-ASK_REPLICAS = "needs the servers of the block before; tests/ray/test_real_engine.py asks such servers, in Python"
+START_RAY = "needs Ray; tests/ray/test_application.py::test_the_command_of_the_page_is_understood reads its options"
 SERVERS = [
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --tensor-parallel-size 2",
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --data-parallel-size 2",
     "vllm serve BASE --enable-lora --max-loras 8 --max-cpu-loras 64 --max-lora-rank 32 --api-server-count 4",
 ]
-ASK_RAY = "curl -s -D - localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
 SEVERAL = Walk(
     "docs/guides/replicas.md",
     [
         Step("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_LORA_RESOLVER_CACHE_DIR=/adapters"),
         *(Step(first, Do.SERVE) for first in SERVERS),
-        left_out(INSTALL_RAY, START_RAY, "13a8ac7b"),
-        left_out(ASK_RAY, ASK_REPLICAS, "f9db71d0"),
     ],
     {**small("BASE"), **folder_of_adapters("/adapters")},
 )
@@ -238,14 +223,6 @@ def test_each_team_uses_its_own_adapters_only(tmp_path: Path, bed: Bed, env: dic
     put(bed, tmp_path / "adapters", "team-a/sql", "team-b/sql", "shared/sql")
     with reads(TENANTS, tmp_path, bed, env) as reader:
         assert reader.printed[TRY_TENANTS].split() == ["200", "404", "401", "base", "team-a/sql", "403", "1"]
-
-
-def test_the_policy_of_the_page_on_access_is_kept(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
-    put(bed, tmp_path / "adapters", "team-a/sql", "team-b/sql", "shared/sql")
-    with reads(ACCESS, tmp_path, bed, env) as reader:
-        shown = next(block.shown() for block in ACCESS.blocks() if block.first == FORBIDDEN)
-        assert reader.printed[FORBIDDEN].startswith(shown.rstrip())
-        assert tokens(reader.url, "shared/sql", "key-of-team-b") == ("", bed.answers["sql"])
 
 
 def test_an_answer_says_which_version_computed_it(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zipfile
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
@@ -19,13 +18,12 @@ from lora_plugins.resolvers.sources.source import Source
 from lora_plugins.settings import Settings
 from lora_plugins.testing import SourceContract, SourceHarness
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "sources.md"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "archives.py"
 
 
 def example() -> ModuleType:
-    (text,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     module = ModuleType("archives")
-    exec(compile(text, GUIDE, "exec"), vars(module))
+    exec(compile(EXAMPLE.read_text(), EXAMPLE, "exec"), vars(module))
     return module
 
 
