@@ -2,10 +2,10 @@
 
 Correctness on the device itself, against float64, before anything is timed.
 
-Every operator as vLLM's layers use it: linear, shrink and expand apart (fully sharded layers), embedding, logits. What
-must not be read is NaN; what must not be written, base rows and padding, is compared bit for bit. A captured graph is
-replayed for other batches, with other adapters of other ranks in the slots than it was captured with. Writes
-check.json.
+Every operator as vLLM's layers use it: linear, shrink and expand apart (fully sharded layers), embedding, logits, and
+linear with vectors in some slots (DoRA, a bias, IA3 without rank). What must not be read is NaN; what must not be
+written, base rows and padding, is compared bit for bit. A captured graph is replayed for other batches, with other
+adapters of other ranks, and other vectors, in the slots than it was captured with. Writes check.json.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks.gpu.session import Session
 
 SCALE = 0.5
 RANKS = (16, 0, 5, 64, 8, 33, 48, 1)  # one for each slot; the slot rank is 64 or more
+VECTORS = {16: (0, 1), 0: (1, 0), 33: (1, 1)}  # by rank, whether g and c say anything: a bias, IA3, DoRA with a bias
 LINEAR, SHRINK, EXPAND, EMBEDDING, LOGITS = "linear", "shrink", "expand", "embedding", "logits"
 # ||error|| / ||what the adapters add||: weights and inputs are exact, t and y are rounded to the dtype once each.
 MOST_NORM = {"float32": 1e-4, "float16": 1.5e-3, "bfloat16": 5e-3}
@@ -32,7 +33,7 @@ INTERPRETED = 2.0  # times as much: Triton's interpreter cuts float32 to bfloat1
 class Check:
     """One call: `rows` real rows and `padding` rows, a slot or -1 for each real one by `pattern`.
 
-    The layer sees them alone; the batch has `unseen` rows after them.
+    The layer sees them alone; the batch has `unseen` rows after them. `turned`: whether slots have `VECTORS`.
     """
 
     operator: str
@@ -46,6 +47,7 @@ class Check:
     offset: int = 0
     add_inputs: bool = True
     unseen: int = 0
+    turned: bool = False
 
     def slot_of_row(self) -> list[int]:
         slots, rows = len(RANKS), self.rows + self.unseen
@@ -70,12 +72,13 @@ def checks(*, small: bool = False) -> Iterator[Check]:
             for n_rows in rows:
                 padding = 2 if n_rows > 1 else 0
                 for pattern in ("in turn", "pieces", "one slot"):
-                    yield Check(LINEAR, n_rows, n_in, widths, 64, dtype, pattern, padding)
+                    yield Check(LINEAR, n_rows, n_in, widths, 64, dtype, pattern, padding, turned=pattern == "pieces")
                 yield Check(LINEAR, n_rows, n_in, widths, 64, dtype, "in turn", padding, add_inputs=False)
                 for operator in (SHRINK, EXPAND):
                     yield Check(operator, n_rows, n_in, widths, 64, dtype, "in turn", padding)
         yield Check(LINEAR, 4, *shapes[0], 64, dtype, "in turn", unseen=60)
         for n_rows in rows:
+            yield Check(LINEAR, n_rows, *shapes[-1], 64, dtype, "one slot", turned=True)
             yield Check(EXPAND, n_rows, *shapes[0], 64, dtype, "pieces", offset=16, add_inputs=False)
             yield Check(EMBEDDING, n_rows, 0, (hidden,), 64, dtype, "pieces", padding=1)
         for n_rows in rows[:4]:
@@ -107,7 +110,7 @@ class Call:
         if check.operator == EMBEDDING:
             operators.register((self._normal(slots, 3, check.slot_rank, dtype=dtype),), self.b, self.ranks)
         else:
-            operators.register(self.a, self.b, self.ranks)
+            operators.register(self.a, self.b, self.ranks, takes_vectors=check.operator == LINEAR)
         self.batch = Batch(rows + check.unseen, slots, on)
         self.slot_of_row: list[int] = []
         if check.operator in (EXPAND, EMBEDDING):
@@ -123,9 +126,9 @@ class Call:
             self.before = torch.full((len(check.widths), rows, check.slot_rank), float("nan"), device=on)
         else:
             # About as large as what the adapters add, so that the rounding of y does not hide an error in that.
-            size = 0.1 * (SCALE * 0.1 * check.n_in**0.5 if check.n_in else 1.0) * (sum(RANKS) / len(RANKS)) ** 0.5
+            self.size = 0.1 * (SCALE * 0.1 * check.n_in**0.5 if check.n_in else 1.0) * (sum(RANKS) / len(RANKS)) ** 0.5
             made = self._normal(rows, check.offset + sum(check.widths), dtype=dtype)
-            self.before = made.mul_(size) if filled else made
+            self.before = made.mul_(self.size) if filled else made
         self.y = self.before.clone()
 
     def _normal(self, *shape: int, dtype: Any) -> Any:
@@ -136,6 +139,8 @@ class Call:
 
     def fill(self, ranks: Sequence[int]) -> None:
         """Put other adapters into the slots, in place, of these ranks; beyond them NaN."""
+        from lora_plugins.kernels.slot_ranks import Vectors
+
         for slot, rank in enumerate(ranks):
             self.ranks.writing(slot)
             for a, b in zip(self.a, self.b, strict=True):
@@ -145,6 +150,9 @@ class Call:
                     a[slot, 0, rank:] = float("nan")
                     b[slot, 0, :, rank:] = float("nan")
             self.ranks.written(slot, [rank] * len(self.check.widths))
+            if self.filled and self.check.turned and rank in VECTORS:
+                g, c = (own * self.torch.randn(sum(self.check.widths)) for own in VECTORS[rank])
+                self.ranks.turn(slot, Vectors(1 + g / 2, c * self.size))
 
     def cut(self, slot_of_row: Sequence[int]) -> None:
         """Take a batch of these slots; what belongs to no adapter becomes NaN in the input."""
@@ -229,6 +237,10 @@ class Call:
         if not check.add_inputs:
             mine = [row for row, slot in enumerate(self.slot_of_row) if slot >= 0]
             want[mine, check.offset :] = 0
+        for slot, vectors in self.ranks.vectors.items():
+            mine = [row for row, of in enumerate(self.slot_of_row) if of == slot]
+            g, c = (side.to(self.device).double() for side in vectors)
+            adds[mine] = g * (want[mine] + adds[mine]) + c - want[mine]
         return want + adds, adds
 
 
