@@ -184,6 +184,29 @@ def test_names_in_keys_are_taken_out_of_split_modules(tmp_path: Path) -> None:
     assert made[f"{PEFT}{DOWN}.ia3_l.default"].shape == (1, 12)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (PEFT, f"{PEFT}_orig_mod."),
+        (PEFT, f"_orig_mod.{PEFT}"),
+        ("self_attn.", "self_attn._orig_mod."),
+        (f"{PEFT}model.", PEFT),
+    ],
+)
+def test_factors_under_wrappers_and_of_automodel_are_renamed(tmp_path: Path, old: str, new: str) -> None:
+    tensors = {name.replace(old, new): one for name, one in USUAL.items()}
+    assert tensors.keys() != USUAL.keys()
+    made = converted(tmp_path, tensors, GATED)
+    assert made.keys() == USUAL.keys()
+    assert all(np.array_equal(made[name], one) for name, one in USUAL.items())
+
+
+def test_factors_of_another_size_under_a_wrapper_are_refused(tmp_path: Path) -> None:
+    tensors = {name.replace(PEFT, f"{PEFT}_orig_mod."): one for name, one in factors((K, 5)).items()}
+    with pytest.raises(IncompatibleAdapter, match=r"_orig_mod.*ia3_l"):
+        converted(tmp_path, tensors, GATED)
+
+
 def test_factors_in_two_files_are_joined_into_one(tmp_path: Path) -> None:
     from tests.make import sharded
 

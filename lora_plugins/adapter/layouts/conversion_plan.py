@@ -16,7 +16,7 @@ from lora_plugins.adapter.layouts import experts, fused
 from lora_plugins.adapter.layouts.tensors import Change, Move, Names, NewPair, NewTensor, Part, Placed, Scaled, new_pair
 from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo
-from lora_plugins.adapter.vector_places import NEUTRAL
+from lora_plugins.adapter.vector_places import NEUTRAL, vectors_of
 from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind, LoraPair, Weights
 from lora_plugins.adapter.writers import in_words, unwrapped, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
@@ -215,8 +215,7 @@ def _spelled(
         for spelling in kind:
             plan = _by_rules([_respelled(pair, spelling.respell) for pair in left], names, model.respellings)
             made = [*plan.made, *_copies(landed, plan.made, names)]
-            pairs = (*landed, *(new.pair for new in made))
-            if not plan.left and _fit(replace(weights, pairs=pairs), model):
+            if not plan.left and _fit(landed, made, weights, model):
                 plan.changes[spelling.text] += sum(spelling.respell(pair.module) != pair.module for pair in left)
                 del plan.changes[_RENAMED]
                 found[tuple(names.read(new.module) for new in plan.made)] = plan
@@ -290,9 +289,12 @@ def _moved_text(old: str, new: str) -> str:
     return f"'{old}' in keys is now '{new}'" if old else f"'{new}' put before keys"
 
 
-def _fit(weights: Weights, model: Model) -> bool:
+def _fit(landed: Sequence[LoraPair], made: Sequence[NewPair], weights: Weights, model: Model) -> bool:
     try:
-        check_landing(weights, model, "")
+        if any(one.kind.key == IA3 for one in weights.beside):  # the pairs are made up, see `_of_factors`
+            list(vectors_of((one for one, _ in _vectors(made, weights)), model.modules, model.read))
+        else:
+            check_landing(replace(weights, pairs=(*landed, *(new.pair for new in made))), model, "")
     except (IncompatibleAdapter, InvalidAdapter):
         return False
     return True
