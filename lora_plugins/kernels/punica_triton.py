@@ -44,6 +44,9 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
             PunicaWrapperBase._select_full_linear_output(self, y, adapter_y, bias_stacked, module_enabled) # since 0.31
         vllm.lora.layers.utils: LoRAMapping{index_mapping, prompt_mapping, is_prefill}
         vllm.envs: VLLM_BATCH_INVARIANT
+        vllm.envs: VLLM_LORA_ENABLE_DUAL_STREAM
+        vllm.config.lora: LoRAConfig{fully_sharded_loras}
+        vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{lora_config}
     Why: vLLM's work follows max_lora_rank, and it groups rows with a wait for the device in every step.
     Until: vLLM's Triton kernels know true ranks and group rows on the device.
     """
@@ -71,7 +74,11 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._has_layers = True
         layer = layers.watch(module)
         if layer is not None:
-            self._operators.register(*layer)
+            # Where `why_no_vectors` (worker/vectors.py) refuses all vectors, none is taken: 54 MB a slot of a 70B model.
+            refuses_vectors = module.lora_config.fully_sharded_loras or getattr(
+                envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False
+            )
+            self._operators.register(*layer, takes_vectors=not refuses_vectors)
             return
         if not self._some_by_vllm:
             logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)

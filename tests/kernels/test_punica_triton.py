@@ -136,6 +136,21 @@ def test_linear_layers(which: str, dtype: torch.dtype) -> None:
     check(found, adapters.expected(before, x, MIXED), before, MIXED)
 
 
+@pytest.mark.parametrize("why", [None, "fully sharded", "dual stream"])
+def test_memory_for_vectors_is_taken_where_an_adapter_may_have_some(
+    why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, config = (
+        ready(RowParallelLinear(IN, OUT, bias=False)),
+        lora_config(fully_sharded_loras=why == "fully sharded"),
+    )
+    wrapper, layer = make_wrapper(config), from_layer(base, SLOTS, config, ["o"])
+    monkeypatch.setenv("VLLM_LORA_ENABLE_DUAL_STREAM", str(int(why == "dual stream")))
+    with_mapping(layer, wrapper)
+    _, known = wrapper._operators.module([], layer.lora_b_stacked, (OUT,), 0)
+    assert known.vectors.shape == (SLOTS, 2, 0 if why else OUT)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("which", LINEAR)
 def test_layers_with_vectors(which: str, dtype: torch.dtype) -> None:

@@ -104,17 +104,18 @@ class Operators:
     def __post_init__(self) -> None:
         _by_number[self.number] = self
 
-    def register(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
+    def register(self, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks, *, takes_vectors: bool = True) -> None:
         """Learn a module's ranks; an embedding's A `[slots, vocabulary, max_rank]` is never read.
 
         A module whose A and B differ in rank (sharded by rank) is computed at its slots' largest rank, and without
-        vectors.
+        vectors. `takes_vectors`: whether a slot's adapter may have vectors for the module, which need memory.
         """
         embedding = a[0].ndim == 3
         if not embedding and any(a_i.shape[2] != b_i.shape[3] for a_i, b_i in zip(a, b, strict=True)):
             return
         slots, device = b[0].shape[0], b[0].device
-        vectors = follow_vectors(ranks, slots, sum(b_i.shape[-2] for b_i in b), device)
+        outputs = sum(b_i.shape[-2] for b_i in b) if takes_vectors else 0
+        vectors = follow_vectors(ranks, slots, outputs, device)
         known = _Known(self._device_ranks(device).follow(ranks, slots), vectors, ranks, (*a, *b))
         self._known[b[0].data_ptr()] = known
         # An embedding's A is no operand of a kernel: only B's address names the module.
