@@ -23,6 +23,8 @@ from testbed.events import events
 from testbed.models import PROMPT, edit_config
 from testbed.reference import Reference
 from testbed.server import Server
+from testbed.trained_tokens import with_tokens
+from testbed.vectors import with_biases, with_factors, with_magnitudes
 from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S
 from tests.e2e.test_in_flight import body, tokens_of, view_of
@@ -98,6 +100,26 @@ def test_more_adapters_than_slots_answer_as_peft_does(v2: V2) -> None:
             return await asyncio.gather(*(tokens_of(client, name) for name in [*names, *names]))
 
     assert asyncio.run(ask()) == [v2.bed.answers[original] for original in [*names.values()] * 2]
+
+
+def test_vectors_and_trained_tokens_answer_as_peft_does(v2: V2) -> None:
+    """In one batch with plain adapters and the base model; slots change hands between the kinds."""
+    plain, root, reference = v2.bed.adapters / "sql", v2.root, Reference(v2.bed.base)
+    prompt = reference.prompt_ids(PROMPT)
+    with_magnitudes(plain, root / "dora", v2.bed.base)
+    with_biases(plain, root / "biases")
+    with_factors(plain, root / "ia3", v2.bed.base)
+    with_tokens(plain, root / "trained", {"model.embed_tokens": prompt[-3:]}, features=256)
+    kinds = ("dora", "biases", "ia3", "trained")
+    answers = {**v2.bed.answers, **{name: reference.generate(root / name, prompt, MAX_TOKENS) for name in kinds}}
+    assert all(answers[name] != answers["sql"] for name in kinds)
+    names = [None, *kinds, "sql", "chat"] * 2
+
+    async def ask() -> list[list[int]]:
+        async with v2.client() as client:
+            return await asyncio.gather(*(tokens_of(client, name or str(v2.bed.base)) for name in names))
+
+    assert asyncio.run(ask()) == [answers[name] for name in names]
 
 
 def test_an_adapter_without_numbers_ends_alone(v2: V2) -> None:
