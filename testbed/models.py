@@ -50,6 +50,7 @@ def build_base(
     layers: int = 2,
     vocab: int = 512,
     intermediate: int | None = None,
+    key_heads: int | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a random float32 Llama (1.4 M parameters by default) with a byte-level tokenizer to `directory`."""
@@ -63,7 +64,7 @@ def build_base(
         intermediate_size=intermediate or 2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 128),
+        num_key_value_heads=key_heads or max(1, hidden // 128),
         max_position_embeddings=1024,
         bos_token_id=0,
         eos_token_id=1,

@@ -131,6 +131,19 @@ def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
                 print(json.dumps(row), flush=True)
 
 
+def environment_of(kernels: str, reserved_cores: int | None = None) -> dict[str, str]:
+    return {
+        **outer_environment(),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **({} if reserved_cores is None else {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved_cores)}),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_PLUGINS": "lora_kernels" if kernels in CHOICES else "",
+        **({"LORA_PLUGINS_KERNELS": CHOICES[kernels]} if kernels in CHOICES else {}),
+    }
+
+
 def run_engine(
     home: Path,
     kernels: str,
@@ -143,16 +156,7 @@ def run_engine(
     profiled: bool = False,
 ) -> list[dict]:
     """Measure in a child process; what it printed within the limit."""
-    environment = {
-        **outer_environment(),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        **({} if reserved_cores is None else {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved_cores)}),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_PLUGINS": "lora_kernels" if kernels in CHOICES else "",
-        **({"LORA_PLUGINS_KERNELS": CHOICES[kernels]} if kernels in CHOICES else {}),
-    }
+    environment = environment_of(kernels, reserved_cores)
     command = [sys.executable, "-m", "benchmarks.kernels.cpu", "--child", str(home), "--slot-ranks", str(slot_rank)]
     command += ["--rounds", str(rounds), "--dtype", dtype]
     if profiled:
