@@ -49,9 +49,9 @@ def fresh():
     forget_what_was_built()
 
 
-# Around the widths of panels and registers, and beyond one block of panels.
+# Around the widths of panels and registers, and beyond one block and one run of blocks.
 @pairwise(
-    width=[1, LANES - 1, LANES, LANES + 1, PANEL - 1, PANEL, PANEL + 1, 8 * PANEL, 9 * PANEL + 3],
+    width=[1, LANES - 1, LANES, LANES + 1, PANEL - 1, PANEL, PANEL + 1, 8 * PANEL, 9 * PANEL + 3, 33 * PANEL + 3],
     rank=[1, LANES, LANES + 1, PANEL, PANEL + LANES, 64],
     dtype=DTYPES,
     threads=THREADS,

@@ -23,7 +23,8 @@ COMPILERS = ("cc", "gcc", "clang")
 ELEMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "FLOAT16"}  # dtypes, as lora.c names them
 # Without -ffast-math: an overflow must stay an infinity, and NaN must stay NaN.
 ANY_PROCESSOR = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
-FLAGS = (*ANY_PROCESSOR, "-march=native")
+# GCC 12 tunes for Zen 4 as for a Zen without AVX-512: float32 with few rows then takes up to a third longer.
+FLAGS = (*ANY_PROCESSOR, "-march=native", "-mtune=generic")
 # Seconds of a compiler run; a slow machine with a stalled disk must not hold up the start for ever.
 TIMEOUT_S = 60
 _EMPTY_FILE = ("-x", "c", "/dev/null")

@@ -20,12 +20,20 @@ static inline element narrow(float f) { return f; }
 typedef uint16_t element;
 typedef uint32_t unit;
 typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2)));
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 static inline vec load(const element *p)
 {
+#if LANES == 16 && defined(__AVX512F__) /* compilers convert a half_vec in two halves */
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
+#elif LANES == 8 && defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16);
+#else
     return (vec)(__builtin_convertvector(*(const half_vec *)p, uvec) << 16);
+#endif
 }
 #if defined(__AVX512BF16__)
-#include <immintrin.h>
 static inline void store(element *p, vec v) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 #else
 static inline void store(element *p, vec v)

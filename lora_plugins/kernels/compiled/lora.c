@@ -17,17 +17,20 @@
 
 #if defined(LANES_16) || defined(__AVX512F__)
 #define LANES 16
-#define TALL 12 /* rows of the largest tile: its sums, 2 registers a row, fill 24 of 32 */
+#define TALL 8   /* rows of the largest tile: 12, whose sums fill more of the 32 registers, are slower on Zen 4 */
+#define CHUNK 96 /* rows of one task: their x stays in the second-level cache from panel to panel */
 #elif defined(__AVX__)
 #define LANES 8
 #define TALL 6
+#define CHUNK 48
 #else
 #define LANES 4
 #define TALL 8
+#define CHUNK 64
 #endif
 #define PANEL (2 * LANES)
-#define CHUNK (8 * TALL) /* rows of one task: their x stays in the second-level cache from panel to panel */
 #define BLOCK 8          /* panels of one task of the second product */
+#define RUN 4            /* most blocks that are computed together */
 #define DEPTH 256        /* elements of a sum at a time, where a tile's rows are prepared on the stack; even */
 #define MOST_SUMMED 64   /* rank of a slice, up to which the first product's sum may be divided */
 #define STEP 8           /* units of each column that are turned at a time when panels are made */
@@ -148,7 +151,6 @@ typedef uvec packed_uvec __attribute__((aligned(4)));
 /* Some rows with one panel, in tiles as tall as there are rows left. */
 #define PRODUCT(NAME, WIDE, ADD, TO, END)                                                                    \
     TILE(NAME##_tall, TALL, WIDE, ADD, TO, END)                                                              \
-    TILE(NAME##_8, 8, WIDE, ADD, TO, END)                                                                    \
     TILE(NAME##_4, 4, WIDE, ADD, TO, END)                                                                    \
     TILE(NAME##_2, 2, WIDE, ADD, TO, END)                                                                    \
     TILE(NAME##_1, 1, WIDE, ADD, TO, END)                                                                    \
@@ -156,7 +158,6 @@ typedef uvec packed_uvec __attribute__((aligned(4)));
     {                                                                                                        \
         int64_t r = 0;                                                                                       \
         for (; r + TALL <= n; r += TALL) NAME##_tall(from + r, p, depth, to + r);                            \
-        for (; TALL > 8 && r + 8 <= n; r += 8) NAME##_8(from + r, p, depth, to + r);                         \
         for (; r + 4 <= n; r += 4) NAME##_4(from + r, p, depth, to + r);                                     \
         for (; r + 2 <= n; r += 2) NAME##_2(from + r, p, depth, to + r);                                     \
         for (; r < n; r++) NAME##_1(from + r, p, depth, to + r);                                             \
@@ -342,8 +343,9 @@ static inline void whole_sums(
     if (n % PAIR) to[n] = 0;
 }
 
-/* Task `t` of the second product: one block of a slice's panels of B with one chunk of rows. */
-static void expand(const struct work *w, const struct group *g, const struct slice *s, int64_t t)
+/* Tasks `t` and following of the second product, which end before `end`: some blocks of a slice's panels of B with one
+ * chunk of rows. Returns the next task. */
+static int64_t expand(const struct work *w, const struct group *g, const struct slice *s, int64_t t, int64_t end)
 {
     const operand *from[STRIP];
     const float *shrunk[STRIP];
@@ -353,7 +355,8 @@ static void expand(const struct work *w, const struct group *g, const struct sli
     element *to[STRIP];
     int64_t blocks = up(up(s->width, PANEL), BLOCK), width = shrunk_width(g);
     int64_t first = t % blocks * BLOCK * PANEL, row = t / blocks * CHUNK;
-    int64_t last_row = least(row + CHUNK, g->n_rows), last = least(s->width, first + BLOCK * PANEL);
+    int64_t next = least(least(end, t + RUN), t - t % blocks + blocks); /* together: a row is prepared once for them */
+    int64_t last_row = least(row + CHUNK, g->n_rows), last = least(s->width, first + (next - t) * BLOCK * PANEL);
     int64_t depth = PAIR == 1 && w->parts == 1 ? s->rank : DEPTH; /* of a product; the second reads what is prepared */
     for (int64_t r = 0; r < STRIP; r++) beside[r] = sums[r];
     /* A strip's rows of y from left to right: streams that the processor sees coming. */
@@ -387,6 +390,7 @@ static void expand(const struct work *w, const struct group *g, const struct sli
             for (int64_t r = 0; r < n; r++) to[r] += PANEL;
         }
     }
+    return next;
 }
 
 static int64_t expand_tasks(const struct group *g, const struct slice *s)
@@ -441,11 +445,12 @@ static void share(const struct work *w, int second, int64_t mine, int64_t thread
             const struct group *g = w->groups + i;
             for (int64_t j = 0; j < (second ? g->n_slices : 1); j++) {
                 int64_t own = second ? expand_tasks(g, g->slices + j) : shrink_tasks(g);
-                for (int64_t t = most(0, first - start); t < own && start + t < last; t++)
+                int64_t t = most(0, first - start), end = least(own, last - start);
+                while (t < end)
                     if (second)
-                        expand(w, g, g->slices + j, t);
+                        t = expand(w, g, g->slices + j, t, end);
                     else
-                        shrink(w, g, part, t);
+                        shrink(w, g, part, t++);
                 start += own;
             }
         }
