@@ -109,10 +109,12 @@ class ModulePlan:
         alone: the compiled product, where no other product is needed; callers may try `alone.repeat` before `run`.
     """
 
+    __slots__ = ("alone", "dtype", "module", "ranks", "scale", "steps", "turns", "version", "width")
+
     def __init__(self, module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float) -> None:
         # Read first: a background write during `_steps` then makes the plan stale, not wrong.
         self.version = module.ranks.version
-        self.module, self.scale = module, scale
+        self.module, self.ranks, self.scale = module, module.ranks, scale
         self.dtype = module.a[0].dtype
         self.width = sum(int(b_i.shape[2]) for b_i in module.b)
         self.steps: tuple[Step, ...] = tuple(_steps(module, batch, buffers, scale))
@@ -122,7 +124,7 @@ class ModulePlan:
 
     def is_for(self, scale: float) -> bool:
         """Whether slots and scale are unchanged since the plan was made."""
-        return self.version == self.module.ranks.version and self.scale == scale
+        return self.version == self.ranks.version and self.scale == scale
 
     def run(self, y: Any, x: Any) -> None:
         """Add to `y` `[rows, out]` the adapters' outputs for `x` `[rows, in]`."""

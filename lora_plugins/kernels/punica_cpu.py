@@ -123,11 +123,13 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Compute `y += scale * B A x` in place, each row with its own adapter."""
+        # Between two layers the base product empties the caches, so the repetition touches as little as it can.
+        plan = self._plans.get(id(lora_a_stacked)) if add_inputs else None
+        if plan is not None and plan.is_for(scale) and plan.alone is not None and plan.alone.repeat(y, x):
+            return
         if not self._batch.rows:
             return
         plan = self._plan(self._plans, self._batch, lora_a_stacked, lora_b_stacked, scale)
-        if add_inputs and plan.alone is not None and plan.alone.repeat(y, x):
-            return
         if y.ndim != 2 or x.ndim != 2:
             y, x = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         if plan.steps and y.shape[0] > self._batch.n_rows:

@@ -184,6 +184,8 @@ class Prepared:
         vectors: by slot, of the panels' slots that have any.
     """
 
+    __slots__ = ("_add", "_address", "_kept", "_layout", "_n_rows", "_width", "_work")
+
     def __init__(
         self,
         product: Product,
