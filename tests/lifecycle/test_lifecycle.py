@@ -82,7 +82,7 @@ async def test_a_name_that_nobody_can_have_is_refused(name: str) -> None:
 
 
 @runs
-async def test_an_operator_hears_of_a_load_that_a_request_has_begun() -> None:
+async def test_a_load_waits_for_one_begun_by_a_request() -> None:
     """The answer said that the name was served, and then the engines refused what the request had found."""
     world = World(delay_s=1.0)
     world.resolver.has["sql"] = Version("aa")

@@ -231,7 +231,7 @@ async def test_a_restored_name_gone_from_its_source_is_unloaded(tmp_path: Path) 
 
 
 @runs
-async def test_what_a_request_has_fetched_meanwhile_counts_as_asked_for(tmp_path: Path) -> None:
+async def test_what_a_request_has_fetched_is_not_asked_again(tmp_path: Path) -> None:
     """Its source had the adapter after the start: a removal then unloads no served name, as at any other time."""
     path = tmp_path / "served.json"
     world = restoring(path, BEFORE)
