@@ -166,7 +166,7 @@ def test_a_change_is_appended_and_survives(tmp_path: Path, changes: dict[str, De
 
 
 @pytest.mark.parametrize("rest", ["nothing", "zeros"])
-def test_an_append_cut_off_anywhere_leaves_what_was_before_or_after(tmp_path: Path, rest: str) -> None:
+def test_an_append_cut_off_anywhere_leaves_before_or_after(tmp_path: Path, rest: str) -> None:
     """Some file systems make the new length durable before the new content."""
     file, path = ServedFile(tmp_path / "x.json"), tmp_path / "cut.json"
     for changes in CHANGES:

@@ -101,7 +101,7 @@ def check(manager: Any, *rows: tuple[Adapter | None, bool]) -> None:
         torch.testing.assert_close(logits[row], hidden[row] @ head.T, rtol=2e-4, atol=2e-4, msg=f"head, {row}")
 
 
-def test_magnitudes_of_an_embedding_and_a_head_are_computed_beside_other_rows(
+def test_magnitudes_of_words_are_computed_beside_other_rows(
     make_manager: Callable[..., Any], kernels: None, tmp_path: Path
 ) -> None:
     manager = make_manager(slots=3)
