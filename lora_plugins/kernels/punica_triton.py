@@ -74,7 +74,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._has_layers = True
         layer = layers.watch(module)
         if layer is not None:
-            # Where `why_no_vectors` (worker/vectors.py) refuses all vectors, none is taken: 54 MB a slot of a 70B model.
+            # Where `why_no_vectors` (worker/vectors.py) refuses all, none is taken: 54 MB a slot of a 70B model.
             refuses_vectors = module.lora_config.fully_sharded_loras or getattr(
                 envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False
             )

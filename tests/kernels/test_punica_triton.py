@@ -137,7 +137,7 @@ def test_linear_layers(which: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("why", [None, "fully sharded", "dual stream"])
-def test_memory_for_vectors_is_taken_where_an_adapter_may_have_some(
+def test_only_layers_that_take_vectors_have_memory_for_them(
     why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, config = (

@@ -63,7 +63,7 @@ def test_the_replica_touched_last_decides_about_a_name(tmp_path: Path) -> None:
 
 
 def test_a_name_that_one_replica_has_unloaded_stays_with_others(tmp_path: Path) -> None:
-    """As it would if the replica had written its whole list again: also where the name's entry stands before its change."""
+    """As if the replica had written its whole list again: also where the name's entry stands before its change."""
     wrote(tmp_path, "pod-1", "sql", "chat", ended_s=60)
     file, pinned = of(tmp_path, "pod-2"), DesiredAdapter("sql", is_pinned=True)
     file.write(map(astuple, [pinned, DesiredAdapter("code")]))
