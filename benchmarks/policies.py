@@ -21,7 +21,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.record import keep
-from lora_plugins.scheduler.policies import EvictionPolicy, Lrfu, Lru
+from lora_plugins.scheduler.eviction_policies import EvictionPolicy, Lrfu, Lru
 
 ADAPTERS = 200
 REQUESTS = 20_000

@@ -30,10 +30,10 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks.record import keep
+from lora_plugins.scheduler.eviction_policies import POLICIES, make_policy
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Load, Loaded, Slots
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.scheduler.policies import POLICIES, make_policy
 from tests.scheduler.simulated import SimulatedEngine, SimulatedWorkers, place_at_end, spec
 
 SEED = 20260101

@@ -354,10 +354,10 @@ def _peft_version(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
     said = _version(str(raw.get(LAYOUT_KEY, "")).removeprefix("peft-"))
     if said is not None or not raw.keys() >= _KEYS_OF_PEFT:
         return said
-    since = next(version for key, version in _KEYS_SINCE.items() if key in raw)
+    since = next(version for key, version in _KEYS_SINCE.items() if key in raw)  # at least this one has written it
     named = _version(str(raw.get("peft_version")))
     if named is None:
-        return None if since == (0, 19, 0) else since
+        return None if since == (0, 19, 0) else since  # 0.19.0 and 0.19.1 lay experts out differently
     # A later PEFT that loads an adapter keeps the name of the version, and takes experts for its own.
     return named if named >= since else None
 

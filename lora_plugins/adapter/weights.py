@@ -277,7 +277,7 @@ def _check_tokens(tensors: Mapping[str, Beside], config: AdapterConfig) -> None:
                 expected=f"one tensor of {len(ids)} rows, by trainable_token_indices",
                 remedy=_SAME_TRAINING,
             )
-    # PEFT saves no rows of a head that shares the embedding's.
+    # By ids, not by module: PEFT saves no rows of a head that shares the embedding's, and their ids are equal.
     saved = {config.tokens_of(module) for module in tensors}
     if lost := [module for module, ids in config.token_ids.items() if ids not in saved]:
         raise InvalidAdapter(
@@ -366,7 +366,7 @@ def _check_wrapped(pairs: Iterable[LoraPair], values_of: Callable[[str], tuple[i
     """Refuse patterns that a wrapper in a name keeps from matching: the training may have matched or not."""
     for pair in paced(pairs):
         if "._" not in pair.module:
-            # Without `._`, only `module` can be a wrapper's, and only in front of all other parts.
+            # A wrapper's part begins with `_`, as `_orig_mod`; `module` is one only in front of all other parts.
             continue
         name = parameter_of(unwrapped(pair.module))
         if values_of(name) != (pair.rank, pair.alpha):

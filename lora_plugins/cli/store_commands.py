@@ -193,6 +193,7 @@ def gc(
     known, served = view.entries(), lately_served(view.layout.root)
     left_bytes = before_bytes = sum(entry.size_bytes for entry in known)
     limit = view.settings.store_max_bytes
+    # Up to this level adapters that were served lately stay: with `--all` none, without a limit of the store all.
     kept_bytes = 0 if everything else before_bytes if limit is None else limit
     rows: list[dict[str, Any]] = []
     damaged = damaged_in(view.layout)

@@ -33,7 +33,7 @@ from lora_plugins.findings import Step, resolvers_not_asked
 from lora_plugins.resolvers.search import SourceAnswer
 from lora_plugins.resolvers.sources.pushed import LABEL as PUSHED
 from lora_plugins.settings import Settings
-from lora_plugins.store.blocks import Blocks, blocked
+from lora_plugins.store.blocked_names import Blocks, blocked
 from lora_plugins.store.layout import Layout
 
 _VERDICTS = {

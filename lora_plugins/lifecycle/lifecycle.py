@@ -30,7 +30,7 @@ from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
-from lora_plugins.store.blocks import blocked
+from lora_plugins.store.blocked_names import blocked
 from lora_plugins.store.disk_errors import store_errors
 from lora_plugins.store.layout import is_digest
 

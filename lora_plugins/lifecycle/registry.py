@@ -18,7 +18,7 @@ from lora_plugins.adapter.names import adapter_id, is_by_digest, misspelt
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 
 OPERATOR = object()  # the caller where no request has made a mixture
 

@@ -28,7 +28,7 @@ class Options(BaseModel):
         env: environment variables of the servers, beside the variables of Ray's workers; Ray shows `env`.
         secrets: names of variables that Ray's workers must have by themselves, or the servers do not start.
         replicas: how many, or the lowest and the highest number for Ray's autoscaling.
-        busy_requests: so many requests in flight are never too many for a replica; up to 1.25 times the mean are more.
+        busy_requests: a replica is busy with more requests in flight than these, and than 1.25 times the mean of all.
         resources: Ray's options for each replica: num_cpus, num_gpus, resources.
         stats_period_s: how often replicas report their adapters and requests.
     """

@@ -7,8 +7,8 @@ from contextlib import closing
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
 from lora_plugins.scheduler.adapter import Adapter
+from lora_plugins.scheduler.eviction_policies import EvictionPolicy
 from lora_plugins.scheduler.messages import AdapterSpec
-from lora_plugins.scheduler.policies import EvictionPolicy
 
 _REMEMBERED = 10_000
 

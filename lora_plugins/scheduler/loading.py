@@ -22,6 +22,7 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped:
         # A bound on the work of a step: later adapters are looked at in a later step.
         if state.loads >= MAX_LOADS or len(without_room) >= MAX_LOADS:
             break
+        # `[0]`: is a place free at all? Without one, and with none idle, no later adapter finds room either.
         if without_room and not (is_stopped or state.cache.idle or state.cache.has_room([0])):
             break
         if not adapter.calls and not _runs_soon(state, adapter):
@@ -89,10 +90,14 @@ def _victims_behind(state: PlannerState, adapter: Adapter, before: list[Adapter]
         # Only unevictable adapters stay for ever.
         staying = [other.key for other in state.staying if other.key in cache.sizes_bytes]
         return cache.victims(sizes_bytes[:1]) if cache.has_room_beside(sizes_bytes, staying) else None
+    # Once the draining adapters have gone there must be room for all, and now for the first.
     victims = cache.victims(sizes_bytes, gone={other.key for other in state.draining})
     return victims if victims is not None and cache.has_room(sizes_bytes[:1], victims) else None
 
 
 def _runs_soon(state: PlannerState, adapter: Adapter) -> bool:
-    """Return whether a loaded adapter would run soon: few adapters in host memory come before. Early loads evict."""
+    """Return whether a loaded adapter would run soon: few adapters in host memory come before.
+
+    A load that comes too early evicts an adapter that would run before.
+    """
     return state.ready.count_before(adapter) < state.slots.total + MAX_LOADS - state.loads

@@ -1,6 +1,7 @@
 """The state of the planner: adapters that are loaded, reserved, draining, pinned, held and in flight.
 
-A change of an adapter is noted in `touched`; `settle` then updates the collections derived from the adapter.
+`scheduler/adapter.py` has the fields of one adapter. A change of an adapter is noted in `touched`; `settle` then
+updates the collections derived from the adapter.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class PlannerState:
         of_request: the adapter of each held or running request.
         absent: wanted and not in host memory. ready: in host memory, with held requests, and nothing in flight.
         newly_held: with held requests, nothing in flight, and not passed over by vLLM so far.
-        open_groups: groups of waiting requests that may run now: adapters, and their `running_on`.
+        open_groups: groups of waiting requests that may run now. An adapter has two: itself, of requests that have not
+            run, and its `running_on`, of requests that go on and may run although the adapter takes no new ones.
         regrouped: held requests whose group has changed since the scheduler looked last, by id.
         calling: with calls. expecting: in flight, with more expected.
         staying: unevictable. moving: loaded, for requests that run with the generation before.
@@ -71,7 +73,8 @@ class PlannerState:
         made_room_at: when an adapter that waited for room found room last, or none waited.
         mean_run_s: the mean of the last requests' times, from their beginning to their end.
         evicting: futures of callers who wait for an eviction, by key.
-        waits_for: the flag whose value has made an adapter leave for others since the scheduler looked last.
+        waits_for: the option of vLLM, as `--max-loras`, whose value has made an adapter leave for others since the
+            scheduler looked last; empty where none has.
         refused: requests to answer with an error; None for parts whose client's request was aborted.
     """
 
@@ -227,9 +230,11 @@ class PlannerState:
         self.touched[adapter] = None
 
     def _restore(self, adapter: Adapter, before: Adapter, *, has_same: bool = False) -> None:
-        """Have requests that wait for `adapter` wait for `before`, if they may, or if `before` `has_same` weights.
+        """Have `before` stand for its engine id again, in the place of `adapter`, which had replaced it.
 
-        Requests that named another id than the id of `before` may not.
+        Requests that wait for `adapter` then wait for `before`: all where `before` `has_same` weights, else those that
+        named the id of `before` and are not bound to `adapter`. Example: 1 was replaced by 2, and 2 by 3, which still
+        loads. Where 2 is given up, 3 replaces 1.
         """
         engine_id, adapter.replaces = before.spec.engine_id, None
         self.adapters[before.key] = before

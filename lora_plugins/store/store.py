@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from lora_plugins.errors import InvalidAdapter, InvalidSettings, NoFreeSlot, SourceUnavailable
 from lora_plugins.settings import Settings
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from lora_plugins.store.disk_errors import FULL, FullDisk, is_damage, store_errors
 from lora_plugins.store.eviction import Evictor, damaged_in, share_of_disk
 from lora_plugins.store.file_system import try_file_system

@@ -118,8 +118,8 @@ def _set_limits(request: protocol.Request, more_memory_bytes: int) -> None:
 def _limit(kind: int, most: int) -> None:
     """Set a limit, up to the limit that the starter of this process allows.
 
-    At the starter's limit of computing the kernel kills, and the bytes are not at fault; at ours the kernel sends
-    SIGXCPU.
+    Of computing, the soft limit is ours: the kernel sends SIGXCPU, and the bytes are at fault. The hard limit is the
+    starter's: the kernel kills, and the bytes are not at fault.
     """
     allowed = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (most if allowed == resource.RLIM_INFINITY else min(most, allowed), allowed))

@@ -23,7 +23,7 @@ from lora_plugins.errors import LoRAPluginsError, SlowBody, SourceUnavailable, e
 from lora_plugins.lifecycle.arrivals import Body
 from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.pushing import Pushes, Receive, ServedPush
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from tests.api.access.test_principals import POLICY
 from tests.api.test_push_body import ONE_FILE, archive, digest_header
 from tests.cli.admin_server import KEY, AdminServer, admin_server

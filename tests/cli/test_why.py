@@ -12,7 +12,7 @@ from lora_plugins.cli import Exit
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.lifecycle.reconciler import Target
 from lora_plugins.lifecycle.registry import DesiredAdapter
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from lora_plugins.store.layout import Layout
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 from tests.cli.common import Cli

@@ -19,6 +19,7 @@ from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.lifecycle.planner_client import Ask
+from lora_plugins.scheduler.eviction_policies import make_policy
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import (
     Activate,
@@ -34,7 +35,6 @@ from lora_plugins.scheduler.messages import (
 )
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.engine_core.engine_planner import AdapterSpecs
 from lora_plugins.vllm_patches.engine_core.scheduler import AdmittingScheduler

@@ -20,7 +20,7 @@ from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.lifecycle.swapping import ChangeReason
 from lora_plugins.process import Process
 from lora_plugins.settings import Settings
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from lora_plugins.vllm_patches.api_server import openai_serving_models
 from tests.lifecycle.world import Request, Version, World, serving
 from tests.virtual_time import let_threads_take, runs

@@ -24,7 +24,7 @@ from lora_plugins.errors import (
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, NotServed
 from lora_plugins.lifecycle.lifecycle import ANY_VERSION
 from lora_plugins.lifecycle.swapping import ChangeReason, VersionChange
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from tests.lifecycle.world import Request, Version, World, serving
 from tests.virtual_time import runs
 

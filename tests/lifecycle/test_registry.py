@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.lifecycle.registry import Registry
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from lora_plugins.store.layout import Layout
 from tests.lifecycle.world import NameTable, Request, Version
 

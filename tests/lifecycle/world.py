@@ -25,7 +25,7 @@ from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.search import LookedUp
 from lora_plugins.settings import Settings
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from lora_plugins.store.layout import Layout
 from tests.lifecycle.simulated_engine import SimulatedEngine
 

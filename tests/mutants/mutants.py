@@ -39,10 +39,10 @@ MUTANTS = (
     ),
     Mutant(
         "policy: a use does not move an adapter back",
-        "lora_plugins/scheduler/policies.py",
+        "lora_plugins/scheduler/eviction_policies.py",
         "        if key in self._order:\n            self._order.move_to_end(key)",
         "        if key in self._order:\n            self._order.move_to_end(key, last=False)",
-        ("tests/scheduler/test_policies.py",),
+        ("tests/scheduler/test_eviction_policies.py",),
     ),
     Mutant(
         "store: an adapter's files are not synced",

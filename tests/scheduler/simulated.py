@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.scheduler.eviction_policies import make_policy
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import (
     Activate,
@@ -27,7 +28,6 @@ from lora_plugins.scheduler.messages import (
     Slots,
 )
 from lora_plugins.scheduler.planner import Planner, StepPlan
-from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.scheduler.request_queue import Order
 
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from lora_plugins.scheduler.eviction_policies import Lru, make_policy
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.policies import Lru, make_policy
 from lora_plugins.settings import HOST_POLICIES
 from tests.scheduler.simulated import spec
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# Without a policy: routes of this package; of vLLM; and, in vLLM's development mode, of every method of the workers.
+# Closed to all but administrators, also without a policy: routes of this package, routes of vLLM that change adapters,
+# and in vLLM's development mode the route to every method of the workers.
 _ADMINISTRATORS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc")
 
-# Use one model, which the policy checks, or none at all: with the engine, which a key's limits count, or without.
+# These and the next name one model, which the policy checks, or none. These run the engine: a key's limits count them.
 _RUNS_THE_ENGINE = """
 /v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/messages /cohere/v2/chat
 /v1/audio/transcriptions /v1/audio/translations

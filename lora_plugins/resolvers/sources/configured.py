@@ -111,9 +111,8 @@ class UriSources:
                 source = self._made((BY_PATH, ""), lambda: self._directory("", is_by_path=True))
                 path = uri.segments
             elif uri.scheme == "hf":
-                # As for names: a moved repository is followed only where the operator named the repository.
-                # An allowed prefix without a path (hf://org) names an owner, and no repository.
-                # So is the repository of `of_repo`, which no prefix need allow.
+                # As for names: a moved repository is followed only where somebody has named the repository. An allowed
+                # prefix without a path (hf://org) names an owner alone; vLLM's own call names the one of `of_repo`.
                 named = not below or any(prefix.segments for prefix in below)
                 pinned = any(prefix.revision is not None for prefix in below)
                 source = self._made(("hf", f"{named} {pinned}"), lambda: self._hub(named=named, pinned=pinned))

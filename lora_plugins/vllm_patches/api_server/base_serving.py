@@ -26,7 +26,7 @@ from lora_plugins.lifecycle.registry import no_longer_served
 from lora_plugins.lifecycle.response import fingerprint, is_for_request, present
 from lora_plugins.log import logger
 from lora_plugins.process import Process, this_process
-from lora_plugins.store.blocks import blocked
+from lora_plugins.store.blocked_names import blocked
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, lora_config_of
 from lora_plugins.vllm_patches.message_fields import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap

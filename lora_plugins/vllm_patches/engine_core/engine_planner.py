@@ -10,10 +10,10 @@ from cachetools import LRUCache
 
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.process import this_process
+from lora_plugins.scheduler.eviction_policies import make_policy
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import AdapterSpec
 from lora_plugins.scheduler.planner import Planner
-from lora_plugins.scheduler.policies import make_policy
 from lora_plugins.scheduler.request_queue import QueueOrder
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.vllm_patches.engine_args import MAX_BYTES

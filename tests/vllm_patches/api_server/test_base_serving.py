@@ -28,7 +28,7 @@ from lora_plugins.lifecycle import response as response_module
 from lora_plugins.lifecycle.response import HEADER, AnswerForAdapters, Response
 from lora_plugins.process import Process
 from lora_plugins.settings import Settings
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from lora_plugins.store.layout import Layout
 from lora_plugins.vllm_patches.api_server import base_serving
 

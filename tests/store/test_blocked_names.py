@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
-from lora_plugins.store.blocks import Blocks
+from lora_plugins.store.blocked_names import Blocks
 from lora_plugins.store.layout import Layout
 
 DIGEST = "1f2e3d4c" * 8
@@ -58,7 +58,7 @@ def test_a_load_of_the_name_passes_its_own_block_only(layout: Layout) -> None:
 def test_another_process_of_the_store_sees_it(layout: Layout) -> None:
     blocked(layout, "sql", "chat")
     program = (
-        "import sys; from pathlib import Path; from lora_plugins.store.blocks import Blocks; "
+        "import sys; from pathlib import Path; from lora_plugins.store.blocked_names import Blocks; "
         "from lora_plugins.store.layout import Layout; it = Blocks(Layout(Path(sys.argv[1]))); "
         "print(sorted(it.names()), 'sql@main' in it, 'other' in it)"
     )

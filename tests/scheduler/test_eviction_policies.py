@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lora_plugins.scheduler import policies
-from lora_plugins.scheduler.policies import Lrfu, Lru, make_policy
+from lora_plugins.scheduler.eviction_policies import Lrfu, Lru, make_policy
 from lora_plugins.settings import HOST_POLICIES
 
 KEYS = st.integers(0, 9)
