@@ -1,4 +1,4 @@
-"""Makes an adapter DoRA's, IA3's or AdaLoRA's, or gives it biases beside B, as PEFT saves them."""
+"""Makes an adapter DoRA's, or IA3's, or gives it biases beside B, as PEFT saves them."""
 
 from __future__ import annotations
 
@@ -50,22 +50,6 @@ def with_factors(adapter: Path, target: Path, base: Path, seed: int = 0) -> Path
     config = json.loads((adapter / "adapter_config.json").read_text())
     keys |= {"feedforward_modules": ["down_proj"], "base_model_name_or_path": config["base_model_name_or_path"]}
     (target / "adapter_config.json").write_text(json.dumps(keys))
-    return target
-
-
-def with_singular_values(adapter: Path, target: Path, seed: int = 0) -> Path:
-    """A copy as AdaLoRA, with random values between A and B."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(adapter, target)
-    generator, file = torch.Generator().manual_seed(seed), target / "adapter_model.safetensors"
-    tensors = {name.removesuffix(".weight"): tensor for name, tensor in load_file(file).items()}
-    for name in [name for name in tensors if name.endswith(".lora_A")]:
-        tensors[f"{name[:-1]}E"] = torch.randn(len(tensors[name]), 1, generator=generator)
-    save_file(tensors, file, metadata={"format": "pt"})
-    rank = json.loads((target / "adapter_config.json").read_text())["r"]
-    edit_config(target, peft_type="ADALORA", init_r=rank, target_r=rank, total_step=10)
     return target
 
 

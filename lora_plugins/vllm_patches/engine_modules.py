@@ -6,7 +6,6 @@ Every plugin of ours that serves adapters gives the workers this method, also th
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +27,6 @@ def patch() -> None:
         vllm.v1.worker.worker_base: WorkerBase{model_runner}
         vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin.load_lora_model(self, model, vllm_config, device)
         vllm.v1.engine.async_llm: AsyncLLM.collective_rpc(self, method, timeout, args, kwargs)
-        vllm.v1.engine.llm_engine: LLMEngine.collective_rpc(self, method, timeout, args, kwargs)
     Why: only the engine knows which modules its model has, and their sizes.
     Until: vLLM says over its API which modules adapters can be for.
     """
@@ -56,17 +54,13 @@ async def ask_engine(client: Any) -> ModelModules | None:
 
     The workers then get all modules. With data parallelism the first engine answers: all engines serve the same model.
     """
-    asked = client.collective_rpc(METHOD)
-    found = await asked if inspect.isawaitable(asked) else asked  # an offline engine's call waits
-    answers = [ModelModules.of_plain(answer) for answer in found if answer is not None]
+    answers = [ModelModules.of_plain(answer) for answer in await client.collective_rpc(METHOD) if answer is not None]
     if not answers:
         return None
     # Stages of a pipeline name different modules; ranks of tensor parallelism the same.
     whole = functools.reduce(ModelModules.joined, answers)
     if any(answer != whole for answer in answers):
-        told = client.collective_rpc(TELL_METHOD, args=(whole.plain(),))
-        if inspect.isawaitable(told):
-            await told
+        await client.collective_rpc(TELL_METHOD, args=(whole.plain(),))
     return whole
 
 

@@ -54,7 +54,7 @@ def install_manager(process: Process) -> None:
     """
     if process.is_manager_patched:
         return
-    from lora_plugins.vllm_patches import engine_modules, lora_request
+    from lora_plugins.vllm_patches import lora_request
     from lora_plugins.vllm_patches.api_server import (
         async_llm,
         base_serving,
@@ -77,7 +77,6 @@ def install_manager(process: Process) -> None:
         punica_wrapper.patch_hash,
         lora_request.distinguish_versions,
         # Then from the workers up to the API server: each wrapper calls the wrapper before.
-        engine_modules.patch,
         model_runner.patch,
         worker_base.patch,
         scheduler.patch,

@@ -1,4 +1,4 @@
-"""Adapters of DoRA, IA3, AdaLoRA and with biases answer as PEFT does, beside others and the base, however they come."""
+"""Adapters with vectors (DoRA, IA3, biases) answer as PEFT does, beside others and the base, however they come."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, complete_all, connect
 from testbed.models import PROMPT
 from testbed.reference import Reference
-from testbed.vectors import with_biases, with_factors, with_magnitudes, with_singular_values
+from testbed.vectors import with_biases, with_factors, with_magnitudes
 from tests.e2e.servers import admin_server
 from tests.e2e.test_offline import said_by
 
-PLAIN = {"dora": "sql", "biases": "chat", "ia3": "sql", "adalora": "sql"}
+PLAIN = {"dora": "sql", "biases": "chat", "ia3": "sql"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ def vectors(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Vectors:
     with_magnitudes(root / PLAIN["dora"], root / "dora", bed.base)
     with_biases(root / PLAIN["biases"], root / "biases")
     with_factors(root / PLAIN["ia3"], root / "ia3", bed.base)
-    with_singular_values(root / PLAIN["adalora"], root / "adalora")
     prompt, answers = reference.prompt_ids(PROMPT), dict(bed.answers)
     for name, plain in PLAIN.items():
         answers[name] = reference.generate(root / name, prompt, MAX_TOKENS)

@@ -15,7 +15,6 @@ Why: an error is answered with our status and text, and no request waits for a l
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import os
 import weakref
@@ -23,8 +22,7 @@ from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from typing import Any
 
-from lora_plugins.adapter.fit import BaseModel, original_name_of, without_lora
-from lora_plugins.adapter.landing import Model
+from lora_plugins.adapter.fit import without_lora
 from lora_plugins.api.access.principals import share_of_request
 from lora_plugins.api.http_errors import as_http, http_error
 from lora_plugins.errors import LoRAPluginsError
@@ -34,7 +32,6 @@ from lora_plugins.lifecycle.response import Response, present, together
 from lora_plugins.lifecycle.snapshots import Snapshots, only_engines_have
 from lora_plugins.process import this_process
 from lora_plugins.resolvers.sources.uri import place_by_path
-from lora_plugins.vllm_patches import engine_modules
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
 from lora_plugins.vllm_patches.message_fields import VERSIONS, error_of_output
 from lora_plugins.vllm_patches.wrapping import ours, where, wrap
@@ -81,16 +78,7 @@ def snapshots_of(client: Any) -> Snapshots:
 
     def made() -> Snapshots:
         base_path, ref = client.vllm_config.model_config.model, weakref.ref(client)  # weak: as in `planner_of`
-        resolver = this_process().resolver
-        if resolver.base is None:  # offline: no API server has described its model
-            base = BaseModel(
-                base_path, aliases=resolver.settings.base_aliases, original_name=original_name_of(base_path)
-            )
-            resolver.base, resolver.describe_model = base, functools.partial(_model_of, ref)
-        elif getattr(resolver.describe_model, "func", None) is _model_of:
-            # A second engine in this process, perhaps with another model: the workers compare what comes by path.
-            resolver.base, resolver.describe_model = BaseModel(base_path), None
-        snapshots = Snapshots(resolver, is_vllms, base_path, lambda: _held(ref()))
+        snapshots = Snapshots(this_process().resolver, is_vllms, base_path, lambda: _held(ref()))
         # Copies hold leases in the store: release them with the client.
         weakref.finalize(client, snapshots.forget_all)
         return snapshots
@@ -102,11 +90,6 @@ def known_snapshots(client: Any) -> Snapshots | None:
     """Return what `snapshots_of` has made; None where no caller has named an adapter by a path yet."""
     found: Snapshots | None = vars(client).get(_SNAPSHOTS)
     return found
-
-
-async def _model_of(client: weakref.ref[Any]) -> Model | None:
-    modules = await engine_modules.ask_engine(client())
-    return None if modules is None else engine_modules.model_of(modules)
 
 
 async def _held(client: Any) -> Any:

@@ -70,9 +70,6 @@ class Client:
         self.own: list[Any] = []
         self.outputs = outputs
 
-    async def collective_rpc(self, *_: Any, **__: Any) -> list[None]:
-        return [None]  # no model with LoRA
-
     async def _add_lora(self, lora_request: Any) -> bool:
         self.own.append(lora_request)
         return True

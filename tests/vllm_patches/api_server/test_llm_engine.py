@@ -101,9 +101,6 @@ class Offline:
         self.got: list[Any] = []
         self.fails: Exception | None = None
 
-    def collective_rpc(self, *_: Any, **__: Any) -> list[None]:
-        return [None]  # no model with LoRA
-
     def _add_lora(self, lora_request: Any) -> bool:
         self.got.append(lora_request)
         if self.fails is not None:
