@@ -73,12 +73,13 @@ class Lifecycle:
         seen = self.block_to_end(name)
         async with self.server.vllm.lock(name), self.ending_block(name, seen):
             adapter = self._present(name, expects)
-            if adapter.loading is not None:  # the engines may refuse what a request has found
-                await asyncio.wait([adapter.loading])
-                adapter = self._present(name, expects)
-            if adapter.is_served and uri in (None, adapter.uri):
-                return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
-            return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
+            if not adapter.is_served or uri not in (None, adapter.uri):
+                return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
+        if adapter.loading is None:
+            return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
+        # The engines may refuse what a request has found. Without the lock: an unload must not wait for the load.
+        await asyncio.wait([adapter.loading])
+        return await self.load(name, uri, expects=expects)
 
     async def declare(
         self, name: str, uri: str | None, digest: str | None = None, *, is_noted: bool = False
@@ -101,6 +102,9 @@ class Lifecycle:
                 await change(self.server, adapter, version, uri, None, is_noted=is_noted)
             adapter.held_digest = None if digest is None else adapter.digest
         self.server.on_change()
+        if adapter.loading is not None:  # as in `load`
+            await asyncio.wait([adapter.loading])
+            return await self.declare(name, uri, digest, is_noted=is_noted)
         return adapter
 
     async def restore(self, adapter: DesiredAdapter) -> ServedAdapter | None:

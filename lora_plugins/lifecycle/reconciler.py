@@ -299,8 +299,9 @@ class Reconciler:
         name = target.adapter.name
         try:
             if not (self._is_decided(target) or await self._restored(target)):
-                if not self._is_started and _was_served(target):
-                    return  # served by vLLM, or lost by the store: then its source is asked once the server is ready
+                is_served = self._lifecycle.registry.serves(target.adapter.name)  # by vLLM: --lora-modules
+                if not (self._is_started or is_served) and _was_served(target):
+                    return  # the store has lost the version: its source is asked once the server is ready
                 with polling():
                     await self._make_so(target)
         except LoRAPluginsError as error:
@@ -333,7 +334,8 @@ class Reconciler:
     async def _make_so(self, target: Target) -> None:
         adapter = target.adapter
         served = self._lifecycle.registry.get(adapter.name)
-        if served is None or target.is_declared:  # else vLLM has loaded the name: --lora-modules
+        # Else vLLM has loaded the name: --lora-modules. What a request is loading may still fail.
+        if served is None or served.loading is not None or target.is_declared:
             digest = adapter.held_digest or (adapter.last_digest if target.is_declared else None)
             served = await self._lifecycle.declare(adapter.name, adapter.uri, digest, is_noted=target.is_declared)
         if adapter.is_pinned:

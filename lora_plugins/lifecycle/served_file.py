@@ -126,7 +126,7 @@ class ServedFile:
         now = {fields[0]: fields for fields in paced(served)}
         changed = [fields for name, fields in paced(now.items()) if self._held.get(name) != fields]
         removed = [name for name in paced(self._held) if name not in now]
-        is_ours, self._changes = self._state == self._present(), self._changes + len(changed) + len(removed)
+        is_ours, self._changes = self._present() == self._state != (), self._changes + len(changed) + len(removed)
         if is_ours and not changed and not removed:
             return
         encode = msgspec.json.Encoder().encode

@@ -107,7 +107,7 @@ async def change(
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.version, adapter.last_error = request, version, None
     adapter.previous, adapter.is_only_copy, adapter.is_damaged = previous[:kept_versions], False, False
-    adapter.uri, adapter.held_digest, adapter.is_pinned = uri, held_digest, pins
+    adapter.uri, adapter.held_digest, adapter.is_pinned, adapter.loading = uri, held_digest, pins, None
     # No await between here and the assignments above: no request sees half a swap.
     server.registry.put(adapter)
     if old is not None:

@@ -137,9 +137,7 @@ def test_linear_layers(which: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("why", [None, "fully sharded", "dual stream"])
-def test_only_layers_that_take_vectors_have_memory_for_them(
-    why: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_layers_that_take_vectors_have_memory_for_them(why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     base, config = (
         ready(RowParallelLinear(IN, OUT, bias=False)),
         lora_config(fully_sharded_loras=why == "fully sharded"),

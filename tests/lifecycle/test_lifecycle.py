@@ -99,6 +99,21 @@ async def test_a_load_waits_for_one_begun_by_a_request() -> None:
 
 
 @runs
+async def test_an_unload_waits_for_no_load_begun_by_a_request() -> None:
+    world = World(delay_s=1_000.0)
+    world.resolver.has["sql"] = Version("aa")
+    await world.lifecycle.resolve("sql")
+    asked = asyncio.create_task(world.lifecycle.load("sql"))
+    await asyncio.sleep(1)
+    assert not asked.done()
+    unloading = asyncio.create_task(world.lifecycle.unload("sql", block=False, timeout_s=0))
+    await asyncio.sleep(1)
+    assert world.lifecycle.registry.all() == [], "no request gets the name any more"
+    for task in (asked, unloading):
+        task.cancel()
+
+
+@runs
 async def test_loads_at_once_are_one() -> None:
     world = World(delay_s=0.02)
     world.resolver.has["sql"] = Version("aa")

@@ -802,6 +802,20 @@ async def test_a_digest_from_elsewhere_is_asked_of_the_declared_place(tmp_path: 
 
 
 @runs
+async def test_what_a_request_loads_may_still_fail(tmp_path: Path) -> None:
+    """The file's adapter counted as served while a request's load of it was under way, and was not tried again."""
+    world = world_with("sql")
+    world.worker.delay_s, world.worker.broken = 1.0, SourceUnavailable("a worker cannot read it now")
+    await world.lifecycle.resolve("sql")
+    path = tmp_path / "adapters.yaml"
+    path.write_text(yaml.safe_dump({"adapters": [{"name": "sql", "preload": True}]}))
+    start = reconciling(world, Settings(adapters_file=path), ServedFile(tmp_path / "served.json"))
+    await start.start()
+    assert start.declared is not None
+    assert isinstance(start.declared["sql"].error, SourceUnavailable)
+
+
+@runs
 async def test_a_declared_adapter_that_no_worker_loads_is_one_event(tmp_path: Path) -> None:
     world, path = World(broken=IncompatibleAdapter("rank 99")), tmp_path / "adapters.yaml"
     world.resolver.has["sql"] = Version("aa")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -24,7 +25,8 @@ ELEMENTS = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "FLOAT16"} 
 # Without -ffast-math: an overflow must stay an infinity, and NaN must stay NaN.
 ANY_PROCESSOR = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
 # GCC 12 tunes for Zen 4 as for a Zen without AVX-512: float32 with few rows then takes up to a third longer.
-FLAGS = (*ANY_PROCESSOR, "-march=native", "-mtune=generic")
+_TUNING = ("-mtune=generic",) if platform.machine() == "x86_64" else ()
+FLAGS = (*ANY_PROCESSOR, "-march=native", *_TUNING)
 # Seconds of a compiler run; a slow machine with a stalled disk must not hold up the start for ever.
 TIMEOUT_S = 60
 _EMPTY_FILE = ("-x", "c", "/dev/null")

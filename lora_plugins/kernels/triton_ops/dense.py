@@ -50,5 +50,5 @@ def dense(
             into.zero_()
     if vectors is not None:
         # vLLM pads a head's logits. One launch, which rounds once: `addcmul` computes mixed dtypes in the widest.
-        y = y[:, : vectors.shape[1]]
+        y, vectors = y[:, : vectors.shape[1]], vectors[:, : y.shape[1]]
         torch.addcmul(vectors[1], y, vectors[0], out=y)
