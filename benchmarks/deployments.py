@@ -238,12 +238,13 @@ def _verdict(row: Mapping[str, Any]) -> str:
 def _notes(rows: Sequence[Mapping[str, Any]]) -> str:
     """The notes of a row; those that differ before the first colon alone share the rest: `LLM / AsyncLLM: …`.
 
-    Versions are named once where vLLM without our plugins and with them answers by the same.
+    Versions are named once where vLLM without our plugins and with them answers by the same, and not where each step's
+    version answers.
     """
     begun_by: dict[str, list[str]] = {}
     for note in dict.fromkeys(row["note"] for row in rows):
         begin, colon, end = note.partition(": ")
-        end = re.sub(r"; stock: (.+); ours: \1$", r"; \1", end)
+        end = re.sub(r"; stock: (.+); ours: \1$", r"; \1", end).removesuffix("; v1, v2")
         begun_by.setdefault(colon + end if colon else note, []).append(begin if colon else "")
     return " · ".join(" / ".join(begins) + end for end, begins in begun_by.items())
 

@@ -96,7 +96,7 @@ def latency_figures(rows: list[dict]) -> list[Figure]:
             if each:
                 p50, p99 = np.percentile(each, [50, 99])
                 spread = f"{min(each):.0f} to {max(each):.0f} ms, n={len(each)}"
-                found.append(Figure(f"{arm}: first token, {label}: p50, p99", f"{p50:.0f}, {p99:.0f} ms", spread))
+                found.append(Figure(f"{arm}, {label}: p50, p99", f"{p50:.0f}, {p99:.0f} ms", spread))
     return found
 
 
@@ -187,7 +187,7 @@ def _figures(rows: list[dict], *, first_token: float | None = None, gap: float |
             goal = gap if (arm, kind) == (OURS, "cold") else None
             found.append(
                 Figure(
-                    f"{arm}: the streams' p99 gap by the quiet median, {kind} request",
+                    f"{arm}: streams' p99 gap, {kind} request",
                     f"{of_kind['p99']:.2f}",
                     f"quiet p99 {of_kind['quiet_p99']:.2f}, largest {of_kind['max']:.2f}",
                     "" if goal is None else f"≤ {goal:g}",
@@ -195,7 +195,7 @@ def _figures(rows: list[dict], *, first_token: float | None = None, gap: float |
                 )
             )
             if kind == "cold":
-                what = f"{arm}: the largest gap of an arrival by the quiet median, median of arrivals"
+                what = f"{arm}: an arrival's largest gap, median"
                 found.append(Figure(what, f"{of_kind['max_of_each_median']:.2f}", f"n={len(of_arm)}"))
     both = [medians[OURS, block] / of_stock for (arm, block), of_stock in medians.items()
             if arm != OURS and (OURS, block) in medians]  # fmt: skip

@@ -38,9 +38,10 @@ def _part(title: str, result: Mapping[str, Any]) -> str:
     lines = [f"### {title}", f"{result['date']}, `{result['commit']}`, load before {result['load_before']:.1f}."]
     if "failure" in result:
         lines.append("\n**Not measured to its end.**")
-    lines += ["", "| what | figure | spread | goal |", "|---|---|---|---|"]
+    has_goals = any(one["goal"] for one in result["figures"])
+    lines += ["", "| what | figure | spread |" + " goal |" * has_goals, "|---|---|---|" + "---|" * has_goals]
     for one in result["figures"]:
         met = "" if one["is_met"] is None else ", met" if one["is_met"] else ", **missed**"
         spread = one["spread"].replace("\n", " ").replace("|", "\\|")
-        lines.append(f"| {one['what']} | {one['value']} | {spread} | {one['goal']}{met} |")
+        lines.append(f"| {one['what']} | {one['value']} | {spread} |" + f" {one['goal']}{met} |" * has_goals)
     return "\n".join(lines)

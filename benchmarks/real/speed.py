@@ -104,14 +104,14 @@ def prefill(bed: Bed, rows: list[dict]) -> None:
 
 
 def decode_figures(rows: list[dict]) -> list[Figure]:
-    return _figures(rows, "decode", GOALS)
+    return _figures(rows, GOALS)
 
 
 def prefill_figures(rows: list[dict]) -> list[Figure]:
-    return _figures(rows, "prefill", {})
+    return _figures(rows, {})
 
 
-def _figures(rows: list[dict], what: str, goals: dict[tuple[str, int], float]) -> list[Figure]:
+def _figures(rows: list[dict], goals: dict[tuple[str, int], float]) -> list[Figure]:
     found = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         of_dtype = [row for row in rows if row["dtype"] == dtype]
@@ -123,13 +123,13 @@ def _figures(rows: list[dict], what: str, goals: dict[tuple[str, int], float]) -
             if count == 0:
                 each = of_count.values()
                 spread = f"{min(each):.1f} to {max(each):.1f}, n={len(each)}"
-                found.append(Figure(f"{dtype} {what}, base, tokens/s", f"{statistics.median(each):.1f}", spread))
+                found.append(Figure(f"{dtype}, base, tokens/s", f"{statistics.median(each):.1f}", spread))
                 continue
             ratios = [speed / speeds[number, 0] for number, speed in of_count.items() if (number, 0) in speeds]
             if ratios:
-                label = f"{dtype} {what}, {count} adapter{'s' * (count > 1)}, share of the base's"
+                label = f"{dtype}, {count} adapter{'s' * (count > 1)}, share of the base's"
                 found.append(Figure.of_ratios(label, ratios, at_least=goals.get((dtype, count))))
-        found += [Figure(f"{dtype} {what}", "left out", row["left_out"]) for row in of_dtype if "left_out" in row]
+        found += [Figure(dtype, "left out", row["left_out"]) for row in of_dtype if "left_out" in row]
     return found
 
 

@@ -181,8 +181,8 @@ def gc(
 ) -> Result:
     """Remove adapters until the rest fits.
 
-    Adapters that a running server has leased stay. So do those that a server has served in the last seven days, for its
-    next start, unless the store exceeds LORA_PLUGINS_STORE_MAX_BYTES.
+    Leased adapters stay, and adapters served in the last seven days, unless the store exceeds
+    LORA_PLUGINS_STORE_MAX_BYTES.
 
     Examples:
         gc --dry-run --max-bytes 20GB

@@ -34,6 +34,11 @@ def test_a_page_has_the_figures_of_each_kept_part(tmp_path: Path) -> None:
     assert made.startswith("before\n")
     assert made.endswith("\nafter\n")
     assert "old" not in made
+    assert "| what | figure | spread | goal |" in made
+    (tmp_path / "real_decode.json").write_text(
+        json.dumps({**result, "figures": [vars(Figure("share", "0.960", "n=3"))], "rows": []})
+    )
+    assert "| what | figure | spread |\n|---|---|---|\n| share | 0.960 | n=3 |\n" in page.page(EMPTY, TITLES, tmp_path)
     assert "Not measured yet." in page.page(EMPTY, TITLES, tmp_path / "nothing")
 
 
@@ -97,7 +102,7 @@ def test_cold_first_tokens_are_compared_block_by_block() -> None:
     ratio, *others = cold_figures(rows)
     assert (ratio.value, ratio.is_met) == ("0.400", True)
     assert "313.2 MB" in ratio.what
-    assert [one.value for one in others if one.what.startswith("ours: the largest gap")] == ["2.00"]
+    assert [one.value for one in others if one.what.startswith("ours: an arrival's largest gap")] == ["2.00"]
 
 
 def test_adapters_beyond_the_trained_differ_from_all_others(tmp_path: Path) -> None:

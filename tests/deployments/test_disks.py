@@ -119,7 +119,7 @@ def assert_goes_on(disk: Disk) -> None:
 @pytest.mark.deployment(
     "torch.compile", "vllm", "its CPU platform turns compilation off with LoRA (mode NONE); answers are PEFT's"
 )
-@pytest.mark.deployment("--max-loras 1", "tested", "without prefix caching; five adapters")
+@pytest.mark.deployment("--max-loras 1", "tested", "five adapters through one slot")
 @pytest.mark.deployment("prefix caching on and off", "tested", "off, with a swap")
 def test_one_slot_without_cache_nor_eager_mode_equals_peft(disk: Disk) -> None:
     for name in ("sql", "chat", "stable", "team/poet") * 2:
@@ -151,9 +151,7 @@ def test_each_of_several_answers_equals_peft(disk: Disk) -> None:
         assert [choice["token_ids"] for choice in answer.json()["choices"]] == [disk.bed.answers[name]] * 4, name
 
 
-@pytest.mark.deployment(
-    "full disk", "tested", "L004 (507) for what must be fetched, all others go on; fetched once there is room"
-)
+@pytest.mark.deployment("full disk", "tested", "L004 (507) for what must be fetched; all others go on")
 def test_a_full_disk_refuses_only_what_must_be_fetched(disk: Disk) -> None:
     disk.publish("updated", "sql", 1)
     disk.assert_right("updated", "sql")
@@ -177,7 +175,7 @@ def test_a_full_disk_refuses_only_what_must_be_fetched(disk: Disk) -> None:
 
 
 @pytest.mark.deployment(
-    "store on a read-only file system", "tested", "while serving: L006 (503) for what must be fetched, all others go on"
+    "store on a read-only file system", "tested", "while serving: L006 (503) for what must be fetched; all others go on"
 )
 def test_a_store_that_becomes_read_only_goes_on(disk: Disk) -> None:
     disk.publish("new-ro", "chat", 1)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.nightly
 @pytest.mark.deployment(
     "mixture of experts, data parallel",
     "vllm",
-    "its CPU build cannot exchange tokens: `NotImplementedError` of `all_gatherv`, without us",
+    "its CPU build cannot exchange tokens: `NotImplementedError` of `all_gatherv`",
 )
 def test_vllms_cpu_build_cannot_exchange_tokens_of_experts(bed: Bed, tmp_path: Path) -> None:
     base = tmp_path / "base"
@@ -48,7 +48,7 @@ def test_vllms_cpu_build_cannot_exchange_tokens_of_experts(bed: Bed, tmp_path: P
 @pytest.mark.deployment(
     "mixture of experts, data parallel",
     "tested",
-    "vLLM's dummy batches, called as an idle engine calls them, on a dense model: pins, host cache and answers stay",
+    "vLLM's dummy batches on a dense model: pins, host cache and answers stay",
 )
 def test_dummy_batches_between_requests_remove_nothing(bed: Bed, tmp_path: Path) -> None:
     shutil.copytree(bed.adapters, tmp_path / "adapters")

@@ -236,7 +236,7 @@ def test_a_swapped_adapter_uses_no_old_prefix(features: Features) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.deployment("pause and resume", "tested", "keep, wait and abort, with requests that run and that are held")
+@pytest.mark.deployment("pause and resume", "tested", "keep, wait and abort, with running and held requests")
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_pause_ends_or_keeps_what_runs(features: Features, mode: str) -> None:
     """Two adapters run, a third is held as they have the host cache; one more asks during the pause."""
@@ -344,9 +344,7 @@ async def is_used(client: httpx.AsyncClient, name: str) -> bool:
     return bool(view.get("requests_held", 0) + view.get("requests_in_flight", 0))
 
 
-@pytest.mark.deployment(
-    "every adapter pinned", "refused", "L001: one slot stays for all others, and 503 where no room does"
-)
+@pytest.mark.deployment("every adapter pinned", "refused", "the pin that would leave no slot for all others: L001, 503")
 def test_pins_leave_a_slot_or_refuse(features: Features) -> None:
     async def run() -> None:
         async with features.client() as client:

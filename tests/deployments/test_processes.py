@@ -112,9 +112,7 @@ def rust_front_end(home: Path) -> dict[str, str]:
     return {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(program)}
 
 
-@pytest.mark.deployment(
-    "front end in Rust", "refused", "with a resolver, `lora_admin` or a policy: L007 says which variable to unset"
-)
+@pytest.mark.deployment("front end in Rust", "refused", "with a resolver, `lora_admin` or a policy: L007")
 @pytest.mark.parametrize("plugins", [(RESOLVER,), (RESOLVER, MANAGER, ADMIN)], ids=["resolver", "admin"])
 def test_the_rust_front_end_leaves_nothing_out_unsaid(bed: Bed, tmp_path: Path, plugins: Sequence[str]) -> None:
     said = why_it_ends(bed, tmp_path / "home", plugins=plugins, **rust_front_end(tmp_path))
@@ -123,9 +121,7 @@ def test_the_rust_front_end_leaves_nothing_out_unsaid(bed: Bed, tmp_path: Path, 
     assert "Starting to load model" not in said, "it is refused before anything is loaded"
 
 
-@pytest.mark.deployment(
-    "front end in Rust", "tested", "manager and kernels alone: the engine starts behind it (a stand-in for `vllm-rs`)"
-)
+@pytest.mark.deployment("front end in Rust", "tested", "manager and kernels alone (a stand-in for `vllm-rs`)")
 def test_manager_and_kernels_start_behind_the_rust_front_end(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "adapters").mkdir()
     with lora_server(
@@ -139,7 +135,7 @@ def test_manager_and_kernels_start_behind_the_rust_front_end(bed: Bed, tmp_path:
     assert "[L0" not in server.log()
 
 
-@pytest.mark.deployment("gRPC server", "refused", "with a resolver, `lora_admin` or a policy: L007 says so")
+@pytest.mark.deployment("gRPC server", "refused", "with a resolver, `lora_admin` or a policy: L007")
 def test_the_grpc_server_leaves_nothing_out_unsaid(bed: Bed, tmp_path: Path) -> None:
     said = why_it_ends(bed, tmp_path, "--grpc", plugins=(RESOLVER, MANAGER))
     assert "[L007]" in said
@@ -149,7 +145,7 @@ def test_the_grpc_server_leaves_nothing_out_unsaid(bed: Bed, tmp_path: Path) -> 
 @pytest.mark.deployment(
     "pipeline parallel",
     "vllm",
-    "its CPU worker in eager mode: `AssertionError` of `intermediate_tensors`, without us too",
+    "its CPU worker in eager mode: `AssertionError` of `intermediate_tensors`",
 )
 @pytest.mark.parametrize("plugins", [(), (RESOLVER, MANAGER, KERNELS)], ids=["without us", "with us"])
 def test_pipeline_parallelism_fails_in_vllms_own_cpu_worker(bed: Bed, tmp_path: Path, plugins: Sequence[str]) -> None:
@@ -163,9 +159,7 @@ def test_pipeline_parallelism_fails_in_vllms_own_cpu_worker(bed: Bed, tmp_path: 
     assert "assert self.intermediate_tensors is not None" in log
 
 
-@pytest.mark.deployment(
-    "pipeline parallel", "tested", "with the buffer made that vLLM's CPU worker lacks in eager mode"
-)
+@pytest.mark.deployment("pipeline parallel", "tested", "with the buffer that this worker lacks")
 def test_two_stages_equal_peft_with_the_buffer_between_them(bed: Bed, tmp_path: Path) -> None:
     shutil.copytree(bed.adapters, tmp_path / "adapters")
     with lora_server(

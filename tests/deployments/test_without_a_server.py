@@ -22,7 +22,7 @@ def asked_of(bed: Bed) -> list[tuple[str, str | None]]:
 
 
 @pytest.mark.deployment(
-    "offline LLM", "tested", "more adapters in a batch than fit; one larger than the budget is an error of its own"
+    "offline LLM", "tested", "more adapters than fit; one larger than the budget is an error of its own"
 )
 @pytest.mark.parametrize("processes", [1, 0], ids=["engine in a process", "engine in this process"])
 def test_llm_answers_all_that_fit_the_budget(bed: Bed, tmp_path: Path, processes: int) -> None:
@@ -37,7 +37,7 @@ def test_llm_answers_all_that_fit_the_budget(bed: Bed, tmp_path: Path, processes
 
 
 @pytest.mark.deployment(
-    "AsyncLLM", "tested", "more adapters at once than fit; one larger than the budget is an error of its own"
+    "AsyncLLM", "tested", "more adapters than fit; one larger than the budget is an error of its own"
 )
 def test_async_llm_answers_all_that_fit_the_budget(bed: Bed, tmp_path: Path) -> None:
     said = said_by("offline_async", bed, tmp_path, 1, asked_of(bed), LORA_PLUGINS_HOST_MAX_BYTES=HOST_MAX_BYTES)

@@ -35,7 +35,7 @@ CHATS = "/v1/chat/completions"
 LONG = 300  # tokens of an answer that goes on while something is done
 
 
-SAID = "names, swaps, pushes, pins, unloads, blocks, pauses, policy and shares are the same on each"
+SAID = "changes, policy and shares are the same on each"
 
 
 def marks(kind: Kind) -> list[pytest.MarkDecorator]:

@@ -115,7 +115,7 @@ def test_a_pin_is_met_under_load_that_never_ends() -> None:
     assert call.done()
 
 
-@pytest.mark.deployment("every adapter pinned", "refused", "L001: the last slot is never pinned")
+@pytest.mark.deployment("every adapter pinned", "refused", "the pin that would leave no slot for all others: L001, 503")
 def test_the_last_slot_is_never_pinned() -> None:
     engine = engine_with(slots=2)
     engine.planner.pin(spec(1), engine.now)

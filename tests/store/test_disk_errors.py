@@ -38,9 +38,7 @@ def test_a_store_that_becomes_read_only_is_unavailable(store: Store, permissions
     assert obtain(store, DownloadSpec(adapter_files())).fetched
 
 
-@pytest.mark.deployment(
-    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
-)
+@pytest.mark.deployment("full disk", "tested", "at every page of a fetch, by quota too: L004, nothing half is left")
 def test_a_full_disk_is_out_of_memory_and_passes(few_bytes: Path) -> None:
     store = Store(few_bytes / "store", max_bytes=1 << 50)
     kept = obtain(store, DownloadSpec(adapter_files(), version="kept"))
@@ -55,9 +53,7 @@ def test_a_full_disk_is_out_of_memory_and_passes(few_bytes: Path) -> None:
     assert obtain(store, large).fetched
 
 
-@pytest.mark.deployment(
-    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
-)
+@pytest.mark.deployment("full disk", "tested", "at every page of a fetch, by quota too: L004, nothing half is left")
 @pytest.mark.parametrize("free", [0, 1, 2, 3, 5, 8, 13])
 def test_a_disk_that_fills_leaves_no_half_adapter(few_bytes: Path, free: int) -> None:
     # At first with no page left, then with a few: something of the store's own work fails, whatever it is.
@@ -81,9 +77,7 @@ def test_a_disk_that_fills_leaves_no_half_adapter(few_bytes: Path, free: int) ->
     assert leftovers(store) == []
 
 
-@pytest.mark.deployment(
-    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
-)
+@pytest.mark.deployment("full disk", "tested", "at every page of a fetch, by quota too: L004, nothing half is left")
 def test_a_file_larger_than_allowed_is_out_of_memory(tmp_path: Path) -> None:
     # Where nothing can be mounted: the limit on a file's size fails a write in the same way.
     code = """
@@ -109,9 +103,7 @@ except OutOfMemory as error:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
 
 
-@pytest.mark.deployment(
-    "full disk", "tested", "at every page of a fetch, by quota (RLIMIT_FSIZE) too: L004, nothing half is left"
-)
+@pytest.mark.deployment("full disk", "tested", "at every page of a fetch, by quota too: L004, nothing half is left")
 def test_a_filesystem_source_may_fill_the_disk(few_bytes: Path, tmp_path: Path) -> None:
     from lora_plugins.resolvers.sources.filesystem import FilesystemSource
     from tests.make import put

@@ -21,7 +21,7 @@ from tests.e2e import servers
 PACKAGE = Path(lora_plugins.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "reference" / "deployments.md"
 MARK = "<!-- table: written by tests/v2_runner/test_patches.py -->"
-COLUMNS = ("V1, CPU", "V1, CUDA", "V2, CPU", "V2, CUDA")
+RUNS = ("V1, CPU", "V1, CUDA", "V2, CPU", "V2, CUDA")
 RUNNERS = {"V1": "vllm.v1.worker.cpu_model_runner", "V2": "vllm.v1.worker.cpu.model_runner"}
 
 
@@ -31,8 +31,8 @@ class Patched:
 
     Attributes:
         code: a file of ours and the qualified name of the function. called_in: the module that calls, where one
-            function of ours stands in several. by: the columns in which it is reached, where its module does not say.
-        instead: what does the same in the other columns.
+            function of ours stands in several. by: the runners that reach it, where its module does not say.
+        instead: what does the same in the other runners.
     """
 
     symbol: str
@@ -43,15 +43,15 @@ class Patched:
 
     @property
     def reached(self) -> tuple[str, ...]:
-        """The columns, by vLLM's module."""
+        """The runners, by vLLM's module."""
         module = self.symbol.partition(":")[0]
         if self.by:
             return self.by
         if module == "vllm.v1.worker.cpu_model_runner":
-            return COLUMNS[:1]
+            return RUNS[:1]
         if module == "vllm.v1.worker.gpu_model_runner":
-            return COLUMNS[:2]
-        return COLUMNS[2:] if module.startswith("vllm.v1.worker.gpu.") else COLUMNS
+            return RUNS[:2]
+        return RUNS[2:] if module.startswith("vllm.v1.worker.gpu.") else RUNS
 
 
 _WORKER, _MODEL, _STATE, _PUNICA = (
@@ -61,6 +61,13 @@ _WRAPPER, _GPU = "vllm.v1.worker.worker_base:WorkerWrapperBase.", "vllm.v1.worke
 _COUNTS, _NAN_V2 = (_MODEL, "not_finite_in_rows"), "V1 counts in `count_nans_per_row`"
 _PROMPTS = (_MODEL, "_of_the_batch.<locals>.of_prompts")
 _CPU = ("V1, CPU", "V2, CPU")
+CALLED_BY = {
+    RUNS[:1]: "V1 on CPUs",
+    RUNS[:2]: "V1",
+    RUNS[1:]: "all but V1 on CPUs",
+    RUNS[2:]: "V2",
+    _CPU: "CPUs",
+}
 PATCHES = (
     Patched(f"{_WRAPPER}init_device", (_WORKER, "_initialising.<locals>.init_device")),
     Patched(f"{_WRAPPER}execute_model", (_WORKER, "_executing.<locals>.execute_model")),
@@ -68,7 +75,7 @@ PATCHES = (
     Patched(
         "vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
         (_WORKER, "_reporting.<locals>.get_output"),
-        by=COLUMNS[1:],
+        by=RUNS[1:],
         instead="vLLM on CPUs schedules V1 step by step: reports are in the output itself",
     ),
     Patched(
@@ -221,7 +228,7 @@ def test_no_patch_of_workers_is_left_out() -> None:
     }
     assert wrappers - {one.code for one in PATCHES} == ELSEWHERE
     for one in PATCHES:
-        assert bool(one.instead) == (one.reached != COLUMNS), one.symbol
+        assert bool(one.instead) == (one.reached != RUNS), one.symbol
 
 
 def test_the_page_has_the_table() -> None:
@@ -231,11 +238,10 @@ def test_the_page_has_the_table() -> None:
 
 
 def table() -> str:
-    lines = [f"| vLLM's | {' | '.join(COLUMNS)} | elsewhere |", f"|---|{'---|' * len(COLUMNS)}---|"]
+    lines = ["| vLLM's | called by | elsewhere |", "|---|---|---|"]
     for one in PATCHES:
-        if one.reached == COLUMNS:
+        if one.reached == RUNS:
             continue
-        cells = " | ".join("yes" if column in one.reached else "no" for column in COLUMNS)
         module, _, name = one.symbol.partition(":")
-        lines.append(f"| `{module.removeprefix('vllm.')}` `{name}` | {cells} | {one.instead} |")
+        lines.append(f"| `{module.removeprefix('vllm.')}` `{name}` | {CALLED_BY[one.reached]} | {one.instead} |")
     return "\n".join(lines)

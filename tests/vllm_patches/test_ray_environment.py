@@ -18,7 +18,7 @@ OURS = {
 }
 
 
-@pytest.mark.deployment("Ray", "tested", "our settings are among the variables that vLLM copies to engines and workers")
+@pytest.mark.deployment("Ray", "tested", "vLLM copies our settings to engines and workers")
 def test_our_settings_are_copied_to_rays_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.ray.ray_env import get_env_vars_to_copy
 
@@ -78,7 +78,7 @@ def test_workers_get_the_secrets_of_configured_stores(monkeypatch, template, all
     assert secrets.intersection(variables_of_workers()) == read
 
 
-@pytest.mark.deployment("Ray", "tested", "vLLM's second executor, its default, copies all variables to its workers")
+@pytest.mark.deployment("Ray", "tested", "the second executor, vLLM's default, copies all variables")
 def test_the_second_executor_copies_all_to_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.executor.ray_env_utils import get_driver_env_vars
     from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
@@ -89,9 +89,7 @@ def test_the_second_executor_copies_all_to_its_workers(monkeypatch: pytest.Monke
     assert {name: copied[name] for name in OURS} == OURS
 
 
-@pytest.mark.deployment(
-    "Ray", "tested", "the second executor's workers take commands and batches from one queue, in one thread"
-)
+@pytest.mark.deployment("Ray", "tested", "its workers take commands and batches from one queue")
 def test_the_second_executors_workers_loop_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the classes are looked at: they have the loop of vLLM's other workers."""
     pytest.importorskip("ray", reason="Ray is not installed")

@@ -196,7 +196,7 @@ def test_dummies_before_there_is_a_plan_are_as_in_vllm(make_manager: Make, adapt
 
 
 @pytest.mark.deployment(
-    "mixture of experts, data parallel", "tested", "vLLM's own dummy batches take no slot and remove nothing planned"
+    "mixture of experts, data parallel", "tested", "dummy batches take no slot and remove nothing planned"
 )
 def test_dummies_take_no_planned_slot_and_no_entry(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
     manager = make_manager(slots=2)

@@ -238,7 +238,7 @@ def ended_below(home: Path, parent: str, plugins: str) -> Any:
     return run_script(BELOW, parent, environment={**outer_environment(), "VLLM_PLUGINS": plugins}, home=home)
 
 
-@pytest.mark.deployment("front end in Rust", "refused", "`vllm-rs serve`: the engine that it starts ends with L007")
+@pytest.mark.deployment("front end in Rust", "refused", "`vllm-rs serve`: its engine ends with L007")
 def test_an_engine_of_vllm_rs_does_not_start(tmp_path: Path) -> None:
     ended = ended_below(tmp_path, "vllm-rs", f"{MANAGER},{RESOLVER}")
     assert ended.returncode == 1

@@ -19,7 +19,7 @@ def test_rays_second_executor_is_not_refused(base: Path, monkeypatch: pytest.Mon
     assert make_planner(config) is not None
 
 
-@pytest.mark.deployment("Ray", "refused", "vLLM's first executor (before 0.33, not its default): L007 names the second")
+@pytest.mark.deployment("Ray", "refused", "the first executor (before 0.33): L007 names the second")
 @pytest.mark.parametrize(
     ("backend", "says"), [("ray", "first Ray executor"), ("external_launcher", "external launcher")]
 )

@@ -127,7 +127,9 @@ def test_queued_is_recorded_once_when_it_came(make_engine: Make) -> None:
     assert next(event.timestamp for event in events if event.type is EngineCoreEventType.QUEUED) == came
 
 
-@pytest.mark.deployment("preemption, tiny KV cache", "tested", "a preempted request is in flight, and keeps its slot")
+@pytest.mark.deployment(
+    "preemption, tiny KV cache", "tested", "an adapter keeps its slot until the last preempted request has finished"
+)
 def test_preempted_it_keeps_its_adapter_in_flight(make_engine: Make) -> None:
     engine = make_engine(blocks=5)
     for name in ("a", "b", "c"):
@@ -234,7 +236,7 @@ def test_clients_are_notified_of_their_own_requests_only(make_engine: Make) -> N
 # --- paused ---
 
 
-@pytest.mark.deployment("pause and resume", "tested", "nothing is admitted, and what is asked of the planner is done")
+@pytest.mark.deployment("pause and resume", "tested", "nothing is admitted; loads and pins are done")
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, state: PauseState) -> None:
     engine = make_engine()
@@ -263,7 +265,7 @@ def test_while_paused_nothing_is_admitted_and_calls_go_on(make_engine: Make, sta
 # --- sessions ---
 
 
-@pytest.mark.deployment("priority scheduling", "tested", "held requests too, where the policy says so")
+@pytest.mark.deployment("priority scheduling", "tested", "held requests of the first priority run first")
 def test_priorities_count_where_the_policy_says_so(make_engine: Make) -> None:
     for policy, first in (("fcfs", "a"), ("priority", "b")):
         engine = make_engine(policy=policy)
