@@ -305,6 +305,7 @@ def main() -> int:
 
 
 def run_profile(home: Path, options: argparse.Namespace, dtype: str) -> None:
+    rows = []
     for slot_rank in options.slot_ranks:
         found = run_engine(
             home, "ours", slot_rank, options.rounds, options.limit_s, dtype, options.reserved_cores, profiled=True
@@ -312,6 +313,9 @@ def run_profile(home: Path, options: argparse.Namespace, dtype: str) -> None:
         for figures in found:
             print(f"{dtype}, max_lora_rank {slot_rank}, {figures['case']}, µs of a step of {SEQUENCES} rows:\n")
             print_profile(figures)
+            rows.append({"slot_rank": slot_rank, **figures})
+    if not options.dry:
+        keep(f"kernels_profile_{dtype}", rows)
 
 
 def name_of(options: argparse.Namespace, dtype: str) -> str:
