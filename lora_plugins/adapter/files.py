@@ -66,6 +66,21 @@ def open_regular(
             raise map_os_error(error) from error
 
 
+def size_at(path: Path) -> int | None:
+    """The size in bytes of what lies at `path` itself, a symlink too; None where nothing lies there.
+
+    Raises:
+        SourceUnavailable: the file system denies or fails, which does not show that nothing lies there.
+    """
+    try:
+        return os.lstat(path).st_size
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        with describing(file=path.name):
+            raise map_os_error(error) from error
+
+
 def map_os_error(error: OSError) -> LoRAPluginsError:
     """Return our error for an error of the file system."""
     if error.errno in ABSENT:

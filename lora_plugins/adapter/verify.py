@@ -18,7 +18,7 @@ from lora_plugins.adapter.config import (
     parse_config,
 )
 from lora_plugins.adapter.embedding_copies import unlike_base
-from lora_plugins.adapter.files import open_regular
+from lora_plugins.adapter.files import open_regular, size_at
 from lora_plugins.adapter.finite import check_finite, check_magnitudes
 from lora_plugins.adapter.fit import BaseModel, check_base, warnings_of
 from lora_plugins.adapter.layouts.conversion_plan import Conversion, plan_conversion
@@ -76,9 +76,9 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
     """
     try:
         config, config_bytes = _read_config(directory)
-        if os.path.lexists(directory / ORIGINAL_CONFIG_FILE):
-            # The size is the source's: in the store, our canonical configuration stands under the plain name.
-            config_bytes = os.lstat(directory / ORIGINAL_CONFIG_FILE).st_size
+        # The size is the source's: in the store, our canonical configuration stands under the plain name.
+        if (original_bytes := size_at(directory / ORIGINAL_CONFIG_FILE)) is not None:
+            config_bytes = original_bytes
         name = choose_weights(_present(directory), settings)
     except AdapterNotFound as error:
         with suppress(OSError):
@@ -119,7 +119,7 @@ def verify_config(directory: Path, settings: Settings) -> VerifiedAdapter:
     """
     config, config_bytes = _read_config(directory)
     chat = read_chat(directory) if settings.adapter_chat.reads_files else Chat()
-    if os.path.lexists(directory / INDEX_FILE):
+    if size_at(directory / INDEX_FILE) is not None:
         with describing(file=INDEX_FILE), open_regular(directory / INDEX_FILE) as (file, _):
             read_index(file.read(MAX_INDEX_BYTES + 1))
     return VerifiedAdapter(config, None, config_bytes, chat=chat)
@@ -194,4 +194,4 @@ def _read_config(directory: Path) -> tuple[AdapterConfig, int]:
 
 
 def _present(directory: Path) -> list[str]:
-    return [name for name in (WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES) if os.path.lexists(directory / name)]
+    return [name for name in (WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES) if size_at(directory / name) is not None]

@@ -38,7 +38,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
                 update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)}
             PunicaWrapperGPU.apply_lora_full_linear(self, y, x, weight_stacked, bias_stacked,
                 module_enabled) # since 0.31
-            PunicaWrapperGPU{token_mapping_meta, prompt_mapping_meta}
+            PunicaWrapperGPU{token_mapping_meta, prompt_mapping_meta, lora_config}
         vllm.lora.punica_wrapper.punica_base:
             PunicaWrapperBase._update_base_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size)
             PunicaWrapperBase._select_full_linear_output(self, y, adapter_y, bias_stacked, module_enabled) # since 0.31
@@ -46,7 +46,6 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         vllm.envs: VLLM_BATCH_INVARIANT
         vllm.envs: VLLM_LORA_ENABLE_DUAL_STREAM
         vllm.config.lora: LoRAConfig{fully_sharded_loras}
-        vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA{lora_config}
     Why: vLLM's work follows max_lora_rank, and it groups rows with a wait for the device in every step.
     Until: vLLM's Triton kernels know true ranks and group rows on the device.
     """
@@ -75,7 +74,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         layer = layers.watch(module)
         if layer is not None:
             # Where `why_no_vectors` (worker/vectors.py) refuses all, none is taken: 54 MB a slot of a 70B model.
-            refuses_vectors = module.lora_config.fully_sharded_loras or getattr(
+            refuses_vectors = self.lora_config.fully_sharded_loras or getattr(
                 envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False
             )
             self._operators.register(*layer, takes_vectors=not refuses_vectors)

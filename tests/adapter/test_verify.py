@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +18,7 @@ from lora_plugins.errors import (
     IncompatibleAdapter,
     InvalidAdapter,
     LoRAPluginsError,
+    SourceUnavailable,
 )
 from lora_plugins.settings import Settings
 from tests.adapter.verdicts import refused, verified
@@ -72,6 +76,20 @@ def test_what_a_reader_refuses_is_said_with_its_file(adapter, file, data, kind, 
 def test_missing_weights_are_not_found(adapter):
     (adapter / WEIGHTS_FILE).unlink()
     refused(AdapterNotFound, adapter, WEIGHTS_FILE)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_file_system_that_fails_shows_no_missing_weights(adapter, monkeypatch, code):
+    lstat = os.lstat
+
+    def fail(path, *arguments, **options):
+        if str(path).endswith(WEIGHTS_FILE):
+            raise OSError(code, os.strerror(code), path)
+        return lstat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "lstat", fail)
+    with pytest.raises(SourceUnavailable, match=WEIGHTS_FILE):
+        verify_adapter(adapter, None, Settings())
 
 
 def test_the_size_limit_counts_all_files(adapter):

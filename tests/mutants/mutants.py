@@ -258,9 +258,9 @@ MUTANTS = (
         "server: a load takes no lock of its name",
         "lora_plugins/lifecycle/lifecycle.py",
         "lock(name), self.ending_block(name, seen):\n            adapter = self._present(name, expects)\n"
-        "            if adapter.is_served and uri in",
+        "            if not adapter.is_served or uri not in",
         "lock(object()), self.ending_block(name, seen):\n            adapter = self._present(name, expects)\n"
-        "            if adapter.is_served and uri in",
+        "            if not adapter.is_served or uri not in",
         ("tests/lifecycle/test_lifecycle.py",),
     ),
     Mutant(

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lora_plugins.scheduler import policies
-from lora_plugins.scheduler.eviction_policies import Lrfu, Lru, make_policy
+from lora_plugins.scheduler.eviction_policies import POLICIES, Lrfu, Lru, make_policy
 from lora_plugins.settings import HOST_POLICIES
 
 KEYS = st.integers(0, 9)
@@ -290,6 +289,6 @@ def test_any_half_life_gives_each_key_once(uses, half_life):
 
 
 def test_policies_are_those_of_the_setting():
-    assert tuple(policies.POLICIES) == HOST_POLICIES
+    assert tuple(POLICIES) == HOST_POLICIES
     assert [type(make_policy(name)) for name in ("lru", "lrfu")] == [Lru, Lrfu]
     assert make_policy("lru") is not make_policy("lru")

@@ -101,6 +101,7 @@ MIXTURES = Walk(
     "docs/guides/mixtures.md",
     [
         left_out(CURL, ASKS, "c9045ed0"),
+        left_out('"model": "style*0.30+sql*0.7"', "a picture of one request", "c805f85a"),
     ],
     {},
 )
