@@ -92,10 +92,10 @@ def _lm_eval(run: Run) -> list[list[str]]:
 def _guidellm(run: Run) -> list[list[str]]:
     return [
         [
-            *(str(run.bin / "guidellm"), "benchmark", "run", "--target", run.url, "--model", name),
-            *("--processor", str(run.base), "--data", "prompt_tokens=16,output_tokens=8"),
-            *("--profile", "synchronous", "--max-requests", "3", "--disable-console-interactive"),
-            *("--output-dir", str(run.folder)),
+            *(str(run.bin / "guidellm"), "run", "--backend", f"kind=openai_http,target={run.url},model={name}"),
+            *("--tokenizer", f"kind=huggingface_auto,model={run.base}"),
+            *("--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8"),
+            *("--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3", "--disable-console"),
         ]
         for name in run.names
     ]
@@ -141,7 +141,7 @@ PROGRAMS: Sequence[Program] = (
     Program("lm-eval", Packages(("lm-eval[api]==0.4.13", "transformers==5.19.0")), _lm_eval),
     Program("langchain-openai", Packages(("langchain-openai==1.7.4",)), _of_script("langchain_openai_chat")),
     Program("llama-index", Packages(("llama-index-llms-openai-like==0.8.1",)), _of_script("llama_index_llm")),
-    Program("promptfoo", Packages(("promptfoo@0.123.1",), is_npm=True), _promptfoo, _quiet_npm),
+    Program("promptfoo", Packages(("promptfoo@0.121.20",), is_npm=True), _promptfoo, _quiet_npm),
     Program("guidellm", Packages(("guidellm==0.8.1",)), _guidellm),
 )
 OF_VLLM = Path(sys.executable).parent
