@@ -137,7 +137,7 @@ def test_each_step_is_served_before_its_rollouts(tmp_path: Path, bed: Bed, env: 
                 (number, is_swapped) for number, _, is_swapped in steps(shown)
             ]
             assert len({digest for _, digest, _ in said}) == len(said) == 3
-            pushed, swap = json.loads(reader.printed[PUSH]), json.loads(reader.printed[FROM_S3])
+            (pushed,), swap = json.loads(reader.printed[PUSH])["adapters"], json.loads(reader.printed[FROM_S3])
             assert (pushed["swapped"], pushed["previous_digest"]) == (True, reader.printed[FRAGMENT].strip())
             assert json.loads(reader.printed[FORM])["digest"] == pushed["digest"], "the same files as a form"
             assert (swap["swapped"], swap["previous_digest"]) == (True, pushed["digest"])
