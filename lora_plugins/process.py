@@ -46,7 +46,7 @@ class Process:
         models: returns vLLM's `OpenAIServingModels`; None where there is no API server, or no longer.
         app: the API server's application.
         folder: where the API servers of this deployment find each other; None for a single server.
-        role: of the API server among several.
+        role: of the API server among several; a single server leads.
     """
 
     def __init__(self, settings: Settings | None = None, known_sources: Sequence[Source] = ()) -> None:

@@ -161,7 +161,7 @@ def _steps(module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float
         if any(module.ranks[slot]):
             yield _by_torch(module, slot, rows, buffers, scale)
         if slot in module.ranks.vectors:
-            yield functools.partial(_turn, rows, module.ranks.vectors[slot])
+            yield functools.partial(turn, rows, module.ranks.vectors[slot])
     if module.panels is not None and compiled:
         take = functools.partial(buffers.take, dtype=torch.float32)
         inn = module.panels.shape.inn
@@ -196,8 +196,8 @@ def _by_torch(module: ModuleSlots, slot: int, rows: Any, buffers: Buffers, scale
     return run
 
 
-def _turn(rows: Any, vectors: Vectors, y: Any, _: Any) -> None:
-    """Compute `y[rows] = g * y[rows] + c`."""
+def turn(rows: Any, vectors: Vectors, y: Any, _: Any = None) -> None:
+    """Compute `y[rows] = g * y[rows] + c`; a `Step`, which needs no input."""
     y[rows] = (y[rows] * vectors.g + vectors.c).to(y.dtype)
 
 

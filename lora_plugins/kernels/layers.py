@@ -52,6 +52,22 @@ def stacks(module: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     return (a, b) if len(a) == len(b) and all(part.ndim == 4 for part in b) else None
 
 
+def option_without_vectors(lora_config: Any) -> str:
+    """Return the option with which our layers compute no vectors; empty where they compute them.
+
+    Touches:
+        vllm.config.lora: LoRAConfig{fully_sharded_loras}
+        vllm.envs: VLLM_LORA_ENABLE_DUAL_STREAM
+    Why: an adapter with vectors is refused where a layer would leave them out, and no memory is taken for vectors.
+    Until: vLLM serves DoRA (vllm-project/vllm#47395).
+    """
+    from vllm import envs
+
+    if lora_config.fully_sharded_loras:
+        return "--fully-sharded-loras"
+    return "VLLM_LORA_ENABLE_DUAL_STREAM" if getattr(envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False) else ""
+
+
 def sides_of_slices(layer: Any, n_slices: int, lora_a: Any, lora_b: Any) -> tuple[list[Any], list[Any]] | None:
     """Return the sides that `set_lora(index, lora_a, lora_b)` puts into each slice, None where a slice is not adapted.
 

@@ -182,7 +182,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             if rank:  # few adapters adapt an embedding
                 cpu.add_expanded(y, x, lora_b_stacked[slot, 0], rows, rank, slice(0, width))
             if ranks is not None and (vectors := ranks.vectors.get(slot)) is not None:
-                y[rows] = (y[rows] * vectors.g + vectors.c).to(y.dtype)
+                cpu.turn(rows, vectors, y)
 
     def add_shrink(self, y: Any, x: Any, lora_a_stacked: Sequence[Any], scale: float, **kwargs: Any) -> None:
         """Compute `y[i] = scale * A_i x` in place, for layers that gather between shrink and expand (fully sharded)."""

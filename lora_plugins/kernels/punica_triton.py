@@ -44,8 +44,6 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
             PunicaWrapperBase._select_full_linear_output(self, y, adapter_y, bias_stacked, module_enabled) # since 0.31
         vllm.lora.layers.utils: LoRAMapping{index_mapping, prompt_mapping, is_prefill}
         vllm.envs: VLLM_BATCH_INVARIANT
-        vllm.envs: VLLM_LORA_ENABLE_DUAL_STREAM
-        vllm.config.lora: LoRAConfig{fully_sharded_loras}
     Why: vLLM's work follows max_lora_rank, and it groups rows with a wait for the device in every step.
     Until: vLLM's Triton kernels know true ranks and group rows on the device.
     """
@@ -73,11 +71,8 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._has_layers = True
         layer = layers.watch(module)
         if layer is not None:
-            # Where `why_no_vectors` (worker/vectors.py) refuses all, none is taken: 54 MB a slot of a 70B model.
-            refuses_vectors = self.lora_config.fully_sharded_loras or getattr(
-                envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False
-            )
-            self._operators.register(*layer, takes_vectors=not refuses_vectors)
+            # Memory for vectors is 54 MB a slot of a 70B model: none is taken where all are refused.
+            self._operators.register(*layer, takes_vectors=not layers.option_without_vectors(self.lora_config))
             return
         if not self._some_by_vllm:
             logger.info("Triton kernels: %s is computed by vLLM's own path", type(module).__name__)

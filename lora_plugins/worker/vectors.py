@@ -22,7 +22,7 @@ from lora_plugins.adapter.model_modules import ModelModules
 from lora_plugins.adapter.vector_places import NEUTRAL, vectors_of
 from lora_plugins.adapter.weights import PREFIX, Beside, BesideKind
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
-from lora_plugins.kernels.layers import sides_of_slices, stacks, watched_ranks
+from lora_plugins.kernels.layers import option_without_vectors, sides_of_slices, stacks, watched_ranks
 from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 from lora_plugins.worker.beside import ReadBeside
 from lora_plugins.worker.token_layers import base_of
@@ -38,26 +38,18 @@ _MERGE = "merge the adapter into the base model"
 def why_no_vectors(manager: Any) -> str:
     """Return why layers of this engine compute no vectors, a part of a sentence; empty where linear layers do.
 
-    Touches:
-        vllm.config.lora: LoRAConfig{fully_sharded_loras}
-        vllm.envs: VLLM_LORA_ENABLE_DUAL_STREAM
-        vllm.lora.layers.base: BaseLayerWithLoRA{punica_wrapper}
+    Touches: vllm.lora.layers.base: BaseLayerWithLoRA{punica_wrapper}
     Why: an adapter with vectors is refused where a layer would leave them out.
     Until: vLLM serves DoRA (vllm-project/vllm#47395).
     """
-    from vllm import envs
-
     wrappers = {type(module.punica_wrapper) for module in manager.modules.values()}
     if not all(getattr(wrapper, "computes_vectors", False) for wrapper in wrappers):
         return (
             "as these LoRA kernels compute no more; those of the plugin lora_kernels do, "
             "on GPUs with LORA_PLUGINS_KERNELS=triton"
         )
-    if manager.lora_config.fully_sharded_loras:
-        return "as this server runs with --fully-sharded-loras"
-    if getattr(envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False):
-        return "as this server runs with VLLM_LORA_ENABLE_DUAL_STREAM"
-    return ""
+    option = option_without_vectors(manager.lora_config)
+    return f"as this server runs with {option}" if option else ""
 
 
 class AdapterVectors:
