@@ -28,12 +28,12 @@ from lora_plugins.cli.name_arguments import (
 from lora_plugins.cli.output import FetchBars, Output, Result, line, size
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.events import AdapterResolved, Events, FetchStarted
+from lora_plugins.resolvers.file_selection import select_files
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.resolvers.sources.uri import SourceUri
-from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.layout import Layout, is_digest, key_of
 from lora_plugins.store.manifest import Manifest

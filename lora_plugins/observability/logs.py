@@ -15,7 +15,7 @@ from cachetools import LRUCache, TTLCache
 from lora_plugins import events
 from lora_plugins.events import AdapterUnknown
 from lora_plugins.log import logger
-from lora_plugins.resolvers.admission import BreakerOpen
+from lora_plugins.resolvers.breaker import BreakerOpen
 
 _REMEMBERED = 1024
 _BUSY_EVERY_S = 60.0

@@ -1,14 +1,19 @@
-"""The one place of a process that says what a name means, which versions of the name are alive, and who holds them."""
+"""What adapter names mean to this process: the last version of each name, and the versions that a name may reach.
+
+Runs on the event loop of an API server (or of a worker that lacks an adapter's files), in memory only. `versions.py`
+notes each version that it has brought into the store; `resolver.py` asks before it asks a source: a remembered version
+or a remembered fault needs no question. The leases of the versions are in the store.
+"""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from cachetools import LRUCache, TLRUCache
+from cachetools import LRUCache, TTLCache
 
 from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable, is_remembered
@@ -22,7 +27,6 @@ from lora_plugins.store.store import Store
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
 _REMEMBERED_WARNINGS = 100_000
-_LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have the files fetched
 # Seconds for which a directory of the store counts as present. A look releases the interpreter's lock to other threads,
 # and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
 _SEEN_S = 1.0
@@ -40,10 +44,12 @@ class ResolvedAdapter:
 
     Attributes:
         adapter_id: of the name, see `adapter_id()`.
-        source: label of the source. uri: the adapter's place there, without credentials.
+        path: of the directory in the store.
+        source: label of the source.
+        uri: the adapter's place there, without credentials.
         version: at the source: a commit, or a digest of names, sizes and ETags.
-        asked_uri: the requested URI; empty for a request by name.
-        size_bytes: of configuration and weights. rank: the largest of any module.
+        size_bytes: of configuration and weights.
+        rank: the largest of any module.
         is_3d: whether the weights have stacked experts, which vLLM's requests must state (`is_3d_lora_weight`).
         warnings: warnings for answers of the adapter, see `VerifiedAdapter`.
         holder: the holder of the lease; None for the name.
@@ -58,7 +64,6 @@ class ResolvedAdapter:
     uri: str
     size_bytes: int
     rank: int
-    asked_uri: str = ""
     is_3d: bool = False
     warnings: tuple[str, ...] = ()
     holder: Hashable = None
@@ -78,7 +83,12 @@ class ResolvedAdapter:
 
 @dataclass(slots=True)
 class _Last:
-    """The last version of a key, believed and in the store until these times of the timer, in seconds."""
+    """The last version of a key.
+
+    Attributes:
+        believed_until: when the source must be asked again, in seconds of the timer.
+        seen_until: when the store must be looked at again, in seconds of the timer.
+    """
 
     version: ResolvedAdapter
     believed_until: float
@@ -97,8 +107,9 @@ class KnownVersions:
         self._store, self._timer, self._revalidate_s = store, timer, settings.revalidate_s
         self.refused: LRUCache[tuple[str, str], LoRAPluginsError] = LRUCache(_REMEMBERED_REJECTIONS)
         self._last: LRUCache[Key, _Last] = LRUCache(_REMEMBERED_NAMES)
-        # A located adapter whose files nobody has asked for yet, or a fault: never both.
-        self._unserved: TLRUCache[Key, AtSource | LoRAPluginsError] = TLRUCache(_REMEMBERED_NAMES, _ends_at, timer)
+        # vLLM handles requests for one name one after the other, and each would meet the fault again.
+        faults_s = SourceUnavailable.retry_after_s
+        self._faults: TTLCache[Key, LoRAPluginsError] = TTLCache(_REMEMBERED_NAMES, faults_s, timer)
         # Name → the places of the name, with the source's label, by which a name may reach a version.
         self._places: LRUCache[str, dict[str, str]] = LRUCache(_REMEMBERED_NAMES)
         # (name, digest) → the last (URI, version) with these bytes for the name: a manifest knows only the first fetch.
@@ -112,7 +123,9 @@ class KnownVersions:
         return None if last is None else last.version
 
     def believed(self, key: Key) -> ResolvedAdapter | None:
-        """A remote source's answer of the last `revalidate_s`, leased and, a second ago at most, in the store.
+        """The version that a remote source had within the last `revalidate_s`; None where a source must be asked.
+
+        The version is leased and, a second ago at most, was in the store.
 
         Raises:
             LoRAPluginsError: a remembered fault.
@@ -125,9 +138,8 @@ class KnownVersions:
             if self._store.has(last.version.path):
                 last.seen_until = now + _SEEN_S
                 return last.version
-        failed = self._unserved.get(key)
-        if isinstance(failed, LoRAPluginsError):
-            raise copy.copy(failed)  # a copy: raising one object again and again grows its traceback
+        if (fault := self._faults.get(key)) is not None:
+            raise copy.copy(fault)  # a copy: raising one object again and again grows its traceback
         return None
 
     def is_held(self, version: ResolvedAdapter) -> bool:
@@ -136,14 +148,12 @@ class KnownVersions:
 
     def note(self, key: Key, version: ResolvedAdapter, *, is_remote: bool = False) -> ResolvedAdapter:
         """Remember and return a key's version; for `revalidate_s`, a remote source need not confirm the version."""
-        name, asked_uri = key
-        if version.asked_uri != asked_uri:
-            version = replace(version, asked_uri=asked_uri)
+        name = key[0]
         believed_until = self._timer() + self._revalidate_s if is_remote else float("-inf")
         self._last[key] = _Last(version, believed_until)
         self._places.setdefault(name, {})[version.uri] = version.source
         self.note_had(name, version)
-        self._unserved.pop(key, None)  # a success ends the remembered fault of the same question
+        self._faults.pop(key, None)  # a success ends the remembered fault of the same question
         return version
 
     def note_had(self, name: str, version: ResolvedAdapter) -> None:
@@ -160,24 +170,12 @@ class KnownVersions:
     def note_fault(self, key: Key, error: LoRAPluginsError) -> None:
         """Have `believed` raise a fault, for the fault's Retry-After; other errors are not remembered."""
         if is_remembered(error):
-            self._unserved[key] = error
-
-    def note_located(self, key: Key, located: AtSource) -> None:
-        """Remember where an adapter is until the adapter's files are asked for."""
-        self._unserved[key] = located
-
-    def take_located(self, key: Key) -> AtSource | None:
-        """Where the adapter was, if located a moment ago; once."""
-        located = self._unserved.get(key)
-        if not isinstance(located, tuple):
-            return None
-        self._unserved.pop(key, None)
-        return located
+            self._faults[key] = error
 
     def reach_of(self, name: str) -> Callable[[Manifest], bool] | None:
-        """Whether a stored version is of a place of the name, or came for the name; None for a name never found.
+        """A function, for any thread: whether a name may reach a stored version. None for a name never found.
 
-        The answer is callable from any thread.
+        A name reaches the versions of its own places, and versions with bytes that came for the name.
         """
         places = self._places.get(name)
         if places is None:
@@ -199,7 +197,3 @@ class KnownVersions:
         """Note warnings of a version that this process, or another API server, has verified."""
         if found := tuple(warnings):
             self._warnings[digest] = found
-
-
-def _ends_at(_: Key, answer: AtSource | LoRAPluginsError, now: float) -> float:
-    return now + (_LOCATED_S if isinstance(answer, tuple) else SourceUnavailable.retry_after_s)

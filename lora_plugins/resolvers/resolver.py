@@ -1,4 +1,9 @@
-"""Resolve a name or URI to a verified adapter in the store: ask the sources in order; the first answer counts."""
+"""Resolve a name or URI to a verified adapter in the store; every look-up of a process comes through `AdapterResolver`.
+
+Runs on the event loop of an API server, of a worker that lacks an adapter's files, or of the command line. A request's
+name, an operator's URI, a path of one of vLLM's own calls, a push or a digest goes in; a `ResolvedAdapter` comes out,
+leased. The parts: `known_versions.py` remembers, `search.py` asks the sources, `versions.py` fetches and verifies.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +39,17 @@ _VERSION_CHANGES = 3
 class AdapterResolver:
     """Answers names and URIs with verified adapters in the store, from one server's sources in their order.
 
-    `search` says which source decides. `known` keeps answers of remote sources, refused versions, and faults for their
-    Retry-After: vLLM handles requests for one name one after the other, and each would meet the fault again. Concurrent
-    requests for one name share one answer. A name that was loaded by a URI has answers of its own.
-
+    Concurrent requests for one name share one answer. A name that was loaded by a URI has answers of its own.
     A returned version is leased until every name that has got the version is released.
 
     Attributes:
-        known: what names mean to this process. chats: what versions bring for chats.
-        base: the served model, set once the server is made.
+        known: what names mean to this process.
+        chats: what versions bring for chats.
+        base: the served model, set once the server is made; None before.
         on_abandoned: called with a leased version that no caller has: all were cancelled, or only its bytes were read.
-        principal: the origin of the running request; look-ups of new names and fetches take turns by principal.
-        give_up: ends what is looked up and fetched, with `SourceUnavailable`: no engine is left for it.
+        principal: returns the principal of the running request; look-ups of new names and fetches take turns by
+            principal.
+        give_up: ends all look-ups and fetches with `SourceUnavailable`, as no engine is left.
         describe_model: asks the engine for its model's modules, once; the answer is None where LoRA is off.
         lease_served: leases the version that a name serves now for a holder; None where the name is not served.
 
@@ -67,7 +71,8 @@ class AdapterResolver:
         self.known = KnownVersions(settings, store)
         self.chats = Chats(settings, store.layout)
         self._versions = VersionStore(settings, events, store, self.known, self.chats)
-        # Also of calls that nobody joins: a cancelled caller's lease must not stay, and a thread may take it later.
+        # Every look-up is a task here, also one with a key that nobody else has: a cancelled caller's lease must not
+        # stay, and a thread may take the lease after the cancellation.
         self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(self._nobody_waits)
         self.give_up = self._flights.give_up
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
@@ -85,7 +90,7 @@ class AdapterResolver:
         """Find, fetch and verify the adapter called `text`, at `uri` or else at its sources.
 
         A malformed name is absent, and has no answers. A URI that is malformed, not allowed or without an adapter is an
-        error. Without `fetches`, the adapter is only located, and the next look-up need not ask again.
+        error. Without `fetches`, the adapter is only located.
 
         `base_path` is the served model's path or Hub id, the stand-in for the base model until `self.base` is set.
         """
@@ -102,7 +107,7 @@ class AdapterResolver:
             if fetches:
                 self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return LookedUp(resolved=fresh)
-        work = self._resolve if fetches else self._find
+        work = self._resolve if fetches else self._locate
         looked = await self._flights.run((query, fetches), lambda: work(query, base_path))
         if looked.error is not None:
             self.known.note_fault(query.key, looked.error)
@@ -119,7 +124,7 @@ class AdapterResolver:
         return (await self.look_up(text, base_path, uri)).version()
 
     async def has(self, text: str, base_path: str) -> bool:
-        """Whether a source has the adapter called `text`; fetches nothing, and `resolve` need not ask again.
+        """Whether a source has the adapter called `text`; fetches nothing.
 
         Raises:
             LoRAPluginsError: a source is unavailable, or has no valid adapter there.
@@ -212,9 +217,8 @@ class AdapterResolver:
         """
         query = self._query(name, uri)
         label = self.places.get(place)
-        # Another template or root now: the name may mean another adapter there.
         if uri is None and label is None:
-            return None
+            return None  # another template or root now: the name may mean another adapter there
         found = await self.of_digest(name, digest, of_any_name=True)
         if found is None:
             return None
@@ -262,13 +266,11 @@ class AdapterResolver:
     async def _read_part(self, directory: Path) -> VerifiedAdapter:
         return (await self._versions.read(directory, self.principal())).adapter
 
-    async def _find(self, query: Query, base_path: str) -> LookedUp:
-        looked = await self._search.locate(query, base_path, self.known.last(*query.key), self.principal())
-        if looked.located is not None:
-            self.known.note_located(query.key, looked.located)
-        return looked
+    async def _locate(self, query: Query, base_path: str) -> LookedUp:
+        return await self._search.locate(query, base_path, self.known.last(*query.key), self.principal())
 
     def _nobody_waits(self, looked: LookedUp) -> None:
+        """Have the lease of a result that no caller has received released."""
         if (resolved := looked.resolved) is not None:
             # A name's lease may be in use by another request, so the server decides; other leases are nobody else's.
             if resolved.holder is None:
@@ -280,11 +282,7 @@ class AdapterResolver:
         name = str(query.name)
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
-            # `has` may have located the adapter a moment ago.
-            located = None if query.force_refresh else self.known.take_located(query.key)
-            looked = LookedUp(located=located)
-            if located is None:
-                looked = await self._search.locate(query, base_path, self.known.last(*query.key), self.principal())
+            looked = await self._locate(query, base_path)
             if looked.error is None and looked.located is None:
                 self.known.disbelieve(query.key)
                 if not query.is_by_path:  # the workers may have a directory there

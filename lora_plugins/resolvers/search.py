@@ -1,4 +1,9 @@
-"""Ask the sources in order for a name, or the source of a URI; all that a look-up finds out is one result."""
+"""Find where an adapter is: ask the sources of names in order, or the source of a URI.
+
+Runs on the event loop of an API server, of a worker that lacks an adapter's files, or of the command line. In goes a
+`Query` (a name, perhaps with a URI); out comes a `LookedUp`, with the answer of each source that was asked, and the
+source that has the adapter. No file is fetched here; `resolver.py` adds the fetched version to the result.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ from lora_plugins.events import (
     LookUpRefused,
     SourceFailed,
 )
-from lora_plugins.resolvers.admission import BreakerLimits, LookUpLimits, LookUps, LookUpsBusy
+from lora_plugins.resolvers.admission import LookUpLimits, LookUps, LookUpsBusy
 from lora_plugins.resolvers.known_versions import AtSource, Key, ResolvedAdapter
 from lora_plugins.resolvers.sources.configured import UriSources
 from lora_plugins.resolvers.sources.remote_failures import FailureKind, RemoteFailure
@@ -33,8 +38,6 @@ from lora_plugins.settings import Settings
 _REMEMBERED_NAMES = 10_000
 # Of each source, a directory too: threads look there, and many of them hold up the event loop.
 _LIMITS = LookUpLimits()
-# The parts of a mixture take places at their own sources, whose outages are not the mixture's, and may be fetched.
-_OF_MIXTURES = LookUpLimits(at_once=100_000, breaker=BreakerLimits(failures=1 << 62, by_silence=False))
 # Answers of a working source about one adapter: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 
@@ -43,9 +46,11 @@ SourceAnswer = RemoteAdapter | Absence | LoRAPluginsError
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question: a name at its sources or at a URI; `force_refresh` ignores remembered answers.
+    """A question: a name at its sources, or an adapter at a URI under this name.
 
-    `holder` gets the lease; None for the name.
+    Attributes:
+        force_refresh: whether to ask again in spite of remembered answers.
+        holder: who gets the lease of the version; None for the name itself.
     """
 
     name: AdapterName
@@ -101,11 +106,13 @@ class SourceSearch:
     """The sources of one server, in their order, and recent absences. For one event loop.
 
     The first source that has a name decides. An unavailable source does not hide later sources; if no later source has
-    the name either, its error is the result, because "no such adapter" would be a guess.
+    the name either, its error is the result, because "no such adapter" would be a guess. Where a refresh meets an error
+    of the source that the adapter last came from, no later source may replace that source.
 
     Attributes:
-        sources: the sources of names. by_uri: the sources of URIs. mixtures: the source of mixtures, asked for these
-            alone; None where none can be made.
+        sources: the sources of names.
+        by_uri: the sources of URIs.
+        mixtures: the source of names that are sums of adapters; None where none can be made, as with a dry run.
 
     Raises:
         InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
@@ -137,11 +144,9 @@ class SourceSearch:
         unavailable: SourceUnavailable | None = None
         try:
             with describing(adapter=name):
-                by_name = [(source, query.name) for source in self._sources_of(name)]
-                asked = by_name if query.uri is None else [self.by_uri.at(query.uri)]
+                asked = self._asked(query)
         except SourceUnavailable as error:
-            looked.error = error
-            return looked
+            return LookedUp(error=error)
         for source, name_there in asked:
             key = (source.label, query.key)
             remembered = self._absent.get(key)
@@ -149,14 +154,13 @@ class SourceSearch:
                 self._events.emit(AbsenceRemembered(name, source.label))
                 looked.answers[source.label] = remembered
                 continue
-            if (look_ups := self._look_ups.get(id(source))) is None:
-                limits = _OF_MIXTURES if source is self.mixtures else _LIMITS
-                look_ups = self._look_ups[id(source)] = LookUps(limits, source.label, self._events)
+            ask = partial(source.locate, name_there, base_path)
             try:
                 with describing(adapter=name):
-                    answer = await look_ups.run(
-                        partial(source.locate, name_there, base_path), is_known=is_known, principal=principal
-                    )
+                    if source is self.mixtures:  # its parts take places at their own sources
+                        answer = await ask()
+                    else:
+                        answer = await self._look_ups_of(source).run(ask, is_known=is_known, principal=principal)
             except LookUpsBusy as error:
                 # Ask no later source: a flood must not decide which source serves the name.
                 self._events.emit(LookUpRefused(name, source.label, error))
@@ -182,10 +186,21 @@ class SourceSearch:
         looked.error = unavailable
         return looked
 
-    def _sources_of(self, name: str) -> Sequence[Source]:
-        return self.sources if self.mixtures is None or terms_of(name) is None else [self.mixtures]
+    def _asked(self, query: Query) -> Sequence[tuple[Source, AdapterName]]:
+        """The sources to ask for a query, in order, each with the name by which the source knows the adapter."""
+        if query.uri is not None:
+            return [self.by_uri.at(query.uri)]
+        if self.mixtures is not None and terms_of(str(query.name)) is not None:
+            return [(self.mixtures, query.name)]
+        return [(source, query.name) for source in self.sources]
+
+    def _look_ups_of(self, source: Source) -> LookUps:
+        if (look_ups := self._look_ups.get(id(source))) is None:
+            look_ups = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self._events)
+        return look_ups
 
     def report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
+        """Emit the event of a source's error: about the adapter's bytes, about access to the adapter, or an outage."""
         is_denied = isinstance(error, RemoteFailure) and error.kind in _OF_ONE_ADAPTER
         is_verdict = not isinstance(error, SourceUnavailable)
         kind = AdapterRejected if is_verdict else AdapterDenied if is_denied else SourceFailed

@@ -1,4 +1,10 @@
-"""Versions of adapters in the store: fetched once, verified, and leased for as long as a name needs them."""
+"""Bring a located version of an adapter into the store: fetched once, verified, in the engine's form, leased.
+
+Runs on the event loop of an API server (or of a worker that lacks an adapter's files): `resolver.py` calls `serve` with
+the version that a source has, or `of_digest` for a version that the store has already. Out comes a `ResolvedAdapter`,
+whose directory engines may read. Threads hash and copy, and reading processes (`verification/`) read the files, because
+what an adapter contains is not trusted.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +17,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lora_plugins.adapter.chat import MAX_BYTES, chat_files
+from lora_plugins.adapter.chat import chat_files
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.fit import BaseModel, check_config
 from lora_plugins.adapter.names import adapter_id
-from lora_plugins.adapter.verify import VerifiedAdapter, check_size, choose_weights, fit_adapter
-from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, check_shards, is_shard
-from lora_plugins.adapter.writers import name_format
-from lora_plugins.errors import (
-    AdapterNotFound,
-    ErrorKind,
-    InvalidAdapter,
-    LoRAPluginsError,
-    SourceUnavailable,
-    describing,
-    kind_of,
-)
+from lora_plugins.adapter.verify import VerifiedAdapter, fit_adapter
+from lora_plugins.adapter.weight_files import INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE
+from lora_plugins.errors import ErrorKind, InvalidAdapter, LoRAPluginsError, SourceUnavailable, describing, kind_of
 from lora_plugins.events import AdapterConfirmed, AdapterFetched, AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.admission import Fetches, fetches_of, few_at_once
 from lora_plugins.resolvers.chats import Chats
 from lora_plugins.resolvers.converted_version import ConvertedAdapter
 from lora_plugins.resolvers.fetch_progress import reported
+from lora_plugins.resolvers.file_selection import chat_files_to_fetch, large_chat_files, select_files
 from lora_plugins.resolvers.known_versions import Key, KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.retries import deadline
 from lora_plugins.resolvers.sources.source import RemoteAdapter, Source, SourceFile
-from lora_plugins.settings import AdapterChat, Settings
+from lora_plugins.settings import Settings
 from lora_plugins.store.disk_errors import DamagedCopy, store_errors
 from lora_plugins.store.layout import is_digest
 from lora_plugins.store.manifest import Manifest
@@ -45,8 +43,9 @@ from lora_plugins.verification.children import children
 from lora_plugins.verification.protocol import ReadAdapter
 
 _Stored = StoredAdapter[ReadAdapter]
-_JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE})  # no file for chats is a reason to refuse the weights
-_COPIED_AT_ONCE_BYTES = 64 << 20  # a copy from a disk takes no longer than a question to the reading process
+_JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE})  # fetched before the weights, which they may condemn
+# Up to this size a copy from a disk takes no longer than a question to the reading process: weights come at once.
+_COPIED_AT_ONCE_BYTES = 64 << 20
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
 
 
@@ -59,8 +58,14 @@ class _BytesRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _For:
-    """A served model to fit, the holder of the lease until the version is verified, and the principal of the places."""
+class _Asker:
+    """For whom a version is brought.
+
+    Attributes:
+        base: the served model that the version must fit; None where nothing is compared.
+        holder: of the lease until the version is verified.
+        principal: whose places the fetch, the reads and the conversion take.
+    """
 
     base: BaseModel | None
     holder: object
@@ -76,7 +81,7 @@ class VersionStore:
 
     def __init__(self, settings: Settings, events: Events, store: Store, known: KnownVersions, chats: Chats) -> None:
         self._settings, self._events, self._store, self._known, self._chats = settings, events, store, known, chats
-        self._fetches: dict[int, Fetches] = {}  # sources of other packages need not be keys of a dict
+        self._fetches: dict[int, Fetches] = {}  # by `id` of the source: those of other packages need no hash
         self._reading = few_at_once("adapters that are being read", settings.fetch_timeout_s)
         self._converting = few_at_once("adapters that are being converted", settings.fetch_timeout_s)
         children().warm()  # so that the first fetch waits for no start
@@ -92,29 +97,30 @@ class VersionStore:
         holder: Hashable = None,
         principal: Hashable = None,
     ) -> tuple[ResolvedAdapter, AdapterResolved | None]:
-        """The located version in the store, verified against `base`, leased for `holder` or else for the name.
+        """Return the located version, verified against `base`, leased for `holder` or else for the name.
 
-        And how the version came; None where the version was served before. Fetches, reads and conversions take a place
-        of `principal`.
+        The second value says how the version came; None where the same version was served before. `key` is the name and
+        the asked URI; `locate_s` are the seconds that locating took. Fetches, reads and conversions take a place of
+        `principal`.
 
         Raises:
             VersionChanged: the caller must locate the adapter again.
             LoRAPluginsError: the version cannot be had or served.
         """
         name, served = key[0], self._known.last(*key)
-        wanted = adapter.uri, adapter.version, holder, _chat_files(adapter, self._settings)
+        wanted = adapter.uri, adapter.version, holder, chat_files_to_fetch(adapter, self._settings)
         is_same = served is not None and (served.uri, served.version, served.holder, served.chat_files) == wanted
         if served is not None and is_same and self._known.is_held(served) and self._store.has(served.path):
             self._events.emit(AdapterConfirmed(name, source.label))
             return self._known.note(key, served, is_remote=source.remote), None
         started = time.perf_counter()
-        asker = _For(base, object(), principal)
+        asker = _Asker(base, object(), principal)
         try:
             stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
         except DamagedCopy:  # the copy is marked now, so the second try fetches the version
             stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
         warnings = [*adapter.warnings]
-        if self._settings.adapter_chat.reads_files and (large := _too_large(adapter)):
+        if self._settings.adapter_chat.reads_files and (large := large_chat_files(adapter)):
             warnings.append(f"not used of the adapter's files for chats: {', '.join(large)} (too large)")
         if warnings:
             verified = replace(verified, warnings=(*verified.warnings, *warnings))
@@ -143,13 +149,13 @@ class VersionStore:
         return self._known.note(key, found, is_remote=source.remote), facts
 
     async def _obtain_ready(
-        self, name: str, source: Source, adapter: RemoteAdapter, asker: _For
+        self, name: str, source: Source, adapter: RemoteAdapter, asker: _Asker
     ) -> tuple[_Stored, VerifiedAdapter, float]:
-        """A located version, leased and in the engine's form; and the seconds until its bytes were here."""
+        """Return a located version as `_ready` does, and the seconds until its bytes were in the store."""
         started, stored, base = time.perf_counter(), None, asker.base
         # Look for the converted form first, because the original may have been evicted.
         if base is not None and base.model is not None:
-            names = {CONFIG_FILE, WEIGHTS_FILE, *_chat_files(adapter, self._settings)}
+            names = {CONFIG_FILE, WEIGHTS_FILE, *chat_files_to_fetch(adapter, self._settings)}
             wanted = adapter.uri, adapter.version, names, asker.holder, base.model.form
             stored = await asyncio.to_thread(self._store.find_leased, *wanted)
         if stored is None:
@@ -166,14 +172,14 @@ class VersionStore:
         of_any_name: bool,
         principal: Hashable = None,
     ) -> ResolvedAdapter | None:
-        """Find as `AdapterResolver.of_digest` says."""
+        """Find a version in the store as `AdapterResolver.of_digest` says; no source is asked."""
         # Forging 8 characters of a digest takes half an hour, so a prefix counts only for versions of the name itself.
         if of_any_name and not is_digest(digest_prefix):
             return None
         may_reach = self._known.reach_of(name) if not of_any_name else lambda _: True
         if may_reach is None:
             return None
-        asker = _For(base, object(), principal)
+        asker = _Asker(base, object(), principal)
         manifest = await asyncio.to_thread(self._leased_version, digest_prefix, may_reach, asker.holder)
         if manifest is None:
             return None
@@ -190,8 +196,8 @@ class VersionStore:
             self._known.note_had(name, resolved)
         return resolved
 
-    async def _ready(self, stored: _Stored, uri: str, version: str, asker: _For) -> tuple[_Stored, VerifiedAdapter]:
-        """A leased version in the engine's form: itself, or its conversion, which then has the lease."""
+    async def _ready(self, stored: _Stored, uri: str, version: str, asker: _Asker) -> tuple[_Stored, VerifiedAdapter]:
+        """Return a leased version in the engine's form, and its check; a conversion takes over the original's lease."""
         base, verified = asker.base, await self._check_sound(stored, asker)
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
@@ -210,10 +216,11 @@ class VersionStore:
         changes = "converted into the engine's form: " + ", ".join(wanted.converted.changes)
         return replace(made, arrived=stored.arrived), replace(again, notes=(*again.notes, changes))
 
-    async def _check_sound(self, stored: _Stored, asker: _For) -> VerifiedAdapter:
-        """Check as `_check` does, and hash the bytes meanwhile, once per process.
+    async def _check_sound(self, stored: _Stored, asker: _Asker) -> VerifiedAdapter:
+        """Check a leased version as `_check` does, and that its bytes still have the digest.
 
-        After a failed check the bytes are hashed again, to tell a wrong adapter from a damaged copy.
+        The bytes are hashed once per process, and after a failed check again, to tell a wrong adapter from a damaged
+        copy.
 
         Raises:
             DamagedCopy: the bytes differ from the digest; the copy is marked.
@@ -237,7 +244,7 @@ class VersionStore:
             raise DamagedCopy.of(digest)
         raise next(error for error in (is_sound, checked) if isinstance(error, BaseException))
 
-    async def _check(self, stored: _Stored, asker: _For) -> VerifiedAdapter:
+    async def _check(self, stored: _Stored, asker: _Asker) -> VerifiedAdapter:
         """Validate a leased version against the base model; a check on arrival saves reading the files.
 
         Values were checked on arrival, in this process or another.
@@ -249,8 +256,8 @@ class VersionStore:
             return arrived.adapter
         return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings, stored.directory)
 
-    async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, asker: _For) -> _Stored:
-        """Bring the version into the store."""
+    async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, asker: _Asker) -> _Stored:
+        """Have the version in the store, leased: found there, or fetched in a place of the principal."""
         version = (adapter.uri, adapter.version)
         # The same bytes would be refused again after a fetch of gigabytes.
         if (refused := self._known.refused.get(version)) is not None:
@@ -274,8 +281,7 @@ class VersionStore:
                 rest = selected
                 if not is_at_once:
                     first = tuple(file for file in selected.files if file.name in _JUDGED_FIRST)
-                    fetched = replace(selected, files=first)
-                    await fetches.breaker.judged(source.fetch(fetched, download), adapter.uri)
+                    await fetches.breaker.judged(source.fetch(replace(selected, files=first), download), adapter.uri)
                     await asyncio.to_thread(self._check_fetched, selected, first, asker.base, download.directory)
                     left = (file for file in selected.files if not (download.directory / file.name).exists())
                     rest = replace(selected, files=tuple(left), is_rest=True)
@@ -285,7 +291,7 @@ class VersionStore:
         try:
             async with fetches.turn(asker.principal):
                 started = time.perf_counter()
-                base = asker.base if is_at_once else None  # else compared already
+                base = asker.base if is_at_once else None  # `fetch` has compared the others
                 check = partial(self._check_fetched, selected, selected.files, base)
                 stored = await self._store.obtain(selected, fetch, check, asker.holder)
         except _BytesRefused as bytes_refused:
@@ -301,7 +307,7 @@ class VersionStore:
     def _leased_version(
         self, digest_prefix: str, may_reach: Callable[[Manifest], bool], holder: object
     ) -> Manifest | None:
-        """The only matching version that the name may reach, leased."""
+        """The only matching version that the name may reach, leased; None for none, and for more than one."""
         found = []
         with store_errors():
             for digest in self._store.published.matching(digest_prefix):
@@ -319,7 +325,7 @@ class VersionStore:
     def _check_fetched(
         self, selected: RemoteAdapter, fetched: tuple[SourceFile, ...], base: BaseModel | None, directory: Path
     ) -> ReadAdapter:
-        """Verify the fetched files, with weights or still without, and compare the configuration with the model.
+        """Verify the fetched files, all selected or still without weights, and compare the configuration with `base`.
 
         Raises:
             _BytesRefused: the bytes are no adapter that can be served. LoRAPluginsError: the files could not be read.
@@ -384,44 +390,3 @@ def gone() -> SourceUnavailable:
         expected="a store in which nobody else removes files",
         remedy="ask again; look for what cleans up in LORA_PLUGINS_STORE_DIR",
     )
-
-
-def select_files(adapter: RemoteAdapter, settings: Settings) -> RemoteAdapter:
-    """The adapter with only the files to read.
-
-    Raises:
-        AdapterNotFound: the adapter has no weights.
-        InvalidAdapter: the weights are a pickle, which is not allowed, or there are too many or too large files.
-    """
-    names = {file.name for file in adapter.files}
-    try:
-        weights = choose_weights(names, settings)
-    except AdapterNotFound as error:
-        name_format(error, names)
-        raise
-    if weights == INDEX_FILE:
-        check_shards(file.name for file in adapter.files if is_shard(file.name))
-    files = tuple(
-        file
-        for file in adapter.files
-        if file.name in (CONFIG_FILE, weights) or (weights == INDEX_FILE and is_shard(file.name))
-    )
-    with describing(file=weights):
-        check_size(sum(file.size_bytes for file in files), settings)
-    if settings.adapter_chat is AdapterChat.STRICT and (large := _too_large(adapter)):
-        remedy = "save the tokenizer again, or set LORA_PLUGINS_ADAPTER_CHAT=adapter to leave the file out"
-        expected = f"at most {MAX_BYTES[large[0]]} bytes, as LORA_PLUGINS_ADAPTER_CHAT=strict"
-        raise InvalidAdapter("too large a file", expected=expected, remedy=remedy, file=large[0])
-    of_chats = _chat_files(adapter, settings)
-    return replace(adapter, files=(*files, *(file for file in adapter.files if file.name in of_chats)))
-
-
-def _chat_files(adapter: RemoteAdapter, settings: Settings) -> tuple[str, ...]:
-    if not settings.adapter_chat.reads_files:
-        return ()
-    large = _too_large(adapter)
-    return chat_files(file.name for file in adapter.files if file.name not in large)
-
-
-def _too_large(adapter: RemoteAdapter) -> list[str]:
-    return [file.name for file in adapter.files if file.size_bytes > MAX_BYTES.get(file.name, file.size_bytes)]

@@ -30,7 +30,7 @@ from lora_plugins.events import (
 from lora_plugins.log import logger
 from lora_plugins.observability import logs
 from lora_plugins.observability.logs import LogEvents
-from lora_plugins.resolvers.admission import BreakerOpen
+from lora_plugins.resolvers.breaker import BreakerOpen
 
 
 def resolved(**changes: object) -> AdapterResolved:

@@ -6,7 +6,7 @@ import pytest
 
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.events import BreakerClosed, BreakerOpened, Event, Events
-from lora_plugins.resolvers.admission import Breaker, BreakerLimits, is_outage
+from lora_plugins.resolvers.breaker import Breaker, BreakerLimits, is_outage
 from lora_plugins.resolvers.sources.remote_failures import Failure, FailureKind
 from lora_plugins.resolvers.sources.retries import NoAnswer
 from tests.resolvers.test_resolver import Clock

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from lora_plugins.events import Events
-from lora_plugins.resolvers.admission import _PROBES, Breaker, BreakerLimits, BreakerOpen, Fetches
+from lora_plugins.resolvers.admission import _PROBES, Fetches
+from lora_plugins.resolvers.breaker import Breaker, BreakerLimits, BreakerOpen
 from lora_plugins.resolvers.fair_places import PlaceLimits, Places
 from lora_plugins.resolvers.sources.retries import NoAnswer
 from tests.virtual_time import runs

@@ -177,7 +177,7 @@ def test_a_flood_of_mixtures_takes_few_reading_places(make, monkeypatch: pytest.
         await asyncio.gather(*(resolver.has(f"sql*0.{number}5", BASE.path) for number in range(40)))
 
     asyncio.run(flood())
-    assert 1 <= most <= admission._OF_ONE
+    assert 1 <= most <= admission._FETCHES_OF_ONE
     assert threading.main_thread() not in threads
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import BreakerClosed, BreakerOpened, Event, Events
 from lora_plugins.observability.logs import LogEvents
-from lora_plugins.resolvers.admission import BreakerOpen
+from lora_plugins.resolvers.breaker import BreakerOpen
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.resolvers.sources.source import Source

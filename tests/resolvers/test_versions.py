@@ -444,7 +444,7 @@ def test_a_resolved_adapter_has_digest_uri_rank_and_size(make):
     resolved = make(FakeSource("s3", {"team/sql": GOOD})).ask("team/sql")
     assert resolved.digest == resolved.path.name
     assert Path(resolved.path).is_dir()
-    assert (resolved.uri, resolved.asked_uri, resolved.rank) == ("s3://team/sql", "", 4)
+    assert (resolved.uri, resolved.rank) == ("s3://team/sql", 4)
     assert resolved.size_bytes == sum(map(len, GOOD.values()))
 
 
@@ -575,7 +575,7 @@ def test_a_fetch_ends_at_the_operators_limit(make):
 
 def test_a_turn_that_did_not_come_is_nobody_elses_fault(make, monkeypatch):
     """Who asks next for the same adapter may have a place at once."""
-    monkeypatch.setattr(admission, "_OF_ONE", 1)
+    monkeypatch.setattr(admission, "_FETCHES_OF_ONE", 1)
     source = FakeSource("s3", {"sql": GOOD, "held": turned()})
     resolver = make(source, fetch_timeout_s=0.2)
 

@@ -28,9 +28,9 @@ from lora_plugins.errors import (
 )
 from lora_plugins.events import Events
 from lora_plugins.resolvers import versions
+from lora_plugins.resolvers.file_selection import select_files
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.source import ADAPTER_FILES, RemoteAdapter, Source, VersionChanged
-from lora_plugins.resolvers.versions import select_files
 from lora_plugins.settings import Settings
 from lora_plugins.store.inventory import entries
 from lora_plugins.store.partial_download import PartialDownload
