@@ -1,4 +1,9 @@
-"""What the versions in the store bring for chats, as reading processes have read it: nothing here opens a file."""
+"""What the versions in the store bring for chats (template, end tokens, added tokens), by the paths that engines read.
+
+Runs in an API server: `read` on its event loop, `at` also where vLLM's code cannot await. In goes a path of a request's
+adapter; out comes a `Chat`. No file is opened here: reading processes (`verification/`) read, because what an adapter
+contains is not trusted, and this module keeps their answers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ _TOKEN_BYTES = 80  # of an added token in a message, about
 
 
 class _KeptChat(NamedTuple):
-    """What a version brings, or what the server serves of it, once asked."""
+    """A version's chat: as its files have the chat, or if `is_served`, the part that this server serves."""
 
     chat: Chat
     is_served: bool = False
@@ -37,31 +42,32 @@ def _size_bytes(kept: _KeptChat) -> int:
 
 
 class Chats:
-    """Chats by the paths that engines read; files outside of the store bring nothing, because they may change.
+    """Chats of versions, kept by digest; files outside of the store bring nothing, because they may change.
 
-    A chat comes with the verification of its version. Where this process has not verified the version, or has kept
-    other chats since, a reading process is asked.
+    `versions.py` keeps the chat of each version that this process verifies. Where this process has not verified the
+    version, or has kept other chats since, a reading process is asked.
 
     Attributes:
-        served: what a server serves of an adapter's chat; the engine's tokenizer decides, once the engine is made.
-        of_leader: asks the API server that has verified a version, by its path; None in that server itself.
+        served: gives the part of a chat that the server can serve, as the engine's tokenizer decides; may take seconds.
+            None until the engine is made.
+        of_leader: asks the first of several API servers for the chat at a path; None in the first server itself.
     """
 
     def __init__(self, settings: Settings, layout: Layout) -> None:
         self._settings, self._layout = settings, layout
         self.served: Callable[[Chat], Chat] | None = None
         self.of_leader: Callable[[str], Awaitable[Chat]] | None = None
-        # Of one thread.
+        # Used by one thread only, the event loop's.
         self._kept: LRUCache[str, _KeptChat] = LRUCache(_MOST_BYTES, _size_bytes)
         self._once: SingleFlight[str, Chat] = SingleFlight()
 
     def keep(self, digest: str, chat: Chat, *, is_served: bool = False) -> _KeptChat:
-        """Keep what a version brings, as a reading process has read it, or as the server serves it."""
+        """Keep the chat of a version, as a reading process has read it, or if `is_served`, as the server serves it."""
         kept = self._kept[digest] = _KeptChat(chat, is_served)
         return kept
 
     async def read(self, path: str) -> Chat:
-        """Return what the version at `path` brings.
+        """Return the chat of the version at `path`.
 
         Raises:
             LoRAPluginsError: a reading process was asked, and cannot read the files.
@@ -72,12 +78,12 @@ class Chats:
             kept = self.keep(digest, await self._once.run(digest, lambda: self._read(digest)))
         if not kept.is_served and self.served is not None:
             chat = await asyncio.to_thread(self.served, kept.chat)  # makes a tokenizer
-            # In the place of what was read: nobody needs the list of the base model's own tokens any more.
+            # Replaces the chat as read: nobody needs the list of the base model's own tokens any more.
             kept = self.keep(digest, chat, is_served=True)
         return kept.chat
 
     def at(self, path: str) -> Chat:
-        """Return as `read` does; without an earlier `read`, this thread may have to wait.
+        """Return as `read` does, for callers that cannot await; without an earlier `read`, this thread may wait.
 
         Raises:
             LoRAPluginsError: as `read`.
@@ -105,4 +111,5 @@ class Chats:
         return children().read(self._layout.adapter(digest), self._settings, config_only=True)
 
     def _digest(self, path: str) -> str | None:
+        """The digest of a version in the store; None elsewhere, and where the settings say that no chat is read."""
         return self._layout.digest_of(path) if self._settings.adapter_chat.reads_files else None

@@ -1,4 +1,8 @@
-"""A version in the engine's form, which the store obtains from the same version in its source's form."""
+"""A version in the engine's form, which the store obtains from the same version in its source's form.
+
+Runs on the event loop of an API server: `versions.py` describes the conversion of a version that lies in the store, and
+the store calls `write` with an empty directory. Reading processes write the weights.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,15 @@ from lora_plugins.verification.children import children
 
 @dataclass(frozen=True, slots=True)
 class ConvertedAdapter:
-    """The conversion to write; `uri` and `version` are of the original at its source, which lies in `original`.
+    """A conversion to write; the store takes it like an adapter that a source has.
 
     Attributes:
+        uri: of the original at its source.
+        version: of the original at its source.
+        converted: the form, the original's digest and the changes, for the manifest.
+        original: the directory of the original in the store.
+        conversion: how each tensor is made of the original's tensors.
+        config: the configuration of the conversion.
         promised: name, size in bytes and SHA-256 of the files; the converted files' SHA-256 are unknown.
     """
 
@@ -51,6 +61,7 @@ class ConvertedAdapter:
         return cls(uri, version, converted, stored.directory, conversion, config, promised)
 
     async def write(self, download: PartialDownload) -> None:
+        """Write the files into the directory of the download; raises what `write_made` raises."""
         names = [name for name, _, _ in self.promised]
         await write_made(download, names, self.config, tensors_of(self.conversion), self.original)
 
@@ -58,7 +69,9 @@ class ConvertedAdapter:
 async def write_made(
     download: PartialDownload, names: Iterable[str], config: bytes, tensors: Sequence[NewTensor], original: Path
 ) -> None:
-    """Write an adapter that no source has; `tensors` name their files from `original`, and files for chats lie there.
+    """Write the files `names` of an adapter that no source has, a conversion or a mixture.
+
+    The tensors' own paths to files begin at the directory `original`, from which files for chats are copied.
 
     Raises:
         OSError: an original cannot be read, or a file cannot be written.

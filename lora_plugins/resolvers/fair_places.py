@@ -1,8 +1,12 @@
 """Places for work that only a few may do at once: each wait is bounded in time, and the queue in length.
 
-The next place goes to the waiting principal with the fewest places; a full queue refuses the last name of the principal
-with the most waiting names. Names of one principal enter in order, so no large name starves behind smaller names. Where
-a principal may have only some of the places, the principal never holds all places, however long its work takes.
+Runs on the event loop of an API server, around look-ups, fetches, reads, pushes, and requests of principals with a
+share. A caller enters, perhaps after a wait, works, and leaves; or gets the error of `Places`.
+
+The next place goes to the waiting principal with the fewest places; a full queue refuses the last caller of the
+principal with the most waiting callers. Callers of one principal enter in order, so no large thing starves behind
+smaller things. Where a principal may have only some of the places, the principal never holds all places, however long
+its work takes.
 """
 
 from __future__ import annotations
@@ -42,7 +46,12 @@ class Most:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """The place of one caller, for a thing; other callers of the principal may share the place for the same thing."""
+    """The place of one caller, for a thing; other callers of the principal may share the place for the same thing.
+
+    Attributes:
+        number: the order of arrival among all callers.
+        given: done once the caller has the place, or with the error of a refusal.
+    """
 
     principal: Hashable
     thing: Hashable
@@ -53,12 +62,19 @@ class Place:
 
 @dataclass(slots=True)
 class _Use:
-    """The places of one principal, and its waiting callers, by thing, in order of arrival."""
+    """The places of one principal, and its waiting callers.
+
+    Attributes:
+        held: the number of callers inside, by thing.
+        sizes_bytes: of the things in `held`.
+        waiting: the waiting callers by thing, things and callers in order of arrival.
+        count: of all waiting callers.
+    """
 
     held: Counter[Hashable] = field(default_factory=Counter)
     sizes_bytes: dict[Hashable, int] = field(default_factory=dict)
     waiting: dict[Hashable, dict[Place, None]] = field(default_factory=dict)
-    count: int = 0  # of waiting callers
+    count: int = 0
 
     def first(self) -> Place:
         return next(iter(next(iter(self.waiting.values()))))
@@ -116,13 +132,13 @@ class Places:
             LoRAPluginsError: of `refusal`: the wait is over, or too many wait.
         """
         loop = asyncio.get_running_loop()
-        one = object() if thing is None else thing
-        place = Place(principal, one, size_bytes, next(self._numbers), loop.create_future())
+        thing = object() if thing is None else thing
+        place = Place(principal, thing, size_bytes, next(self._numbers), loop.create_future())
         use = self._uses.setdefault(principal, _Use())
-        if one in use.held or (not use.waiting and self._has_room(use, place)):
+        if thing in use.held or (not use.waiting and self._has_room(use, place)):
             self._take(use, place)
             return place
-        use.waiting.setdefault(one, {})[place] = None
+        use.waiting.setdefault(thing, {})[place] = None
         use.count += 1
         self._waiting += 1
         # The caller itself may be the one refused: then `place.given` has the error already.
@@ -187,6 +203,7 @@ class Places:
             del self._uses[principal]
 
     def _refuse(self, place: Place) -> None:
+        """End the wait of a place's caller with an error, unless the caller has the place or an error already."""
         if not place.given.done():
             place.given.set_exception(self._refusal(place.principal, len(self._uses[place.principal].held)))
             self._forget(place)
@@ -194,10 +211,10 @@ class Places:
     def _forget(self, place: Place) -> None:
         """End the wait of a place's caller, if the caller still waits."""
         use = self._uses.get(place.principal, _Use())
-        beside = use.waiting.get(place.thing, {})
-        if place in beside:
-            del beside[place]
-            if not beside:
+        of_thing = use.waiting.get(place.thing, {})
+        if place in of_thing:
+            del of_thing[place]
+            if not of_thing:
                 del use.waiting[place.thing]
             use.count -= 1
             self._waiting -= 1

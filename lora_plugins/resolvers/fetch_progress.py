@@ -1,4 +1,7 @@
-"""Events of a fetch: its start, the progress of a slow fetch, and its end."""
+"""Events of a fetch for the log: its start, the progress of a slow fetch, and its end; and how many bytes have arrived.
+
+`reported` runs on the event loop of an API server around each fetch; the bars of the command line use `arrived_bytes`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from contextlib import asynccontextmanager
 
 from lora_plugins.events import Events, FetchEnded, FetchGoesOn, FetchStarted
 
-_SLOW_S = 5.0
-_AGAIN_S = 30.0
+_SLOW_S = 5.0  # until the first event of progress
+_AGAIN_S = 30.0  # between events of progress
 
 
 @asynccontextmanager

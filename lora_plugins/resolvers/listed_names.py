@@ -1,6 +1,7 @@
-"""The names that a server's sources list, for `/v1/models`: asked in the background, bounded, with short waits.
+"""The names that a server's sources list, for `/v1/models` and for "did you mean": bounded, and with short waits.
 
-A source that fails or is slow keeps the names of its last list, and hides no names of other sources.
+Runs on the event loop of an API server. A request waits at most two seconds for sources that are asked again; a source
+that fails or is slow keeps the names of its last list, and hides no names of other sources.
 """
 
 from __future__ import annotations
@@ -49,17 +50,21 @@ class ListedNames:
     def __init__(self, sources: Sequence[Source], fresh_s: float) -> None:
         self._sources = sources
         self._fresh_s = fresh_s
-        self._names: dict[str, tuple[str, ...]] = {}  # by source
+        # By labels of sources:
+        self._names: dict[str, tuple[str, ...]] = {}  # the last list
         self._asked: dict[str, tuple[float, asyncio.Task[None]]] = {}  # the last question, and when it was asked
-        self._failed: set[str] = set()
-        self._is_cut = False
+        self._failed: set[str] = set()  # the last question failed, and the log says so
+        self._has_warned_of_cut = False
 
     def at_hand(self) -> Iterator[str]:
         """Names of the sources' last lists; no source is asked."""
         return itertools.chain.from_iterable(self._names.values())
 
     async def names(self, base_path: str, may_list: Callable[[str], bool]) -> list[str]:
-        """The first `MOST` names that `may_list` accepts, in alphabetical order."""
+        """The first `MOST` names that `may_list` accepts, in alphabetical order.
+
+        `base_path` is the served model's path or Hub id, which templates of object stores may contain.
+        """
         for source in self._sources:
             if isinstance(source, ListsNames):
                 self._ask(source.label, source, base_path)
@@ -69,8 +74,8 @@ class ListedNames:
 
     def _first(self, may_list: Callable[[str], bool]) -> list[str]:
         names = heapq.nsmallest(MOST + 1, filter(may_list, set(self.at_hand())))
-        if len(names) > MOST and not self._is_cut:
-            self._is_cut = True
+        if len(names) > MOST and not self._has_warned_of_cut:
+            self._has_warned_of_cut = True
             text = (
                 "/v1/models lists the first %s names of the sources; the others answer too ('lora-plugins ls --remote')"
             )
@@ -79,7 +84,7 @@ class ListedNames:
 
     def _ask(self, label: str, source: ListsNames, base_path: str) -> None:
         now, asked = time.monotonic(), self._asked.get(label)
-        # Also after a failure, so that a broken source is not asked at every request.
+        # A failed question counts too, so that a broken source is not asked at every request.
         if asked is None or (asked[1].done() and now - asked[0] >= self._fresh_s):
             self._asked[label] = now, asyncio.get_running_loop().create_task(self._list(label, source, base_path))
 

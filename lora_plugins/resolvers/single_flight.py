@@ -1,4 +1,7 @@
-"""Concurrent callers of one name: callers with the same question share one answer, and a lock holds others apart."""
+"""Concurrent callers of one name: `SingleFlight` gives them one answer, `NameLocks` has them go one after the other.
+
+Runs on one event loop, in an API server.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False, slots=True)
 class _Flight(Generic[_T]):
+    """A running task: the number of callers that wait for the result, and whether a caller has received the result."""
+
     task: asyncio.Task[_T]
     waiting: int = 0
     is_taken: bool = False
@@ -49,6 +54,7 @@ class SingleFlight(Generic[_K, _T]):
             flight.is_taken = True
             return result
         except asyncio.CancelledError:
+            # Either the caller was cancelled, or `give_up` has cancelled the task under a caller who still waits.
             caller = asyncio.current_task()
             if not flight.task.cancelled() or caller is None or caller.cancelling():
                 raise
@@ -71,6 +77,7 @@ class SingleFlight(Generic[_K, _T]):
         self._check(flight)
 
     def _check(self, flight: _Flight[_T]) -> None:
+        """Hand a result that no caller has received, and none can receive any more, to `abandoned`; once."""
         if flight.waiting or flight.is_taken or not flight.task.done():
             return
         if flight.task.cancelled() or flight.task.exception() is not None:  # read, so that asyncio logs nothing

@@ -1,7 +1,8 @@
 """Checksums of whole objects, as object stores keep them: SHA-256, CRC-32, CRC-32C and CRC-64/NVME.
 
-S3 keeps a CRC-64/NVME of every object whose client sends no other checksum. The standard library has CRC-32 only; AWS's
-own library, `awscrt`, computes the others, 8 GB a second.
+Used by `s3.py`, which reads the checksum that S3 states, and by `ranges.py`, which computes the digest of the bytes
+while they arrive. S3 keeps a CRC-64/NVME of every object whose client sends no other checksum. AWS's own library,
+`awscrt`, computes the cyclic redundancy checks, 8 GB a second; the standard library has only CRC-32.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import base64
 import binascii
 import hashlib
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -58,31 +58,28 @@ class Checksum:
 
 
 class _Crc:
-    """A cyclic redundancy check as a digest; `compute` goes on from the check of the bytes before."""
+    """A cyclic redundancy check of `awscrt` as a digest, with so many hexadecimal digits."""
 
-    def __init__(self, compute: Callable[[bytes | memoryview, int], int], digits: int) -> None:
-        self._compute, self._digits = compute, digits
+    def __init__(self, name: str, digits: int) -> None:
+        from awscrt import checksums  # late: other object stores than S3 need none
+
+        self._compute: Callable[[bytes | memoryview, int], int] = getattr(checksums, name)
+        self._digits = digits
         self._value = 0
 
     def update(self, data: bytes | memoryview, /) -> None:
-        self._value = self._compute(data, self._value)
+        self._value = self._compute(data, self._value)  # goes on from the check of the bytes before
 
     def hexdigest(self) -> str:
         return f"{self._value:0{self._digits}x}"
 
 
-def _of_crt(name: str, digits: int) -> Digest:
-    from awscrt import checksums  # late: other object stores than S3 need none
-
-    return _Crc(getattr(checksums, name), digits)
-
-
 _ALGORITHMS: Mapping[str, Callable[[], Digest]] = {
     "MD5": partial(hashlib.md5, usedforsecurity=False),
     "SHA256": hashlib.sha256,
-    "CRC64NVME": partial(_of_crt, "crc64nvme", 16),
-    "CRC32": partial(_Crc, zlib.crc32, 8),
-    "CRC32C": partial(_of_crt, "crc32c", 8),
+    "CRC64NVME": partial(_Crc, "crc64nvme", 16),
+    "CRC32": partial(_Crc, "crc32", 8),
+    "CRC32C": partial(_Crc, "crc32c", 8),
 }
 # What S3 keeps of whole objects, under these names.
 _KEPT = ("SHA256", "CRC64NVME", "CRC32", "CRC32C")

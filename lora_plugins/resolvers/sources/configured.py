@@ -1,7 +1,7 @@
-"""The sources that the settings describe, by plugin and by URI; server and command line make the same sources.
+"""The sources that the settings describe: by plugin for names, and by URI.
 
-Callers check whether `VLLM_PLUGINS` has the plugin. Sources start no threads before their first question, so any
-process can make them.
+Runs at the start of any process that may ask a source, and at the first use of a URI; server and command line make the
+same sources. Callers check whether `VLLM_PLUGINS` has the plugin. Sources start no threads before their first question.
 
 A URI is checked against `LORA_PLUGINS_ALLOWED_URIS` before any question, so that the answer to a forbidden URI shows
 nothing of the place. A path in one of vLLM's own calls is not checked: callers of those may have vLLM read any path.
@@ -70,6 +70,9 @@ def _sources_of_others() -> list[Source]:
 class UriSources:
     """The sources behind the allowed URIs, one for each scheme and bucket, host or directory.
 
+    Attributes:
+        allowed: the prefixes of `LORA_PLUGINS_ALLOWED_URIS`.
+
     Raises:
         InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
     """
@@ -77,6 +80,7 @@ class UriSources:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.allowed = AllowedUris.parse(settings.allowed_uris)
+        # By scheme, and what else distinguishes the sources of a scheme.
         self._sources: dict[tuple[str, str], Source] = {}
 
     def of_repo(self, repo: str) -> SourceUri:

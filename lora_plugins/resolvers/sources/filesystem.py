@@ -1,4 +1,8 @@
-"""A directory tree of adapters: `team/sql` is `<root>/team/sql`, and `team/sql@v3` is `<root>/team/sql@v3`.
+"""The source of adapters in a directory tree: `team/sql` is `<root>/team/sql`, `team/sql@v3` is `<root>/team/sql@v3`.
+
+Called on the event loop of an API server; all file I/O runs in threads of the source's own, under a deadline, because a
+mount may hang. `locate` finds an adapter's files with their sizes and times, `fetch` copies the files into the store's
+directory, and `names` lists the tree.
 
 Engines read a snapshot in the store, so that overwriting or deleting the source neither changes nor breaks a served
 adapter. The snapshot is a reflink where the file system can (Btrfs, XFS: no bytes are copied) and a copy elsewhere.
@@ -120,7 +124,8 @@ class FilesystemSource:
 
     def _names(self) -> Listing:
         self._check_root()
-        names, gaps = [], []
+        names: list[str] = []
+        gaps: list[str] = []
 
         def note(error: OSError) -> None:
             gaps.append(f"{error.filename}: {error.strerror}")
@@ -128,16 +133,15 @@ class FilesystemSource:
         for folder, below, files in os.walk(self.root, onerror=note):
             # Hidden folders are no adapters, and os.walk does not enter folders removed from `below`.
             below[:] = [name for name in below if not name.startswith(".")]
-            links = [name for name in below if os.path.islink(os.path.join(folder, name))]
-            found = [folder] if CONFIG_FILE in files else []
-            found += [
-                path for name in links if os.path.lexists(os.path.join(path := os.path.join(folder, name), CONFIG_FILE))
-            ]
+            links = [path for name in below if os.path.islink(path := os.path.join(folder, name))]
+            found = [path for path in links if os.path.lexists(os.path.join(path, CONFIG_FILE))]
+            if CONFIG_FILE in files and folder != str(self.root):
+                found.append(folder)
             for path in found:
                 with contextlib.suppress(AdapterNotFound):  # no request can name the directory
-                    if path != str(self.root):
-                        name = AdapterName.parse(os.path.relpath(path, self.root))
-                        names += [str(name)] if self._tree.may_serve(name) else []
+                    name = AdapterName.parse(os.path.relpath(path, self.root))
+                    if self._tree.may_serve(name):
+                        names.append(str(name))
         return Listing(tuple(sorted(names)), tuple(gaps))
 
     def _absent(self, directory: Path, detail: str, *, was_asked: bool = True) -> Absence:

@@ -1,5 +1,8 @@
 """Any fsspec file system for `object_store.py`: `gs://`, `abfs://`, `http(s)://`, `memory://` and others.
 
+Runs on fsspec's loop thread of an API server; calls of a synchronous file system run in threads of the source's own. In
+go URLs; out come an adapter's files with sizes and identities, and a reader of ranges of the files.
+
 Files are asked for one by one (`info`), never by a pattern. HTTP bodies stream to disk with `If-Match`. Other file
 systems read ranges in pieces of `PIECE_BYTES`, and the source compares sizes and identities once more at the end.
 
@@ -85,30 +88,27 @@ class FsspecFiles:
             found += await self._describe_all(uri, shards_of(await self._read(uri, index)))
         return found if any(file.name in OWN_FILES for file in found) else []
 
-    async def _entries(self, uri: str) -> list[str]:
-        """The names directly below `uri`, folders with a slash at the end."""
-        path = _path(await self._open(), uri)
-        try:
-            found = await self._ask("ls", path, detail=True)
-        except FileNotFoundError:
-            return []
-        named = [(str(item["name"]).rstrip("/"), item.get("type")) for item in found]
-        return [
-            name.rpartition("/")[2] + ("/" if kind == "directory" else "")
-            for name, kind in named
-            if name != path.rstrip("/")  # some stores list an object for the folder itself
-        ]
-
     async def list_below(self, uri: str) -> list[str]:
         """The URIs of all files below `uri`, folder by folder: fsspec's `find` leaves out folders without access."""
         found: list[str] = []
         folders = [uri]
         while folders:
             asked, folders = folders[:_LISTED_AT_ONCE], folders[_LISTED_AT_ONCE:]
-            for folder, entries in zip(asked, await asyncio.gather(*map(self._entries, asked)), strict=True):
-                found += (f"{folder}/{entry}" for entry in entries if not entry.endswith("/"))
-                folders += (f"{folder}/{entry[:-1]}" for entry in entries if entry.endswith("/"))
+            for children in await asyncio.gather(*map(self._children, asked)):
+                found += (child for child, is_folder in children.items() if not is_folder)
+                folders += (child for child, is_folder in children.items() if is_folder)
         return found
+
+    async def _children(self, uri: str) -> dict[str, bool]:
+        """The URIs directly below `uri`, each with whether a folder is there."""
+        path = _path(await self._open(), uri)
+        try:
+            found = await self._ask("ls", path, detail=True)
+        except FileNotFoundError:
+            return {}
+        is_folder = {str(item["name"]).rstrip("/"): item.get("type") == "directory" for item in found}
+        is_folder.pop(path.rstrip("/"), None)  # some stores list an object for the folder itself
+        return {f"{uri}/{name.rpartition('/')[2]}": value for name, value in is_folder.items()}
 
     async def _describe_all(self, uri: str, names: Iterable[str]) -> list[SourceFile]:
         found = await asyncio.gather(*(self._describe(uri, name) for name in names))

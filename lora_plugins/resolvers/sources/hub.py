@@ -1,7 +1,9 @@
-"""Adapters of the Hugging Face Hub: `org/repo/folder@revision` is a folder of a repository at a commit.
+"""The source of adapters on the Hugging Face Hub: `org/repo/folder@revision` is a folder of a repository at a commit.
 
-The source first resolves a revision to a commit; fetches and the store's versions use the commit, so a branch that
-moves meanwhile changes nothing. `huggingface_hub` handles tokens, LFS and Xet.
+Called on the event loop of an API server; every call of `huggingface_hub` runs in a thread of its own. `locate`
+resolves a revision to a commit with one request; fetches and the store's versions use the commit, so a branch that
+moves meanwhile changes nothing. `huggingface_hub` handles tokens, LFS and Xet. Served repositories: `hub_repos.py`; the
+download of a file: `hub_files.py`; errors: `hub_failures.py`.
 
 Branches and tags reach the commits that an owner has published. The Hub also finds commits of pull requests, which
 anybody can open, by hash or by other spellings of `refs/pr/7`, so every commit is compared with branches and tags.
@@ -12,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from lora_plugins.absence import Absence, without_login
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, is_shard, shards_of
+from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shards_of
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable, describing
 from lora_plugins.resolvers.sources.hub_failures import map_error
 from lora_plugins.resolvers.sources.hub_files import (
@@ -36,7 +38,7 @@ from lora_plugins.resolvers.sources.hub_files import (
     discard_scratch,
     download_file,
 )
-from lora_plugins.resolvers.sources.hub_repos import HubPatterns, HubTarget
+from lora_plugins.resolvers.sources.hub_repos import HubPatterns, HubTarget, shown
 from lora_plugins.resolvers.sources.remote_failures import FailureKind, RemoteFailure
 from lora_plugins.resolvers.sources.retries import Deadline, Retries, deadline, look_up_timeout_s
 from lora_plugins.resolvers.sources.source import (
@@ -62,7 +64,6 @@ _REQUEST_TIMEOUT_S = 10.0
 _ATTEMPTS = 4
 _REMEMBERED_COMMITS = 10_000
 _REMEMBERED_S = 3600.0
-_NO_FILES = "a repository without adapter files at its root"
 
 
 def configured(settings: Settings, _: MayLead) -> HubSource:
@@ -122,6 +123,7 @@ class HubSource:
         self._token = token
         self._cache_dir = cache_dir
         self._api = HfApi(endpoint=endpoint, token=token)
+        # Published commits, by repository, revision and commit.
         self._published: TTLCache[tuple[str, str, str], bool] = TTLCache(_REMEMBERED_COMMITS, _REMEMBERED_S)
 
     def __str__(self) -> str:
@@ -200,10 +202,11 @@ class HubSource:
             return Listing(tuple(cached), ("offline: only what the Hub's cache has",))
         names: set[str] = set()
         gaps, end = [], f"/{CONFIG_FILE}"
-        for target in self._repos.repos():
-            if isinstance(target, str):
-                gaps.append(f"{target}: all of an owner's repositories")
+        for entry in self._repos.entries:
+            if not entry.segments:
+                gaps.append(f"{shown(entry)}: all of an owner's repositories")
                 continue
+            target = HubTarget(replace(entry, revision=None), entry.revision or DEFAULT_REVISION, explicit=True)
             try:
                 info = await self._call(partial(self._info, target), str(target))
             except LoRAPluginsError as error:
@@ -244,14 +247,14 @@ class HubSource:
             return Absence(self.label, place, detail, "pin this very revision in the list")
         files = _files(info.siblings, target.uri.subfolder, where)
         if not files:
-            detail = "a repository without adapter files in this folder" if target.uri.subfolder else _NO_FILES
-            return Absence(self.label, place, detail)
+            where_in_repo = "in this folder" if target.uri.subfolder else "at its root"
+            return Absence(self.label, place, f"a repository without adapter files {where_in_repo}")
         return info.sha, files
 
     async def _is_published(self, target: HubTarget, commit: str, state: Deadline) -> bool:
         """Whether the owner has published the commit; a positive answer is remembered for an hour."""
         key = (target.uri.repo, target.revision, commit)
-        # Of the owner's revision, and of the operator's choice, every commit counts.
+        # The main branch, branches and tags show only the owner's commits; a pinned revision is the operator's choice.
         is_own = target.revision == DEFAULT_REVISION or target.revision.startswith(BRANCHES_AND_TAGS)
         if is_own or target.is_pinned or key in self._published:
             return True
@@ -297,6 +300,7 @@ class HubSource:
         return self._api.model_info(target.uri.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
 
     def _cached_names(self) -> Iterator[str]:
+        """The names of served adapters that the Hub's cache has whole."""
         with contextlib.suppress(CacheNotFound):
             repos = [repo for repo in scan_cache_dir(self._cache_dir).repos if repo.repo_type == "model"]
             folders = {
@@ -314,22 +318,24 @@ class HubSource:
 
     def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
         """The commit and files in the Hub's cache; None where the cache lacks a part, which the Hub may have."""
-        commit, files = "", []
-        names = list(ADAPTER_FILES)
-        for name in names:  # an index adds shards while the loop runs; every shard must be there
-            path = _join(target.uri.subfolder, name)
-            found = cached_path(target.uri.repo, path, target.revision, self._cache_dir)
-            with contextlib.suppress(OSError):
-                if found is not None:
-                    commit = found.parents[path.count("/")].name  # …/snapshots/<commit>/<path>
-                    files.append(describe_cached(found, name))
-                    if name == INDEX_FILE and needs_shards([file.name for file in files]):
-                        with found.open("rb") as file:
-                            names += shards_of(file.read(MAX_INDEX_BYTES + 1))
-        present = {file.name for file in files}
-        has_weights = len(present.intersection(OWN_FILES)) > 1
-        is_whole = CONFIG_FILE in present and has_weights and all(name in present for name in names if is_shard(name))
-        return (commit, tuple(files)) if is_whole else None
+
+        def cached(names: Iterable[str]) -> dict[str, Path]:
+            paths = {name: _join(target.uri.subfolder, name) for name in names}
+            found = {it: cached_path(target.uri.repo, at, target.revision, self._cache_dir) for it, at in paths.items()}
+            return {name: path for name, path in found.items() if path is not None}
+
+        with contextlib.suppress(OSError):
+            found, shards = cached(ADAPTER_FILES), list[str]()
+            if needs_shards(found):
+                with found[INDEX_FILE].open("rb") as index:
+                    shards = shards_of(index.read(MAX_INDEX_BYTES + 1))
+                found |= cached(shards)
+            has_weights = len(found.keys() & set(OWN_FILES)) > 1
+            if CONFIG_FILE in found and has_weights and found.keys() >= set(shards):
+                # …/snapshots/<commit>/<subfolder>/adapter_config.json
+                commit = found[CONFIG_FILE].parents[len(target.uri.segments) - 1].name
+                return commit, tuple(describe_cached(path, name) for name, path in found.items())
+        return None
 
 
 def _join(subfolder: str, name: str) -> str:

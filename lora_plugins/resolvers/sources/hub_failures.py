@@ -1,5 +1,8 @@
 """Map errors of `huggingface_hub`, its HTTP client and Xet to this package's errors.
 
+Called by `hub.py` in the thread of each call to the Hub. The kinds are those of `remote_failures.py`; the right column
+says what a look-up or a fetch makes of them:
+
 ```
 MISSING   404 with the Hub's own error code         absent, or VersionChanged while fetching
 HIDDEN    401 for a repository: missing or private  L006 where an entry names the repository, else absent; while

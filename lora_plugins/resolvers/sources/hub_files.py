@@ -1,7 +1,7 @@
 """One file of a repository at a commit: copied from the Hub's own cache, or downloaded by `huggingface_hub`.
 
-`huggingface_hub` writes to a folder inside the adapter's directory and renames, so a file's bytes are written once; the
-user's Hub cache is read but never written.
+Runs in a thread of `hub.py` for each file of a fetch. `huggingface_hub` writes to a folder inside the adapter's
+directory and renames, so a file's bytes are written once; the user's Hub cache is read but never written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The served repositories of the Hub: entries of `VLLM_LORA_RESOLVER_HF_REPO_LIST`, without any I/O.
 
+Used by `hub.py` for each look-up: in goes an adapter's name; out come the repository, folder and revision to ask for,
+or the reason for which no entry allows the name.
+
 ```
 entry  = target [ "@" revision ]
 target = org "/" repo                  the repository, its root and every folder below it
@@ -73,7 +76,7 @@ class HubPatterns:
         fitting = [entry for entry in self.entries if uri.is_below(replace(entry, revision=None))]
         if not fitting:
             return f"{_VARIABLE} does not name it ({self})"
-        # The most specific entries decide alone.
+        # Entries with the most segments decide alone.
         most = max(len(entry.segments) for entry in fitting)
         deciding = [entry for entry in fitting if len(entry.segments) == most]
         pins = [entry.revision for entry in deciding if entry.revision is not None]
@@ -86,17 +89,8 @@ class HubPatterns:
             return f"{_VARIABLE} pins it to another revision ({self})"
         return HubTarget(uri, revision, explicit=most > 0, is_pinned=is_pinned)
 
-    def repos(self) -> list[HubTarget | str]:
-        """The repositories, or folders inside, that entries name; an `org/*` entry as its text."""
-        return [
-            HubTarget(replace(entry, revision=None), entry.revision or DEFAULT_REVISION, explicit=True)
-            if entry.segments
-            else _shown(entry)
-            for entry in self.entries
-        ]
-
     def __str__(self) -> str:
-        return ", ".join(map(_shown, self.entries))
+        return ", ".join(map(shown, self.entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +129,8 @@ def _parse_entry(text: str) -> SourceUri:
     return SourceUri("hf", org, (repo, *folders), name.revision)
 
 
-def _shown(entry: SourceUri) -> str:
+def shown(entry: SourceUri) -> str:
+    """An entry as the list has it."""
     target = "/".join((entry.authority, *(entry.segments or "*")))
     return target if entry.revision is None else f"{target}@{entry.revision}"
 

@@ -1,7 +1,8 @@
-"""The source of mixtures: sums of adapters, made of the versions that their parts have now.
+"""The source of mixtures: sums of adapters, such as `sql*0.7+style*0.3`, made of the versions that the parts have now.
 
-The version of a mixture is its terms, with digests in the place of names: so a new version of a part is a new version
-of the mixture, like any other source's. The files are written by a reading process, and verified as all that arrives.
+Runs on the event loop of an API server. `locate` leases the parts, fetching them if need be, and plans the tensors;
+`fetch` has a reading process write the sum, which is then verified like any fetched adapter. The version of a mixture
+is its terms, with digests in the place of names: so a new version of a part is a new version of the mixture.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Mixture(RemoteAdapter):
     """A mixture before it is written.
 
     Attributes:
-        config: the configuration. tensors: what is to be written, from files whose paths begin at the first part.
+        config: the bytes of the configuration.
+        tensors: the tensors to write, from files whose paths begin at the first part.
         parts: the directories of the parts; files for chats are the first's.
     """
 
@@ -112,29 +114,34 @@ class MixtureSource:
                 self._store.release(holder, part)
 
     async def _plan(self, name: AdapterName, version: str, terms: tuple[Term, ...], parts: list[Path]) -> Mixture:
-        read, warned = [await self._read(part) for part in parts], dict[str, None]()
-        mixed = [PartOfMixture(*of, part.name, one) for of, part, one in zip(terms, parts, read, strict=True)]
+        read = [await self._read(part) for part in parts]
+        mixed = [PartOfMixture(*term, part.name, one) for term, part, one in zip(terms, parts, read, strict=True)]
         config, tensors = await asyncio.to_thread(plan_mixture, mixed)  # tens of milliseconds for large models
+        warnings = list[str]()
         if (base := self._base()) is not None:
+            match = self._settings.base_match
             try:
-                check_config(config, base, match := self._settings.base_match)
+                check_config(config, base, match)
             except IncompatibleAdapter as error:
                 error.found += f", the sum of {', '.join(map(str, mixed))}"
                 raise
             # The first part's base model is the mixture's too, of which the store's check warns.
-            of_each = [warnings_of(one.config, base, match) for one in read]
-            warned = dict.fromkeys(text for texts in of_each for text in texts if text not in of_each[0])
+            first, *others = (warnings_of(part.config, base, match) for part in read)
+            warnings += dict.fromkeys(text for texts in others for text in texts if text not in first)
         data = canonical_bytes(config)
-        made = SourceFile(CONFIG_FILE, len(data)), SourceFile(WEIGHTS_FILE, weights_bytes(tensors))
-        is_one_chat = all(one.chat == read[0].chat for one in read)
-        chats = [SourceFile(file, path.stat().st_size) for file in CHAT_FILES if (path := parts[0] / file).is_file()]
+        files = [SourceFile(CONFIG_FILE, len(data)), SourceFile(WEIGHTS_FILE, weights_bytes(tensors))]
+        if all(part.chat == read[0].chat for part in read):
+            chats = ((name, parts[0] / name) for name in CHAT_FILES)
+            files += (SourceFile(name, path.stat().st_size) for name, path in chats if path.is_file())
+        else:
+            warnings.append(_OTHER_CHATS)
         return Mixture(
             name,
             LABEL,
             f"{LABEL}://{name}",
             version,
-            (*made, *(chats if is_one_chat else ())),
-            warnings=(*warned,) if is_one_chat else (*warned, _OTHER_CHATS),
+            tuple(files),
+            warnings=tuple(warnings),
             config=data,
             tensors=tensors,
             parts=tuple(parts),

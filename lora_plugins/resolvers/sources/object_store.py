@@ -1,15 +1,14 @@
-"""Adapters in object stores: S3, and every other store with a URL of fsspec.
+"""The source of adapters in object stores: S3, and every other store with a URL of fsspec.
 
-`S3_PATH_TEMPLATE` gives an adapter's directory, `s3://bucket/loras/{base_model_name}/{lora_name}`; one LIST (S3) or one
-look per file (others) locates the adapter, and parallel ranges fetch the files together (`ranges.py`).
+Called on the event loop of an API server; all network I/O runs on fsspec's loop thread, and calls of synchronous file
+systems in further threads. `S3_PATH_TEMPLATE` gives an adapter's directory,
+`s3://bucket/loras/{base_model_name}/{lora_name}`; one LIST (S3, `s3.py`) or one look per file (others, `fsspec.py`)
+locates the adapter, and parallel ranges fetch the files together (`ranges.py`).
 
 Checks of the bytes: every range's length and place, the located ETag of every range, and the MD5 of S3 objects whose
 ETag is an MD5. ETags of multipart uploads and of directory buckets are no MD5; there the checksum of the whole object
 counts, where S3 keeps one. Other objects, and those encrypted with a KMS or customer key, get only the check of lengths
 here, and the adapter verifier's checks.
-
-All network I/O runs on fsspec's loop thread, never on the caller's event loop; only synchronous file systems have more
-threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The source of pushed adapters: their files lie in a directory of the store until the store takes the files over."""
+"""The source of pushed adapters: their files lie in a directory of the store until the store takes the files over.
+
+Runs on the event loop of an API server: `lifecycle/pushing.py` receives the body and makes a `PushedAdapter`, which
+`resolver.py` brings into the store by the same way as any located adapter.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
 """Download a set of files in ranges, in parallel, straight to disk, in bounded memory.
 
-A download runs on one event loop, and writes bytes to the file as they arrive. A broken range goes on at the byte at
-which the range broke off; a failed download leaves nothing to a later download. At most `parallel` ranges of one
-download are in flight, small files first, and at first one for each file: on a fast network a small adapter has arrived
-before more connections would be open. The turns that all downloads of a source share bound their memory: at most
-(turns) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` configures S3 and HTTP.
+Runs on fsspec's loop thread for each fetch from an object store (`object_store.py`). In go the located files and a
+reader of one place; afterwards the bytes are in the directory of the download, hashed on the way.
+
+A broken range goes on at the byte at which the range broke off; a failed download leaves nothing to a later download.
+At most `parallel` ranges of one download are in flight, small files first, and at first one for each file: on a fast
+network a small adapter has arrived before more connections would be open. The turns that all downloads of a source
+share bound their memory: at most (turns) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` configures S3 and
+HTTP.
 
 Only passing failures are retried, with exponential backoff and jitter; a download ends only after a silence of
 `timeout_s`. Errors of the disk are raised unchanged, without a retry.

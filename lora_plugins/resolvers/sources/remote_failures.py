@@ -1,8 +1,9 @@
 """Failures of remote sources: maps errors of client libraries to this package's errors, in one place.
 
-`diagnose` knows botocore, aiobotocore, s3fs, aiohttp and fsspec; the Hub's libraries have `hub_failures.py`.
-A test fails for an exception type of the libraries without a kind. Unknown failures are never retried and never taken
-for "no such adapter".
+Called wherever a source calls a client library: in goes any exception, out comes an AdapterNotFound, VersionChanged or
+RemoteFailure, whose `FailureKind` says whether a retry may help. `diagnose` knows botocore, aiobotocore, s3fs, aiohttp
+and fsspec; the Hub's libraries have `hub_failures.py`. A test fails for an exception type of the libraries without a
+kind. Unknown failures are never retried and never taken for "no such adapter".
 
 Texts have the kind of failure, the HTTP status and the store's error code, never its message or address, and errors are
 raised `from None`: message and address may carry a signed URL.
@@ -134,7 +135,7 @@ def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -
 
 
 def untrusted(error: BaseException | None) -> BaseException | None:
-    """The error below a client's own that TLS never begins: a certificate, or the file of trusted certificates."""
+    """TLS's error below a client's own error: a certificate, or the file of trusted certificates; None for others."""
     # Other reasons of OpenSSL's, such as a damaged record, may pass. Of a missing file Python's error has no name.
     is_certificate = isinstance(error, ssl.SSLError) and re.search(r"CERTIFICATE|VERSION|UNKNOWN_CA", str(error))
     is_bundle = isinstance(error, FileNotFoundError) and error.errno is not None and error.filename is None
@@ -168,7 +169,7 @@ def retry_after(value: str | None) -> float | None:
 
 
 class HttpStatus(Exception):
-    """An unexpected HTTP answer; `error_code` is the code in S3's XML, if any."""
+    """An unexpected HTTP answer; `error_code` is a store's own code for the error, or more text for people."""
 
     def __init__(self, status: int, error_code: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status} {error_code}".strip())

@@ -1,4 +1,8 @@
-"""Repeat a question to a remote source while a retry may help, and only until a deadline, which progress moves."""
+"""Repeat a question to a remote source while a retry may help, and only until a deadline, which progress moves.
+
+Runs on the event loop of the source that asks: a source runs its question by `Retries.run` in a block of `deadline`,
+and gets the answer, or an error of this package.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
 """S3 for `object_store.py`: options from the environment, one LIST per adapter, and ranges by `get_object`.
 
-All requests use the client of s3fs, so that botocore does credentials, signing, TLS and proxies.
+Runs on fsspec's loop thread of an API server. In go `s3://` URIs; out come an adapter's files with sizes and ETags, and
+a reader of ranges of the files. All requests use the client of s3fs, so that botocore does credentials, signing, TLS
+and proxies; errors are botocore's, which `remote_failures.py` knows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os.path
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -121,7 +123,7 @@ class S3Files:
             # The right to read objects does not include the right to list.
             if diagnose(error).kind is not FailureKind.DENIED:
                 raise
-            return await _heads(client, bucket, f"{prefix}/", error)
+            return await _find_without_list(client, bucket, f"{prefix}/", error)
 
     async def list_below(self, uri: str) -> list[str]:
         """The URIs of all objects below `uri`, by as many LISTs as needed."""
@@ -198,7 +200,7 @@ async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
     if page.get("IsTruncated"):
         # Weights and configuration begin alike, so that one page holds them, however many checkpoints lie beside them.
         asked["Prefix"] += os.path.commonprefix(OWN_FILES)  # noqa: RUF071 - of characters
-        found = {file.name: file for file in await _chat_files(client, bucket, prefix)}
+        found = {file.name: file for file in await _present(client, bucket, prefix, CHAT_FILES)}
         async for narrowed in _pages(client, asked):
             found |= _listed(narrowed, prefix)
     elif {"Prefix": f"{prefix}{os.path.dirname(TOOLS_FILE)}/"} in page.get("CommonPrefixes", []):
@@ -224,27 +226,26 @@ async def _head(client: Any, bucket: str, prefix: str, name: str) -> SourceFile 
     return SourceFile(name, int(answer["ContentLength"]), answer.get("ETag", ""))
 
 
-async def _chat_files(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
-    answers = await asyncio.gather(*(_head(client, bucket, prefix, name) for name in CHAT_FILES))
+async def _present(client: Any, bucket: str, prefix: str, names: Iterable[str]) -> list[SourceFile]:
+    answers = await asyncio.gather(*(_head(client, bucket, prefix, name) for name in names))
     return [answer for answer in answers if isinstance(answer, SourceFile)]
 
 
-async def _heads(client: Any, bucket: str, prefix: str, denied: Exception) -> list[SourceFile]:
-    """The readable files where listing is denied."""
-    found: list[SourceFile] = []
-    hidden = False
-    names = list(OWN_FILES)
-    for name in names:  # an index adds shards while the loop runs
-        answer = await _head(client, bucket, prefix, name)
-        if isinstance(answer, SourceFile):
-            found.append(answer)
-        hidden = hidden or answer is FailureKind.DENIED
-        if name == OWN_FILES[-1] and needs_shards([file.name for file in found]):
-            index = await client.get_object(Bucket=bucket, Key=prefix + INDEX_FILE)
-            names += shards_of(await index["Body"].read(MAX_INDEX_BYTES + 1))
-    if hidden and len(found) < 2:  # a 403 leaves open whether configuration or weights are missing
+async def _find_without_list(client: Any, bucket: str, prefix: str, denied: Exception) -> list[SourceFile]:
+    """The readable files where listing is denied.
+
+    Raises:
+        Exception: `denied`, where S3 hides whether configuration or weights are missing, or any error of the client.
+    """
+    answers = await asyncio.gather(*(_head(client, bucket, prefix, name) for name in OWN_FILES))
+    found = [answer for answer in answers if isinstance(answer, SourceFile)]
+    if FailureKind.DENIED in answers and len(found) < 2:
         raise denied
-    return [*found, *(await _chat_files(client, bucket, prefix) if found else ())]
+    if needs_shards([file.name for file in found]):
+        index = await client.get_object(Bucket=bucket, Key=prefix + INDEX_FILE)
+        shards = shards_of(await index["Body"].read(MAX_INDEX_BYTES + 1))
+        found += await _present(client, bucket, prefix, shards)
+    return [*found, *(await _present(client, bucket, prefix, CHAT_FILES) if found else ())]
 
 
 async def _checksum(client: Any, bucket: str, prefix: str, file: SourceFile) -> Checksum | None:

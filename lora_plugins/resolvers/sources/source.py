@@ -1,4 +1,9 @@
-"""The interface of all sources of adapters; `tests/resolvers/sources/contract.py` tests each source."""
+"""The interface of all sources of adapters, and what sources say: an adapter's files before any byte is fetched.
+
+Implemented by `filesystem.py`, `object_store.py`, `hub.py`, `mixtures.py`, `pushed.py` and other packages;
+`tests/resolvers/sources/contract.py` tests each source. Called on the event loop of an API server, a worker or the
+command line: `search.py` calls `locate`, `versions.py` calls `fetch`.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +55,8 @@ class RemoteAdapter:
         uri: the place without credentials: `file:///adapters/sql`, `s3://bucket/sql`, `hf://org/repo/sql`.
         version: the identity of the bytes at the source: a commit, or a digest of names, sizes and ETags.
         files: the adapter's files among `ADAPTER_FILES`, and its shards.
-        link: a path to make a link to the fetched adapter, if any.
-        is_rest: whether the configuration has been fetched, and `files` are what is left.
+        link: a path that becomes a link to the fetched adapter, of `LOCAL_PATH_TEMPLATE`; None without the setting.
+        is_rest: whether `files` are only the files that are left to fetch, after the configuration.
         warnings: what clients should know of the adapter, beside what its files show.
 
     Raises:

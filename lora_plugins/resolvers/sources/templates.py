@@ -1,7 +1,8 @@
-"""URL and path templates of vLLM's documentation, and the links for a local path template.
+"""The templates `S3_PATH_TEMPLATE` and `LOCAL_PATH_TEMPLATE`: an adapter's name becomes a URL, or the path of a link.
 
-A template is text with the placeholders `{base_model_name}`, `{lora_name}` and `{revision}`, and no other syntax of
-`str.format`. Parts that requests choose stand behind a fixed beginning and never leave the beginning.
+Used on the event loop of an API server by `object_store.py`; `LocalLink.point_to` runs in a thread, once the adapter is
+in the store. A template is text with the placeholders `{base_model_name}`, `{lora_name}` and `{revision}`, and no other
+syntax of `str.format`. Parts that requests choose stand behind a fixed beginning and never leave the beginning.
 """
 
 from __future__ import annotations
@@ -36,17 +37,16 @@ class Template:
         self.text = text
         self._variable = variable
         try:
-            self._parts = [self._part(*part) for part in string.Formatter().parse(text)]
-        except InvalidSettings:
-            raise
+            parsed = list(string.Formatter().parse(text))
         except ValueError as error:
             raise self.wrong("unbalanced braces") from error
+        self._parts = [self._part(*part) for part in parsed]  # text, and the placeholder behind the text, if any
         used = {field for _, field in self._parts}
         if "lora_name" not in used:
             raise self.wrong("a template without {lora_name}")
         self.has_revision = "revision" in used
         self.has_base = "base_model_name" in used
-        self.fixed = self._parts[0][0]
+        self.fixed = self._parts[0][0]  # the text before the first placeholder
 
     @property
     def folder(self) -> str:
@@ -180,10 +180,8 @@ def _replace_link(name: str, directory: Path, at: int) -> str | None:
     os.symlink(directory, fresh, dir_fd=at)
     try:
         os.replace(fresh, name, src_dir_fd=at, dst_dir_fd=at)
-    except OSError as error:
+    except OSError:
         os.unlink(fresh, dir_fd=at)
-        if isinstance(error, IsADirectoryError):
-            return "a directory that is not ours stands there"
         raise
     return None
 

@@ -1,4 +1,7 @@
-"""Threads for calls that may hang and cannot be interrupted: a mount, or a library that waits for a socket."""
+"""Threads for calls that may hang and cannot be interrupted: a mount, or a library that waits for a socket.
+
+Used by the sources of directories, of synchronous fsspec file systems and of the Hub, with `run_in_executor`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """A directory tree of adapters in which symlinks lead only to allowed places; the opened file is the judged file.
 
+Runs in the threads of `filesystem.py`. In go an adapter's name and perhaps a file; out come the names of the adapter's
+files, or an open file. Every path is resolved here link by link, judged (`AdapterTree._judge`), and then opened.
+
 A path could be exchanged between the judgement and the open. So each component of the real place is opened by itself
 without following links: a component that has become a link fails. The kernel alone follows the operator's root: links
 of `/proc`, such as `/proc/PID/root`, have a text that leads elsewhere.
@@ -70,7 +73,7 @@ class AdapterTree:
             names = {*_names_in(at), TOOLS_FILE}
             # Files for chats are optional: without links that lead nowhere, and files that this user may not read.
             unread = {file for file in names.intersection(CHAT_FILES) if not os.access(file, os.R_OK, dir_fd=at)}
-            unread |= {file for file in names & MINOR_FILES - unread if not self._is_own(name, file)}
+            unread |= {file for file in names & MINOR_FILES - unread if not self.may_serve(name, file)}
             return choose_files(names - unread)
 
     def foreign(self, name: AdapterName) -> AdapterNotFound | None:
@@ -81,13 +84,8 @@ class AdapterTree:
         """
         with closing(self._open(name, _PATH_ONLY)) as at:
             names = _names_in(at)
-            folder, file = os.path.split(DEFAULT)
-            with (
-                contextlib.suppress(OSError),
-                closing(os.open(folder, _PATH_ONLY | os.O_DIRECTORY | _NO_LINK, dir_fd=at)) as below,
-            ):
-                os.stat(file, dir_fd=below, follow_symlinks=False)
-                names.append(DEFAULT)
+        if self.may_serve(name, DEFAULT):
+            names.append(DEFAULT)
         at_place = {"adapter": str(name), "file": CONFIG_FILE, "place": str(self.root / str(name))}
         error = AdapterNotFound("no such file", expected="the file", **at_place)
         name_format(error, names)
@@ -104,21 +102,13 @@ class AdapterTree:
         with open_regular(path, opener=lambda _, flags: self._open(name, flags, file)) as (opened, _):
             yield opened
 
-    def _is_own(self, name: AdapterName, file: str) -> bool:
-        """Whether a regular file is there, and links lead to no forbidden place."""
+    def may_serve(self, name: AdapterName, file: str = "") -> bool:
+        """Whether the adapter's directory, or `file` in it, is there, and links lead to no forbidden place."""
         try:
             with closing(self._open(name, _PATH_ONLY, file)) as opened:
-                return stat.S_ISREG(os.fstat(opened).st_mode)
+                return not file or stat.S_ISREG(os.fstat(opened).st_mode)
         except (OSError, LoRAPluginsError):
             return False
-
-    def may_serve(self, name: AdapterName) -> bool:
-        """Whether the adapter's directory is there, and links lead to no forbidden place."""
-        try:
-            os.close(self._open(name, _PATH_ONLY))
-        except (OSError, LoRAPluginsError):
-            return False
-        return True
 
     def _open(self, name: AdapterName, flags: int, file: str = "") -> int:
         """Open the adapter's directory, or one of its files, for the caller to close.

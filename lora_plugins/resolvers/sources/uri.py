@@ -1,5 +1,8 @@
 """Source URIs, and prefixes of allowed URIs; without any I/O.
 
+Used wherever a caller names a place: the admin API, the file of declared adapters, paths in vLLM's own calls, the
+allow-list of the Hub, the command line. In goes a text; out comes a `SourceUri`, or the reason for its refusal.
+
 ```
 file:///adapters/sql     s3://bucket/sql     https://host/sql     hf://org/repo[@revision][/folder]
 s3://arn:aws:s3:region:account:accesspoint/name/sql
@@ -30,7 +33,7 @@ from urllib.parse import quote, unquote
 from lora_plugins.errors import InvalidAdapter, InvalidSettings
 
 MAX_CHARACTERS = 2048
-BY_PATH = "path"
+BY_PATH = "path"  # the scheme of directories that vLLM's own calls name by their path
 ARN_PREFIX = "arn:"
 ACCESS_POINT = "arn:aws:s3:region:account:accesspoint/name"
 
@@ -56,7 +59,7 @@ _NOT_MODELS = frozenset({"models", "datasets", "spaces", "buckets", "kernels", "
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _PLAIN = "!$&'()*+,;=~-._"  # written unencoded, besides letters and digits
 _TWICE = re.compile(r"%[0-9A-Fa-f]{2}")
-_LONG_REVISIONS = {("refs", "pr"), ("refs", "convert"), ("refs", "heads"), ("refs", "tags")}
+_KINDS_OF_REFS = {"pr", "convert", "heads", "tags"}  # in refs/<kind>/<name>, the long form of a revision
 
 
 def place_by_path(path: str) -> str:
@@ -318,7 +321,7 @@ def _hub_uri(org: str, parts: list[str]) -> SourceUri:
         return SourceUri("hf", org, (repo, *(_segment(part, "hf") for part in below)))
     if not revision:
         raise _refused("nothing after '@'", "a revision there, or no '@'")
-    if revision == "refs" and len(below) >= 2 and ("refs", below[0]) in _LONG_REVISIONS:
+    if revision == "refs" and len(below) >= 2 and below[0] in _KINDS_OF_REFS:
         revision, below = "/".join((revision, *below[:2])), below[2:]
     # The Hub's own spelling of a revision with slashes is one segment with %2F inside.
     pieces = re.sub("%2f", "/", revision, flags=re.IGNORECASE).split("/")
