@@ -27,6 +27,7 @@ from lora_plugins.store.store import Store
 _REMEMBERED_NAMES = 10_000
 _REMEMBERED_REJECTIONS = 1_000
 _REMEMBERED_WARNINGS = 100_000
+_LOCATED_S = 5.0  # seconds that a located adapter waits for its caller to have the files fetched
 # Seconds for which a directory of the store counts as present. A look releases the interpreter's lock to other threads,
 # and beside a flood of look-ups costs a hot name a hundred times the answer's own time.
 _SEEN_S = 1.0
@@ -110,6 +111,8 @@ class KnownVersions:
         # vLLM handles requests for one name one after the other, and each would meet the fault again.
         faults_s = SourceUnavailable.retry_after_s
         self._faults: TTLCache[Key, LoRAPluginsError] = TTLCache(_REMEMBERED_NAMES, faults_s, timer)
+        # Located adapters whose files nobody has asked for yet: `resolve` after `has` asks no source again.
+        self._located: TTLCache[Key, AtSource] = TTLCache(_REMEMBERED_NAMES, _LOCATED_S, timer)
         # Name → the places of the name, with the source's label, by which a name may reach a version.
         self._places: LRUCache[str, dict[str, str]] = LRUCache(_REMEMBERED_NAMES)
         # (name, digest) → the last (URI, version) with these bytes for the name: a manifest knows only the first fetch.
@@ -154,6 +157,7 @@ class KnownVersions:
         self._places.setdefault(name, {})[version.uri] = version.source
         self.note_had(name, version)
         self._faults.pop(key, None)  # a success ends the remembered fault of the same question
+        self._located.pop(key, None)
         return version
 
     def note_had(self, name: str, version: ResolvedAdapter) -> None:
@@ -171,6 +175,14 @@ class KnownVersions:
         """Have `believed` raise a fault, for the fault's Retry-After; other errors are not remembered."""
         if is_remembered(error):
             self._faults[key] = error
+
+    def note_located(self, key: Key, located: AtSource) -> None:
+        """Remember where an adapter is until the adapter's files are asked for."""
+        self._located[key] = located
+
+    def take_located(self, key: Key) -> AtSource | None:
+        """Where the adapter was, if located a moment ago; once."""
+        return self._located.pop(key, None)
 
     def reach_of(self, name: str) -> Callable[[Manifest], bool] | None:
         """A function, for any thread: whether a name may reach a stored version. None for a name never found.

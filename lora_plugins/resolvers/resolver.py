@@ -90,7 +90,7 @@ class AdapterResolver:
         """Find, fetch and verify the adapter called `text`, at `uri` or else at its sources.
 
         A malformed name is absent, and has no answers. A URI that is malformed, not allowed or without an adapter is an
-        error. Without `fetches`, the adapter is only located.
+        error. Without `fetches`, the adapter is only located, and the next look-up need not ask again.
 
         `base_path` is the served model's path or Hub id, the stand-in for the base model until `self.base` is set.
         """
@@ -107,7 +107,7 @@ class AdapterResolver:
             if fetches:
                 self.events.emit(AdapterConfirmed(fresh.name, fresh.source))
             return LookedUp(resolved=fresh)
-        work = self._resolve if fetches else self._locate
+        work = self._resolve if fetches else self._find
         looked = await self._flights.run((query, fetches), lambda: work(query, base_path))
         if looked.error is not None:
             self.known.note_fault(query.key, looked.error)
@@ -124,7 +124,7 @@ class AdapterResolver:
         return (await self.look_up(text, base_path, uri)).version()
 
     async def has(self, text: str, base_path: str) -> bool:
-        """Whether a source has the adapter called `text`; fetches nothing.
+        """Whether a source has the adapter called `text`; fetches nothing, and `resolve` need not ask again.
 
         Raises:
             LoRAPluginsError: a source is unavailable, or has no valid adapter there.
@@ -266,6 +266,12 @@ class AdapterResolver:
     async def _read_part(self, directory: Path) -> VerifiedAdapter:
         return (await self._versions.read(directory, self.principal())).adapter
 
+    async def _find(self, query: Query, base_path: str) -> LookedUp:
+        looked = await self._locate(query, base_path)
+        if looked.located is not None:
+            self.known.note_located(query.key, looked.located)
+        return looked
+
     async def _locate(self, query: Query, base_path: str) -> LookedUp:
         return await self._search.locate(query, base_path, self.known.last(*query.key), self.principal())
 
@@ -282,7 +288,9 @@ class AdapterResolver:
         name = str(query.name)
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
-            looked = await self._locate(query, base_path)
+            # `has` may have located the adapter a moment ago.
+            located = None if query.force_refresh else self.known.take_located(query.key)
+            looked = await self._locate(query, base_path) if located is None else LookedUp(located=located)
             if looked.error is None and looked.located is None:
                 self.known.disbelieve(query.key)
                 if not query.is_by_path:  # the workers may have a directory there

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from lora_plugins.adapter.names import AdapterName
 from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
+from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest, StoredFile
-from tests.resolvers.test_resolver import Clock
+from tests.resolvers.test_resolver import Clock, FakeSource
 
 SQL = ("sql", "")
+AT_SOURCE = (
+    FakeSource("s3"),
+    RemoteAdapter(AdapterName("sql"), "s3", "s3://sql", "v1", (SourceFile("adapter_config.json", 1),)),
+)
 
 
 class FakeLeases:
@@ -92,6 +98,17 @@ def test_a_name_by_a_uri_has_answers_of_its_own(known: Known) -> None:
     assert known.last("sql", "s3://b/sql") is None
     known.note(("sql", "s3://b/sql"), version)
     assert known.last("sql", "s3://b/sql") is known.last("sql") is version
+
+
+def test_a_located_adapter_is_taken_once_and_soon(known: Known) -> None:
+    assert known.take_located(SQL) is None
+    known.note_located(SQL, AT_SOURCE)
+    assert known.believed(SQL) is None
+    assert known.take_located(SQL) is AT_SOURCE
+    assert known.take_located(SQL) is None
+    known.note_located(SQL, AT_SOURCE)
+    known.clock.now_s += 5
+    assert known.take_located(SQL) is None
 
 
 def test_a_name_reaches_its_places_and_its_bytes_only(known: Known) -> None:

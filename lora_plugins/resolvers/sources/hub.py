@@ -324,18 +324,20 @@ class HubSource:
             found = {it: cached_path(target.uri.repo, at, target.revision, self._cache_dir) for it, at in paths.items()}
             return {name: path for name, path in found.items() if path is not None}
 
-        with contextlib.suppress(OSError):
-            found, shards = cached(ADAPTER_FILES), list[str]()
-            if needs_shards(found):
-                with found[INDEX_FILE].open("rb") as index:
-                    shards = shards_of(index.read(MAX_INDEX_BYTES + 1))
-                found |= cached(shards)
-            has_weights = len(found.keys() & set(OWN_FILES)) > 1
-            if CONFIG_FILE in found and has_weights and found.keys() >= set(shards):
-                # …/snapshots/<commit>/<subfolder>/adapter_config.json
-                commit = found[CONFIG_FILE].parents[len(target.uri.segments) - 1].name
-                return commit, tuple(describe_cached(path, name) for name, path in found.items())
-        return None
+        found, shards = cached(ADAPTER_FILES), list[str]()
+        if needs_shards(found):
+            with contextlib.suppress(OSError), found[INDEX_FILE].open("rb") as index:
+                shards = shards_of(index.read(MAX_INDEX_BYTES + 1))
+            found |= cached(shards)
+        files: dict[str, SourceFile] = {}
+        for name, path in found.items():
+            with contextlib.suppress(OSError):  # a file for chats that cannot be read is left out
+                files[name] = describe_cached(path, name)
+        has_weights = len(files.keys() & set(OWN_FILES)) > 1
+        if CONFIG_FILE not in files or not has_weights or not files.keys() >= set(shards):
+            return None
+        # …/snapshots/<commit>/<subfolder>/adapter_config.json
+        return found[CONFIG_FILE].parents[len(target.uri.segments) - 1].name, tuple(files.values())
 
 
 def _join(subfolder: str, name: str) -> str:
