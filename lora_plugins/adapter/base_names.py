@@ -1,7 +1,12 @@
-"""Compares the names of two base models, after plain normalisation: no list of models.
+"""Compares two names of base models: the name in an adapter's configuration, and a name of the served model.
 
-A name is the words, numbers and size of its last part. How weights are stored, and who published the model, is no
-difference. Two names are compared if they share a word, or if both have a size; any other name may be a folder's.
+`fit.py` and the command line call these functions, in the API server's process and in their own. In go two names, each
+a Hub id or a path. `is_same_model` answers whether both mean one model; `differences` says in words how two models
+differ by their names, for a warning.
+
+No list of models is kept. A name is the words, numbers and size of its last part, without parts that name the storage
+of weights or the publisher. Two names are compared if they share a word, or if both have a size; any other name may be
+a folder's.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 _LONGEST = 200  # a longer name is not read
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 # The Hub's cache: models--<org>--<name>/snapshots/<commit>
-HUB_CACHE = re.compile(r"(?:^|/)models--(?P<repo>[^/]+)/snapshots/[0-9a-f]{7,64}/?$")
+_HUB_CACHE = re.compile(r"(?:^|/)models--(?P<repo>[^/]+)/snapshots/[0-9a-f]{7,64}/?$")
 
 # Parts that name the storage of weights, or the publisher: the model is the same. Q4_K_M, W8A8, g128, 4bit, bf16 …
 _STORED = re.compile(
@@ -33,62 +39,50 @@ _WORD = re.compile(r"(?:(?<![a-z])[a-z])?\d+(?:\.\d+)*(?:[a-z](?![a-z]))?|[a-z]+
 _COMMON = {"base", "model", "instruct", "it", "chat", "checkpoint", "step", "final", "merged"}
 
 
-def last_part(name: str) -> str:
-    """Return the name without organisation, directory (also of Windows) or the Hub's cache."""
-    name = name.replace("\\", "/")
-    cached = HUB_CACHE.search(name)
-    repo = cached["repo"].replace("--", "/") if cached else name
-    return as_the_hub(repo.rstrip("/").rpartition("/")[2])
+def is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None
 
 
-def as_the_hub(name: str) -> str:
-    """Return a name with its points, for which ModelScope's client writes three underscores in names of folders."""
-    return name.replace("___", ".")
+def is_same_model(one: str, other: str) -> bool:
+    """Whether two names mean the same model.
+
+    A Hub id equals its snapshot in a cache, and a local copy under the id's last part; two Hub ids must be equal.
+    """
+    one, other = _without_cache(one), _without_cache(other)
+    if not one or not other:
+        return False
+    if os.path.isabs(one) and os.path.isabs(other) and os.path.realpath(one) == os.path.realpath(other):
+        return True
+    if is_hub_id(one) and is_hub_id(other):
+        return _with_points(one).lower() == _with_points(other).lower()
+    # At least one of the two is a path: compare last parts, as a download keeps the repository's name.
+    return _last_part(one).lower() == _last_part(other).lower()
 
 
 def shown(name: str) -> str:
     """Return a name for clients: a Hub id unchanged, and the last part of a path on any machine."""
-    return last_part(name) if os.path.isabs(name) or "\\" in name or name.count("/") != 1 else name
-
-
-@functools.lru_cache(maxsize=4096)
-def _read(name: str, organisation: str = "") -> tuple[tuple[str, ...], int, str]:
-    """Return a name's words and numbers, and its size: in thousands of parameters, and as written.
-
-    A folder's name may begin with the organisation (`mistralai_Mistral-7B-v0.3`).
-    """
-    text = last_part(name).lower()
-    if len(text) > _LONGEST:
-        return (), 0, ""
-    first, _, rest = text.partition("_")
-    text = rest if first == organisation.lower() and rest[:1].isalpha() else text
-    text = _STORED.sub("-", text.replace("_", "-").replace(" ", "-"))
-    words = tuple(dict.fromkeys(_WORD.findall(_SIZE.sub("-", text))))
-    if (size := _SIZE.search(text)) is None:
-        return words, 0, ""
-    thousands = float(size["number"]) * (1_000_000 if size["unit"] == "b" else 1000)
-    return words, int(size["times"] or 1) * round(thousands), size[0]
+    return _last_part(name) if os.path.isabs(name) or "\\" in name or name.count("/") != 1 else name
 
 
 def differences(one: str, other: str) -> tuple[str, ...] | None:
     """Return in words how two named models differ: by name, by size; None where the names say too little."""
-    ours, size, size_text = _read(one, _organisation(other))
-    theirs, other_size, other_text = _read(other, _organisation(one))
+    words, size, size_text = _read(one, _organisation(other))
+    other_words, other_size, other_text = _read(other, _organisation(one))
     found = [f"another size ({size_text}, not {other_text})"] if size and other_size and size != other_size else []
-    known, other_known = _telling(ours, size), _telling(theirs, other_size)
+    known, other_known = _telling(words, size), _telling(other_words, other_size)
     if not (known & other_known or (known and other_known and size and other_size)):
         return tuple(found) or None
-    first = [word for word in ours if word not in theirs]
-    second = [word for word in theirs if word not in ours]
+    first = [word for word in words if word not in other_words]
+    second = [word for word in other_words if word not in words]
     # A number that one of the two names leaves out is no difference; `3-1` and `3.1` are one number.
     is_other = (first and second) or any(map(str.isalpha, first + second))
-    if is_other and "".join(ours).replace(".", "") != "".join(theirs).replace(".", ""):
+    if is_other and "".join(words).replace(".", "") != "".join(other_words).replace(".", ""):
         found.insert(0, f"another name ({'-'.join(first) or 'plain'}, not {'-'.join(second) or 'plain'})")
     return tuple(found)
 
 
 def other_type(name: str, model_type: str) -> str:
-    """Return the model type in a name, where Transformers knows the type and it is not `model_type`; empty else."""
+    """Return the model type that a name has in the place of `model_type`; empty where Transformers knows none in it."""
     words = _read(name)[0]
     found = []
     for word, after in zip_longest(words, words[1:], fillvalue=""):
@@ -101,6 +95,41 @@ def other_type(name: str, model_type: str) -> str:
             found.append(word)
     is_of_type = not model_type or any(one in model_type or model_type in one for one in found)
     return "" if is_of_type else "-".join(found)
+
+
+def _without_cache(name: str) -> str:
+    """Return the Hub id of a snapshot in the Hub's cache; any other name as it is, without slashes at the end."""
+    cached = _HUB_CACHE.search(name)
+    return cached["repo"].replace("--", "/", 1) if cached else name.rstrip("/")
+
+
+def _last_part(name: str) -> str:
+    """Return the name without organisation, directory (also of Windows) or the Hub's cache."""
+    return _with_points(_without_cache(name.replace("\\", "/")).rpartition("/")[2])
+
+
+def _with_points(name: str) -> str:
+    """Return a name with its points, for which ModelScope's client writes three underscores in names of folders."""
+    return name.replace("___", ".")
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(name: str, organisation: str = "") -> tuple[tuple[str, ...], int, str]:
+    """Return a name's words and numbers, and its size: in thousands of parameters, and as written.
+
+    A folder's name may begin with the organisation (`mistralai_Mistral-7B-v0.3`).
+    """
+    text = _last_part(name).lower()
+    if len(text) > _LONGEST:
+        return (), 0, ""
+    first, _, rest = text.partition("_")
+    text = rest if first == organisation.lower() and rest[:1].isalpha() else text
+    text = _STORED.sub("-", text.replace("_", "-").replace(" ", "-"))
+    words = tuple(dict.fromkeys(_WORD.findall(_SIZE.sub("-", text))))
+    if (size := _SIZE.search(text)) is None:
+        return words, 0, ""
+    thousands = float(size["number"]) * (1_000_000 if size["unit"] == "b" else 1000)
+    return words, int(size["times"] or 1) * round(thousands), size[0]
 
 
 @functools.lru_cache(maxsize=4096)

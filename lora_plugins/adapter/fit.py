@@ -1,14 +1,18 @@
-"""The served base model, as far as an adapter must fit: its names, its modules, the server's largest rank."""
+"""Whether an adapter fits the served base model: by the model's name, the server's largest rank, and the modules.
+
+Runs in the API server when a name is resolved, in a worker that resolves a missing path itself, and in the command
+line. In go a verified adapter's configuration and weights (names and shapes, no values) and the `BaseModel`; out come
+notes on tolerated differences and warnings for clients, or the error that refuses the adapter.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from lora_plugins.adapter.base_names import HUB_CACHE, as_the_hub, differences, last_part, other_type, shown
+from lora_plugins.adapter.base_names import differences, is_hub_id, is_same_model, other_type, shown
 from lora_plugins.adapter.complete import lost, lost_modules
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.files import open_regular
@@ -19,7 +23,6 @@ from lora_plugins.adapter.weights import Weights
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.settings import BaseMatch
 
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 # Values that vLLM allows for --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py, 0.32 and 0.33).
 _SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _MODEL_CONFIG, _MAX_CONFIG_BYTES = "config.json", 1 << 20
@@ -54,14 +57,14 @@ class BaseModel:
         name = self.served_names[0] if self.served_names else self.path
         return path if name == self.path else f"{name} ({path})"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, each once; the path comes first."""
+        return tuple(dict.fromkeys((self.path, *self.served_names, *self.aliases)))
+
     def matches(self, name: str) -> bool:
         """Whether `name` means this model, also in another spelling: a snapshot in the Hub's cache, a local copy."""
-        return self.matches_exactly(name) or any(
-            _same_model(name, item) for item in (self.path, *self.served_names, *self.aliases)
-        )
-
-    def matches_exactly(self, name: str) -> bool:
-        return name in {self.path, *self.served_names, *self.aliases}
+        return name in self.names or any(is_same_model(name, own) for own in self.names)
 
 
 def check_base(
@@ -81,9 +84,9 @@ def check_base(
     if weights is not None and base.model is not None:
         about = f"base model {_named(config)}, served is {base.in_words}"
         notes = check_landing(weights, base.model, about, refuse_unmatched=refuse_unmatched)
+        # The rows and vectors themselves are for the worker: here only the errors count.
         token_rows(weights.beside, config, base.model.modules, base.model.read)
-        for _ in vectors_of(weights.beside, base.model.modules, base.model.read):
-            pass
+        tuple(vectors_of(weights.beside, base.model.modules, base.model.read))
         missing = lost_modules(config, landed(weights, base.model), base.model.modules)
         if missing and refuse_unmatched:
             raise lost(missing, f" ({about})")
@@ -96,6 +99,7 @@ def check_base(
             remedy="set LORA_PLUGINS_BASE_ALIASES to the name that the adapter uses, or LORA_PLUGINS_BASE_MATCH=off"
             + ("" if weights is None else ", or start a server of this model with this store once"),
         )
+    # A warning of another model says more than the note that the names differ.
     if named or mode is BaseMatch.OFF or warnings_of(config, base, mode):
         return notes
     note = f"names base model '{config.base_model}'" if config.base_model else "names no base model"
@@ -111,10 +115,13 @@ def check_config(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> boo
     if not base.lora_enabled:
         raise without_lora()
     if base.max_rank is not None and config.max_rank > base.max_rank:
+        size = slot_rank(config.max_rank)
         raise IncompatibleAdapter(
             f"rank {config.max_rank}",
             expected=f"at most {base.max_rank}, the server's --max-lora-rank",
-            remedy=_rank_remedy(config.max_rank),
+            remedy=f"restart the server with --max-lora-rank {size}"
+            if size is not None
+            else f"train with a lower rank; vLLM's slots take {_SLOT_RANKS[-1]} at most",
         )
     return _check_name(config, base, mode)
 
@@ -128,7 +135,7 @@ def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tupl
     if name is None or mode is BaseMatch.OFF or base.matches(name):
         return ()
     # A served name is free (`gpt-4`), and a Hub id among them names a model. Any equal name is the operator's word.
-    ids = [served for served in base.served_names if _HUB_ID.fullmatch(served)]
+    ids = filter(is_hub_id, base.served_names)
     for names in ((base.path, *ids, *base.aliases), (base.original_name,)):
         compared = {served: found for served in names if (found := differences(name, served)) is not None}
         if () in compared.values():
@@ -169,10 +176,10 @@ def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool
     name = config.base_model
     if mode is BaseMatch.COMPATIBLE:
         return name is not None and base.matches(name)
-    if name is None or not base.matches_exactly(name):
+    if name not in base.names:
         raise IncompatibleAdapter(
             f"base model {_named(config)}",
-            expected=" or ".join(map(_quoted, dict.fromkeys([base.path, *base.served_names, *base.aliases]))),
+            expected=" or ".join(map(_quoted, base.names)),
             remedy="correct base_model_name_or_path, add it to LORA_PLUGINS_BASE_ALIASES, "
             "or set LORA_PLUGINS_BASE_MATCH=compatible",
         )
@@ -188,34 +195,6 @@ def _quoted(name: str) -> str:
     return f"'{name}'" if os.path.isabs(name) or PureWindowsPath(name).drive else name
 
 
-def _same_model(one: str, other: str) -> bool:
-    """Whether two names mean the same model.
-
-    A Hub id equals its snapshot in a cache, and a local copy under the id's last part; two Hub ids must be equal.
-    """
-    one, other = _plain_name(one), _plain_name(other)
-    if not one or not other:
-        return False
-    if os.path.isabs(one) and os.path.isabs(other) and os.path.realpath(one) == os.path.realpath(other):
-        return True
-    if _HUB_ID.fullmatch(one) and _HUB_ID.fullmatch(other):
-        return as_the_hub(one).lower() == as_the_hub(other).lower()
-    # At least one of the two is a path: compare last parts, as a download keeps the repository's name.
-    return last_part(one).lower() == last_part(other).lower()
-
-
-def _plain_name(name: str) -> str:
-    cached = HUB_CACHE.search(name)
-    return cached["repo"].replace("--", "/", 1) if cached else name.rstrip("/")
-
-
 def slot_rank(rank: int) -> int | None:
     """The smallest `--max-lora-rank` that vLLM takes for an adapter of this rank; None beyond its largest."""
     return next((size for size in _SLOT_RANKS if size >= rank), None)
-
-
-def _rank_remedy(rank: int) -> str:
-    size = slot_rank(rank)
-    if size is not None:
-        return f"restart the server with --max-lora-rank {size}"
-    return f"train with a lower rank; vLLM's slots take {_SLOT_RANKS[-1]} at most"
