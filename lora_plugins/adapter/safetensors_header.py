@@ -1,4 +1,8 @@
-"""The header of a safetensors file, read and checked byte by byte without loading a tensor.
+"""Reads and checks the header of a safetensors file, without loading a tensor.
+
+Runs in the reading process, in `lora-plugins inspect`, and in the API server for a pushed body, whose header is checked
+while the rest still arrives. In goes an open file of untrusted bytes; out come the tensors' names, dtypes, shapes and
+places (`TensorInfo`), or `InvalidAdapter`.
 
 Format (huggingface/safetensors README): 8 bytes little-endian header length, a JSON object from tensor name to
 `{"dtype", "shape", "data_offsets": [begin, end]}` with an optional `__metadata__`, then the tensors' bytes without
@@ -28,7 +32,8 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 MAX_TENSORS = 500_000  # every expert of Kimi K2: 140,000
 MAX_NAME_CHARACTERS = 512
 MAX_METADATA_CHARACTERS = 1 << 20
-_MAX_DESCRIPTION = 4096
+_MAX_DESCRIPTION = 4096  # characters
+_METADATA = "__metadata__"  # the only member that is no tensor
 _QUANTISED = ("F8_", "F6_", "F4", "I", "U")
 _THREE_KEYS = "dtype, shape and data_offsets, no more"
 
@@ -76,7 +81,8 @@ def read_header(file: BinaryIO, file_bytes: int | None) -> tuple[TensorInfo, ...
     if len(data) != header_bytes:
         raise _broken(f"{len(data)} of {header_bytes} header bytes", "the whole header")
     start = LENGTH_BYTES + header_bytes
-    tensors = [_tensor(name, entry, start) for name, entry in paced(_entries(data))]
+    members = paced(_members(data))
+    tensors = [_tensor(name, entry, start) for name, entry in members if name != _METADATA]
     if not tensors:
         raise InvalidAdapter("no tensors", expected="at least one pair of lora_A and lora_B", remedy=NOT_GATHERED)
     tensors.sort(key=attrgetter("begin"))
@@ -87,7 +93,8 @@ def read_header(file: BinaryIO, file_bytes: int | None) -> tuple[TensorInfo, ...
 def read_metadata(file: BinaryIO, most_bytes: int) -> dict[str, str]:
     """Return the texts of `__metadata__`, of a file whose header is still unchecked.
 
-    Of a longer header only `most_bytes` are read: the safetensors library writes `__metadata__` first.
+    Of a longer header only `most_bytes` are read: the safetensors library writes `__metadata__` first. Without
+    `__metadata__` there, the answer is empty.
 
     Raises:
         InvalidAdapter: the header is no JSON object up to `__metadata__`.
@@ -95,48 +102,41 @@ def read_metadata(file: BinaryIO, most_bytes: int) -> dict[str, str]:
     header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise _broken(f"a header of {header_bytes} bytes", f"at most {MAX_HEADER_BYTES}")
+    data = file.read(min(header_bytes, most_bytes))
     try:
-        for name, value in _members(file.read(min(header_bytes, most_bytes)).decode("utf-8", "ignore")):
-            if name == "__metadata__":
-                _check_metadata(value)
-                return dict(value or {})
+        return next((value or {} for name, value in _members(data, errors="ignore") if name == _METADATA), {})
     except InvalidAdapter:
-        raise
-    except (ValueError, RecursionError):
         if header_bytes <= most_bytes:
-            raise _broken("a header that is not JSON", "a JSON header") from None
-    return {}
+            raise
+        return {}  # perhaps the cut is at fault, not the header
 
 
-def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the members of the header's JSON object except `__metadata__`, reading each member on demand."""
+def _members(data: bytes, errors: str = "strict") -> Iterator[tuple[str, Any]]:
+    """Yield the members of the header's JSON object, `__metadata__` checked, reading each member on demand.
+
+    `json.loads` itself would hold all members of a long object at once, and the interpreter's lock while freeing the
+    members.
+    """
     try:
-        text = data.decode("utf-8")
-        for name, value in _members(text):
-            if name == "__metadata__":
+        for name, value in _parsed_members(data.decode("utf-8", errors)):
+            if name == _METADATA:
                 _check_metadata(value)
-            else:
-                yield name, value
+            yield name, value
     except InvalidAdapter:
         raise
     except (ValueError, RecursionError):
         raise _broken("a header that is not JSON", "a JSON header") from None
 
 
-def _members(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the members of a JSON object; raise ValueError for any other text, as `json.loads` does.
-
-    `json.loads` itself would hold all members of a long object at once, and the interpreter's lock while freeing the
-    members.
-    """
-    at = _after_space(text, 0)
-    if text[at : at + 1] != "{":
-        _DECODER.decode(text)
+def _parsed_members(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the members of a JSON object; raise ValueError for a text that is no JSON, as `json.loads` does."""
+    mark, at = _mark(text, 0)
+    if mark != "{":
         raise _broken("a header that is not a JSON object", "a JSON object")
-    at, follows = _after_space(text, at + 1), ""
     names: set[str] = set()
-    while text[at : at + 1] != "}" or follows == ",":
-        if follows not in ("", ",") or text[at : at + 1] != '"':
+    mark, at = _mark(text, at) if text.startswith("}", at) else (",", at)
+    while mark == ",":
+        if not text.startswith('"', at):
             raise ValueError(at)
         name, at = _DECODER.raw_decode(text, at)
         # JSON readers differ on duplicates: the engine could read another tensor than the one checked here.
@@ -145,57 +145,41 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
         names.add(name)
         if len(names) > MAX_TENSORS + 1:  # `__metadata__` may be one member more
             raise _broken(f"more than {MAX_TENSORS} tensors", f"at most {MAX_TENSORS}")
-        at = _after_space(text, at)
-        if text[at : at + 1] != ":":
+        mark, at = _mark(text, at)
+        if mark != ":":
             raise ValueError(at)
-        value, at = _value(name, text, _after_space(text, at + 1))
+        value, length = _value(name, text, at)
         yield name, value
-        at = _after_space(text, at)
-        follows = text[at : at + 1]
-        if follows == ",":
-            at = _after_space(text, at + 1)
-    if _after_space(text, at + 1) != len(text):
+        mark, at = _mark(text, at + length)
+    if mark != "}" or at != len(text):
         raise ValueError(at)
 
 
+def _mark(text: str, at: int) -> tuple[str, int]:
+    """Return JSON's mark at `at`, or nothing, and the place behind the mark; spaces around the mark are passed over."""
+    match = _MARK.match(text, at)
+    return ("", at) if match is None else (match[1], match.end())
+
+
 def _value(name: str, text: str, at: int) -> tuple[Any, int]:
-    """Return a member's value at `at`, and its end; only as much text is parsed as the member may take."""
-    if name == "__metadata__":
-        part = text[at : at + MAX_METADATA_CHARACTERS]
-        try:
-            value, end = _DECODER.raw_decode(part)
-        except InvalidAdapter:
-            raise
-        except ValueError:
-            if at + len(part) == len(text):
-                raise
-            raise _broken(f"a __metadata__ that does not end within {len(part)} characters", "a few texts") from None
-        return value, at + end
-    # A description is a flat object, so it ends at the first brace; anything else is no description.
-    part = text[at : text.find("}", at, at + _MAX_DESCRIPTION) + 1]
+    """Return a member's value at `at`, and its length; only as much text is parsed as the member may take."""
+    what, expected, most = f"description of tensor '{name[:100]}'", _THREE_KEYS, _MAX_DESCRIPTION
+    if name == _METADATA:
+        what, expected, most = _METADATA, "a few texts", MAX_METADATA_CHARACTERS
     try:
-        value, end = _DECODER.raw_decode(part)
+        return _DECODER.raw_decode(text[at : at + most])
     except InvalidAdapter:
         raise
     except (ValueError, RecursionError):
-        found = f"no description of tensor '{name[:100]}' within {_MAX_DESCRIPTION} characters"
-        raise _broken(found, _THREE_KEYS) from None
-    return value, at + end
-
-
-def _after_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return at if match is None else match.end()
+        raise _broken(f"no {what} within {most} characters", expected) from None
 
 
 def _check_metadata(metadata: Any) -> None:
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    ):
+    texts = {} if metadata is None else metadata
+    if not isinstance(texts, dict) or not all(isinstance(value, str) for value in texts.values()):
         raise _broken("a __metadata__ that is not an object of texts", "texts only")
     try:
-        for item in (metadata or {}).items():
-            "".join(item).encode()
+        json.dumps(texts, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise _broken("half a character in __metadata__", "whole characters") from None
 
@@ -217,7 +201,7 @@ def _natural(digits: str) -> int:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_natural)
-_SPACE = re.compile(r"[ \t\n\r]*")
+_MARK = re.compile(r"[ \t\n\r]*([{}:,]?)[ \t\n\r]*")
 
 
 def _tensor(name: str, entry: Any, start: int) -> TensorInfo:

@@ -247,8 +247,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("member", "says"),
     [
-        ('"__metadata__":{' + ",".join(f'"{n}":"x"' for n in range(200_000)) + "}", "__metadata__ that does not end"),
-        ('"__metadata__":{"a":"' + "x" * MAX_METADATA_CHARACTERS + '"}', "__metadata__ that does not end"),
+        ('"__metadata__":{' + ",".join(f'"{n}":"x"' for n in range(200_000)) + "}", "no __metadata__ within"),
+        ('"__metadata__":{"a":"' + "x" * MAX_METADATA_CHARACTERS + '"}', "no __metadata__ within"),
         ('"b":{"dtype":"F32","shape":[' + "1," * 500_000 + '1],"data_offsets":[0,8]}', "no description of tensor 'b'"),
         ('"b":' + "[" * 500_000, "no description of tensor 'b'"),
     ],
