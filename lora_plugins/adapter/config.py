@@ -1,4 +1,9 @@
-"""`adapter_config.json`: its contents, and whether vLLM 0.30 to 0.33 can serve the contents.
+"""Parses `adapter_config.json`, and refuses configurations that vLLM 0.30 to 0.33 cannot serve.
+
+`parse_config` runs wherever an adapter is read: in the reading process (`lora_plugins/verification`), in
+`lora-plugins inspect`, and in workers, which read the canonical file in the store (`canonical.py`). In go the bytes of
+the file; out comes an `AdapterConfig`, or the error that refuses the adapter. The bytes are untrusted: every length,
+number and text is bounded here. AdaLoRA and IA3 are read as LoRA with a mark in `AdapterConfig.beside`.
 
 Source: `vllm/lora/peft_helper.py` of vLLM 0.32 and 0.33 (identical), `peft/tuners/lora/config.py` of PEFT 0.21.
 """
@@ -8,6 +13,7 @@ from __future__ import annotations
 import codecs
 import math
 import re
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,9 +37,11 @@ CLASSIFIER_HEADS = frozenset({"classifier", "score"})
 
 # Beside `target_modules`: keys that leave modules out of the training, although `target_modules` names the modules.
 _LEAVE_OUT = ("exclude_modules", "layers_to_transform")
-# In another program's file, the name of a PEFT says nothing of the layout of experts. PEFT writes all its keys,
-# `target_parameters` since 0.17 and its version since 0.18; NeMo Automodel 0.7 writes a few of them, for either layout.
+# PEFT writes all its keys, `target_parameters` since 0.17 and its version since 0.18. A file without both of these keys
+# is another program's, and a PEFT version in it says nothing of the layout of experts: NeMo Automodel 0.7 writes a few
+# keys of PEFT, for either layout.
 _KEYS_OF_PEFT = frozenset({"auto_mapping", "target_parameters"})
+# The release that first wrote a key, latest release first.
 _KEYS_SINCE = {"velora_config": (0, 19, 1), "use_bdlora": (0, 19, 0), "target_parameters": (0, 17, 0)}
 _PEFT_VERSION = re.compile(r"(?!0\.19\.1\.dev)([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
 # NeMo Automodel's key for the layout, in a file of its own; in `adapter_config.json`, the word of the adapter's owner.
@@ -57,7 +65,6 @@ _UNSUPPORTED = {
 
 # Features that PEFT 0.21 cannot merge; layers that are replicated share their weights, which would get every delta.
 _NEVER_MERGED = ("alora_invocation_tokens", "layer_replication", "use_qalora", "arrow_config")
-_UNMERGEABLE = {key: (f"train it again without {key}, with which PEFT cannot merge it",) for key in _NEVER_MERGED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +145,13 @@ def parse_config(data: bytes) -> AdapterConfig:
     """
     # The length bounds the memory of everything below: no parser has seen the bytes so far.
     if len(data) > MAX_CONFIG_BYTES:
-        raise _broken(f"more than {MAX_CONFIG_BYTES} bytes", f"at most {MAX_CONFIG_BYTES}")
+        raise malformed(f"more than {MAX_CONFIG_BYTES} bytes", f"at most {MAX_CONFIG_BYTES}")
     data = data.removeprefix(codecs.BOM_UTF8)  # as Windows editors and PowerShell write
-    foreign = foreign_bytes(data)
-    if foreign is not None:
+    if (foreign := foreign_bytes(data)) is not None:
         raise foreign
     raw = _json_object(data)
     # Before the checks of PEFT's keys: another program's file should be named as such.
-    foreign_keys = foreign_config(raw)
-    if foreign_keys is not None:
+    if (foreign_keys := foreign_config(raw)) is not None:
         raise foreign_keys
     kind = raw.get("peft_type") or "LORA"  # vLLM does not read the key
     as_lora = _AS_LORA.get(kind.upper()) if isinstance(kind, str) else None
@@ -157,8 +162,10 @@ def parse_config(data: bytes) -> AdapterConfig:
     raw = as_lora(raw)
     _refuse_unsupported(raw)
     rank = _rank("r", _whole(_required(raw, "r")))
-    targets = _targets(_required(raw, "target_modules"))
-    # A target may then lack tensors on purpose, so targets say nothing about completeness.
+    targets = _required(raw, "target_modules")
+    if targets is not None and not isinstance(targets, str):
+        targets = frozenset(_text_list("target_modules", targets))
+    # With such a key a target may lack tensors on purpose, so targets say nothing about completeness.
     if any(raw.get(key) is not None for key in _LEAVE_OUT):
         targets = None
     config = AdapterConfig(
@@ -194,24 +201,31 @@ def without_effect(why: str) -> InvalidAdapter:
     )
 
 
-def unsupported(feature: str, remedy: str = "merge it into the base model") -> IncompatibleAdapter:
-    return IncompatibleAdapter(feature, expected="plain LoRA, which is what vLLM serves", remedy=remedy)
+def malformed(found: str, expected: str) -> InvalidAdapter:
+    """Return the error for content that PEFT would not have written."""
+    return InvalidAdapter(found, expected=expected, remedy="save the adapter again with PEFT")
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
     try:
         raw = parse_json(data)
     except ValueError as error:
-        raise _broken(str(error), "JSON with the few keys that PEFT writes") from None
+        raise malformed(str(error), "JSON with the few keys that PEFT writes") from None
     if not isinstance(raw, dict):
-        raise _broken(f"a JSON {_kind(raw)}", "a JSON object")
+        raise malformed(f"a JSON {_kind(raw)}", "a JSON object")
     return raw
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for key, feature in _UNSUPPORTED.items():
         if raw.get(key):
-            raise unsupported(feature, *_UNMERGEABLE.get(key, ()))
+            raise IncompatibleAdapter(
+                feature,
+                expected="plain LoRA, which is what vLLM serves",
+                remedy=f"train it again without {key}, with which PEFT cannot merge it"
+                if key in _NEVER_MERGED
+                else "merge it into the base model",
+            )
     if raw.get("bias", "none") not in ("none", "all", "lora_only", None):
         raise IncompatibleAdapter(
             f"bias {_short(raw['bias'])}", expected="'none', 'all' or 'lora_only'", remedy="train with bias='none'"
@@ -227,7 +241,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 def _required(raw: Mapping[str, Any], key: str) -> Any:
     if key not in raw:
-        raise InvalidAdapter(f"no key '{key}'", expected=f"the key '{key}'", remedy="save the adapter again with PEFT")
+        raise malformed(f"no key '{key}'", f"the key '{key}'")
     return raw[key]
 
 
@@ -239,19 +253,15 @@ def _whole(value: Any) -> Any:
 def _rank(key: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK:
         return value
-    raise _broken(f"{key} {_short(value)}", f"a whole number from 1 to {MAX_RANK}")
+    raise malformed(f"{key} {_short(value)}", f"a whole number from 1 to {MAX_RANK}")
 
 
 def _alpha(key: str, value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        # Below 0 as well: a negative alpha takes the trained part away, as in PEFT and vLLM.
-        if math.isfinite(number):
-            return number
-    raise _broken(f"{key} {_short(value)}", "a number")
+    # Below 0 as well: a negative alpha takes the trained part away, as in PEFT and vLLM. NaN, infinity and whole
+    # numbers beyond every float are not at most the largest float.
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise malformed(f"{key} {_short(value)}", "a number")
 
 
 def _of_kind(raw: Mapping[str, Any], key: str, kind: type[T], expected: str) -> T | None:
@@ -259,18 +269,12 @@ def _of_kind(raw: Mapping[str, Any], key: str, kind: type[T], expected: str) -> 
     value = raw.get(key)
     if value is None or isinstance(value, kind):
         return value
-    raise _broken(f"{key} {_short(value)}", expected)
+    raise malformed(f"{key} {_short(value)}", expected)
 
 
 def _by_module(raw: Mapping[str, Any], key: str, number: Callable[[str, Any], T]) -> dict[str, T]:
     values = _of_kind(raw, key, dict, "an object from module names to numbers") or {}
     return {name: number(f"{key}[{name!r}]", value) for name, value in values.items()}
-
-
-def _targets(value: Any) -> frozenset[str] | str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return frozenset(_text_list("target_modules", value))
 
 
 def _of_adalora(raw: dict[str, Any]) -> dict[str, Any]:
@@ -308,6 +312,7 @@ def _of_ia3(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 _KEYS_OF_IA3 = ("target_modules", "exclude_modules", "base_model_name_or_path", "modules_to_save")
+# By `peft_type`: the keys of an equal LoRA, which the rest of the parser reads.
 _AS_LORA: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "LORA": dict,
     "ADALORA": _of_adalora,
@@ -316,9 +321,10 @@ _AS_LORA: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def _beside(raw: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys that give modules more than A and B, see `AdapterConfig.beside`."""
     keys = {key for key in ("use_dora", "lora_bias") if _of_kind(raw, key, bool, "true or false")}
     if {"use_dora", "lora_bias"} <= keys:
-        raise _broken("use_dora with lora_bias", "one of both, as PEFT takes no other")
+        raise malformed("use_dora with lora_bias", "one of both, as PEFT takes no other")
     keys |= {"bias"} if raw.get("bias") in ("all", "lora_only") else set()
     return frozenset([*keys, *_text_list(OUR_KEY, raw.get(OUR_KEY) or [])])
 
@@ -333,7 +339,7 @@ def _plain_names(targets: frozenset[str] | str | None) -> frozenset[str]:
 def _text_list(key: str, value: Any) -> list[str]:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
-    raise _broken(f"{key} {_short(value)}", "a list of module names")
+    raise malformed(f"{key} {_short(value)}", "a list of module names")
 
 
 def _token_ids(value: Any) -> dict[str, tuple[int, ...]]:
@@ -342,7 +348,7 @@ def _token_ids(value: Any) -> dict[str, tuple[int, ...]]:
     for ids in by_module.values():
         is_list = isinstance(ids, list) and 0 < len(ids) <= _MAX_TOKENS
         if not is_list or not all(type(one) is int and 0 <= one < 1 << 31 for one in ids) or len({*ids}) < len(ids):
-            raise _broken(
+            raise malformed(
                 f"trainable_token_indices {_short(ids)}",
                 f"the ids of 1 to {_MAX_TOKENS} tokens, whole numbers from 0, each once",
             )
@@ -371,12 +377,8 @@ def _base_model(raw: Mapping[str, Any]) -> str | None:
     name = _of_kind(raw, "base_model_name_or_path", str, "text") or None
     # Compared as a path, and quoted in logs and errors: no NUL, no line break, no half of a surrogate pair.
     if name and (len(name) > 4096 or any(unicodedata.category(character) in ("Cc", "Cs") for character in name)):
-        raise _broken(f"base_model_name_or_path {_short(name)}", "the name or path of a model")
+        raise malformed(f"base_model_name_or_path {_short(name)}", "the name or path of a model")
     return name
-
-
-def _broken(found: str, expected: str) -> InvalidAdapter:
-    return InvalidAdapter(found, expected=expected, remedy="save the adapter again with PEFT")
 
 
 def _kind(value: Any) -> str:
@@ -385,8 +387,5 @@ def _kind(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = f"a {_kind(value)}"
+    text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
