@@ -1,7 +1,8 @@
-"""A single pass over the weights that refuses NaN, infinity, and numbers too large for the served dtypes.
+"""Refuses weights with NaN, infinity, or numbers too large for the served dtypes.
 
-Cost: every byte of the file is read once, in pieces of 256 KiB, with an integer maximum per element; memory does not
-grow with the file. `make bench-verify` measures the cost; docs/reference/verification.md has the figure.
+Runs in the reading process (`lora_plugins/verification`) and in `lora-plugins inspect`, after the header was checked.
+In go an open safetensors file and its tensors; out come the largest magnitude of each tensor, or `InvalidAdapter`.
+Every byte of the file is read once, in pieces, so that memory does not grow with the file.
 
 vLLM multiplies B by the scaling at load, in the served dtype, and adds `x A' (scaling B)'` to a layer's output. An
 element of `scaling B A` is at most `rank * scaling * max|A| * max|B|`. The largest float16 is 65504, and no base
@@ -21,6 +22,8 @@ from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.safetensors_header import TensorInfo, floats_of
 from lora_plugins.adapter.weights import BesideKind, Weights
 from lora_plugins.errors import InvalidAdapter
+
+LARGEST = 65504.0  # of float16, the narrowest served dtype
 
 # Small enough to stay in a core's own cache: in pieces of 4 MiB, the pass takes three times as long.
 _PIECE_BYTES = 1 << 18
@@ -43,51 +46,32 @@ def check_finite(file: BinaryIO, tensors: Iterable[TensorInfo]) -> dict[str, flo
     """
     import numpy as np
 
-    buffer = bytearray(_PIECE_BYTES)
-    view = memoryview(buffer)
+    buffer = memoryview(bytearray(_PIECE_BYTES))
     largest = {}
     for tensor in paced(tensors):
         kind, infinity = _INFINITIES[tensor.dtype]
         without_sign = np.array((1 << (8 * np.dtype(kind).itemsize - 1)) - 1, dtype=kind)
         file.seek(tensor.begin)
-        left, of_tensor = tensor.end - tensor.begin, 0
-        while left:
-            piece = view[: min(left, _PIECE_BYTES)]
-            if _read_fully(file, piece) != len(piece):
+        left_bytes, largest_bits = tensor.end - tensor.begin, 0
+        while left_bytes:
+            piece = buffer[: min(left_bytes, _PIECE_BYTES)]
+            # Python's buffered files read on until the piece is full or the file ends.
+            if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
                 raise InvalidAdapter(
                     f"the end of the file inside tensor '{tensor.name}'",
                     expected="a file that does not change while it is read",
                     remedy="publish adapters by renaming a complete directory into place",
                 )
-            of_tensor = max(of_tensor, int((np.frombuffer(piece, dtype=kind) & without_sign).max()))
-            if of_tensor >= infinity:
+            largest_bits = max(largest_bits, int((np.frombuffer(piece, dtype=kind) & without_sign).max()))
+            if largest_bits >= infinity:
                 raise InvalidAdapter(
                     f"NaN or infinity in tensor '{tensor.name}'",
                     expected="finite weights",
                     remedy="train or convert the adapter again; this one would answer with garbage",
                 )
-            left -= len(piece)
-        largest[tensor.name] = _value(of_tensor, tensor.dtype)
+            left_bytes -= len(piece)
+        largest[tensor.name] = float(floats_of(np.array([largest_bits], dtype=kind), tensor.dtype)[0])
     return largest
-
-
-def _value(bits: int, dtype: str) -> float:
-    import numpy as np
-
-    return float(floats_of(np.array([bits], dtype=_INFINITIES[dtype][0]), dtype)[0])
-
-
-def _read_fully(file: BinaryIO, piece: memoryview) -> int:
-    done = 0
-    while done < len(piece):
-        count = file.readinto(piece[done:])  # type: ignore[attr-defined]
-        if not count:
-            break
-        done += count
-    return done
-
-
-LARGEST = 65504.0  # of float16, the narrowest served dtype
 
 
 def check_magnitudes(weights: Weights, config: AdapterConfig, largest: Mapping[str, float]) -> None:

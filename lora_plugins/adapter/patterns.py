@@ -1,9 +1,13 @@
-"""Module-name patterns of `adapter_config.json`, matched as PEFT and vLLM match, but within a budget of time.
+"""Looks up a module's rank or alpha by the patterns of `adapter_config.json`, within a budget of time.
+
+Runs wherever weights are compared with their configuration, mostly in the reading process (`verification/`).
+In go the patterns (`rank_pattern`, `alpha_pattern`) and a module's name; out comes the value of the first pattern that
+matches, as in PEFT and vLLM.
 
 The maker of an adapter writes the patterns, and vLLM runs the patterns inside the engine loop. The `regex` package
 (which vLLM uses as well) can stop a slow match, so a pattern that would hang an engine is refused here. Compiling has
 no time limit: counted repeats, each of which multiplies the compiled size, are counted before. A pattern that is slow
-all the same ends only the process that reads the adapter (`lora_plugins/verification`).
+all the same ends only the reading process.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ MAX_REPEATS = 100_000  # `(?:a{100}){1000}`; no pattern for module names has mor
 # Names, perhaps with escaped dots, and alternatives of names.
 _NAME = r"(?:[\w.-]|\\[.-])++"
 _NAMES = regex.compile(rf"{_NAME}(?:\|{_NAME})*+")
-_ONE_NAME = regex.compile(_NAME)
+
 _ESCAPE = regex.compile(r"\\(.)")
 _BRACES = regex.compile(r"\{([^}]*)")
 
@@ -49,17 +53,9 @@ class PatternBudget:
             InvalidAdapter: not a regular expression, too long, or out of time; the message has `field`.
         """
         if len(pattern) > MAX_PATTERN_CHARACTERS:
-            raise InvalidAdapter(
-                f"a pattern of {len(pattern)} characters in {field}",
-                expected=f"at most {MAX_PATTERN_CHARACTERS}",
-                remedy=f"write {field} with plain module names",
-            )
+            raise _too_slow(f"of {len(pattern)} characters", field)
         if _repeats(pattern) > MAX_REPEATS:
-            raise InvalidAdapter(
-                f"a pattern in {field} whose counted repeats multiply to more than {MAX_REPEATS}",
-                expected="patterns without nested repetition",
-                remedy=f"write {field} with plain module names",
-            )
+            raise _too_slow(f"whose counted repeats multiply to more than {MAX_REPEATS}", field)
         try:
             compiled = self._compiled.get(pattern)
             if compiled is None:
@@ -71,17 +67,21 @@ class PatternBudget:
                 raise TimeoutError
             return compiled.fullmatch(name, timeout=left_s) is not None
         except (TimeoutError, MemoryError) as error:  # a recursive pattern may exhaust the stack before the time
-            raise InvalidAdapter(
-                f"a pattern in {field} that takes more than {self._budget_s:g} s or too much memory to match",
-                expected="patterns without nested repetition",
-                remedy=f"write {field} with plain module names",
-            ) from error
+            raise _too_slow(f"that takes more than {self._budget_s:g} s or too much memory to match", field) from error
         except (regex.error, OverflowError, RecursionError, ValueError, KeyError, IndexError, TypeError) as error:
             raise InvalidAdapter(
                 f"{pattern[:80]!r} in {field}, which is not a regular expression ({str(error)[:80]})",
                 expected="module names or regular expressions",
                 remedy=f"correct {field}",
             ) from None
+
+
+def _too_slow(why: str, field: str) -> InvalidAdapter:
+    return InvalidAdapter(
+        f"a pattern in {field} {why}",
+        expected=f"patterns of at most {MAX_PATTERN_CHARACTERS} characters, without nested repetition",
+        remedy=f"write {field} with plain module names",
+    )
 
 
 def _repeats(pattern: str) -> int:
@@ -98,7 +98,7 @@ def _names_in(pattern: str) -> list[str]:
     """Return the names in a pattern of alternatives; none for any other pattern."""
     if _NAMES.fullmatch(pattern) is None:
         return []
-    return [_ESCAPE.sub(r"\1", name) for name in _ONE_NAME.findall(pattern)]
+    return [_ESCAPE.sub(r"\1", name) for name in pattern.split("|")]
 
 
 class SuffixPatterns(Generic[T]):

@@ -1,4 +1,8 @@
-"""The tensors of an adapter as pairs A and B of a module, checked against the adapter's configuration.
+"""Pairs the tensors of an adapter, A and B of each module, and checks the pairs against the adapter's configuration.
+
+`pair_weights` runs in the reading process, in `lora-plugins inspect` and in workers, after the header of the weights
+was read. In go tensors by name, dtype and shape (no values) and the configuration; out come the pairs with each
+module's rank and alpha, or the error that refuses the adapter. Whether the engine has the modules is for `landing.py`.
 
 Names: `[base_model.model.]<module>.lora_A.weight`, `.lora_B.weight`, `.lora_embedding_A`, `.lora_embedding_B`
 (`parse_fine_tuned_lora_name` in `vllm/lora/utils.py`, 0.32). A state dict that was saved without PEFT's own function
@@ -7,7 +11,8 @@ has the adapter's name in its keys as well, `.lora_A.default.weight`, and SkyRL'
 Shapes: A `(rank, in)`, B `(out, rank)`.
 
 Beside A and B, a module may have tensors that vLLM does not read (`Beside`), such as
-`.token_adapter.trainable_tokens_delta`, the rows of trained tokens, `(tokens, features)`.
+`.token_adapter.trainable_tokens_delta`, the rows of trained tokens, `(tokens, features)`. DoRA, AdaLoRA and `lora_bias`
+have such a tensor for each pair; IA3 has no pairs, but such tensors alone.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lora_plugins.adapter.config import ADALORA, CLASSIFIER_HEADS, IA3, AdapterConfig, without_effect
+from lora_plugins.adapter.config import ADALORA, CLASSIFIER_HEADS, IA3, AdapterConfig, malformed, without_effect
 from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.patterns import PatternBudget
 from lora_plugins.adapter.safetensors_header import TensorInfo
@@ -25,7 +30,6 @@ from lora_plugins.adapter.writers import FROM_MERGEKIT, NOT_GATHERED, foreign_ke
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 PREFIX = "base_model.model."
-_SAVE_AGAIN = "save the adapter again with PEFT"
 _SAME_TRAINING = "put the adapter_config.json and the weights of the same training run together"
 _NAME = re.compile(
     r"(?P<module>.+?)\.lora_(?:(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
@@ -161,34 +165,9 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         names.add(name)
         pair = sides.setdefault((module, is_looked_up), {})
         if side in pair:
-            raise InvalidAdapter(f"two {side} tensors for module '{module}'", expected="one", remedy=_SAVE_AGAIN)
+            raise malformed(f"two {side} tensors for module '{module}'", "one")
         pair[side] = tensor
     # Before pairing: an A of the first adapter must not meet a B of the second.
-    _check_one_adapter(names)
-    # One budget for all patterns of an adapter: many cheap matches must not add up either.
-    budget, rank_of, alpha_of = PatternBudget(), config.ranks(), config.alphas()
-    pairs = tuple(
-        _pair(module, pair, rank_of(name, budget), alpha_of(name, budget), is_looked_up)
-        for (module, is_looked_up), pair in paced(sides.items())
-        for name in [parameter_of(module)]
-    )
-    is_ia3 = IA3 in config.beside
-    if not (any(one.kind.key == IA3 for one in beside) if is_ia3 else pairs):
-        what = "tensor ia3_l" if is_ia3 else "pair of lora_A and lora_B"
-        raise InvalidAdapter(f"no {what}", expected="at least one", remedy=_SAVE_AGAIN)
-    if is_ia3 and pairs:
-        raise InvalidAdapter(
-            f"tensor '{pairs[0].a.name}' with {IA3}", expected="tensors ia3_l alone", remedy=_SAME_TRAINING
-        )
-    if pairs and not any(pair.alpha for pair in pairs):
-        raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
-    _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
-    _check_ranks(pairs)
-    # `_check_one_adapter` has left one name, or None.
-    return Weights(pairs, tuple(others), next(iter(names), None), check_beside(beside, config, pairs))
-
-
-def _check_one_adapter(names: set[str | None]) -> None:
     if len(names) > 1:
         found = ", ".join(sorted(name or "none" for name in names))
         raise InvalidAdapter(
@@ -196,10 +175,33 @@ def _check_one_adapter(names: set[str | None]) -> None:
             expected="one adapter",
             remedy="save each adapter by itself with PEFT's save_pretrained",
         )
+    # One budget for all patterns of an adapter: many cheap matches must not add up either.
+    budget, rank_of, alpha_of = PatternBudget(), config.ranks(), config.alphas()
+    pairs = tuple(
+        _pair(module, pair, rank_of(name, budget), alpha_of(name, budget), is_looked_up)
+        for (module, is_looked_up), pair in paced(sides.items())
+        for name in [parameter_of(module)]
+    )
+    if IA3 not in config.beside and not pairs:
+        raise malformed("no pair of lora_A and lora_B", "at least one")
+    if IA3 in config.beside and not any(one.kind.key == IA3 for one in beside):
+        raise malformed("no tensor ia3_l", "at least one")
+    if IA3 in config.beside and pairs:
+        raise InvalidAdapter(
+            f"tensor '{pairs[0].a.name}' with {IA3}", expected="tensors ia3_l alone", remedy=_SAME_TRAINING
+        )
+    if pairs and not any(pair.alpha for pair in pairs):
+        raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
+    _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
+    _check_ranks(pairs)
+    return Weights(pairs, tuple(others), next(iter(names), None), _checked_beside(beside, config, pairs))
 
 
 def beside_of(tensor: TensorInfo) -> Beside | None:
-    """Return a tensor beside A and B as such, whether its key has the adapter's name or not; None for another one."""
+    """Return the module and kind of a tensor beside A and B, by the tensor's name; None for any other tensor.
+
+    The name may have the adapter's name in it, or not.
+    """
     found = _BESIDE.fullmatch(_without_prefix(tensor.name))
     # A classifier's whole head is vLLM's.
     if found is None or (found["BIAS"] and found["module"].rpartition(".")[2] in CLASSIFIER_HEADS):
@@ -209,7 +211,7 @@ def beside_of(tensor: TensorInfo) -> Beside | None:
     return Beside(found["module"], BesideKind.INPUTS if is_row else kind, tensor)
 
 
-def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
+def _checked_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
     """Return the tensors beside A and B, which the configuration must name, or PEFT would leave them out.
 
     Raises:
@@ -219,47 +221,45 @@ def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterabl
     of_kind: dict[BesideKind, dict[str, Beside]] = {kind: {} for kind in BesideKind}
     for one in paced(beside):
         if any(one.module in of_kind[kind] for kind in BesideKind if kind.key == one.kind.key):
-            raise InvalidAdapter(
-                f"two tensors '{one.kind}' for module '{one.module}'", expected="one tensor", remedy=_SAVE_AGAIN
-            )
+            raise malformed(f"two tensors '{one.kind}' for module '{one.module}'", "one tensor")
         of_kind[one.kind][one.module] = one
     _check_tokens(of_kind[BesideKind.TOKENS], config)
-    _check_of_modules(of_kind, config, pairs)
-    return tuple(one for modules in of_kind.values() for one in modules.values())
-
-
-def _check_of_modules(
-    of_kind: Mapping[BesideKind, Mapping[str, Beside]], config: AdapterConfig, pairs: Iterable[LoraPair]
-) -> None:
     of_pairs = {pair.module: pair for pair in pairs}
     for kind, tensors in of_kind.items():
-        if kind is BesideKind.TOKENS:
-            continue
-        for module, one in paced(tensors.items()):
-            if kind.key not in config.beside:
-                raise IncompatibleAdapter(
-                    f"tensor '{one.tensor.name}', without {kind.key} in adapter_config.json",
-                    expected="the configuration of the same training, as PEFT leaves the tensor out without",
-                    remedy=f"give the configuration its {kind.key} again, or merge the adapter into the base model",
-                )
-            pair, shape = of_pairs.get(module), one.tensor.shape
-            if kind is BesideKind.BIAS and pair is None:  # with `bias: all`, of any module
-                expected = shape[:1]
-            elif kind.key == IA3:
-                expected = (1, shape[-1]) if kind is BesideKind.INPUTS else (*shape[:1], 1)
-            else:
-                expected = () if pair is None else (pair.rank, 1) if kind is BesideKind.SINGULAR else pair.b.shape[:1]
-            if shape != expected:
-                raise InvalidAdapter(
-                    f"tensor '{one.tensor.name}' of shape {list(shape)}",
-                    expected=f"shape {list(expected)}" if expected else "none, without A and B",
-                    remedy=_SAVE_AGAIN,
-                )
-        is_of_each = kind.key in config.beside and kind is not BesideKind.BIAS
-        if is_of_each and (lost := next((module for module in of_pairs if module not in tensors), None)):
-            raise InvalidAdapter(
-                f"no tensor '{kind}' of module '{lost}'", expected=f"one, by {kind.key}", remedy=_SAVE_AGAIN
+        if kind is not BesideKind.TOKENS:
+            _check_of_kind(kind, tensors, config, of_pairs)
+    return tuple(one for tensors in of_kind.values() for one in tensors.values())
+
+
+def _check_of_kind(
+    kind: BesideKind, tensors: Mapping[str, Beside], config: AdapterConfig, of_pairs: Mapping[str, LoraPair]
+) -> None:
+    """Check the tensors of one kind, by module: the configuration has their key, and their shapes are the pairs'."""
+    for module, one in paced(tensors.items()):
+        name, shape = one.tensor.name, one.tensor.shape
+        if kind.key not in config.beside:
+            raise IncompatibleAdapter(
+                f"tensor '{name}', without {kind.key} in adapter_config.json",
+                expected="the configuration of the same training, as PEFT leaves the tensor out without",
+                remedy=f"give the configuration its {kind.key} again, or merge the adapter into the base model",
             )
+        expected = _shape_of_kind(kind, shape, of_pairs.get(module))
+        if shape != expected:
+            wanted = f"shape {list(expected)}" if expected else "none, without A and B"
+            raise malformed(f"tensor '{name}' of shape {list(shape)}", wanted)
+    # A bias may be of some modules only; every other kind is of each module with A and B.
+    is_of_each = kind.key in config.beside and kind is not BesideKind.BIAS
+    if is_of_each and (lost := next((module for module in of_pairs if module not in tensors), None)):
+        raise malformed(f"no tensor '{kind}' of module '{lost}'", f"one, by {kind.key}")
+
+
+def _shape_of_kind(kind: BesideKind, shape: tuple[int, ...], pair: LoraPair | None) -> tuple[int, ...]:
+    """Return the shape that a tensor of this shape should have; `()` where none may be without A and B."""
+    if kind.key == IA3:
+        return (1, shape[-1]) if kind is BesideKind.INPUTS else (*shape[:1], 1)
+    if pair is None:
+        return shape[:1] if kind is BesideKind.BIAS else ()  # `bias: all` saves biases of any module
+    return (pair.rank, 1) if kind is BesideKind.SINGULAR else pair.b.shape[:1]
 
 
 def _check_tokens(tensors: Mapping[str, Beside], config: AdapterConfig) -> None:
@@ -280,10 +280,9 @@ def _check_tokens(tensors: Mapping[str, Beside], config: AdapterConfig) -> None:
     # By ids, not by module: PEFT saves no rows of a head that shares the embedding's, and their ids are equal.
     saved = {config.tokens_of(module) for module in tensors}
     if lost := [module for module, ids in config.token_ids.items() if ids not in saved]:
-        raise InvalidAdapter(
+        raise malformed(
             f"no rows of the trained tokens of '{lost[0] or 'the embedding'}'",
-            expected="a tensor trainable_tokens_delta, by trainable_token_indices",
-            remedy=_SAVE_AGAIN,
+            "a tensor trainable_tokens_delta, by trainable_token_indices",
         )
 
 
@@ -334,11 +333,7 @@ def _without_prefix(name: str) -> str:
 def _pair(module: str, sides: dict[str, TensorInfo], rank: int, alpha: float, is_looked_up: bool) -> LoraPair:
     if len(sides) != 2:
         (side,) = sides
-        raise InvalidAdapter(
-            f"lora_{side} of module '{module}' alone",
-            expected="lora_A and lora_B for every module",
-            remedy=_SAVE_AGAIN,
-        )
+        raise malformed(f"lora_{side} of module '{module}' alone", "lora_A and lora_B for every module")
     pair = LoraPair(module, sides["A"], sides["B"], rank, alpha, is_looked_up)
     for tensor in (pair.a, pair.b):
         is_flat = len(tensor.shape) == 1

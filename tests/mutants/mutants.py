@@ -166,8 +166,8 @@ MUTANTS = (
     Mutant(
         "adapter: infinity counts as a number",
         "lora_plugins/adapter/finite.py",
-        "if of_tensor >= infinity:",
-        "if of_tensor > infinity:",
+        "if largest_bits >= infinity:",
+        "if largest_bits > infinity:",
         ("tests/adapter/test_finite.py",),
     ),
     Mutant(
