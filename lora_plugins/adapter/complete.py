@@ -1,4 +1,8 @@
-"""Whether an adapter is whole: all modules that its configuration names as trained, and all experts of a layer.
+"""Checks that an adapter is whole: has all modules that its configuration names as trained, and all experts of a layer.
+
+Runs in the API server and on the command line when an adapter is compared with the served model (`fit.py`,
+`landing.py`); `check_experts` also in each worker. In go names and shapes of the adapter's tensors and the engine's
+description of its model; out come the missing modules, or an error.
 
 PEFT trains every module that `target_modules` names. So a name without tensors, or a layer without tensors, was lost
 when the adapter was saved, converted or copied, or belongs to a base model with more layers; vLLM computes such a
@@ -18,8 +22,9 @@ in vllm/lora/model_manager.py, `set_lora` in vllm/lora/layers/fused_moe.py.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind, ModulePlace
@@ -30,8 +35,8 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of A and of B
 
 _EXAMPLES = 3
 REMEDY = "serve it with the base model that it was trained on"
-# Experts are checked below, all or none; `gate_proj` in `target_modules` does not mean experts that PEFT sees
-# as a single parameter. A classifier's head is saved whole.
+# Experts are checked by `check_experts`, all or none: `gate_proj` in `target_modules` does not mean experts that PEFT
+# sees as a single parameter. A classifier's head is saved whole.
 _KINDS = frozenset({ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -46,28 +51,27 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
     """
     if not config.trained:
         return ()
-    leaves, kinds, joined = set[str](), set[str](), set[str]()
+    # Of modules with a pair: last parts of names; names without numbers of layers; these of the fused modules.
+    leaves, layerless, fused = set[str](), set[str](), set[str]()
     for name in paced(names):
         leaves.add(_leaf(name))
-        kinds.add(_layerless(name))
-        joined.add(_layerless(modules.places[name].module))
+        layerless.add(_layerless(name))
+        fused.add(_layerless(modules.places[name].module))
     renamed = " ".join(_texts(modules.renames))
-    first: dict[str, str] = {}
+    first_part: dict[str, str] = {}  # of each module of the engine
     missing = []
     for name, place in paced(modules.places.items()):
         if place.kind not in _KINDS:
             continue
-        is_first = first.setdefault(place.module, name) == name
+        is_first = first_part.setdefault(place.module, name) == name
         if name in names or _leaf(name) not in config.trained:
             continue
-        is_alone = place.module == name
         if _leaf(name) in leaves:  # trained in other layers, or in another part of the model
-            is_lost = is_first and _layerless(name) in kinds
-        # The checkpoint may have another name for the module: nothing is known then.
-        elif _leaf(name) in renamed:
+            is_lost = is_first and _layerless(name) in layerless
+        elif _leaf(name) in renamed:  # the checkpoint may have another name for the module: nothing is known then
             is_lost = False
         else:
-            is_lost = is_alone or _layerless(place.module) in joined
+            is_lost = place.module == name or _layerless(place.module) in fused
         if is_lost:
             missing.append(name)
     return tuple(missing)
@@ -75,13 +79,17 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
 
 def lost(missing: Collection[str], about: str) -> IncompatibleAdapter:
     """Return the error for an adapter without these modules."""
-    some = ", ".join(f"'{name}'" for _, name in zip(range(_EXAMPLES), missing, strict=False))
     return IncompatibleAdapter(
-        f"no tensors for {len(missing)} modules that target_modules names, such as {some}{about}",
+        f"no tensors for {len(missing)} modules that target_modules names, such as {some(missing)}{about}",
         expected="a pair for each module of the model that target_modules names",
         remedy="save or copy it again, from all ranks of the trainer, or serve it with the model that it was trained "
         "on; name in exclude_modules or layers_to_transform what was left out on purpose",
     )
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first names, in quotes, as examples in an error."""
+    return ", ".join(f"'{name}'" for name in itertools.islice(names, _EXAMPLES))
 
 
 def _texts(values: object) -> Iterator[str]:

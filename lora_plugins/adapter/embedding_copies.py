@@ -1,4 +1,8 @@
-"""Copies of the base model's embeddings in an adapter, compared with the base model's own files.
+"""Compares an adapter's copies of the base model's embeddings with the base model's own files.
+
+Runs in a thread of the API server, and on the command line, when an adapter is compared with the served model. In go
+the adapter's directory and tensors and the model's path or Hub id; out comes a warning for each copy that is not known
+to be the model's.
 
 PEFT saves such copies beside A and B of an embedding or a head, and loads them again. vLLM leaves them out, so an
 adapter whose copy differs is served with other embeddings than PEFT's. Copies are compared whole, number by number: a
@@ -47,7 +51,8 @@ def _embeddings(base: str) -> dict[str, tuple[Path, TensorInfo]]:
     is_here = os.path.isdir(base)
     folder = os.path.abspath(base) if is_here else os.path.dirname(str(try_to_load_from_cache(base, "config.json")))
     found: dict[str, tuple[Path, TensorInfo]] = {}
-    for path in Path("/", folder).glob("*.safetensors"):  # what no cache has has no folder, and not this process's
+    # A model that no cache has has no folder: `/` then, not the working directory, where any files may lie.
+    for path in Path("/", folder).glob("*.safetensors"):
         with open_weights(path.parent, path.name) as ((_, _, tensors),):
             found |= {one.name.split(".")[-2]: (path, one) for one in tensors if one.name.endswith(".weight")}
     return found

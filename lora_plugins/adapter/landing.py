@@ -1,4 +1,8 @@
-"""Whether every tensor of an adapter lands in a module of the engine's model, with its sizes.
+"""Checks that every tensor of an adapter lands: that the engine's model has the tensor's module, of the same sizes.
+
+`check_landing` runs in the API server and on the command line, before the engine gets an adapter; `check_pairs` also in
+each worker, on the weights that vLLM has read. In go the adapter's pairs, by names and shapes, and the engine's
+description of its model; out come notes on modules left out, or the error that names the modules.
 
 vLLM's own function reads names, with the model's own mapping; the caller hands the function in, and nothing of vLLM is
 imported here.
@@ -13,21 +17,20 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_plugins.adapter.complete import REMEDY, check_experts
-from lora_plugins.adapter.config import IA3
+from lora_plugins.adapter.complete import REMEDY, check_experts, some
+from lora_plugins.adapter.config import IA3, malformed
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.weights import LoraPair, Weights, is_copy_of_embeddings
 from lora_plugins.adapter.writers import by_keys, in_words, wrappers_in
-from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
+from lora_plugins.errors import IncompatibleAdapter
 
 # A tensor's name → the tensor's module, and whether the tensor is A; ValueError for a name that is no LoRA weight.
 ReadName = Callable[[str], tuple[str, bool]]
 # A module's name → its name in another version of Transformers.
 Respell = Callable[[str], str]
 
-_EXAMPLES = 3
-_NO_HEAD = "which has no classifier's head that an adapter can replace"
+# Why modules take no adapter, in words after "modules"; None stands for modules that the model lacks.
 _FOUND = {
     None: "that the model does not have",
     Unadapted.TOWER: "of the multimodal tower or connector, which need --enable-tower-connector-lora",
@@ -37,7 +40,7 @@ _FOUND = {
     Unadapted.OTHERWISE: "that this engine turns or scales, and an adapter of them not",
 }
 _COMPUTED_OTHERWISE = (Unadapted.UNCALLED, Unadapted.OTHERWISE)
-_REMEDIES = {
+_REMEDIES = {  # by the same reasons
     None: REMEDY,
     Unadapted.TOWER: "restart the server with --enable-tower-connector-lora",
     Unadapted.TARGET: "restart the server with these in --lora-target-modules, or without it",
@@ -70,11 +73,14 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class ReadPair:
-    """A and B of one module, by the engine's name.
+    """The shapes of A and B of one module, as an engine reads the pair.
 
     Attributes:
-        tensor: A's name in the file. a, b: shapes, `()` for a missing side.
-        rank: the configuration's for the module. is_looked_up: whether the tensors have an embedding's names.
+        name: the module's, as the engine reads the name off A's.
+        tensor: A's name in the file.
+        a, b: shapes, `()` for a missing side.
+        rank: the configuration's for the module.
+        is_looked_up: whether the tensors have an embedding's names.
     """
 
     name: str
@@ -161,7 +167,11 @@ def check_pairs(
             _check_sizes(pair, place, about)
         # vLLM would keep the last pair silently, and answers would depend on the order of tensors.
         if key in matched:
-            raise _two_for_one(key, matched[key], pair)
+            raise IncompatibleAdapter(
+                f"two pairs for module '{key}', '{matched[key].tensor}' and '{pair.tensor}'",
+                expected="one, as vLLM would take the last",
+                remedy="save the adapter again with PEFT",
+            )
         matched[key] = pair
     _check_copies(matched, modules)
     check_experts(
@@ -178,7 +188,7 @@ def check_pairs(
     error = _mismatch(lost or unmatched, len(matched) + len(unmatched), modules, about)
     if refuse_unmatched or not matched:
         raise error
-    return (f"served without {error.found}",)
+    return (f"served without {error.found}",)  # the setting LORA_PLUGINS_UNMATCHED=warn
 
 
 def _check_copies(matched: Mapping[str, ReadPair], modules: ModelModules) -> None:
@@ -198,9 +208,9 @@ def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about
     for name in unmatched:
         by_reason.setdefault(modules.why_unadapted(name), []).append(name)
     found = [
-        f"{len(names)} of {total} modules {_FOUND[why]}, such as {_some(names)}" for why, names in by_reason.items()
+        f"{len(names)} of {total} modules {_FOUND[why]}, such as {some(names)}" for why, names in by_reason.items()
     ]
-    known = _some(_alike(unmatched, modules))
+    known = some(_alike(unmatched, modules))
     cause, remedies = _cause(by_reason.get(None, ())), {**_REMEDIES}
     if cause is not None:
         found[list(by_reason).index(None)] += f", {cause[0]}"
@@ -227,17 +237,13 @@ def _check_matrices(pair: ReadPair) -> None:
     if len(pair.a) == len(pair.b) == 2 and pair.a[0] == pair.b[1]:
         return
     shapes = " and ".join(str(shape) if shape else "nothing" for shape in (pair.a, pair.b))
-    raise InvalidAdapter(
-        f"lora_A and lora_B of {pair.name} with {shapes}",
-        expected="(rank, features) and (features, rank)",
-        remedy="save the adapter again with PEFT",
-    )
+    raise malformed(f"lora_A and lora_B of {pair.name} with {shapes}", "(rank, features) and (features, rank)")
 
 
 def _check_sizes(pair: ReadPair, place: ModulePlace, about: str) -> None:
     inputs, outputs = pair.a[1], pair.b[0]
-    fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
-    if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or fewer):
+    has_fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
+    if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or has_fewer):
         return
     sizes = f"{inputs} inputs and {outputs} outputs in module '{pair.name}'"
     more = _more_words(inputs, outputs, place)
@@ -250,19 +256,13 @@ def _check_sizes(pair: ReadPair, place: ModulePlace, about: str) -> None:
 
 def _more_words(inputs: int, outputs: int, place: ModulePlace) -> int:
     """Return how many words were added, if added words alone keep a head or an embedding from fitting; otherwise 0."""
-    (hidden, its_hidden), (count, its_count) = (inputs, place.in_features), (outputs, place.out_features)
-    if place.kind is ModuleKind.EMBEDDING:
-        (hidden, its_hidden), (count, its_count) = (count, its_count), (hidden, its_hidden)
-    is_of_words = place.kind in (ModuleKind.HEAD, ModuleKind.EMBEDDING) and hidden == its_hidden
-    return max(0, count - its_count) if is_of_words and its_count is not None else 0
-
-
-def _two_for_one(name: str, one: ReadPair, other: ReadPair) -> IncompatibleAdapter:
-    return IncompatibleAdapter(
-        f"two pairs for module '{name}', '{one.tensor}' and '{other.tensor}'",
-        expected="one, as vLLM would take the last",
-        remedy="save the adapter again with PEFT",
-    )
+    if place.kind is ModuleKind.HEAD:
+        has_other_features, words, its_words = inputs != place.in_features, outputs, place.out_features
+    elif place.kind is ModuleKind.EMBEDDING:
+        has_other_features, words, its_words = outputs != place.out_features, inputs, place.in_features
+    else:
+        return 0
+    return 0 if has_other_features or its_words is None else max(0, words - its_words)
 
 
 def _check_looked_up(name: str, pair: ReadPair, place: ModulePlace, modules: ModelModules) -> None:
@@ -300,7 +300,7 @@ def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
         )
         place = heads.get(name)
         if place is None:
-            known = f"whose head is {_some(heads)}" if heads else _NO_HEAD
+            known = f"whose head is {some(heads)}" if heads else "which has no classifier's head to replace"
             raise IncompatibleAdapter(
                 found + about,
                 expected=f"an adapter for {modules.architecture}, {known}",
@@ -316,9 +316,6 @@ def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
 
 
 def _alike(unmatched: Sequence[str], modules: ModelModules) -> Iterable[str]:
+    """Return the model's modules with the last part of the first unmatched name; without such, all of its modules."""
     last = {name.rsplit(".", 1)[-1] for name in unmatched[:1]}
     return [name for name in modules.places if name.rsplit(".", 1)[-1] in last] or modules.places
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for _, name in zip(range(_EXAMPLES), names, strict=False))

@@ -1,4 +1,9 @@
-"""The modules of an engine's model that LoRA can adapt, as the engine lists the modules; plain values, no vLLM."""
+"""The description of an engine's model: the modules that LoRA can adapt, with their sizes and the reading of names.
+
+A worker makes the description once, after loading the model (`worker/model_description.py`), and sends plain values to
+the API server; the store keeps them for other processes (`plain`, `of_plain`). API server, command line and workers
+compare adapters with the description (`landing.py`, `complete.py`, `layouts/`). Nothing of vLLM is imported here.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ class Unadapted(StrEnum):
     TARGET = "target"  # left out by --lora-target-modules
     KIND = "kind"  # vLLM adapts no module of this kind in this model
     UNCALLED = "uncalled"  # vLLM wraps the module, and computes with the raw layer or with its weight
-    OTHERWISE = "otherwise"  # vLLM turns or scales the module's rows, and an adapter's not
+    OTHERWISE = "otherwise"  # vLLM turns (permutes) or scales the module's rows, and leaves an adapter's as they are
 
 
 class ExpertFormat(StrEnum):

@@ -1,5 +1,9 @@
 """The grammar of adapter names: an adapter has exactly one name, and a name can never leave its root.
 
+Pure functions of texts, called in the API server and on the command line. `AdapterName.parse` reads a name as a request
+spells the name; `why_absent`, `with_base_name` and `misspelt` return the error for a name that no source has; `near`
+finds similar names.
+
 ```
 name     = mixture / path [ "@" revision ]   at most 256 characters; mixtures: `mixture.py`
 path     = segment *( "/" segment )
@@ -15,10 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import os
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 
 from lora_plugins.adapter.mixture import fault_in, terms_of
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
@@ -27,10 +31,12 @@ MAX_CHARACTERS = 256
 MAX_SEGMENT_BYTES = 255
 MIN_PREFIX = 8  # least characters of a digest that may stand for the digest
 HEXADECIMAL = frozenset("0123456789abcdef")
-MISSPELT = "no adapter of this name"
+MISSPELT = "no adapter of this name"  # `found` of errors for a name that a near name may explain
 
 # Letters and marks by category that are drawn as nothing at all.
-_INVISIBLE = frozenset({0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)})
+_INVISIBLE = frozenset(
+    {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ def why_absent(text: str) -> AdapterNotFound | None:
         return error
     if terms_of(text) is None and "*" in text:
         expected = "the name of an adapter, or a mixture, each of whose parts has a weight: NAME*0.7+NAME*-0.3"
-        return AdapterNotFound("no adapter of this name", expected=expected, remedy="correct the name", adapter=text)
+        return AdapterNotFound(MISSPELT, expected=expected, remedy="correct the name", adapter=text)
     if name.revision is None:
         return None
     if is_prefix(name.revision):
@@ -159,13 +165,9 @@ def _alike(text: str, other: str) -> int:
     # One of the halves is whole where one place differs: a cheap look that passes over nearly all names.
     if len(shorter) < max(least, 2) or (shorter[:half] != longer[:half] and shorter[-half:] != longer[-half:]):
         return 0
-    head = _same(shorter, longer)
-    tail = _same(shorter[head:][::-1], longer[head:][::-1])
+    head = len(os.path.commonprefix([shorter, longer]))  # noqa: RUF071 - characters are compared
+    tail = len(os.path.commonprefix([shorter[head:][::-1], longer[head:][::-1]]))  # noqa: RUF071
     return head + tail if head + tail >= max(least, 2) else 0
-
-
-def _same(text: str, other: str) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
 def covering(text: str) -> set[str]:
@@ -221,12 +223,10 @@ def _check_segment(segment: str) -> None:
 
 
 def _allowed(character: str) -> bool:
-    if character == " ":
-        return True
-    if character == "\\" or ord(character) in _INVISIBLE or 0xE0100 <= ord(character) <= 0xE01EF:
+    if character == "\\" or ord(character) in _INVISIBLE:
         return False
     # C*: control, format, surrogate, private, unassigned. Z*: spaces and separators.
-    return unicodedata.category(character)[0] not in "CZ"
+    return character == " " or unicodedata.category(character)[0] not in "CZ"
 
 
 def _malformed(found: str, expected: str) -> AdapterNotFound:

@@ -52,6 +52,11 @@ class TensorInfo:
     end: int
     file: str = ""
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements, by shape and dtype."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
 
 def floats_of(bits: Any, dtype: str) -> Any:
     """Return the elements of a tensor of this dtype, an array of unsigned integers, as floats; bfloat16 as float32."""
@@ -222,10 +227,11 @@ def _tensor(name: str, entry: Any, start: int) -> TensorInfo:
         raise error
     if not (_whole_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
         raise _broken(f"data_offsets {str(offsets)[:60]} of tensor '{name}'", "a begin and an end")
-    size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
-    if offsets[1] - offsets[0] != size_bytes:
-        raise _broken(f"{offsets[1] - offsets[0]} bytes for tensor '{name}'", f"{size_bytes}, by its shape and dtype")
-    return TensorInfo(name, dtype, tuple(shape), start + offsets[0], start + offsets[1])
+    tensor = TensorInfo(name, dtype, tuple(shape), start + offsets[0], start + offsets[1])
+    if tensor.end - tensor.begin != tensor.size_bytes:
+        found = f"{tensor.end - tensor.begin} bytes for tensor '{name}'"
+        raise _broken(found, f"{tensor.size_bytes}, by its shape and dtype")
+    return tensor
 
 
 def _whole_numbers(value: Any) -> TypeGuard[list[int]]:

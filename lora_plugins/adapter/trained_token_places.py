@@ -1,4 +1,8 @@
-"""Where the rows of an adapter's trained tokens go: into the table of the embedding, of the head, or of both; pure.
+"""Finds where the rows of an adapter's trained tokens go: into the table of the embedding, of the head, or of both.
+
+Runs in the API server and on the command line, for the errors alone, and in workers, which write the rows into tables.
+In go the tensors with the rows, the configuration with the tokens' ids, and the engine's description of its model; out
+come the rows of the embedding and of the head.
 
 PEFT trains single rows of an embedding or of a head (`trainable_token_indices`), in the place of the base model's rows.
 A head with the embedding's own weight has the embedding's rows too, unless the adapter has rows of the head
@@ -47,7 +51,7 @@ def token_rows(
             raise _misfit(f"trained tokens of '{one.module}'", f"of {' and '.join(map(repr, places.names))}, once each")
         _check_sizes(one, config.tokens_of(one.module), places)
         found[place] = one
-    if places is None or not found:
+    if places is None or not found:  # no trained tokens
         return None, None
     embedding, head = found.get(places.embedding), found.get(places.head)
     if not places.is_tied and len(config.token_ids) > len(found):

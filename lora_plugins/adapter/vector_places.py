@@ -1,4 +1,7 @@
-"""Which modules of the engine an adapter's vectors are for; pure.
+"""Finds the engine's module for each of an adapter's vectors, the tensors that are no matrices A and B.
+
+Runs in the API server and on the command line, for the errors alone, and in workers, which put the vectors into slots.
+In go names and shapes and the engine's description of its model; out come the vectors with their modules.
 
 A module computes `y = g * (W x + s B A x) + c`: `g` and `c` have a number for each output, and stand for 1 and 0 where
 an adapter has none. DoRA: `g = m / norm of each row of W + s B A` (arXiv 2402.09353). `lora_bias`: `c = s * bias`.
@@ -11,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from lora_plugins.adapter.config import malformed
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.adapter.paced_work import paced
 from lora_plugins.adapter.weights import Beside, BesideKind
-from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
+from lora_plugins.errors import IncompatibleAdapter
 
 # The kinds of vectors, each with the element that changes nothing.
 NEUTRAL = {
@@ -24,8 +28,7 @@ NEUTRAL = {
     BesideKind.OUTPUTS: 1.0,
     BesideKind.INPUTS: 1.0,
 }
-_TAKES = {BesideKind.MAGNITUDE: (ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD)}
-_EXPECTED = "vectors of linear layers with LoRA in this engine, or magnitudes of an embedding or a head"
+_WITH_MAGNITUDE = (ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD)
 _MERGE = "merge the adapter into the base model"
 
 
@@ -54,11 +57,13 @@ def vectors_of(
         found = f"'{one.tensor.name}' ({one.kind.key})"
         if modules.without_vectors:
             raise IncompatibleAdapter(found, expected=f"A and B alone, {modules.without_vectors}", remedy=_MERGE)
-        place, expected = modules.places.get(key or ""), _EXPECTED
+        place = modules.places.get(key or "")
+        expected = "vectors of linear layers with LoRA in this engine, or magnitudes of an embedding or a head"
         if one.kind is BesideKind.INPUTS and place is not None:
             key, expected = place.factor, "factors of outputs, or of inputs of a gated MLP's down_proj"
             place = modules.places.get(key)
-        if key is None or place is None or place.kind not in _TAKES.get(one.kind, (ModuleKind.LINEAR,)):
+        takes = _WITH_MAGNITUDE if one.kind is BesideKind.MAGNITUDE else (ModuleKind.LINEAR,)
+        if key is None or place is None or place.kind not in takes:
             raise IncompatibleAdapter(found, expected=expected, remedy=_MERGE)
         size = math.prod(one.tensor.shape)
         if place.out_features not in (None, size):
@@ -68,9 +73,5 @@ def vectors_of(
                 remedy="serve it with the base model that it was trained on",
             )
         if (other := names.setdefault((key, one.kind), one.tensor.name)) != one.tensor.name:
-            raise InvalidAdapter(
-                f"tensors '{other}' and '{one.tensor.name}' for module '{key}'",
-                expected="one of them",
-                remedy="save the adapter again with PEFT",
-            )
+            raise malformed(f"tensors '{other}' and '{one.tensor.name}' for module '{key}'", "one of them")
         yield one, key

@@ -10,13 +10,7 @@ from pathlib import Path
 
 from lora_plugins.adapter.canonical import with_exact_patterns
 from lora_plugins.adapter.chat import Chat, read_chat
-from lora_plugins.adapter.config import (
-    CONFIG_FILE,
-    MAX_CONFIG_BYTES,
-    ORIGINAL_CONFIG_FILE,
-    AdapterConfig,
-    parse_config,
-)
+from lora_plugins.adapter.config import CONFIG_FILE, MAX_CONFIG_BYTES, ORIGINAL_CONFIG_FILE, AdapterConfig, parse_config
 from lora_plugins.adapter.embedding_copies import unlike_base
 from lora_plugins.adapter.files import open_regular, size_at
 from lora_plugins.adapter.finite import check_finite, check_magnitudes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import math
 import os
 import queue
 import threading
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_plugins.adapter.layouts.tensors import NewTensor
-from lora_plugins.adapter.safetensors_header import DTYPE_BYTES
 from lora_plugins.errors import ErrorKind, LoRAPluginsError, SourceUnavailable, kind_of
 from lora_plugins.settings import Settings
 from lora_plugins.verification import protocol
@@ -78,9 +76,9 @@ class Children:
 
         The future raises OSError where a file cannot be read or written, and otherwise the errors of `read`.
         """
-        sizes = (math.prod(tensor.info.shape) * DTYPE_BYTES[tensor.info.dtype] for tensor in tensors)
+        largest_bytes = max((tensor.info.size_bytes for tensor in tensors), default=0)
         paths = os.fsencode(directory.absolute()), os.fsencode(target.absolute())
-        request = protocol.Write(*paths, memory_bytes=4 * max(sizes, default=0))
+        request = protocol.Write(*paths, memory_bytes=4 * largest_bytes)
 
         def write(process: ReadingProcess) -> None:
             answer, _ = process.ask(request, protocol.Written, {"tensors": tensors}, landed)
@@ -94,10 +92,8 @@ class Children:
 
         The future raises `LoRAPluginsError` where the function does, or without an answer, as `read`.
         """
-        request, lists = (
-            protocol.CallFunction(function.__module__, function.__name__),
-            {"pieces": protocol.pieces(argument)},
-        )
+        request = protocol.CallFunction(function.__module__, function.__name__)
+        lists = {"pieces": protocol.pieces(argument)}
         return self._submit(lambda process: b"".join(process.ask(request, protocol.Returned, lists)[1]["pieces"]))
 
     def pids(self) -> list[int]:

@@ -1,4 +1,13 @@
-"""Plans a conversion into the engine's form, from names and shapes alone; nothing is read or written."""
+"""Plans how the tensors of an adapter in another form than the engine's modules become tensors in the engine's form.
+
+Runs in the API server and on the command line, after an adapter was verified and before the adapter is compared with
+the engine's modules (`verify.fit_adapter`). In go the pairs by names and shapes, and the engine's description of its
+model; out comes a `Conversion`: kept tensors, new tensors with their sources and moves, and a changed configuration.
+Nothing is read or written here: `writing.py` writes the tensors in the reading process.
+
+First each rule (`_RULES`) takes the pairs that it knows. If pairs are left, other spellings of all names are tried, and
+a spelling counts only if every tensor lands by it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,7 @@ from functools import partial
 from typing import cast
 
 from lora_plugins.adapter.canonical import with_exact_patterns
-from lora_plugins.adapter.config import ADALORA, IA3, AdapterConfig
+from lora_plugins.adapter.config import ADALORA, IA3, AdapterConfig, malformed
 from lora_plugins.adapter.landing import Model, Respell, check_landing
 from lora_plugins.adapter.layouts import experts, fused
 from lora_plugins.adapter.layouts.tensors import Change, Move, Names, NewPair, NewTensor, Part, Placed, Scaled, new_pair
@@ -27,7 +36,9 @@ _COPIED = "pairs given as well to the module that has the same weight"
 
 _MODEL = "model."
 _TINKERS_HEAD = re.compile(r"\b(model\.)?unembed_tokens$")  # `build_name_remaps` of tinker-cookbook has the same step
-_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<layers>[^.]+)\.\d+\.")
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<layers>[^.]+)\.\d+\.")  # a module of a layer, such as `model.layers.0.`
+
+_Spelling = tuple[Respell, str]  # another spelling of names, and its description
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         config = replace(config, peft_version=experts.FIRST_PRESENT)
     landed: list[LoraPair] = []
     left: list[LoraPair] = []
+    # AdaLoRA's pairs are always made anew: the engine has no place for the singular values beside A and B.
     factors = {pair.a.name: factor for pair, factor in _with(BesideKind.SINGULAR, weights)}
     for pair in paced(weights.pairs):
         (landed if names.lands(pair) and pair.a.name not in factors else left).append(pair)
@@ -82,28 +94,41 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         made = [replace(new, a=_multiplied(new.a, factors)) for new in paced(made)]
         changes[_MULTIPLIED] = len(made)
         config = replace(config, beside=config.beside - {ADALORA})
-    unchanged = {pair.module for pair in (*landed, *left)}
-    taken = {pair.module for pair in weights.pairs} - unchanged
-    beside = tuple(one for one in weights.beside if one.module not in taken and one.kind is not BesideKind.SINGULAR)
-    vectors = list(_vectors(made, weights))
-    others = (*weights.others, *(one.tensor for one in beside))
-    kept = (*(tensor for pair in (*landed, *left) for tensor in (pair.a, pair.b)), *others)
-    files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
     # Sorted, so that an adapter is described in the same words each time.
     described = [f"{text} ({count} modules)" for text, count in sorted(changes.items())]
-    if files != {""}:
-        described.append(f"{len(files)} files of weights joined into one")
-    if not described:
+    return _conversion([*landed, *left], made, weights, config, described)
+
+
+def _conversion(
+    unchanged: Sequence[LoraPair], made: Sequence[NewPair], weights: Weights, config: AdapterConfig, changes: list[str]
+) -> Conversion:
+    """Return the conversion with these pairs, and with what modules have beside A and B; nothing without changes.
+
+    Raises:
+        InvalidAdapter: two pairs are for one module: a rule may make a pair for a module that another pair has.
+        IncompatibleAdapter: as `_vectors`.
+    """
+    vectors = list(_vectors(made, weights))
+    taken = {pair.module for pair in weights.pairs} - {pair.module for pair in unchanged}
+    beside = tuple(one for one in weights.beside if one.module not in taken and one.kind is not BesideKind.SINGULAR)
+    others = (*weights.others, *(one.tensor for one in beside))
+    files = {tensor.file for pair in weights.pairs for tensor in (pair.a, pair.b)} | {one.file for one in others}
+    if files != {""}:  # a single file has no name here
+        changes = [*changes, f"{len(files)} files of weights joined into one"]
+    if not changes:
         return Conversion(weights, config)
-    pairs = (*landed, *left, *(new.pair for new in made))
-    # A rule may make a pair for a module that another pair already has.
-    _check_once(pairs)
+    pairs = (*unchanged, *(new.pair for new in made))
+    for module, count in Counter(pair.module for pair in pairs).most_common(1):
+        if count > 1:
+            raise malformed(
+                f"two forms of module '{module}', fused and in parts, or under two names", "each module once"
+            )
     return Conversion(
         replace(weights, pairs=pairs, name_in_keys=None, beside=(*beside, *(one for one, _ in vectors))),
         with_exact_patterns(config, pairs) if made else config,
-        kept,
+        (*(tensor for pair in unchanged for tensor in (pair.a, pair.b)), *others),
         tuple(made),
-        tuple(described),
+        tuple(changes),
         tuple(tensor for _, tensor in vectors),
     )
 
@@ -212,25 +237,17 @@ def _spelled(
     """Return the plan of the only other spelling by which every tensor lands and fits; None without such a spelling."""
     for kind in _spellings(left, landed, names):
         found: dict[tuple[str, ...], _ByRules] = {}
-        for spelling in kind:
-            plan = _by_rules([_respelled(pair, spelling.respell) for pair in left], names, model.respellings)
+        for respell, text in kind:
+            plan = _by_rules([_respelled(pair, respell) for pair in left], names, model.respellings)
             made = [*plan.made, *_copies(landed, plan.made, names)]
             if not plan.left and _fit(landed, made, weights, model):
-                plan.changes[spelling.text] += sum(spelling.respell(pair.module) != pair.module for pair in left)
+                plan.changes[text] += sum(respell(pair.module) != pair.module for pair in left)
                 del plan.changes[_RENAMED]
                 found[tuple(names.read(new.module) for new in plan.made)] = plan
         # Two spellings that fit would be a guess: refuse instead.
         if len(found) == 1:
             return found.popitem()[1]
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Spelling:
-    """Another spelling of names, and its description."""
-
-    respell: Respell
-    text: str
 
 
 def _spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Names) -> Iterator[list[_Spelling]]:
@@ -248,14 +265,15 @@ def _spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Name
         texts.append("Tinker's 'unembed_tokens' is now 'lm_head'")
         inner = _then(inner, partial(_TINKERS_HEAD.sub, "lm_head"))
     if texts:
-        yield [_Spelling(inner, ", ".join(texts))]
+        yield [(inner, ", ".join(texts))]
+    # Then the adapter has this model's names, and further modules.
     if any(_NUMBERED.match(pair.module) for pair in landed) or any(
         names.model.modules.why_unadapted(names.read(pair.module)) for pair in left
     ):
-        return  # the adapter has this model's names, and further modules
+        return
     modules = [inner(pair.module) for pair in left]
     yield [
-        _Spelling(_then(inner, partial(_moved, old, new)), ", ".join([*texts, _moved_text(old, new)]))
+        (_then(inner, partial(_moved, old, new)), ", ".join([*texts, _moved_text(old, new)]))
         for old, new in _prefixes(modules, names)
     ]
 
@@ -324,13 +342,3 @@ _RULES: tuple[Callable[[Sequence[LoraPair], Names], Iterator[Change]], ...] = (
     experts.regroup,
     experts.stack,
 )
-
-
-def _check_once(pairs: Sequence[LoraPair]) -> None:
-    for module, count in Counter(pair.module for pair in pairs).most_common(1):
-        if count > 1:
-            raise InvalidAdapter(
-                f"two forms of module '{module}', fused and in parts, or under two names",
-                expected="each module once",
-                remedy="save the adapter again with PEFT",
-            )

@@ -1,6 +1,8 @@
-"""What a rule is given and what a rule makes: places of names; tensors made by moving elements.
+"""The values of a conversion: tensors that are still to be made (`NewTensor`), by moves of other tensors' elements.
 
-Only `Scaled` and `Joined`, of mixtures, compute.
+Rules (`fused.py`, `experts.py`, `mixing.py`) make these values in the API server. A move is sent to the reading process
+and called there on the sources' elements (`writing.py`). `Part` and `Placed` move bits and keep the dtype; `Scaled`, of
+AdaLoRA, and `Joined`, of mixtures, compute in float32. `Names` tells a rule where an adapter's names land.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Writes an adapter's weights in the engine's form: a single safetensors file."""
+"""Writes an adapter's weights in the engine's form: a single safetensors file.
+
+`write_weights` runs in the reading process (`verification/child.py`), which maps the adapter's files and reports the
+bytes written; `tensors_of` and `weights_bytes` tell the API server before how large the file will be.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def weights_bytes(tensors: Sequence[NewTensor]) -> int:
-    return LENGTH_BYTES + len(_header(tensors)) + sum(_size(tensor.info) for tensor in tensors)
+    return LENGTH_BYTES + len(_header(tensors)) + sum(tensor.info.size_bytes for tensor in tensors)
 
 
 def write_weights(
@@ -64,17 +67,13 @@ def _header(tensors: Sequence[NewTensor]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for tensor in tensors:
-        end = begin + _size(tensor.info)
+        end = begin + tensor.info.size_bytes
         info = tensor.info
         entries[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     # safetensors' own alignment: the header is filled up with spaces to a multiple of 8.
     return text + b" " * (-len(text) % LENGTH_BYTES)
-
-
-def _size(info: TensorInfo) -> int:
-    return math.prod(info.shape) * DTYPE_BYTES[info.dtype]
 
 
 def _array(file: Any, info: TensorInfo) -> Any:
