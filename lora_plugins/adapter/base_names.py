@@ -56,12 +56,12 @@ def is_same_model(one: str, other: str) -> bool:
     if is_hub_id(one) and is_hub_id(other):
         return _with_points(one).lower() == _with_points(other).lower()
     # At least one of the two is a path: compare last parts, as a download keeps the repository's name.
-    return _last_part(one).lower() == _last_part(other).lower()
+    return last_part(one).lower() == last_part(other).lower()
 
 
 def shown(name: str) -> str:
     """Return a name for clients: a Hub id unchanged, and the last part of a path on any machine."""
-    return _last_part(name) if os.path.isabs(name) or "\\" in name or name.count("/") != 1 else name
+    return last_part(name) if os.path.isabs(name) or "\\" in name or name.count("/") != 1 else name
 
 
 def differences(one: str, other: str) -> tuple[str, ...] | None:
@@ -103,7 +103,7 @@ def _without_cache(name: str) -> str:
     return cached["repo"].replace("--", "/", 1) if cached else name.rstrip("/")
 
 
-def _last_part(name: str) -> str:
+def last_part(name: str) -> str:
     """Return the name without organisation, directory (also of Windows) or the Hub's cache."""
     return _with_points(_without_cache(name.replace("\\", "/")).rpartition("/")[2])
 
@@ -119,7 +119,7 @@ def _read(name: str, organisation: str = "") -> tuple[tuple[str, ...], int, str]
 
     A folder's name may begin with the organisation (`mistralai_Mistral-7B-v0.3`).
     """
-    text = _last_part(name).lower()
+    text = last_part(name).lower()
     if len(text) > _LONGEST:
         return (), 0, ""
     first, _, rest = text.partition("_")

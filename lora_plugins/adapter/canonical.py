@@ -1,8 +1,12 @@
-"""The configuration that engines read in the place of the adapter's own: known keys only, and no foreign pattern.
+"""Writes the canonical configuration, which engines read in the place of the adapter's own `adapter_config.json`.
+
+Runs in the reading process, once for each adapter, and in the API server for converted adapters and mixtures. In go a
+parsed configuration and the pairs; out come the same ranks and alphas by patterns of names only (`with_exact_patterns`)
+and the bytes of the file (`canonical_bytes`), with known keys only.
 
 An adapter's own configuration may have anything under unknown keys, and regular expressions of its author. vLLM parses
-everything at each load, in the engine. So the configuration is read once, under limits. The store keeps the result
-under the name that vLLM reads (`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside.
+everything at each load, in the engine. So the store keeps the canonical file under the name that vLLM reads
+(`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside.
 """
 
 from __future__ import annotations
@@ -67,13 +71,14 @@ def _plain(number: float) -> float:
 
 def _patterns(values: Mapping[str, _T], usual: _T) -> dict[str, _T]:
     """Return few patterns of names, with alternatives in one: vLLM tries each pattern on each module."""
-    by_leaf: dict[str, dict[str, _T]] = defaultdict(dict)
+    by_leaf: dict[str, dict[str, _T]] = defaultdict(dict)  # by the last part of a module's name
     for name, value in values.items():
         by_leaf[name.rpartition(".")[2]][name] = value
+    # A last part whose modules agree stands for all of them.
     named: dict[str, _T] = {}
     for leaf, modules in by_leaf.items():
         of_leaf = set(modules.values())
-        named |= modules if len(of_leaf) > 1 else dict.fromkeys([leaf], of_leaf.pop())
+        named |= modules if len(of_leaf) > 1 else {leaf: of_leaf.pop()}
     named = {name: value for name, value in named.items() if value != usual}
     if not named:
         return {}

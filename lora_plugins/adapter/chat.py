@@ -1,8 +1,11 @@
-"""What an adapter brings for chats beside its weights: a template, special and added tokens, and what ends an answer.
+"""Reads what an adapter brings for chats beside its weights: a template, special and added tokens, ends of answers.
 
-Trainers save them in Transformers' files. A template is a program in Jinja: nothing here runs or parses the template;
-Transformers renders templates in a sandbox. Added tokens are in `tokenizer.json`, and until Transformers 5 in
-`tokenizer_config.json` too.
+`read_chat` runs in the reading process and in `lora-plugins inspect`. In goes a directory with Transformers' files,
+untrusted; out comes a `Chat`. A file or key that cannot be used is named in `Chat.unused` and refuses nothing. The API
+server applies the `Chat` (`vllm_patches/api_server/adapter_chats.py`).
+
+A template is a program in Jinja: nothing here runs or parses the template; Transformers renders templates in a sandbox.
+Added tokens are in `tokenizer.json`, and until Transformers 5 in `tokenizer_config.json` too.
 """
 
 from __future__ import annotations
@@ -169,6 +172,7 @@ class _Reader:
         return None if fields.get(key) is None else self._used(f"{key} of {file}", made, fields[key])
 
     def _used(self, what: str, made: Callable[[_V], _T], value: _V) -> _T | None:
+        """Return what is made of the value; None for a missing file, and for a value that is noted as unused."""
         try:
             return made(value)
         except AdapterNotFound:
@@ -187,7 +191,10 @@ def _object(file: BinaryIO) -> Mapping[str, Any]:
 
 
 def _head(file: BinaryIO) -> tuple[tuple[AddedToken, ...], str]:
-    """The added tokens, and the post-processor, which comes between these and the vocabulary."""
+    """Return the added tokens, and the JSON of the post-processor, which comes between these and the vocabulary.
+
+    The beginning of the file is read first, and more of the file only if the added tokens do not end there.
+    """
     data = b""
     for read_bytes in _HEADS_BYTES:
         data += file.read(read_bytes - len(data))

@@ -129,8 +129,9 @@ class AdapterConfig:
         """Return the factor of B's product (rsLoRA: arXiv 2312.03732)."""
         return alpha / self._divisor(rank)
 
-    def alpha_for(self, scaling: float, rank: int) -> float:
-        return scaling * self._divisor(rank)
+    def alpha_for(self, new_rank: int, rank: int, alpha: float) -> float:
+        """Return the alpha by which a pair of `new_rank` is scaled as a pair of this rank and alpha."""
+        return alpha * (self._divisor(new_rank) / self._divisor(rank))
 
     def _divisor(self, rank: int) -> float:
         return math.sqrt(rank) if self.use_rslora else rank

@@ -1,4 +1,7 @@
-"""Reads user-supplied files: regular files only, with the system's errors mapped to ours, and JSON within bounds.
+"""Opens and parses users' files: regular files only, with the system's errors mapped to ours, and JSON within bounds.
+
+Called wherever a file is not our own: in the reading process, in the API server's sources, and on the command line. In
+go paths, bytes and OSErrors; out come open files, parsed values, or an error of ours.
 
 `json.loads` takes a hundred times a text's size in memory for a text full of small values, and holds the interpreter's
 lock until the end. So values are counted and depth is measured before a parser builds any value. Both bounds are far

@@ -8,6 +8,8 @@ weight  = [ "-" ] digits [ "." digits ]   not 0; at most 4 digits before the poi
 A part is an adapter's name, with a revision or digest or without. A text whose terms are so is a mixture, always: an
 adapter of that name cannot be asked for. Two texts of one sum are one mixture, whose name is the canonical text: parts
 in order, weights without needless zeros.
+
+Pure functions of texts, called by `names.py` in the API server and on the command line.
 """
 
 from __future__ import annotations

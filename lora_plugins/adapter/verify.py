@@ -1,4 +1,10 @@
-"""Verifies an adapter directory before an engine sees it: files, configuration, header, base model, values."""
+"""Verifies an adapter directory before an engine sees it: files, configuration, header, values, and the base model.
+
+`verify_adapter` and `verify_config` run in the reading process (`lora_plugins/verification`), under limits, without a
+base model; `lora-plugins inspect` calls `verify_adapter` in its own process. `fit_adapter` runs in a thread of the API
+server (or of a worker that resolves a missing path) and compares what was read with the served model. In goes a
+directory with untrusted files; out comes a `VerifiedAdapter`, or the error that refuses the adapter.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +79,8 @@ def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) 
         # The size is the source's: in the store, our canonical configuration stands under the plain name.
         if (original_bytes := size_at(directory / ORIGINAL_CONFIG_FILE)) is not None:
             config_bytes = original_bytes
-        name = choose_weights(_present(directory), settings)
+        of_weights = (WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES)
+        name = choose_weights([name for name in of_weights if size_at(directory / name) is not None], settings)
     except AdapterNotFound as error:
         with suppress(OSError):
             below = [DEFAULT] if os.path.isfile(directory / DEFAULT) else []
@@ -185,7 +192,3 @@ def check_size(size_bytes: int, settings: Settings) -> None:
 def _read_config(directory: Path) -> tuple[AdapterConfig, int]:
     with open_regular(directory / CONFIG_FILE) as (file, config_bytes):
         return parse_config(file.read(MAX_CONFIG_BYTES + 1)), config_bytes
-
-
-def _present(directory: Path) -> list[str]:
-    return [name for name in (WEIGHTS_FILE, INDEX_FILE, *PICKLE_FILES) if size_at(directory / name) is not None]

@@ -1,4 +1,8 @@
-"""The files with an adapter's weights: a safetensors file, several with an index, or a pickle.
+"""Finds and opens the files with an adapter's weights: a safetensors file, several with an index, or a pickle.
+
+`open_weights` and `read_index` run in the reading process and in `lora-plugins inspect`; the API server's sources call
+`shards_of`, to learn which files to fetch. In goes a directory, or the bytes of an index; out come open files with
+their tensors, or names of files. A pickle is only named here, never opened.
 
 The index is Transformers': `{"weight_map": {tensor: file}}` in `adapter_model.safetensors.index.json`, for files named
 `adapter_model-00001-of-00002.safetensors`.

@@ -1,4 +1,8 @@
-"""The writers of adapters: programs whose form is not PEFT's, and PyTorch's wrappers, by names and first bytes.
+"""Recognises adapters that another program than PEFT wrote, by names of files, tensors and keys, or by first bytes.
+
+A table (`WRITERS`) and pure functions over it, called wherever an adapter is found, read or refused: the answer turns
+"no such tensor" into an error that names the program and the conversion to run. Names of PyTorch's wrappers, such as
+`_orig_mod` of torch.compile, are here too.
 
 Source of the rows: mlx_lm/tuner/lora.py of mlx-lm (200af25d); finetune/checkpointing.py of mistral-finetune (20704b22);
 `tune_to_peft_adapter_weights` in torchtune/models/convert_weights.py; tinker_cookbook/weights/_adapter.py and
@@ -197,6 +201,7 @@ def name_format(error: AdapterNotFound, files: Iterable[str]) -> None:
 
 
 def wrappers_in(modules: Iterable[str]) -> list[str]:
+    """Return the names of wrappers that occur in names of modules."""
     parts = {part for module in modules for part in module.split(".")}
     return [name for name in WRAPPERS if name in parts]
 
@@ -210,4 +215,5 @@ def unwrapped(module: str) -> str:
 
 
 def in_words(wrappers: Iterable[str]) -> str:
+    """Return wrappers for an error, each with the program that puts the wrapper's name into names of modules."""
     return ", ".join(f"'{name}.' of {WRAPPERS[name]}" for name in wrappers)

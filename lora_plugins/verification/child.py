@@ -1,6 +1,8 @@
-"""The process that reads and converts adapters, under limits: a request at a time, from the socket at descriptor 0.
+"""The program of a reading process: reads and converts adapters under limits, one request at a time.
 
-The process imports neither vLLM nor torch, gets none of the server's variables, and ends when its parent does.
+`reading_process.py` starts the program in a process of its own. In come requests (`protocol.py`) from the socket at
+descriptor 0; out go answers to the same socket, errors among them. The process imports neither vLLM nor torch, gets
+none of the server's variables, and ends when its parent does.
 """
 
 from __future__ import annotations

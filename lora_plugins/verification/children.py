@@ -1,7 +1,11 @@
-"""The reading processes of this server: two at most, each with one request at a time, replaced when they end.
+"""Gives jobs to the reading processes of this server: two at most, each with one job at a time, replaced when they end.
 
-Small adapters are never behind large adapters, of which one at a time is read. Unlike `resolvers/fair_places.py`, the
-jobs here know no callers: the resolver has already decided which principal is next, how many may wait, and how long.
+`children()` is made once in each process that resolves adapters (API server, worker, command line). Any thread calls
+`read`, `write` or `call` and gets a future; two threads of this module take the jobs in order, each with a process
+(`reading_process.py`). Small adapters are never behind large adapters, of which one at a time is read.
+
+Unlike `resolvers/fair_places.py`, the jobs here know no callers: the resolver has already decided which principal is
+next, how many may wait, and how long.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ class Children:
         self._idle: list[ReadingProcess] = []
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._long: deque[Callable[[], None]] = deque()
-        self._long_turn = threading.Lock()
+        self._long_turn = threading.Lock()  # held while a turn for a long job is queued or runs
         self._starting = threading.Lock()
         self._has_ended = False
         for _ in range(_AT_ONCE):
@@ -180,7 +184,7 @@ class Children:
 
 @functools.cache
 def children() -> Children:
-    """Return the reading processes of this process, shared by all servers and resolvers."""
+    """Return the reading processes of this process, shared by all resolvers in this process."""
     made = Children()
     atexit.register(made.end)
     return made

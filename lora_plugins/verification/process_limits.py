@@ -1,4 +1,8 @@
-"""How much memory and time a reading process may take."""
+"""The limits of memory, time and open files of a reading process, and the errors for a breach or a lack of them.
+
+Both sides call these functions: `child.py` sets its own limits, `reading_process.py` waits for `wall_s`, and
+`children.py` asks which adapters take long. In goes the adapter's directory, whose files' sizes decide.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Messages between a server and a reading process: MessagePack of known types, in short frames.
+"""Messages between a server and its reading process: MessagePack of known types, in short frames over a socket.
+
+`reading_process.py` sends a `Request` and receives an `Answer`; `child.py` the other way round. `answer_of` and
+`found_of` take an adapter apart into a message with lists, and put the adapter together again.
 
 Never pickle: hostile bytes may have taken over the process that reads them. A request and an answer are a message after
 any number of `Items`, each a few of the message's lists, so that a server never decodes for more than a

@@ -1,4 +1,9 @@
-"""A reading process: started, asked, and ended after a breach of its limits."""
+"""The server's side of one reading process: starts the process, asks it, and ends it after a breach of its limits.
+
+Runs in the process that resolves adapters, in a thread of `children.py`, for one request at a time. In goes a request
+with its lists; out come the answer of `child.py` and the answer's lists, the adapter's error, or `Lost`. What comes
+from the process is not trusted: hostile bytes may control the process.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ _Landed = Callable[[int], None]
 _START_S = 60.0
 _EXIT_S = 5.0
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
-_MAX_KEPT_KIB = 256 << 10
+_MAX_KEPT_KIB = 256 << 10  # of memory; a process that once took more is replaced
 # Python's code of an uncaught exception. The child catches and reports everything that reading the bytes raises.
 _EXCEPTION = 1
 # Crashes that bytes may cause by a library's fault. A lack of memory or a faulty machine crashes too, so a crash counts

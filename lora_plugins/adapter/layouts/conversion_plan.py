@@ -271,11 +271,11 @@ def _spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Name
         names.model.modules.why_unadapted(names.read(pair.module)) for pair in left
     ):
         return
-    modules = [inner(pair.module) for pair in left]
-    yield [
-        (_then(inner, partial(_moved, old, new)), ", ".join([*texts, _moved_text(old, new)]))
-        for old, new in _prefixes(modules, names)
-    ]
+    kind = []
+    for old, new in _prefixes([inner(pair.module) for pair in left], names):
+        text = f"'{old}' in keys is now '{new}'" if old else f"'{new}' put before keys"
+        kind.append((_then(inner, partial(_moved, old, new)), ", ".join([*texts, text])))
+    yield kind
 
 
 def _then(first: Respell, second: Respell) -> Respell:
@@ -301,10 +301,6 @@ def _moved(old: str, new: str, module: str) -> str:
     if module.startswith(old):
         return new + module.removeprefix(old)
     return new.removesuffix(_MODEL) + module
-
-
-def _moved_text(old: str, new: str) -> str:
-    return f"'{old}' in keys is now '{new}'" if old else f"'{new}' put before keys"
 
 
 def _fit(landed: Sequence[LoraPair], made: Sequence[NewPair], weights: Weights, model: Model) -> bool:

@@ -1,9 +1,14 @@
-"""Mixtures of experts: a pair for each expert's matrices, or all experts of a layer in two or three pairs.
+"""Rules of a conversion for mixtures of experts: between a pair for each expert and pairs with all experts of a layer.
 
-PEFT stacks experts that Transformers 5 keeps in two parameters (`target_parameters`): w1 and w3 as w13 under
-`experts.base_layer`, w2 under `experts`. Of E experts with rank r, A is `(E * r, in)`, expert by expert, and B `(out, r
-* E)`, with alternating experts. Source: `_stack_moe_lora_weights` and `_convert_3d_to_2d_moe_lora` in
-vllm/lora/model_manager.py, 0.32; the second function unstacks for engines of both formats.
+`conversion_plan.py` calls the rules in the API server and on the command line. In go pairs by names and shapes, and
+where names land (`Names`); out come the taken pairs and the pairs in the engine's format (`Change`). A pair for each
+expert's matrices (`regroup` makes these), or all experts of a layer in two or three pairs (`stack` makes these).
+
+w1, w2 and w3 are an expert's gate_proj, down_proj and up_proj; w13 is w1 and w3 in one matrix. PEFT stacks experts that
+Transformers 5 keeps in two parameters (`target_parameters`): w13 under `experts.base_layer`, w2 under `experts`. Of E
+experts with rank r, A is `(E * r, in)`, expert by expert, and B `(out, r * E)`, with alternating experts. Source:
+`_stack_moe_lora_weights` and `_convert_3d_to_2d_moe_lora` in vllm/lora/model_manager.py, 0.32; the second function
+unstacks for engines of both formats.
 
 PEFT before 0.19.1 took a parameter `(experts, out, in)` for `(experts, in, out)`, so its A is what B is now
 (`ParamWrapper` in peft/tuners/lora/layer.py, 0.18.0 and 0.21.2; huggingface/peft#3165). Megatron-Bridge saves three
@@ -253,11 +258,7 @@ def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Ex
     rows = {role: its_rows for role, its_rows in _rows_in_w13(experts).items() if role in present}
     # Side by side: w1 and w3 have an A each, so w13 needs both ranks and zeros between.
     rank = first.rank * max(1, len(rows))
-    alpha = (
-        first.alpha
-        if rank == first.rank
-        else names.config.alpha_for(names.config.scaling(first.rank, first.alpha), rank)
-    )
+    alpha = names.config.alpha_for(rank, first.rank, first.alpha)
     w13, w2 = _sizes("w13", experts), _sizes("w2", experts)
     of_w2: dict[str, Slice] = {"w2": (0, w2[1], 1)}
     return [

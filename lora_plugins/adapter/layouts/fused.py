@@ -1,4 +1,7 @@
-"""Fused modules and their parts: an adapter has the one form, the engine the other.
+"""Rules of a conversion for fused modules, such as `qkv_proj`, and their parts: `split` and `join`.
+
+`conversion_plan.py` calls the rules in the API server and on the command line. In go pairs by names and shapes, and
+where names land (`Names`); out come the taken pairs and the pairs in the engine's form (`Change`).
 
 A fused module's B stacks its parts' rows, `(out_q + out_k + out_v, rank)`, and the parts share A. So a fused pair is
 split without loss: each part takes A, and its rows of B. Parts are joined into a pair of the sum of their ranks: A
@@ -76,7 +79,8 @@ def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str,
         return None
     if not all(math.isclose(scaling, scalings[0]) for scaling in scalings):
         return None  # a factor would have to be multiplied into B, and rounded
-    inputs, outputs, rank = taken[0][1].a.shape[1], sum(sizes.values()), sum(pair.rank for _, pair in taken)
+    first = taken[0][1]
+    inputs, outputs, rank = first.a.shape[1], sum(sizes.values()), sum(pair.rank for _, pair in taken)
     # The last sum, where the last part ends, is left over.
     begins = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     of_a, of_b, end = [], [], 0
@@ -90,5 +94,5 @@ def _joined(module: str, taken: Sequence[tuple[str, LoraPair]], sizes: dict[str,
         ([pair.a for _, pair in taken], (rank, inputs), Placed((rank, inputs), tuple(of_a))),
         ([pair.b for _, pair in taken], (outputs, rank), Placed((outputs, rank), tuple(of_b))),
         rank,
-        names.config.alpha_for(scalings[0], rank),
+        names.config.alpha_for(rank, first.rank, first.alpha),
     )

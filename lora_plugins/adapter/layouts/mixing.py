@@ -1,4 +1,7 @@
-"""Plans a mixture, from names and shapes alone: each module's sum of its parts' products is one product of larger rank.
+"""Plans the tensors of a mixture: each module's sum of its parts' products is one product of larger rank.
+
+Runs in the API server when a mixture's name is fetched (`resolvers/sources/mixtures.py`). In go the parts, in the
+engine's form, and their weights; out come the mixture's configuration and tensors, which the reading process writes.
 
 A stacks the parts' A, and B joins the parts' B, each times its weight and its own scaling, as PEFT's
 `add_weighted_adapter(combination_type="cat")`: w₁s₁B₁A₁ + w₂s₂B₂A₂ = [w₁s₁B₁ w₂s₂B₂] [A₁; A₂]. The rank is the sum of
