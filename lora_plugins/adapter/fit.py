@@ -123,7 +123,19 @@ def check_config(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> boo
             if size is not None
             else f"train with a lower rank; vLLM's slots take {_SLOT_RANKS[-1]} at most",
         )
-    return _check_name(config, base, mode)
+    name = config.base_model
+    if mode is BaseMatch.OFF:
+        return True
+    if mode is BaseMatch.COMPATIBLE:
+        return name is not None and base.matches(name)
+    if name not in base.names:
+        raise IncompatibleAdapter(
+            f"base model {_named(config)}",
+            expected=" or ".join(map(_quoted, base.names)),
+            remedy="correct base_model_name_or_path, add it to LORA_PLUGINS_BASE_ALIASES, "
+            "or set LORA_PLUGINS_BASE_MATCH=compatible",
+        )
+    return True
 
 
 def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tuple[str, ...]:
@@ -168,22 +180,6 @@ def without_lora() -> IncompatibleAdapter:
         expected="one with LoRA",
         remedy="restart the server with --enable-lora",
     )
-
-
-def _check_name(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool:
-    if mode is BaseMatch.OFF:
-        return True
-    name = config.base_model
-    if mode is BaseMatch.COMPATIBLE:
-        return name is not None and base.matches(name)
-    if name not in base.names:
-        raise IncompatibleAdapter(
-            f"base model {_named(config)}",
-            expected=" or ".join(map(_quoted, base.names)),
-            remedy="correct base_model_name_or_path, add it to LORA_PLUGINS_BASE_ALIASES, "
-            "or set LORA_PLUGINS_BASE_MATCH=compatible",
-        )
-    return True
 
 
 def _named(config: AdapterConfig) -> str:

@@ -207,19 +207,19 @@ def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about
     by_reason: dict[Unadapted | None, list[str]] = {}
     for name in unmatched:
         by_reason.setdefault(modules.why_unadapted(name), []).append(name)
-    found = [
-        f"{len(names)} of {total} modules {_FOUND[why]}, such as {some(names)}" for why, names in by_reason.items()
-    ]
-    known = some(_alike(unmatched, modules))
-    cause, remedies = _cause(by_reason.get(None, ())), {**_REMEDIES}
-    if cause is not None:
-        found[list(by_reason).index(None)] += f", {cause[0]}"
-        remedies[None] = cause[1]
+    found, remedies = [], []
+    for why, names in by_reason.items():
+        text, remedy = f"{len(names)} of {total} modules {_FOUND[why]}, such as {some(names)}", _REMEDIES[why]
+        if why is None and (cause := _cause(names)) is not None:
+            text, remedy = f"{text}, {cause[0]}", cause[1]
+        found.append(text)
+        remedies.append(remedy)
+    if not by_reason:  # vLLM skips every tensor of the adapter
+        found, remedies = [f"0 of {total} modules {_FOUND[None]}"], [REMEDY]
     return IncompatibleAdapter(
-        " and ".join(found or [f"0 of {total} modules {_FOUND[None]}"]) + about,
-        expected=f"modules of the model, such as {known}",
-        remedy="; ".join(remedies[why] for why in by_reason or [None])
-        + (", or set LORA_PLUGINS_UNMATCHED=warn" if len(unmatched) < total else ""),
+        " and ".join(found) + about,
+        expected=f"modules of the model, such as {some(_alike(unmatched, modules))}",
+        remedy="; ".join(remedies) + (", or set LORA_PLUGINS_UNMATCHED=warn" if len(unmatched) < total else ""),
     )
 
 

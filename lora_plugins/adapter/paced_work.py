@@ -1,4 +1,7 @@
-"""Long computation in Python beside an event loop: in pieces, giving up the interpreter's lock between pieces.
+"""Slows a long loop down beside an event loop: pauses between items give up the interpreter's lock.
+
+`paced` wraps the items of loops over an adapter's tensors or a model's modules, in any process: only threads beside the
+main thread pause.
 
 Another thread gets the lock only every `sys.getswitchinterval()` (5 ms), and a turn of an event loop may wait for the
 lock several times. So a second of computation in a thread slows everything down for much longer.

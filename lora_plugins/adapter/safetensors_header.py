@@ -196,7 +196,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _twice(name: str) -> InvalidAdapter:
-    return InvalidAdapter(f"'{name[:100]}' twice in the header", expected="each name once", remedy=_REMEDY)
+    return _broken(f"'{name[:100]}' twice in the header", "each name once")
 
 
 def _natural(digits: str) -> int:
@@ -251,8 +251,6 @@ def _check_layout(tensors: list[TensorInfo], start: int, file_bytes: int | None)
         raise _broken(f"{file_bytes} bytes in the file", f"{expected}, where the last tensor ends")
 
 
-_REMEDY = "copy or download the file again, or save the adapter again with PEFT"
-
-
 def _broken(found: str, expected: str) -> InvalidAdapter:
-    return InvalidAdapter(found, expected=expected, remedy=_REMEDY)
+    remedy = "copy or download the file again, or save the adapter again with PEFT"
+    return InvalidAdapter(found, expected=expected, remedy=remedy)

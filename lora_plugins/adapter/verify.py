@@ -61,8 +61,12 @@ class VerifiedAdapter:
 
     @property
     def is_3d(self) -> bool:
-        """Whether the adapter holds experts stacked; False for a pickle, which is not read here."""
-        return self.weights is not None and self.weights.has_stacked_experts
+        """Whether a layer's experts are stacked in two pairs, as PEFT adapts stacked parameters.
+
+        False for a pickle, which is not read here.
+        """
+        pairs = self.weights.pairs if self.weights else ()
+        return any(pair.is_experts and pair.module.endswith(".base_layer") for pair in pairs)
 
 
 def verify_adapter(directory: Path, base: BaseModel | None, settings: Settings) -> VerifiedAdapter:

@@ -138,11 +138,6 @@ class Weights:
     name_in_keys: str | None = None
     beside: tuple[Beside, ...] = ()
 
-    @property
-    def has_stacked_experts(self) -> bool:
-        """Whether a layer's experts are stacked in two pairs, as PEFT adapts stacked parameters."""
-        return any(pair.is_experts and pair.module.endswith(".base_layer") for pair in self.pairs)
-
 
 def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weights:
     """Pair every A with its B and check ranks against the configuration.
@@ -194,7 +189,7 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
         raise without_effect("lora_alpha or alpha_pattern 0 for each of its modules")
     _check_wrapped(pairs, lambda name: (rank_of(name, budget), alpha_of(name, budget)))
     _check_ranks(pairs)
-    return Weights(pairs, tuple(others), next(iter(names), None), _checked_beside(beside, config, pairs))
+    return Weights(pairs, tuple(others), next(iter(names), None), check_beside(beside, config, pairs))
 
 
 def beside_of(tensor: TensorInfo) -> Beside | None:
@@ -211,7 +206,7 @@ def beside_of(tensor: TensorInfo) -> Beside | None:
     return Beside(found["module"], BesideKind.INPUTS if is_row else kind, tensor)
 
 
-def _checked_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
+def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
     """Return the tensors beside A and B, which the configuration must name, or PEFT would leave them out.
 
     Raises:

@@ -31,9 +31,6 @@ from lora_plugins.adapter.writers import in_words, unwrapped, wrappers_in
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 
 _RENAMED = "keys renamed"
-_MULTIPLIED = "AdaLoRA's singular values multiplied into A"
-_COPIED = "pairs given as well to the module that has the same weight"
-
 _MODEL = "model."
 _TINKERS_HEAD = re.compile(r"\b(model\.)?unembed_tokens$")  # `build_name_remaps` of tinker-cookbook has the same step
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<layers>[^.]+)\.\d+\.")  # a module of a layer, such as `model.layers.0.`
@@ -89,10 +86,10 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     left, made, changes = plan.left, plan.made, plan.changes
     if copies := list(_copies(landed, made, names)):
         made += copies
-        changes[_COPIED] = len(copies)
+        changes["pairs given as well to the module that has the same weight"] = len(copies)
     if factors:
         made = [replace(new, a=_multiplied(new.a, factors)) for new in paced(made)]
-        changes[_MULTIPLIED] = len(made)
+        changes["AdaLoRA's singular values multiplied into A"] = len(made)
         config = replace(config, beside=config.beside - {ADALORA})
     # Sorted, so that an adapter is described in the same words each time.
     described = [f"{text} ({count} modules)" for text, count in sorted(changes.items())]
@@ -163,7 +160,8 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
     for respell in (as_it_is, *respellings):
         for rule in _RULES:
             gone: set[str] = set()
-            for taken, new, text in paced(rule([_respelled(pair, respell) for pair in left], names)):
+            respelled = [replace(pair, module=respell(pair.module)) for pair in left]
+            for taken, new, text in paced(rule(respelled, names)):
                 gone |= {pair.a.name for pair in taken}
                 made += new
                 changes[text] += len(new)
@@ -238,7 +236,8 @@ def _spelled(
     for kind in _spellings(left, landed, names):
         found: dict[tuple[str, ...], _ByRules] = {}
         for respell, text in kind:
-            plan = _by_rules([_respelled(pair, respell) for pair in left], names, model.respellings)
+            respelled = [replace(pair, module=respell(pair.module)) for pair in left]
+            plan = _by_rules(respelled, names, model.respellings)
             made = [*plan.made, *_copies(landed, plan.made, names)]
             if not plan.left and _fit(landed, made, weights, model):
                 plan.changes[text] += sum(respell(pair.module) != pair.module for pair in left)
@@ -312,10 +311,6 @@ def _fit(landed: Sequence[LoraPair], made: Sequence[NewPair], weights: Weights, 
     except (IncompatibleAdapter, InvalidAdapter):
         return False
     return True
-
-
-def _respelled(pair: LoraPair, respell: Respell) -> LoraPair:
-    return replace(pair, module=respell(pair.module))
 
 
 def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
