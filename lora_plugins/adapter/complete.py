@@ -25,13 +25,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from lora_plugins.adapter.config import AdapterConfig
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.paced_work import paced
 from lora_plugins.errors import IncompatibleAdapter
-
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of A and of B
 
 _EXAMPLES = 3
 REMEDY = "serve it with the base model that it was trained on"
@@ -39,6 +38,26 @@ REMEDY = "serve it with the base model that it was trained on"
 # sees as a single parameter. A classifier's head is saved whole.
 _KINDS = frozenset({ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPair:
+    """The shapes of A and B of one module, as an engine reads the pair.
+
+    Attributes:
+        name: the module's, as the engine reads the name off A's.
+        tensor: A's name in the file.
+        a, b: shapes, `()` for a missing side.
+        rank: the configuration's for the module.
+        is_looked_up: whether the tensors have an embedding's names.
+    """
+
+    name: str
+    tensor: str
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    rank: int
+    is_looked_up: bool = False
 
 
 def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelModules) -> tuple[str, ...]:
@@ -111,19 +130,17 @@ def _layerless(name: str) -> str:
 
 
 def check_experts(
-    shapes: Mapping[str, Shapes],
+    pairs: Mapping[str, ReadPair],
     modules: ModelModules,
     *,
-    ranks: Mapping[str, int],
     elsewhere: Collection[str] = (),
     about: str = "",
 ) -> None:
     """Compare an adapter's tensors for experts with the model's experts.
 
     Args:
-        shapes: by the names of `modules.places`; other kinds of modules may be among the names.
+        pairs: by the names of `modules.places`; other kinds of modules may be among the names.
         modules: the engine's.
-        ranks: by the same names, the configuration's rank.
         elsewhere: names that other workers load.
         about: the base models that the adapter names and the server serves.
 
@@ -131,24 +148,24 @@ def check_experts(
         IncompatibleAdapter: other shapes than the model's, or experts with a missing part.
     """
     found: dict[str, set[bool]] = {}
-    for name, (a, b) in paced(shapes.items()):
+    for name, pair in paced(pairs.items()):
         place = modules.places.get(name)
         if place is None or place.kind is not ModuleKind.EXPERTS:
             continue
         found.setdefault(place.module, set()).add(place.stacked > 1)
-        rank = ranks[name]
-        wanted = _shapes(place, modules, rank)
-        if (tuple(a), tuple(b)) != wanted:
+        a, b = _shapes(place, modules, pair.rank)
+        if (pair.a, pair.b) != (a, b):
             raise IncompatibleAdapter(
-                f"A {list(a)} and B {list(b)} in module '{name}'{about}",
-                expected=f"A {list(wanted[0])} and B {list(wanted[1])}, of rank {rank} by the configuration",
+                f"A {list(pair.a)} and B {list(pair.b)} in module '{name}'{about}",
+                expected=f"A {list(a)} and B {list(b)}, of rank {pair.rank} by the configuration",
                 remedy=REMEDY,
             )
     if found:
-        _check_whole(shapes, modules, found, elsewhere, about)
+        _check_whole(pairs, modules, found, elsewhere, about)
 
 
-def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> Shapes:
+def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of A and B of a place for experts."""
     # Experts always have both sizes; 0 matches no tensor.
     inputs, outputs = place.in_features or 0, place.out_features or 0
     experts = modules.experts[place.module]
@@ -160,7 +177,7 @@ def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> Shapes:
 
 
 def _check_whole(
-    shapes: Mapping[str, Shapes],
+    names: Collection[str],
     modules: ModelModules,
     found: Mapping[str, set[bool]],
     elsewhere: Collection[str],
@@ -177,7 +194,7 @@ def _check_whole(
                 expected="one format",
                 remedy="save them in one format",
             )
-        if (place.stacked > 1) in of_formats and name not in shapes and name not in elsewhere:
+        if (place.stacked > 1) in of_formats and name not in names and name not in elsewhere:
             raise IncompatibleAdapter(
                 f"experts of '{place.module}' without '{name}'{about}",
                 expected="all parts of all experts of a layer, or none",

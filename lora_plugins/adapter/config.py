@@ -213,7 +213,8 @@ def _json_object(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise malformed(str(error), "JSON with the few keys that PEFT writes") from None
     if not isinstance(raw, dict):
-        raise malformed(f"a JSON {_kind(raw)}", "a JSON object")
+        kinds = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+        raise malformed(f"a JSON {kinds.get(type(raw), 'number')}", "a JSON object")
     return raw
 
 
@@ -380,11 +381,6 @@ def _base_model(raw: Mapping[str, Any]) -> str | None:
     if name and (len(name) > 4096 or any(unicodedata.category(character) in ("Cc", "Cs") for character in name)):
         raise malformed(f"base_model_name_or_path {_short(name)}", "the name or path of a model")
     return name
-
-
-def _kind(value: Any) -> str:
-    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
 
 
 def _short(value: Any) -> str:

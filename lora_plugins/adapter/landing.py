@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_plugins.adapter.complete import REMEDY, check_experts, some
+from lora_plugins.adapter.complete import REMEDY, ReadPair, check_experts, some
 from lora_plugins.adapter.config import IA3, malformed
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.paced_work import paced
@@ -69,26 +69,6 @@ class Model:
     def form(self) -> str:
         """A key of all facts that decide into which form an adapter is brought."""
         return hashlib.sha256(json.dumps(self.modules.plain(), sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPair:
-    """The shapes of A and B of one module, as an engine reads the pair.
-
-    Attributes:
-        name: the module's, as the engine reads the name off A's.
-        tensor: A's name in the file.
-        a, b: shapes, `()` for a missing side.
-        rank: the configuration's for the module.
-        is_looked_up: whether the tensors have an embedding's names.
-    """
-
-    name: str
-    tensor: str
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    rank: int
-    is_looked_up: bool = False
 
 
 def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatched: bool = True) -> tuple[str, ...]:
@@ -174,13 +154,7 @@ def check_pairs(
             )
         matched[key] = pair
     _check_copies(matched, modules)
-    check_experts(
-        {name: (pair.a, pair.b) for name, pair in matched.items()},
-        modules,
-        ranks={name: pair.rank for name, pair in matched.items()},
-        elsewhere=elsewhere,
-        about=about,
-    )
+    check_experts(matched, modules, elsewhere=elsewhere, about=about)
     # A stage of a pipeline does not know other stages' modules, but knows which of its own are computed otherwise.
     lost = [name for name in unmatched if is_whole_model or modules.why_unadapted(name) in _COMPUTED_OTHERWISE]
     if matched and not lost:

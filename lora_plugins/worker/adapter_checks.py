@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lora_plugins.adapter.landing import ReadPair, check_pairs
+from lora_plugins.adapter.complete import ReadPair
+from lora_plugins.adapter.landing import check_pairs
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace
 from lora_plugins.errors import (
     AdapterNotFound,

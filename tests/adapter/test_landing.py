@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_plugins.adapter.landing import Model, ReadPair, check_landing, check_pairs
+from lora_plugins.adapter.complete import ReadPair
+from lora_plugins.adapter.landing import Model, check_landing, check_pairs
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace, Unadapted
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lora_plugins.adapter.landing import ReadPair, check_pairs
+from lora_plugins.adapter.complete import ReadPair
+from lora_plugins.adapter.landing import check_pairs
 from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModulePlace
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter
