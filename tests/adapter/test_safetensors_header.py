@@ -17,6 +17,7 @@ from lora_plugins.adapter.safetensors_header import (
     MAX_METADATA_CHARACTERS,
     TensorInfo,
     read_header,
+    read_metadata,
 )
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from tests.make import header_of, weights, with_header
@@ -56,6 +57,10 @@ def test_tensors_are_found_at_their_bytes():
     assert b == TensorInfo("b", "F16", (2, 1), start + 24, start + 28)
     assert FILE[a.begin : a.end] == SMALL["a"].tobytes()
     assert check(FILE)
+
+
+def test_metadata_behind_a_long_header_s_cut_is_empty():
+    assert read_metadata(io.BytesIO(FILE), 30) == {}
 
 
 def test_tensors_come_in_the_order_of_their_bytes():

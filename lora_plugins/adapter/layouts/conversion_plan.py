@@ -75,7 +75,7 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
         config = replace(config, peft_version=experts.FIRST_PRESENT)
     landed: list[LoraPair] = []
     left: list[LoraPair] = []
-    # AdaLoRA's pairs are always made anew: the engine has no place for the singular values beside A and B.
+    # AdaLoRA's pairs are always made again: the engine has no place for the singular values beside A and B.
     factors = {pair.a.name: factor for pair, factor in _with(BesideKind.SINGULAR, weights)}
     for pair in paced(weights.pairs):
         (landed if names.lands(pair) and pair.a.name not in factors else left).append(pair)

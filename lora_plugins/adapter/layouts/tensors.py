@@ -2,7 +2,7 @@
 
 Rules (`fused.py`, `experts.py`, `mixing.py`) make these values in the API server. A move is sent to the reading process
 and called there on the sources' elements (`writing.py`). `Part` and `Placed` move bits and keep the dtype; `Scaled`, of
-AdaLoRA, and `Joined`, of mixtures, compute in float32. `Names` tells a rule where an adapter's names land.
+AdaLoRA, and `Joined`, of mixtures, compute in float32. `Names` says to a rule where an adapter's names land.
 """
 
 from __future__ import annotations
