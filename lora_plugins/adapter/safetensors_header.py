@@ -107,30 +107,28 @@ def read_metadata(file: BinaryIO, most_bytes: int) -> dict[str, str]:
     header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise _broken(f"a header of {header_bytes} bytes", f"at most {MAX_HEADER_BYTES}")
-    data = file.read(min(header_bytes, most_bytes))
-    try:
-        return next((value or {} for name, value in _members(data, errors="ignore") if name == _METADATA), {})
-    except InvalidAdapter:
-        if header_bytes <= most_bytes:
-            raise
-        return {}  # perhaps the cut is at fault, not the header
+    members = _members(file.read(min(header_bytes, most_bytes)), is_cut=header_bytes > most_bytes)
+    return next((value or {} for name, value in members if name == _METADATA), {})
 
 
-def _members(data: bytes, errors: str = "strict") -> Iterator[tuple[str, Any]]:
+def _members(data: bytes, *, is_cut: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the members of the header's JSON object, `__metadata__` checked, reading each member on demand.
+
+    With `is_cut` the data may end anywhere in the header, and the last members are left out.
 
     `json.loads` itself would hold all members of a long object at once, and the interpreter's lock while freeing the
     members.
     """
     try:
-        for name, value in _parsed_members(data.decode("utf-8", errors)):
+        for name, value in _parsed_members(data.decode("utf-8", "ignore" if is_cut else "strict")):
             if name == _METADATA:
                 _check_metadata(value)
             yield name, value
     except InvalidAdapter:
         raise
     except (ValueError, RecursionError):
-        raise _broken("a header that is not JSON", "a JSON header") from None
+        if not is_cut:
+            raise _broken("a header that is not JSON", "a JSON header") from None
 
 
 def _parsed_members(text: str) -> Iterator[tuple[str, Any]]:
@@ -176,6 +174,8 @@ def _value(name: str, text: str, at: int) -> tuple[Any, int]:
     except InvalidAdapter:
         raise
     except (ValueError, RecursionError):
+        if at + most >= len(text):  # the text ends, not the bound
+            raise
         raise _broken(f"no {what} within {most} characters", expected) from None
 
 
