@@ -1,4 +1,8 @@
-"""The policy in use: each adapter stays on few replicas, and no replica is overloaded by the adapter."""
+"""The routing policy in use: each adapter stays on few replicas, and no replica is overloaded by the adapter.
+
+Runs in each router (`ray/router.py`), which asks for the best replicas of each request, and says where requests went,
+which have ended, and what replicas report. Computed in memory, without I/O.
+"""
 
 from __future__ import annotations
 
@@ -96,10 +100,9 @@ class AffinityPolicy:
             return allowed
         # A load in progress is waited for: a second replica would read the same adapter again.
         loading = [replica for replica, tier in where.items() if tier is Tier.LOADING]
-        if loading:
-            allowed += [replica for replica in loading if load(replica) < bound]
-            if allowed:
-                return allowed
+        allowed += [replica for replica in loading if load(replica) < bound]
+        if loading and allowed:
+            return allowed
         further = self._further(adapter, where, wanted, excluded, bound)
         if further is not None:
             return [further, *allowed]
@@ -124,15 +127,11 @@ class AffinityPolicy:
     def _ready(self, adapter: str, where: Mapping[str, Tier], wanted: int) -> list[str]:
         """Return replicas with the adapter in memory: the `wanted`, least loaded first, then surplus replicas."""
         ready = [replica for replica, tier in where.items() if tier <= Tier.HOST]
-        if len(ready) > 1:
-            # A fixed order, the same for every router: surplus replicas get no more requests, and their caches drop the
-            # adapter.
-            if len(ready) > wanted:
-                ready.sort(
-                    key=lambda replica: (where[replica], crc32(f"{adapter}/{replica}".encode("utf-8", "surrogatepass")))
-                )
-            ready[:wanted] = sorted(ready[:wanted], key=self._load.of)
-        return ready
+        # A fixed order, the same for every router: surplus replicas get no more requests, and their caches drop the
+        # adapter.
+        if len(ready) > wanted:
+            ready.sort(key=lambda it: (where[it], crc32(f"{adapter}/{it}".encode("utf-8", "surrogatepass"))))
+        return sorted(ready[:wanted], key=self._load.of) + ready[wanted:]
 
     def _further(
         self, adapter: str, there: Container[str], wanted: int, excluded: Collection[str], bound: int

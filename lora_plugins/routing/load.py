@@ -1,10 +1,15 @@
-"""Requests of each replica, and how many replicas an adapter needs."""
+"""Requests of each replica, and how many replicas an adapter needs.
+
+Runs in each router, for `affinity.py`. In go the requests that this router sends, their ends, and the numbers that
+replicas report; out come the requests in flight at a replica, and the number of replicas for an adapter.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from math import ceil
+
+from cachetools import LRUCache
 
 # Adapters whose load is remembered; a rarer adapter needs a single replica anyway.
 REMEMBERED = 65_536
@@ -95,17 +100,13 @@ class LoadEstimator:
 
     def __init__(self, per_replica: int, *, cool_down_s: float = 60.0) -> None:
         self._per_replica, self._cool_down_s = per_replica, cool_down_s
-        self._demands: OrderedDict[str, _Demand] = OrderedDict()  # the least recently used first
+        self._demands: LRUCache[str, _Demand] = LRUCache(REMEMBERED)
 
     def routed(self, adapter: str, now_s: float) -> None:
         demand = self._demands.get(adapter)
         if demand is None:
             demand = self._demands[adapter] = _Demand(int(now_s // BUCKET_S), now_s)
-            if len(self._demands) > REMEMBERED:
-                self._demands.popitem(last=False)
-        else:
-            self._demands.move_to_end(adapter)
-            self._advance(demand, now_s)
+        self._advance(demand, now_s)
         demand.in_flight += 1
 
     def completed(self, adapter: str, now_s: float) -> None:

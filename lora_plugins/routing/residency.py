@@ -1,13 +1,15 @@
-"""Which replica has which adapter: by replicas' reports, and by this router's requests since."""
+"""Which replica has which adapter: by replicas' reports, and by this router's requests since.
+
+Runs in each router, for `affinity.py`. In go reports, each some seconds old, and this router's requests and their ends;
+out come the replicas that have or load an adapter, and the replicas with room for one more.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from types import MappingProxyType
 
 # Seconds, longer than the time between two reports: an older report must not undo a request's effect.
 GRACE_S = 15.0
@@ -42,12 +44,14 @@ class Report:
     requests: int | None = None
 
 
-_NOWHERE: Mapping[str, Tier] = MappingProxyType({})
-_NONE: AbstractSet[str] = frozenset()
-
-
 class _Replica:
-    """A replica's state: `used` has adapters in memory or on the way, least recently used first; `sent_s`, requests."""
+    """A replica's state.
+
+    Attributes:
+        used: adapters in memory or on the way, the least recently used first.
+        sent_s: when this router last sent a request of an adapter.
+        stored: adapters whose files the replica has, and which are not in memory.
+    """
 
     __slots__ = ("capacity", "sent_s", "stored", "used")
 
@@ -84,11 +88,11 @@ class Residency:
 
     def of(self, adapter: str) -> Mapping[str, Tier]:
         """Return the replicas that have or load an adapter in memory, and the tiers."""
-        return self._where.get(adapter, _NOWHERE)
+        return self._where.get(adapter, {})
 
-    def stored(self, adapter: str) -> AbstractSet[str]:
+    def stored(self, adapter: str) -> Collection[str]:
         """Return the replicas that have reported an adapter's files."""
-        return self._stored.get(adapter, _NONE)
+        return self._stored.get(adapter, set())
 
     def has_room(self, replica: str) -> bool:
         """Whether another adapter fits into a replica's memory without an eviction."""
