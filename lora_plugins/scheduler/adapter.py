@@ -1,25 +1,21 @@
-"""Generations of adapters as the planner knows them: key, place, waiting and running requests, order of service."""
+"""One generation of an adapter as the planner knows it: where its weights are, which requests wait and run.
+
+Lives in the engine core process, in the planner's state, from the first request or call until nobody needs the
+generation and the workers have evicted it. The fields are set by `state.py`; the properties say what follows from them.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import Any
 
-from cachetools import LRUCache
-
 from lora_plugins.scheduler.messages import AdapterSpec
+from lora_plugins.scheduler.ranking import Ranking
 from lora_plugins.scheduler.request_queue import LAST, Order
 from lora_plugins.scheduler.stats import FoundIn
 
-_REMEMBERED = 10_000
-_MOST_GONE = 64
-_LATER_KEYS = 1 << 30  # above the ids that API servers give; batches hold them as int32
 LONGEST_DRAIN_S = 60.0  # clients choose their requests' names: a name for all requests must not keep a slot for ever
 
 
@@ -83,7 +79,7 @@ class LoadCall:
 
 
 class RunningOn:
-    """The group of an adapter's waiting requests that run even while the adapter leaves."""
+    """The group, in vLLM's queue, of an adapter's waiting requests that run even while the adapter leaves."""
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +87,7 @@ class Adapter:
     """One generation of an adapter.
 
     Attributes:
-        key: the number by which workers know this generation.
+        spec: name, engine id and path. key: the number by which workers and batches know this generation.
         is_instant: whether an activation costs no copy.
         job: the number of the workers' present background job.
         slot: the number of its slot, from the activation's begin. is_active: whether the weights are in the slot.
@@ -138,7 +134,7 @@ class Adapter:
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
-    _orders: list[tuple[Order, str]] = field(default_factory=list)
+    _orders: Ranking[str] = field(default_factory=Ranking)
 
     @property
     def is_loaded(self) -> bool:
@@ -191,12 +187,7 @@ class Adapter:
     @property
     def order(self) -> Order:
         """The place among waiting adapters: the place of the first waiting request, or of the first call."""
-        while self._orders:
-            order, request_id = self._orders[0]
-            if (held := self.held.get(request_id)) is not None and held.order == order:
-                break
-            heappop(self._orders)
-        first = self._orders[0][0] if self._orders else LAST
+        first = entry[0] if (entry := self._orders.first()) is not None else LAST
         return min(first, self.calls[0].order) if self.calls else first
 
     @property
@@ -213,93 +204,8 @@ class Adapter:
 
     def hold(self, request_id: str, held: Held) -> None:
         self.held[request_id] = held
-        heappush(self._orders, (held.order, request_id))
-        if len(self._orders) > 2 * len(self.held) + _MOST_GONE:  # nobody asks for the order while requests run
-            self._orders = [(it.order, key) for key, it in self.held.items()]
-            heapify(self._orders)
+        self._orders.put(request_id, held.order)
 
     def unhold(self, request_id: str) -> Held:
+        self._orders.remove(request_id)
         return self.held.pop(request_id)
-
-
-class Generations:
-    """The key of each engine id's current generation: the engine id itself, until another generation begins.
-
-    No key comes again. An id whose requests have moved to another id stands for the other's generation.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = count(_LATER_KEYS)
-        # Bounded: every version that is ever served has an id.
-        # In one cache, so that no key is remembered without its weights. By engine id:
-        self._keys: LRUCache[int, tuple[int, int]] = LRUCache(_REMEMBERED)  # the key, and the key that brought weights
-        self._engine_ids: LRUCache[int, int] = LRUCache(_REMEMBERED)  # by key
-        self._successors: LRUCache[int, AdapterSpec] = LRUCache(_REMEMBERED)  # by engine ids whose requests have moved
-
-    def begin(self, engine_id: int) -> None:
-        """Begin another generation, under a key that batches have never seen."""
-        key = next(self._numbers)
-        self.restore(engine_id, key, key)
-        self._successors.pop(engine_id, None)
-
-    def restore(self, engine_id: int, key: int, weights_key: int) -> None:
-        """Make an earlier generation the current one again, after an eviction and another load too."""
-        self._keys[engine_id], self._engine_ids[key] = (key, weights_key), engine_id
-
-    def key_of(self, engine_id: int) -> int:
-        """The key of the current generation."""
-        return int(self._keys.get(engine_id, (engine_id, engine_id))[0])
-
-    def weights_key_of(self, engine_id: int) -> int:
-        """The key of the generation that brought the weights of the current generation."""
-        return int(self._keys.get(engine_id, (engine_id, engine_id))[1])
-
-    def follow(self, engine_id: int, successor: AdapterSpec) -> None:
-        """Have an engine id stand for another id's adapter from now on."""
-        self._successors[engine_id] = successor
-
-    def successor_of(self, engine_id: int) -> AdapterSpec | None:
-        """The adapter that an engine id stands for; None where the id stands for its own."""
-        successor = None
-        while (following := self._successors.get(engine_id)) is not None:
-            successor, engine_id = following, following.engine_id
-        return successor
-
-    def engine_id_of(self, key: int) -> int:
-        """The engine id of a generation, current or not."""
-        return int(self._engine_ids.get(key, key))
-
-
-class WaitingOrder:
-    """Waiting adapters in the order in which vLLM would run their first requests."""
-
-    def __init__(self) -> None:
-        self._entries: dict[Adapter, tuple[Order, int, Adapter]] = {}
-        self._sorted: list[tuple[Order, int, Adapter]] = []  # order and key: equal for no two
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, adapter: Adapter) -> bool:
-        return adapter in self._entries
-
-    def __iter__(self) -> Iterator[Adapter]:
-        return (entry[2] for entry in self._sorted)
-
-    def keep(self, adapter: Adapter, *, is_in: bool) -> None:
-        """Put an adapter where its present order says, or take it out."""
-        known = self._entries.get(adapter)
-        if known is None and not is_in:
-            return
-        entry = (adapter.order, adapter.key, adapter) if is_in else None
-        if known is not None and known != entry:
-            del self._entries[adapter], self._sorted[bisect_left(self._sorted, known)]
-        if entry is not None and known != entry:
-            self._entries[adapter] = entry
-            if self._sorted and self._sorted[-1] > entry:
-                insort(self._sorted, entry)
-            else:
-                self._sorted.append(entry)  # most adapters came last
-
-    def count_before(self, adapter: Adapter) -> int:
-        return bisect_left(self._sorted, (adapter.order, adapter.key))

@@ -1,9 +1,13 @@
-"""Answers to open calls: callers who wait for an adapter to be loaded or activated.
+"""Answers to open calls: callers who wait for an adapter to be loaded or activated, without a request.
 
-A call is answered once its effect holds for later requests, or once nothing that runs can bring the effect about: once
-the adapter is in host memory, and in a slot where the call needs one. A wish for an idle slot ends with the plan that
-finds none, or that a pause keeps from writing slots. Where no request goes on during a pause and the workers have
-nothing to do, a load without room is refused. Calls that need a slot wait for the end of the pause.
+Runs in the engine core process, for the planner, in each plan and after each call or report. A call is answered once
+its effect holds for later requests, or once nothing that runs can bring the effect about:
+
+- A call for the load alone is answered as the workers report the load.
+- A call that `wants_slot` takes an idle slot. The plan that finds no idle slot, or may write none because of a pause,
+  ends the wish, and the call is answered like a call for the load alone.
+- A call that `needs_slot`, of a pin, waits for a slot, and for the end of a pause.
+- Where no request goes on during a pause and the workers have nothing to do, a load without room is refused.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ def activate_called(state: PlannerState, *, is_paused: bool) -> None:
         if not adapter.is_loaded or adapter.is_active:
             continue
         for call in adapter.calls:
-            needs = not is_paused and (call.wants_slot or call.needs_slot)
-            # A call that only `wants_slot` displaces nobody.
-            if needs and state.activate(adapter, displaces=call.needs_slot) and adapter.can_be_displaced:
+            # No slot is written during a pause. A call that only `wants_slot` displaces nobody.
+            is_asking = not is_paused and (call.wants_slot or call.needs_slot)
+            if is_asking and state.activate(adapter, displaces=call.needs_slot) and adapter.can_be_displaced:
                 state.pool_of(adapter).unused[adapter] = None  # a later call of this loop may take the slot
             call.wants_slot = call.wants_slot and adapter.is_activating
 

@@ -1,20 +1,21 @@
 """Which adapter leaves the host cache when another needs its room; a policy holds and frees no memory itself.
 
-A policy is notified of every arrival, use and departure, and names the best victim among the adapters that may leave;
-the caller leaves out pinned adapters and adapters in use. A request waits for every load, so no policy refuses a
-newcomer: a policy that distrusts newcomers names them as its next victims. Not thread-safe.
+Runs in the engine core process, for `host_cache.py`; `LORA_PLUGINS_HOST_POLICY` chooses the policy. A policy is
+notified of every arrival, use and departure, and names the best victim among the adapters that may leave; the caller
+leaves out pinned adapters and adapters in use. A request waits for every load, so no policy refuses a newcomer: a
+policy that distrusts newcomers names them as its next victims. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Generator, Hashable
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Container, Generator, Hashable
 from typing import Any, Generic, Protocol, TypeVar
 
+from lora_plugins.scheduler.ranking import Ranking
+
 Key = TypeVar("Key", bound=Hashable)
-_FEW = 20  # measured: sorting so many keys, squared, takes as long as passing over the other keys
 
 
 class EvictionPolicy(Protocol[Key]):
@@ -66,9 +67,9 @@ class Lrfu(Generic[Key]):
 
     Value = (sum over uses of 2 ** -age) * cost / size. Ages are in half-lives of `half_life` uses for each key there,
     so the memory's length follows the cache's: longer suits steady popularity, shorter suits bursts and moving hot sets
-    (`benchmarks/policies.py` measures half-lives). Every value shrinks alike, so only uses change the order, and a heap
-    can hold the order: the rank is log2 of the value at time 0. The last `REMEMBERED` evicted keys keep their uses: an
-    adapter that comes back again and again is not a newcomer each time.
+    (`benchmarks/policies.py` measures half-lives). Every value shrinks alike, so only uses change the order: the
+    rank is log2 of the value at time 0. The last `REMEMBERED` evicted keys keep their uses: an adapter that comes back
+    again and again is not a newcomer each time.
 
     Source: D. Lee et al., "LRFU: A Spectrum of Policies that Subsumes the Least Recently Used and Least Frequently
     Used Policies", IEEE Transactions on Computers 50(12), 2001; weighed by cost / size as GreedyDual-Size does.
@@ -82,10 +83,8 @@ class Lrfu(Generic[Key]):
         self._density: dict[Key, float] = {}  # log2 of seconds per byte
         self._evicted: OrderedDict[Key, float] = OrderedDict()  # uses of evicted keys, first evicted first
         self._now = 0.0  # half-lives
-        self._tick = 0  # of the last use: orders equal ranks, so that keys are never compared
-        self._ranks: dict[Key, tuple[float, int]] = {}
-        # With lazy deletion: entries unlike `_ranks` are skipped, and dropped once they outnumber `_ranks`.
-        self._heap: list[tuple[float, int, Key]] = []
+        self._tick = 0  # of the last use: orders equal values, so that keys are never compared
+        self._ranking: Ranking[Key] = Ranking()
 
     def added(self, key: Key, size_bytes: int, cost_s: float) -> None:
         self._uses[key] = self._uses.get(key, self._evicted.pop(key, -math.inf))
@@ -99,31 +98,16 @@ class Lrfu(Generic[Key]):
 
     def removed(self, key: Key) -> None:
         """Note a departure; the uses are remembered for a while."""
-        if key not in self._uses:
-            return
-        del self._ranks[key], self._density[key]
-        self._evicted[key] = self._uses.pop(key)
+        if key in self._uses:
+            self._ranking.remove(key)
+            del self._density[key]
+            self._evicted[key] = self._uses.pop(key)
         if len(self._evicted) > self.REMEMBERED:
             self._evicted.popitem(last=False)
-        self._tidy()
 
     def victims(self, among: Container[Key]) -> Generator[Key, None, None]:
         """Yield the key of the lowest value first, the least recently used of equal keys."""
-        if isinstance(among, Collection) and len(among) ** 2 < _FEW * len(self._ranks):  # most would be passed over
-            yield from sorted(self._ranks.keys() & among, key=self._ranks.__getitem__)
-            return
-        taken = []
-        try:
-            while self._heap:
-                rank, tick, key = entry = heappop(self._heap)
-                if self._ranks.get(key) == (rank, tick):
-                    taken.append(entry)
-                    if key in among:
-                        yield key
-        finally:
-            # `victims` only asks: entries go back, but for stale ones.
-            for entry in taken:
-                heappush(self._heap, entry)
+        return self._ranking.among(among)
 
     def _use(self, key: Key) -> None:
         self._now += 1 / (self._half_life * len(self._uses))
@@ -131,15 +115,7 @@ class Lrfu(Generic[Key]):
         # log2(2 ** a + 2 ** b) by the larger exponent: 2 ** a alone overflows after 1024 half-lives.
         high, low = max(self._now, self._uses[key]), min(self._now, self._uses[key])
         self._uses[key] = high + math.log2(1 + 2 ** (low - high))
-        rank = self._uses[key] + self._density[key]
-        self._ranks[key] = (rank, self._tick)
-        heappush(self._heap, (rank, self._tick, key))
-        self._tidy()
-
-    def _tidy(self) -> None:
-        if len(self._heap) > 2 * len(self._ranks) + 16:
-            self._heap = [(rank, tick, key) for key, (rank, tick) in self._ranks.items()]
-            heapify(self._heap)
+        self._ranking.put(key, (self._uses[key] + self._density[key], self._tick))
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy[Any]]] = {"lru": Lru, "lrfu": Lrfu}  # `settings.HOST_POLICIES`

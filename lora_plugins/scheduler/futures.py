@@ -1,4 +1,8 @@
-"""Futures of callers who wait for the planner: failed at once, answered, or of several together."""
+"""Futures of callers who wait for the planner: failed at once, answered, or one for several.
+
+Used in the engine core process, by the planner and its state. vLLM's engine loop polls or awaits the futures; no thread
+waits for one.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,16 @@
-"""The host cache's budget: which adapters the workers hold in host memory, in bytes and in number."""
+"""The host cache's budget: which adapters the workers hold in host memory, in bytes and in number.
+
+Runs in the engine core process, for the planner, and holds numbers only: the weights are in the workers. The planner
+notes loads, uses and evictions; the answers are whether adapters fit, and which to evict so that they fit. A `key`
+names a generation of an adapter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import closing
+
+from cachetools import LRUCache
 
 from lora_plugins.errors import LoRAPluginsError, NoFreeSlot, OutOfMemory
 from lora_plugins.scheduler.adapter import Adapter
@@ -20,7 +27,7 @@ class HostCache:
         max_bytes: None for no limit. max_adapters: vLLM's `--max-cpu-loras`.
         sizes_bytes: of present adapters. known_bytes: spec and size of the current generation at
             its last load, by engine id.
-        idle: keys of adapters that may be evicted at any time. idle_bytes: their sum.
+        idle: keys of adapters that may be evicted at any time. idle_bytes: the sum of their bytes.
     """
 
     def __init__(self, max_bytes: int | None, max_adapters: int, policy: EvictionPolicy[int]) -> None:
@@ -30,7 +37,7 @@ class HostCache:
         self.sizes_bytes: dict[int, int] = {}
         self.idle: dict[int, None] = {}
         self.idle_bytes = 0
-        self.known_bytes: dict[int, tuple[AdapterSpec, int]] = {}
+        self.known_bytes: LRUCache[int, tuple[AdapterSpec, int]] = LRUCache(_REMEMBERED)
         self._policy = policy
 
     def expected_bytes(self, spec: AdapterSpec) -> int:
@@ -39,7 +46,10 @@ class HostCache:
         return known[1] if known is not None and known[0].path == spec.path else spec.size_bytes
 
     def over(self, sizes_bytes: Collection[int], without: Collection[int] = ()) -> tuple[int, int]:
-        """How many places and bytes adapters of these sizes lack; `without`: keys counted as evicted."""
+        """How many places and bytes adapters of these sizes lack; below 0 where some are left.
+
+        `without`: keys counted as evicted.
+        """
         places = len(self.sizes_bytes) + len(sizes_bytes) - len(without) - self.max_adapters
         if self.max_bytes is None:
             return places, 0
@@ -75,8 +85,6 @@ class HostCache:
         """Count an adapter's real size, as workers report the size; later requests find what `is_current`."""
         if is_current:
             self.known_bytes[spec.engine_id] = spec, size_bytes
-        if len(self.known_bytes) > _REMEMBERED:
-            del self.known_bytes[next(iter(self.known_bytes))]
         self.set_idle(key, is_idle=False)
         self.used_bytes += size_bytes - self.sizes_bytes[key]
         self.sizes_bytes[key] = size_bytes
@@ -121,8 +129,6 @@ class HostCache:
     def why_never_fits(self, adapter: Adapter, staying: Collection[Adapter]) -> LoRAPluginsError | None:
         """Return why an adapter can have no place for as long as the adapters `staying` stay, or None."""
         size_bytes = self.expected_bytes(adapter.spec)
-        if not staying and (self.max_bytes is None or size_bytes <= self.max_bytes):
-            return None
         if self.max_bytes is not None and size_bytes > self.max_bytes:
             return OutOfMemory(
                 f"an adapter of {size_bytes} bytes in host memory",

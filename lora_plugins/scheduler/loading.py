@@ -1,4 +1,10 @@
-"""Loads into the host cache: which adapters are loaded now, and which others leave for them."""
+"""Loads into the host cache: which adapters are loaded now, and which others leave for them.
+
+Runs in the engine core process, in each plan of a step. In go the adapters that requests or calls want and host memory
+lacks, in the order of vLLM's queue (`PlannerState.absent`); the plan gets commands to evict and to load; out come the
+adapters without room. During a pause only calls load. A pause that stops running requests too (`is_stopped`) lets
+adapters with waiting requests be evicted for calls: nothing would run before the pause ends.
+"""
 
 from __future__ import annotations
 

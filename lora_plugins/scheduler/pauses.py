@@ -1,6 +1,12 @@
-"""Names whose requests wait for a resume in vLLM's queue: they take neither slots nor room from others.
+"""Pauses of adapter names in one engine: which requests wait for a resume, and who waits until nothing runs.
 
-A pause is of a name, so requests that come during a pause get the version that the name has at the resume.
+Runs in the engine core process, beside the planner, for `vllm_patches/engine_core/`. Requests that come while their
+name is paused are held here, in vLLM's queue but in no group that runs, and take neither slots nor room. They belong to
+a name, not to a version: after the resume they get the version that the name has then. Requests that came before the
+pause stay the planner's.
+
+vLLM divides a client's request with several choices or beams into parts, which are requests of their own. A part of a
+client's request that ran as the pause began is treated as the request is: it runs, ends or waits with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which pins leave all other adapters too little: too few slots, or too little host memory."""
+"""Which pins leave all other adapters too little: too few slots, or too little host memory.
+
+Runs in the engine core process, when the planner is asked for a pin, and again once a load shows the kind of slot that
+the pinned adapter takes. Each function returns the error to refuse the pin with, or None.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
 """Which adapters are loaded, which have slots, and whose requests may run: one planner for each engine.
 
-The planner is notified of requests, reports of workers and the time, and answers with commands for the workers and with
-the groups of requests that may run (`PlannerState.open_groups`). The unit is a generation of an adapter: an engine id
-finds the current generation, and a later generation is loaded beside the current. The rules:
+Runs in the engine core process, in vLLM's scheduler (`vllm_patches/engine_core/scheduler.py`), which notifies the
+planner of requests, calls of API servers, pauses and workers' reports, and asks for a plan before each step. Out come
+commands for the workers (`messages.py`), the groups of requests that vLLM may run (`PlannerState.open_groups`), and
+futures for callers. This file says what each event means, and in which order a step is planned; each decision has its
+file in this folder: `loading.py`, `slots.py`, `leaving.py`, `calls.py`, `pins.py`; `state.py` carries decisions out.
+
+The unit is a generation of an adapter: an engine id finds the current generation, and a later generation is loaded
+beside the current. The rules:
 
 - Requests wait in vLLM's queue, and vLLM runs them in its order. vLLM sees the requests of adapters in slots; the other
   requests keep their places, and vLLM passes over them.
@@ -12,8 +17,8 @@ finds the current generation, and a later generation is loaded beside the curren
 - Adapters are loaded, and get slots, in the order in which vLLM would run their first requests. Where vLLM passes over
   adapters and no slot has passed on for max(patience, 2 * the mean run) / the running adapters, the adapter with the
   fewest running requests leaves: only requests that have run before, and parts of its running requests, still join. No
-  adapter leaves for requests of a worse priority than its own, and requests of a better priority than the one it
-  leaves for still run; the last that takes any request stays, unless no other runs.
+  adapter leaves for requests of a worse priority than its own, and requests of a better priority than the one it leaves
+  for still run; the last that takes any request stays, unless no other runs.
 - A wanted adapter is loaded at once, unless enough adapters wait in host memory to take all slots before. An adapter
   that finds no room for the time above gets room reserved: as few adapters as needed drain, and do not begin again.
 - An adapter that can never fit, by size or beside pins, is refused at once, and delays no other.
@@ -38,6 +43,7 @@ from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
 from lora_plugins.scheduler.calls import activate_called, in_use, take_answered, without_room
 from lora_plugins.scheduler.futures import all_of, failed, resolve
 from lora_plugins.scheduler.host_cache import HostCache
+from lora_plugins.scheduler.leaving import forget_expected, pass_room_on, pass_slots_on, share_s
 from lora_plugins.scheduler.loading import load_wanted
 from lora_plugins.scheduler.messages import (
     Activated,
@@ -52,7 +58,7 @@ from lora_plugins.scheduler.messages import (
 )
 from lora_plugins.scheduler.pins import why_not_pinned, why_takes_last_slot
 from lora_plugins.scheduler.request_queue import Order, QueueOrder
-from lora_plugins.scheduler.slots import forget_expected, give_slots, have_one_leave, share_s
+from lora_plugins.scheduler.slots import give_slots
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.scheduler.stats import Stats
 
@@ -94,12 +100,13 @@ class Planner:
         self.stats = Stats()
         self.state = PlannerState(slots, cache, self.stats, order or QueueOrder())
         self._patience_s = patience_s
-        self._refusals: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)  # by ids that are given once
-        # The ids that loaded adapters succeed once `move` is called, and the adapters, by the adapters' ids.
-        self._succeeded: dict[int, tuple[int, AdapterSpec]] = {}
-        self._is_changed = False
+        # Engine ids retired for good: the error for later requests of the id; None where they are served all the same.
+        self._ended_ids: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)
+        # By the id of an adapter that a call has loaded: the id whose requests `move` will give it, and the adapter.
+        self._awaiting_move: dict[int, tuple[int, AdapterSpec]] = {}
+        self._is_changed = False  # since the last plan
         self._planned_in = (False, False)  # whether a pause held, and stopped all, at the last plan
-        self._look_at = float("inf")
+        self._look_at = float("inf")  # when to plan again though nothing changes
 
     def has_work(self, *, is_paused: bool, is_stopped: bool = False) -> bool:
         """Return whether a step without any request would do more than answer refused requests."""
@@ -141,7 +148,7 @@ class Planner:
         """
         self.move(spec.engine_id, now)  # API servers name the id only once they have decided for the move
         adapter = self._generation(spec, begins=is_other)
-        error = self._refusals.get(spec.engine_id) or self.state.cache.why_never_fits(adapter, self.state.staying)
+        error = self._ended_ids.get(spec.engine_id) or self.state.cache.why_never_fits(adapter, self.state.staying)
         if error is not None:
             self.state.refuse(request, error)
         else:
@@ -225,12 +232,12 @@ class Planner:
         LoRAPluginsError where the adapter cannot be loaded.
         """
         if succeeds is not None:
-            self._succeeded[spec.engine_id] = succeeds, spec
+            self._awaiting_move[spec.engine_id] = succeeds, spec
         known = self.state.known(spec.engine_id)
         adapter = self._generation(spec, begins=is_other or (known is not None and known.spec.path != spec.path))
         is_pinned = known is not None and known.is_pinned
         adapter.moves = adapter.replaces is not None and (moves or (adapter is known and adapter.moves))
-        error = self._refusals.get(spec.engine_id) or self.state.cache.why_never_fits(adapter, self.state.staying)
+        error = self._ended_ids.get(spec.engine_id) or self.state.cache.why_never_fits(adapter, self.state.staying)
         future = Future[None]() if error is None else failed(error)
         if error is None:
             adapter.is_pinned = is_pinned
@@ -247,7 +254,7 @@ class Planner:
         Later requests of that id get the adapter too, and a pin goes over to it. A request for the adapter may come
         before the call, and does the same.
         """
-        state, (succeeded, spec) = self.state, self._succeeded.pop(engine_id, (None, None))
+        state, (succeeded, spec) = self.state, self._awaiting_move.pop(engine_id, (None, None))
         if succeeded is None or spec is None:
             return
         state.generations.follow(succeeded, spec)
@@ -313,9 +320,9 @@ class Planner:
         The future raises NoFreeSlot where too little would be left for others, AdapterNotFound for a retired adapter,
         or an error of `load`.
         """
-        if spec.engine_id in self._refusals:
+        if spec.engine_id in self._ended_ids:
             going = AdapterNotFound("a version that is being removed", adapter=spec.name)
-            return failed(self._refusals[spec.engine_id] or going)
+            return failed(self._ended_ids[spec.engine_id] or going)
         if (error := why_not_pinned(self.state, spec)) is not None:
             return failed(error)
         future = self.load(spec, now, needs_slot=True)
@@ -344,10 +351,10 @@ class Planner:
         not given again, so later requests for the id are refused, or served, in the same way.
         """
         state = self.state
-        self._succeeded.pop(engine_id, None)
+        self._awaiting_move.pop(engine_id, None)
         # An id may come back with other weights: its next generation gets a key that batches have never seen.
         if is_last:
-            self._refusals[engine_id] = refusal or self._refusals.get(engine_id)  # a refusal stays
+            self._ended_ids[engine_id] = refusal or self._ended_ids.get(engine_id)  # a refusal stays
         else:
             state.generations.begin(engine_id)
         adapters = [adapter for adapter in state.adapters.values() if adapter.spec.engine_id == engine_id]
@@ -390,7 +397,7 @@ class Planner:
             state.settle(now)
             self._look_at = forget_expected(state, now)
             if not is_paused:
-                plan.moved = self._move_all(now)  # before the new generation gets a slot of its own
+                plan.moved = self._move_all(now)  # before a new generation gets a slot of its own
             activate_called(state, is_paused=is_paused)
             self._answer(now)
             # Before `give_slots`, which would let the adapters to be evicted run again.
@@ -399,8 +406,9 @@ class Planner:
             if not is_paused:
                 waiting = give_slots(state)
                 state.settle(now)
-                look_at = have_one_leave(state, now, waiting, adapters_without_room, self._patience_s)
-                self._look_at = min(self._look_at, look_at)
+                slots_at = pass_slots_on(state, now, waiting, self._patience_s)
+                room_at = pass_room_on(state, now, adapters_without_room, self._patience_s)
+                self._look_at = min(self._look_at, slots_at, room_at)
                 state.settle(now)
         plan.commands, state.commands = state.commands, []
         self.answer_calls(now, is_paused=is_paused, is_stopped=is_stopped)
@@ -473,7 +481,7 @@ class Planner:
         replaces = state.current.get(engine_id) or state.known(engine_id)
         if replaces is not None and not begins:
             return replaces
-        evicted, is_retired = state.cache.known_bytes.get(engine_id), engine_id in self._refusals
+        evicted, is_retired = state.cache.known_bytes.get(engine_id), engine_id in self._ended_ids
         # Of a retired id nobody knows the last weights: a request from before may have the path of earlier weights.
         has_had_others = is_retired and state.generations.key_of(engine_id) != engine_id
         is_other = has_had_others if evicted is None else evicted[0].path != spec.path
@@ -497,12 +505,14 @@ class Planner:
             self._retire(replaced, now)
 
     def _move_all(self, now: float) -> list[Adapter]:
-        # Weights move between slots of one pool only: a pointed slot cannot take over the weights of a copied slot.
+        """Give the weights of loaded generations to requests that run with a generation before; return those before."""
         moved = []
         for adapter in list(self.state.moving):
+            # The last generation before with requests to move; generations between have none.
             runs = adapter.replaces
             while runs is not None and not (runs.goes_on or runs.stopped):
                 runs = runs.replaces
+            # Weights move between slots of one pool only: a pointed slot cannot take over weights of a copied slot.
             is_movable = runs is not None and runs.is_active and runs.is_instant == adapter.is_instant
             if runs is not None and runs.is_in_flight and not is_movable:
                 runs = None  # running requests finish with their own weights

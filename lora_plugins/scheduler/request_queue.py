@@ -1,65 +1,38 @@
 """vLLM's queue of waiting requests, of which only requests whose adapter is ready are handed out.
 
-Every request enters the queue when it comes, and keeps its place until it runs. A request belongs to a group: the base
-model's requests, or the requests of an adapter. vLLM sees the first request of all groups that are open; requests of
-closed groups stay where they are, and cost a step nothing.
-
-The interface is that of vLLM's `RequestQueue` (vllm/v1/core/sched/request_queue.py, 0.30 to 0.33).
+Runs in the engine core process, in the place of vLLM's `RequestQueue` (vllm/v1/core/sched/request_queue.py, 0.30 to
+0.33), and has its interface. Every request enters the queue when it comes, and keeps its place until it runs. A request
+belongs to a group: the base model's requests, or the requests of an adapter. vLLM sees the first request of all groups
+that are open; requests of closed groups stay where they are, and cost a step nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
+from lora_plugins.scheduler.ranking import Ranking
+
 Order = tuple[int, int, float, str]
 """A place in the queue: rank of the queue, priority, number or time of arrival, and the id of the request."""
-
 LAST: Order = (1 << 30, 0, 0.0, "")
+"""A place behind every request."""
 CLOSED = object()
 """A group that never opens: requests that were refused, or wait for a resume."""
-_MOST_GONE = 64
 
 
-@dataclass(eq=False, slots=True)
+def priority_of(order: Order) -> int:
+    """Return the vLLM priority in a place; smaller is better."""
+    return order[1]
+
+
+@dataclass(frozen=True, slots=True)
 class _Waiting:
     order: Order
     request: Any
     group: Hashable
-    is_in: bool = True
-
-    def __lt__(self, other: _Waiting) -> bool:
-        return self.order < other.order
-
-
-class _WaitingGroup:
-    """The waiting requests of one group, the first at hand."""
-
-    def __init__(self) -> None:
-        self._heap: list[_Waiting] = []
-        self._count = 0
-
-    @property
-    def first(self) -> _Waiting:
-        while not self._heap[0].is_in:
-            heappop(self._heap)
-        return self._heap[0]
-
-    def add(self, entry: _Waiting) -> None:
-        heappush(self._heap, entry)
-        self._count += 1
-
-    def discard(self, entry: _Waiting) -> bool:
-        """Take out an entry, and return whether any is left."""
-        entry.is_in = False
-        self._count -= 1
-        if len(self._heap) > 2 * self._count + _MOST_GONE:  # requests that left from a closed group
-            self._heap = [it for it in self._heap if it.is_in]
-            heapify(self._heap)
-        return self._count > 0
 
 
 class QueueOrder:
@@ -134,7 +107,7 @@ class AdapterQueue:
     def __init__(self, places: QueuePlaces, rank: int) -> None:
         self._places, self._rank = places, rank
         self._entries: dict[str, _Waiting] = {}
-        self._groups: dict[Hashable, _WaitingGroup] = {}
+        self._groups: dict[Hashable, Ranking[str]] = {}  # the waiting requests of each group, by id
 
     def add_request(self, request: Any) -> None:
         self._enter(request, is_front=False)
@@ -157,14 +130,15 @@ class AdapterQueue:
 
     def _put(self, request: Any, group: Hashable, order: Order) -> None:
         self._discard(request.request_id)
-        entry = self._entries[request.request_id] = _Waiting(order, request, group)
-        if group is not CLOSED:
-            self._groups.setdefault(group, _WaitingGroup()).add(entry)
+        self._entries[request.request_id] = _Waiting(order, request, group)
+        self._groups.setdefault(group, Ranking()).put(request.request_id, order)
 
     def _discard(self, request_id: str) -> bool:
         if (entry := self._entries.pop(request_id, None)) is None:
             return False
-        if entry.group is not CLOSED and not self._groups[entry.group].discard(entry):
+        group = self._groups[entry.group]
+        group.remove(request_id)
+        if not group.ranks:
             del self._groups[entry.group]
         return True
 
@@ -226,13 +200,17 @@ class AdapterQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Any]:
-        return (entry.request for entry in sorted(self._entries.values()))
+        return (entry.request for entry in sorted(self._entries.values(), key=lambda it: it.order))
 
     def __contains__(self, request: Any) -> bool:
         return request.request_id in self._entries
 
     def _first(self) -> _Waiting | None:
-        firsts = [self._groups[None].first] if None in self._groups else []
-        if len(self._groups) > len(firsts):
-            firsts += [self._groups[group].first for group in self._places.open_groups if group in self._groups]
-        return min(firsts, default=None)
+        waiting, are_open = self._groups, self._places.open_groups
+        # By the shorter of the two loops: every adapter may wait, and every adapter may be open.
+        if len(waiting) <= len(are_open):
+            groups = [group for group in waiting if group is None or group in are_open]
+        else:
+            groups = [group for group in (None, *are_open) if group in waiting]
+        first = min(filter(None, (waiting[group].first() for group in groups)), default=None)
+        return None if first is None else self._entries[first[1]]

@@ -1,7 +1,8 @@
-"""The state of the planner: adapters that are loaded, reserved, draining, pinned, held and in flight.
+"""What the planner knows of one engine, and every single change: hold, begin, end, load, activate, evict.
 
-`scheduler/adapter.py` has the fields of one adapter. A change of an adapter is noted in `touched`; `settle` then
-updates the collections derived from the adapter.
+Runs in the engine core process, between two steps of vLLM. The planner and the functions of this folder decide; a
+method here carries out one decision, appends commands for the workers, and notes the adapter in `touched`. `settle`
+then updates the collections that are derived from adapters. `adapter.py` has the fields of one adapter.
 """
 
 from __future__ import annotations
@@ -14,29 +15,22 @@ from itertools import count
 from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.scheduler.adapter import (
-    ABSENT,
-    LOADED,
-    LOADING,
-    Adapter,
-    Generations,
-    Held,
-    Run,
-    RunningOn,
-    WaitingOrder,
-)
+from lora_plugins.scheduler.adapter import ABSENT, LOADED, LOADING, Adapter, Held, Run, RunningOn
 from lora_plugins.scheduler.futures import resolve
+from lora_plugins.scheduler.generations import Generations
 from lora_plugins.scheduler.host_cache import HostCache
 from lora_plugins.scheduler.messages import Activate, Command, Evict, Load, Move, Slots
-from lora_plugins.scheduler.request_queue import CLOSED, Order, QueueOrder
+from lora_plugins.scheduler.request_queue import CLOSED, Order, QueueOrder, priority_of
 from lora_plugins.scheduler.stats import Stats, StepTimes
+from lora_plugins.scheduler.waiting_order import WaitingOrder
 
 MAX_LOADS = 4
 _AVERAGED = 20
+_Adapters = dict[Adapter, None]  # a set that keeps the order in which adapters came, so that plans can be repeated
 
 
 class SlotPool:
-    """Slots of one kind.
+    """Slots of one kind: `copied` slots are written at an activation, `pointed` slots point at host memory.
 
     Attributes:
         owners: each adapter's slot, the least recently used first. running: adapters in flight that are not pinned.
@@ -49,13 +43,13 @@ class SlotPool:
         # Backwards, because `pop` takes the last: slots are used from the first on.
         self.free = list(range(first + size - 1, first - 1, -1))
         self.owners: dict[Adapter, int] = {}
-        self.running: dict[Adapter, None] = {}
-        self.unused: dict[Adapter, None] = {}
+        self.running = _Adapters()
+        self.unused = _Adapters()
         self.passed_on_at = 0.0
 
 
 class PlannerState:
-    """See the module; slots and the host cache are shown as they will be once the commands are carried out.
+    """The adapters of one engine; slots and host cache are shown as they will be once commands are carried out.
 
     Attributes:
         adapters: all generations, by key (`generations`). current: the generation that new requests get, by engine id.
@@ -92,23 +86,22 @@ class PlannerState:
         self.absent, self.ready, self.newly_held = WaitingOrder(), WaitingOrder(), WaitingOrder()
         self.open_groups: dict[Hashable, None] = {}
         self.regrouped: dict[str, Any] = {}
-        kept = (dict[Adapter, None]() for _ in range(6))
-        self.in_flight, self.expecting, self.calling, self.pinned, self.staying, self.moving = kept
-        self.leaving: dict[Adapter, None] = {}
+        self.in_flight, self.expecting, self.calling = _Adapters(), _Adapters(), _Adapters()
+        self.pinned, self.staying, self.moving, self.leaving = _Adapters(), _Adapters(), _Adapters(), _Adapters()
         self.jobs: dict[int, Adapter] = {}
         self.reserved_for: Adapter | None = None
-        self.draining: dict[Adapter, None] = {}
+        self.draining = _Adapters()
         self.made_room_at = 0.0
         self.mean_run_s = 0.0
         self.waits_for = ""
         self.evicting: dict[int, list[Future[None]]] = {}
         self.commands: list[Command] = []
         self.refused: list[tuple[Any, LoRAPluginsError | None]] = []
-        self.touched: dict[Adapter, None] = {}
+        self.touched = _Adapters()
         self._numbers = count(1)
 
     def known(self, engine_id: int) -> Adapter | None:
-        """Return the current generation, if used, loaded, or wanted."""
+        """Return the current generation; None where no request or call needs it and workers have not loaded it."""
         adapter = self.adapters.get(self.generations.key_of(engine_id))
         # The key of an id whose requests have moved may be in use by the other id.
         return adapter if adapter is not None and adapter.spec.engine_id == engine_id else None
@@ -179,18 +172,20 @@ class PlannerState:
         """
         adapter.leaving_since, adapter.leaves_for, adapter.takes_parts = since, priority, True
         _keep(self.leaving, adapter, is_in=since is not None)
-        clients = adapter.clients if since is not None else set[str]()
-        for request_id, held in adapter.held.items() if since is not None else ():
-            if not held.runs_on and (held.client in clients or held.order[1] < priority):
+        self.touched[adapter] = None
+        if since is None:
+            return
+        clients = adapter.clients
+        for request_id, held in adapter.held.items():
+            if not held.runs_on and (held.client in clients or priority_of(held.order) < priority):
                 held.runs_on = True
                 self.regrouped[request_id] = held.request
-        self.touched[adapter] = None
 
     def take_no_parts(self, adapter: Adapter) -> None:
         """Have a leaving adapter take no parts of clients' running requests any more."""
         adapter.takes_parts = False
         for request_id, held in adapter.held.items():
-            if held.runs_on and not (held.has_run or held.order[1] < adapter.leaves_for):
+            if held.runs_on and not (held.has_run or priority_of(held.order) < adapter.leaves_for):
                 held.runs_on = False
                 self.regrouped[request_id] = held.request
 
@@ -225,7 +220,7 @@ class PlannerState:
         before.calls, adapter.calls = [*before.calls, *adapter.calls], []
         before.is_pinned, adapter.is_pinned = before.is_pinned or adapter.is_pinned, False
         adapter.residency = ABSENT
-        self.regrouped.update({request_id: held.request for request_id, held in before.held.items()})
+        self.regrouped |= {request_id: held.request for request_id, held in before.held.items()}
         self._restore(adapter, before, has_same=True)
         self.touched[adapter] = None
 
@@ -291,7 +286,7 @@ class PlannerState:
         held.runs_on = held.has_run
         if adapter.leaving_since is not None and not held.has_run:
             is_part = adapter.takes_parts and held.client in adapter.clients
-            held.runs_on = is_part or held.order[1] < adapter.leaves_for
+            held.runs_on = is_part or priority_of(held.order) < adapter.leaves_for
         adapter.hold(request_id, held)
         self.of_request[request_id] = adapter
 
@@ -311,7 +306,7 @@ class PlannerState:
         pool = self.pool_of(adapter)
         if not adapter.is_in_flight:
             pool.passed_on_at = now
-        adapter.running[request_id] = Run(now, held.client, held.order[1])
+        adapter.running[request_id] = Run(now, held.client, priority_of(held.order))
         if not held.has_run:
             self.stats.wait_seconds[held.found].observe(now - held.arrived_at)
         # To the end of the order: the least recently used owner comes first.
@@ -396,7 +391,7 @@ class PlannerState:
         unused = [owner for owner in pool.owners if owner in pool.unused] if pool.unused else []
         victim = next((owner for owner in unused if not owner.is_wanted), None)
         if victim is None and displacing is not None:
-            victim = max(unused, key=_order, default=None)
+            victim = max(unused, key=lambda it: it.order, default=None)
             if victim is not None and not displacing.needs_slot and victim.order <= displacing.order:
                 victim = None
         if victim is None:
@@ -461,10 +456,6 @@ class PlannerState:
         self.evicting.setdefault(adapter.key, [])
         if adapter.is_wanted and (error := self.cache.why_never_fits(adapter, self.staying)) is not None:
             self.fail(adapter, error)  # the adapter turned out too large, or another was pinned after the load
-
-
-def _order(adapter: Adapter) -> Order:
-    return adapter.order
 
 
 def _keep(some: dict[Any, None], member: Adapter | RunningOn, *, is_in: bool) -> None:

@@ -1,4 +1,8 @@
-"""The planner's measures: counts for metrics since the engine started, and how long steps and copies take."""
+"""The planner's measures: counts for metrics since the engine started, and how long steps and copies take.
+
+Taken in the engine core process. `Stats` goes to API servers as it is (`messages.PlannerFigures`), for `/metrics`;
+`StepTimes` stays with the planner, and decides how a slot is written.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "planner: the adapter that runs the most leaves",
-        "lora_plugins/scheduler/slots.py",
+        "lora_plugins/scheduler/leaving.py",
         "state.leave(min(taking, key=lambda it: len(it.running)), now, priority)",
         "state.leave(max(taking, key=lambda it: len(it.running)), now, priority)",
         ("tests/scheduler/test_planner.py",),
@@ -46,7 +46,7 @@ MUTANTS = (
     ),
     Mutant(
         "store: an adapter's files are not synced",
-        "lora_plugins/store/layout.py",
+        "lora_plugins/store/durable_files.py",
         "            os.fchmod(descriptor, 0o444)\n        os.fsync(descriptor)",
         "            os.fchmod(descriptor, 0o444)",
         ("tests/store/test_crash_points.py",),

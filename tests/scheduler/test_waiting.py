@@ -3,8 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_plugins.scheduler.adapter import Adapter, Held, WaitingOrder
+from lora_plugins.scheduler.adapter import Adapter, Held
 from lora_plugins.scheduler.stats import FoundIn
+from lora_plugins.scheduler.waiting_order import WaitingOrder
 from tests.scheduler.simulated import spec
 
 

@@ -492,7 +492,7 @@ class World:
             assert not used, it
             assert not it.is_retired, it
             assert it.is_loaded, it
-            assert len(it._orders) < 100, "places of requests that have gone"
+            assert len(it._orders._heap) < 100, "places of requests that have gone"
         loaded = {it.key for it in state.adapters.values()}
         assert loaded == set(self.engine.workers.entries) == set(state.cache.sizes_bytes), "workers hold others"
         assert {it for it in state.open_groups if it in state.adapters.values()} == {

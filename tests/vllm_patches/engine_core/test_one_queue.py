@@ -204,7 +204,7 @@ def test_a_hot_adapter_remembers_no_request_that_has_gone(make_engine: Make) -> 
         engine.step()
     (hot,) = engine.scheduler.planner.state.adapters.values()
     assert hot.is_in_flight
-    assert len(hot._orders) < 100
+    assert len(hot._orders._heap) < 100
 
 
 def leaving_world(make_world: Worlds) -> World:
