@@ -1,4 +1,8 @@
-"""`python -m lora_plugins.ray --replicas 2 -- MODEL --enable-lora …`: replicas of `vllm serve` on Ray."""
+"""`python -m lora_plugins.ray --replicas 2 -- MODEL --enable-lora …`: replicas of `vllm serve` on Ray.
+
+The command of a machine without a Serve configuration: starts Ray or joins a cluster, deploys the application, and
+waits for Ctrl-C or SIGTERM.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The Serve application: an ingress, and replicas of `vllm serve`."""
+"""The Serve application: an ingress, and replicas of `vllm serve`.
+
+Runs where the application is deployed: in `python -m lora_plugins.ray`, or in `serve deploy` by the path
+`lora_plugins.ray.application:build` of a configuration file. In go the `Options`; out comes what Ray deploys.
+"""
 
 from __future__ import annotations
 

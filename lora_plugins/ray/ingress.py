@@ -1,4 +1,9 @@
-"""The clients' address: names each request's adapter for the router, and asks another replica after a loss."""
+"""The clients' address: names each request's adapter for the router, and asks another replica after a loss.
+
+A Ray Serve deployment in a process of its own, between Ray's HTTP proxy and the replicas (`replica.py`). In goes a
+client's HTTP request; out comes the answer of one replica as it streams, or of all replicas for calls that change or
+list adapters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The deployment that Ray Serve replicates: each replica owns a server, and passes requests on to the server."""
+"""The deployment that Ray Serve replicates: each replica owns a server, and passes requests on to the server.
+
+Runs in a Ray worker for each replica; `vllm serve` is a child process (`server_process.py`). In go the ingress's
+`Call`s; out come the parts of the server's answer. Ray also asks for the replica's health, and for the adapters and
+requests that routers need.
+"""
 
 from __future__ import annotations
 

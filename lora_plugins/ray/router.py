@@ -1,4 +1,9 @@
-"""Ray Serve's request router with our policy: each request goes to a replica with the request's adapter."""
+"""Ray Serve's request router with our policy: each request goes to a replica with the request's adapter.
+
+Ray makes one in each process with a handle to the replicas: our ingress, or Ray's own in direct streaming. Ray calls
+the public methods: to choose replicas, as requests begin and end, and with replicas' reports. `routing/affinity.py`
+decides.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +34,17 @@ class AdapterAffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray's class
     its end. In direct streaming the router does not learn of the end, and the replica's reports count the request.
     """
 
-    def initialize_state(
-        self,
-        busy_requests: int = BUSY_REQUESTS,
-        overload: float = 1.25,
-        cool_down_s: float = 60.0,
-        base_names: Sequence[str] = (),
-    ) -> None:
+    def initialize_state(self, busy_requests: int = BUSY_REQUESTS, base_names: Sequence[str] = ()) -> None:
         """Ray Serve's: take the values of `request_router_kwargs`."""
         # Three quarters: an adapter spreads to another replica before a replica is at its bound.
-        limits = Limits(max(1, busy_requests * 3 // 4), busy_requests, overload, cool_down_s)
-        self._policy = AffinityPolicy(limits)
+        self._policy = AffinityPolicy(Limits(max(1, busy_requests * 3 // 4), busy_requests))
         self._base_names = frozenset(base_names)
         self._by_name: dict[str, RunningReplica] = {}
         self._stats: dict[str, Any] = {}
         self._counted: dict[str, tuple[str, str]] = {}  # request id → its adapter, and the replica with the request
 
     async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Ray Serve's: return groups of replicas in the order of attempts; all candidates, full ones too, come last."""
         if pending_request is None:

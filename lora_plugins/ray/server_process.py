@@ -1,4 +1,8 @@
-"""A `vllm serve` as a child process on a loopback port: started, waited for, asked, and ended."""
+"""A `vllm serve` as a child process on a loopback port: started, waited for, asked, and ended.
+
+Runs in a replica's Ray worker (`replica.py`). In goes a command line; out come an HTTP client for the server, whether
+it is healthy, and its adapters and requests, read from its page of metrics.
+"""
 
 from __future__ import annotations
 
