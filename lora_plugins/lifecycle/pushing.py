@@ -24,7 +24,7 @@ from lora_plugins.lifecycle.principal_limits import Share
 from lora_plugins.lifecycle.swapping import KEPT_VERSIONS, VersionChange
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.store.disk_errors import store_errors
-from lora_plugins.store.layout import discard
+from lora_plugins.store.durable_files import discard
 
 _MINUTE_S = 60.0
 _MOST_NAMES = 10_000  # of one sender: calls take time in proportion to all names served

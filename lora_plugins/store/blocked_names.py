@@ -1,5 +1,7 @@
 """Names that every server of a store refuses until an operator loads the name again: one small file for each name.
 
+Runs in every API server of the store, and in commands: requests, loads and changes of served adapters ask first.
+
 A block of a name covers every revision and digest, and every mixture with the name: a block of `sql` covers `sql@main`
 and `sql*0.5`. A question looks whether a file exists, without a lock or a cache: servers refuse a name that another
 server has blocked from their next request on, on a network file system as soon as the cache of names there has expired.
@@ -22,7 +24,8 @@ from filelock import FileLock
 from lora_plugins.adapter.names import covering
 from lora_plugins.errors import AdapterNotFound
 from lora_plugins.store.disk_errors import store_errors
-from lora_plugins.store.layout import Layout, replace_small, sync_directory
+from lora_plugins.store.durable_files import sync_directory
+from lora_plugins.store.layout import Layout, replace_small
 
 
 def blocked(name: str, by: str = "") -> AdapterNotFound:

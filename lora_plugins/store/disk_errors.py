@@ -1,4 +1,8 @@
-"""Errors of the store's own file system, as errors of this package."""
+"""Errors of the store's own file system, as errors of this package.
+
+Used around every access to the store: in goes an OSError, out comes a fault that passes (503 or 507), or the knowledge
+that an entry is damaged. A fault is never taken for damage.
+"""
 
 from __future__ import annotations
 

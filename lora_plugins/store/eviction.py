@@ -1,4 +1,8 @@
-"""Room in the store and on a full disk: remove the least recently used adapters without a lease until a fetch fits."""
+"""Room in the store and on a full disk: remove the least recently used adapters without a lease until a fetch fits.
+
+Runs in a thread of the process that fetches, under a lock that one process of all that share the store holds at a time
+(`Store._make_room`). In go the bytes and files of the fetch and the budget; adapters of any process go.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.errors import InvalidAdapter, NoFreeSlot, OutOfMemory, SourceUnavailable
+from lora_plugins.store.durable_files import discard
 from lora_plugins.store.inventory import Inventory
-from lora_plugins.store.layout import Layout, discard, files_bytes
+from lora_plugins.store.layout import Layout, files_bytes
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.processes import this_process
@@ -37,28 +42,23 @@ class Evictor:
     """Removes adapters that nobody leases from one store: damaged first, then the least recently used.
 
     Attributes:
+        kept_free_bytes: stay free on the disk, beside all adapters and downloads.
         on_evict: called with the digest and bytes of each adapter that goes to make room, in a thread.
     """
 
     layout: Layout
     leases: Leases
     inventory: Inventory
+    kept_free_bytes: int = 0
     on_evict: Callable[[str, int], None] | None = None
 
     def make_room(
-        self,
-        needed_bytes: int,
-        max_bytes: int,
-        *,
-        needed_files: int = 0,
-        kept_free_bytes: int = 0,
-        own: Path | None = None,
-        kept: str = "",
+        self, needed_bytes: int, max_bytes: int, needed_files: int = 0, *, own: Path | None = None, kept: str = ""
     ) -> None:
         """Remove adapters, but not `kept`, until `needed_bytes` more fit under `max_bytes` and on the disk.
 
-        What running downloads still need has room beside them, and `kept_free_bytes` stay free. Nothing goes where all
-        that can go would not be enough. The temporary directory `own` is the caller's, and no download of another.
+        What running downloads still need has room beside the bytes. Nothing goes where all that can go would not be
+        enough. The temporary directory `own` is the caller's, and no download of another.
 
         Raises:
             OutOfMemory: the adapter does not fit even into an empty store.
@@ -73,7 +73,7 @@ class Evictor:
         # Count downloads first: an adapter published between the two counts is then counted twice, not never.
         pending, coming = pending_bytes(self.layout, besides=own)
         stored_bytes, disk = self.inventory.look(), os.statvfs(self.layout.root)
-        free_bytes = disk.f_bavail * disk.f_frsize - kept_free_bytes
+        free_bytes = disk.f_bavail * disk.f_frsize - self.kept_free_bytes
         # `f_files` is 0 where the file system makes inodes on demand. Of the removed adapters, each has two files of
         # the source at least; the division rounds up.
         lacking_files = needed_files + _OWN_FILES - disk.f_favail if disk.f_files else 0
@@ -82,7 +82,7 @@ class Evictor:
             raise OutOfMemory(
                 f"a full disk below the store: {max(0, stored_bytes + free_bytes)} bytes can be used"
                 + (f", and {disk.f_favail} inodes" if least else ""),
-                expected=f"{needed_bytes} for the adapter, beside {kept_free_bytes} that stay free",
+                expected=f"{needed_bytes} for the adapter, beside {self.kept_free_bytes} that stay free",
                 remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
             )
         over_bytes = needed_bytes + max(stored_bytes + pending - max_bytes, coming - free_bytes)

@@ -1,11 +1,13 @@
 """Try whether a file system can hold the store, and whether this user may share the store.
 
+Runs when a store is opened, in each process; in goes the root, out comes nothing, or an error that names a remedy.
+
 Fetches and leases hold file locks (`flock`, through `filelock`), which must exclude each other. A trial on this host
 cannot tell whether other hosts see the locks.
 
-All users of a store change files that other users made: locks, leases, times of use. A user whose files the other
-users could not change is refused at the start: otherwise requests of the others would fail later, one adapter after
-the other.
+All users of a store change files that other users made: locks, leases, times of use. A user whose files the other users
+could not change is refused at the start: otherwise requests of the others would fail later, one adapter after the
+other.
 
 Nor may others be able to exchange the store's content: owner and mode of the root, and of every directory above the
 root, decide. Trusted are this user and root; and, where this process makes files for its group (umask 002), the owner

@@ -1,6 +1,8 @@
 """Digests of files while a download writes the files, and which entries of the store this process has hashed.
 
-Threads hash the bytes on disk. An entry is known by the identity of its files, to be hashed once.
+Runs in threads of the processes that fetch and serve. A source reports how much of a file is on disk; the size and the
+SHA-256 come out once the file is complete. An entry of the store is known by the identity of its files (inode, size,
+times), so that unchanged files are hashed once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from cachetools import LRUCache
 
-from lora_plugins.store.layout import store_threads
+from lora_plugins.store.durable_files import store_threads
 
 # Small enough for a core's own cache: reads of 1 MiB at a time take five times as long.
 _PIECE_BYTES = 1 << 18

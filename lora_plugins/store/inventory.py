@@ -1,9 +1,10 @@
-"""Published adapters with sizes and last uses: all, read for people, or in memory, for eviction beside 50,000 entries.
+"""Published adapters with sizes and last uses: read for people, or kept in memory, for eviction beside 50,000 entries.
 
-Other processes publish and remove too, so every look lists the store's root and reads only the new entries. The size of
-a digest never changes: the file `.sizes` keeps sizes for the next process to start with. Last uses only grow, so
-eviction looks again at the oldest known use before the entry counts as the oldest. Exception: a process that ends a
-lease may set a time back, which other processes see within ten minutes.
+`entries` reads all from the disk, for commands. `Inventory` runs in threads of API servers, for the eviction. Other
+processes publish and remove too, so every look lists the store's root and reads only the new entries. The size of a
+digest never changes: the file `.sizes` keeps sizes for the next process to start with. Last uses only grow, so eviction
+looks again at the oldest known use before the entry counts as the oldest. Exception: a process that ends a lease may
+set a time back, which other processes see within ten minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from msgspec import Meta, MsgspecError, json
 
 from lora_plugins.adapter.paced_work import paced
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.store.layout import SIZES_FILE, Layout, files_bytes, is_digest, write_small
+from lora_plugins.store.durable_files import write_small
+from lora_plugins.store.layout import SIZES_FILE, Layout, files_bytes, is_digest
 from lora_plugins.store.manifest import Manifest
 
 _UNWRITTEN = 500  # sizes that the next process may have to read again: about 50 ms

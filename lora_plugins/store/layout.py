@@ -1,4 +1,7 @@
-"""Paths below the store's root, names of temporary files, and how small files are written.
+"""Paths below the store's root, names of temporary files, and how files are written and made durable.
+
+Used by every process that shares the store. `Layout` says where a file is; the functions below write, sync and remove
+files so that a process killed at any moment, or a power cut, leaves a whole file or none.
 
 ```
 <root>/<digest>/                an adapter: its files and manifest.json; immutable once there
@@ -23,19 +26,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import os
-import shutil
-import stat
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_plugins.adapter.names import HEXADECIMAL, is_prefix
+from lora_plugins.store.durable_files import discard_again, sync_directory, write_small
 from lora_plugins.store.file_system import check_owners, make_root
 from lora_plugins.store.processes import this_process
 
@@ -44,13 +43,8 @@ PRESSURE_FILE = ".pressure"
 SIZES_FILE = ".sizes"
 _AFTER_ALL_DIGITS = "g"
 _SETTLED_NS = 2_000_000_000  # clock ticks of file systems reach 2 s (FAT): two changes may have one time
-_THREADS = 8
-_FOLDERS = (
-    *("index", "tmp", "locks", "leases", "processes"),
-    *("uses", "damaged", "replaced", "served", "blocked"),
-)
+_FOLDERS = ("index", "tmp", "locks", "leases", "processes", "uses", "damaged", "replaced", "served", "blocked")
 _MADE_AGAIN = tuple(name for name in _FOLDERS if name != "blocked")  # an empty `.blocked` would end all blocks
-_unremoved: set[Path] = set()  # what `discard` could not remove, say from a read-only store or without a descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +93,7 @@ class Layout:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
         for name in missing:
             self.folder(name).mkdir(exist_ok=True)
-        for path in _unremoved.copy():
-            discard(path)
+        discard_again()
         return missing
 
     def folder(self, name: str) -> Path:
@@ -187,40 +180,6 @@ def key_of(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def write_small(path: Path, pieces: Iterable[str], temporary: Path, *, is_durable: bool = True) -> None:
-    """Write a whole file or nothing, by way of a temporary path; survives a power cut only where `is_durable`."""
-    try:
-        with temporary.open("w") as file:
-            file.writelines(pieces)
-            # Before the rename: else a power cut may leave the new name with no content.
-            if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:  # a full disk, say
-        discard(temporary)
-        raise
-
-
-def discard(path: Path) -> None:
-    """Remove a temporary file or directory of this process: now, or as soon as the store can be written.
-
-    Until then a directory would keep the room that its name announces.
-    """
-    try:
-        if stat.S_ISDIR(os.lstat(path).st_mode):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            os.unlink(path)
-        os.lstat(path)
-    except FileNotFoundError:
-        _unremoved.discard(path)
-        return
-    except OSError:
-        pass
-    _unremoved.add(path)
-
-
 def replace_small(path: Path, *pieces: str) -> None:
     """Replace a file in one of the store's folders, which is made if the root is there; survives a power cut.
 
@@ -250,45 +209,3 @@ def append_small(path: Path, text: bytes) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-@functools.cache
-def store_threads() -> ThreadPoolExecutor:
-    """The few threads that hash files and write files to the disk, for tasks that wait for no other task of theirs."""
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="lora-plugins-store")  # threads start on demand
-
-
-os.register_at_fork(after_in_child=store_threads.cache_clear)  # threads are not forked
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def make_durable(paths: Sequence[Path]) -> None:
-    """Make files read-only, and files and directories durable.
-
-    All are synced at the same time: a file system then writes its journal once for all files, not once for each.
-    """
-    for syncing in start_syncing(paths):
-        syncing.result()
-
-
-def start_syncing(paths: Sequence[Path]) -> list[Future[None]]:
-    """Begin to make files read-only and paths durable, in threads of the store; `result()` of each raises its error."""
-    return [store_threads().submit(_sync, path) for path in paths]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.fchmod(descriptor, 0o444)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

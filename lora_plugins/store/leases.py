@@ -1,10 +1,12 @@
-"""Leases of adapters: one empty file for each adapter and process, void once the process is dead.
+"""Leases of adapters in the store: promises that no process removes a directory while an engine may read it.
+
+Runs in each process that uses the store. A lease is an empty file for each adapter and process, void once the process
+is dead (`processes.py`); several holders inside a process, such as the names of a served adapter, share the file, and
+the last holder's end removes it. In go digests and holders; out comes whether an adapter is leased, and by whom.
 
 A host that is silent (a frozen machine, a hung mount; times in `processes.py`) keeps its leases, but where room is
 needed, adapters that only silent hosts lease go, after all adapters without a lease. A process that wakes writes its
 leases again before relying on a lease, and learns which adapters are gone.
-
-Several holders inside a process (the names of a served adapter) share the file; the last holder's end removes the file.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from pathlib import Path
 
 from filelock import FileLock
@@ -30,7 +32,7 @@ class Leases:
         self._layout = layout
         self._processes = processes
         self._holders: dict[str, set[Hashable]] = {}  # of this process, by digest
-        self._leased: set[str] = set()  # digests whose lease file other processes see
+        self._leased: set[str] = set()  # digests with a holder whose lease file is written: other processes see it
         self._ended: set[str] = set()  # digests without a holder here, whose lease file may still exist
         # Garbage collection in the midst of a call may run a finalizer, which calls `release`: so the locks are RLocks.
         self._lock = threading.RLock()  # of the three above; event loops take it, so nobody asks the disk under it
@@ -58,7 +60,7 @@ class Leases:
         self._processes.wake()
 
     def _look(self) -> None:
-        """Do as `make_again`, also where another process has made the folder of leases again."""
+        """Before each beat: do as `make_again`, also where another process has made the folder of leases again."""
         self.make_again()
         with self._lock:
             leased = next(iter(self._leased), None)  # one stands for all: who removes files of others, removes all
@@ -154,11 +156,11 @@ class Leases:
 
     def holders(self, digest: str) -> list[str]:
         """The living processes that lease an adapter; a process that cannot be judged counts as living."""
-        return [name for name in self._names(digest) if self._judged(self._processes.is_alive, name)]
+        return [name for name in self._names(digest) if self._processes.is_alive(name)]
 
     def is_of_the_silent(self, digest: str) -> bool:
-        """Whether a process that may only sleep leases the adapter."""
-        return any(self._may_live(name) for name in self._names(digest))
+        """Whether a process leases the adapter that runs, or that may only sleep (`Processes.is_gone`)."""
+        return not all(self._processes.is_gone(name) for name in self._names(digest))
 
     def _names(self, digest: str) -> list[str]:
         try:
@@ -168,11 +170,11 @@ class Leases:
 
     def sweep(self) -> None:
         """Forget the leases of the dead."""
-        may_live = functools.cache(self._may_live)
+        is_gone = functools.cache(self._processes.is_gone)
         for digest in filter(is_digest, os.listdir(self._layout.folder("leases"))):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another process removes it
                 for name in os.listdir(self._folder(digest)):
-                    if not may_live(name):
+                    if is_gone(name):
                         os.unlink(self._folder(digest) / name)
 
     def _write(self, digest: str) -> None:
@@ -191,15 +193,6 @@ class Leases:
                         if self._layout.folder("leases").is_dir():  # a store that is away may return with the file
                             (self._folder(digest) / self._processes.me()).unlink(missing_ok=True)
                             self._ended.discard(digest)
-
-    def _may_live(self, process: str) -> bool:
-        return self._judged(lambda name: not self._processes.is_gone(name), process)
-
-    def _judged(self, judge: Callable[[str], bool], process: str) -> bool:
-        try:
-            return judge(process)
-        except OSError:  # a read-only store has no clock: count the process as living
-            return True
 
     def _folder(self, digest: str) -> Path:
         return self._layout.folder("leases") / digest

@@ -1,7 +1,7 @@
 """One fetch at a time for one version: a file lock, which the kernel releases when its process ends.
 
-A holder touches the file while its event loop runs, and ends a silent fetch by itself: other processes wait as long as
-the file is touched.
+Runs in the event loops of API servers and commands that fetch, on all hosts that share the store. A holder touches the
+file while its event loop runs, and ends a silent fetch by itself: other processes wait as long as the file is touched.
 
 The lock saves work; the store stays right without the lock, as where file locks do not reach other hosts: two fetches
 of one version end in the same directory, published once.

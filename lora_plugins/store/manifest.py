@@ -1,4 +1,8 @@
-"""The manifest of a published adapter: its source, its files, their sizes and SHA-256."""
+"""The manifest of a published adapter: its source, its files, their sizes and SHA-256.
+
+A file, written once by the process that publishes, in the adapter's directory; every process that uses the adapter
+reads it. The manifest's own digest of all files is the directory's name.
+"""
 
 from __future__ import annotations
 

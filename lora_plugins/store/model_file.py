@@ -1,4 +1,7 @@
-"""Modules of engines' models, in the store, for commands that look at an adapter without an engine."""
+"""Modules of engines' models, in the store, for commands that look at an adapter without an engine.
+
+An API server writes the file once its engine has described the model; the command line reads it (`cli/base_model.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""An adapter during its fetch into the store, before the check and the publication."""
+"""An adapter during its fetch into the store, before the check and the publication.
+
+Runs in the process that fetches: a source of `resolvers/sources/` writes files into the directory and reports what has
+landed; the store takes the files' sizes and digests at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Processes that use the store, on this host and others, and whether they are alive."""
+"""Processes that use the store, on this host and others, and whether they are alive.
+
+Each process that opens a store touches a file there every few seconds, in a thread of its own (the heartbeat). In goes
+the name of a process, as leases and temporary files bear it; out comes whether the process lives, so that others may
+remove what it left.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +64,7 @@ class Processes:
             return self._me
 
     def is_alive(self, name: str) -> bool:
+        """Whether a process runs, or has beaten within the last minute; True where nobody can tell."""
         return self._has_beaten(name, self._silent_s)
 
     def is_gone(self, name: str) -> bool:
@@ -76,7 +82,10 @@ class Processes:
             beat = (self._folder / name).stat().st_mtime
         except OSError:
             return False
-        return self._now() - beat < within_s
+        try:
+            return self._now() - beat < within_s
+        except OSError:  # a read-only store has no clock: count the process as living
+            return True
 
     def is_awake(self) -> bool:
         """False where others may take this process for dead, or `on_silence` is still to run; takes a microsecond."""
@@ -93,11 +102,13 @@ class Processes:
             self._beat_once(self.me())
 
     def describe(self, name: str) -> str:
+        """A process in words, for people."""
         host, _, rest = name.partition(".")
         where = "this host" if host == _host() else "another host or container"
         return f"process {rest.partition('.')[0]} of {where}"
 
     def sweep(self) -> None:
+        """Remove the files of processes that are gone."""
         for entry in list(os.scandir(self._folder)):
             if self.is_gone(entry.name):
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):

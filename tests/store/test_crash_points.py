@@ -34,7 +34,7 @@ from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.resolvers.sources.pushed import PushedAdapter, PushSource
 from lora_plugins.store import processes
 from lora_plugins.store import store as store_module
-from lora_plugins.store.layout import discard
+from lora_plugins.store.durable_files import discard
 from lora_plugins.store.store import Store
 from tests.repetitions import IS_LONG, times
 from tests.store.common import DownloadSpec, adapter_files, check, obtain

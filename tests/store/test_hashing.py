@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.store import hashing, layout
+from lora_plugins.store import durable_files, hashing
+from lora_plugins.store.durable_files import make_durable
 from lora_plugins.store.hashing import GrowingFile, HashedEntries, identity_of, sha256_of
-from lora_plugins.store.layout import make_durable
 from lora_plugins.store.partial_download import PartialDownload
 
 SIZES = [0, 1, 999, 1 << 20, (1 << 20) + 1, 3_500_000]
@@ -114,7 +114,7 @@ def test_many_files_take_few_threads(tmp_path: Path) -> None:
     download.complete()
     make_durable([tmp_path / name for name in names])
     files = download.finish()
-    assert max(most, threading.active_count()) <= before + layout._THREADS
+    assert max(most, threading.active_count()) <= before + durable_files._THREADS
     assert [(file.size_bytes, file.sha256) for file in files] == [answer(name.encode() * 1000) for name in names]
 
 

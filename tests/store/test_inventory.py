@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lora_plugins.store import inventory as inventory_module
-from lora_plugins.store import store as store_module
+from lora_plugins.store import sweep as sweep_module
 from lora_plugins.store.inventory import Inventory, entries
 from lora_plugins.store.layout import SIZES_FILE, Layout
 from lora_plugins.store.store import Store
@@ -169,7 +169,7 @@ def test_a_fetch_reads_nothing_of_what_it_knows(store: Store, monkeypatch: pytes
 
 
 def test_a_large_store_is_swept_in_a_thread(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_SWEPT_AT_ONCE", 0)
+    monkeypatch.setattr(sweep_module, "_SWEPT_AT_ONCE", 0)
     dead = store.layout.folder("leases") / by_use(store)[0] / f"{store.processes.me().partition('.')[0]}.999999999.5"
     dead.touch()
     Store(store.layout.root)

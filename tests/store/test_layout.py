@@ -13,9 +13,10 @@ import pytest
 
 from lora_plugins.adapter.names import is_prefix
 from lora_plugins.errors import NoFreeSlot
+from lora_plugins.store.durable_files import write_small
 from lora_plugins.store.eviction import Evictor, pending_bytes
 from lora_plugins.store.inventory import entries
-from lora_plugins.store.layout import Layout, Published, is_digest, key_of, write_small
+from lora_plugins.store.layout import Layout, Published, is_digest, key_of
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_plugins.store import layout
+from lora_plugins.store import durable_files
 from lora_plugins.store.store import Store
 from tests.store.common import DownloadSpec, adapter_files, obtain
 
@@ -31,8 +31,8 @@ def test_each_byte_is_written_to_the_disk_once(store: Store, monkeypatch: pytest
 
 def test_all_syncs_of_a_publish_are_asked_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(3, timeout=60)
-    monkeypatch.setattr(layout.os, "fsync", lambda _descriptor: together.wait())
+    monkeypatch.setattr(durable_files.os, "fsync", lambda _descriptor: together.wait())
     for name in ("one", "two"):
         (tmp_path / name).touch()
-    layout.make_durable([tmp_path / "one", tmp_path / "two", tmp_path])  # it would wait for ever, one by one
+    durable_files.make_durable([tmp_path / "one", tmp_path / "two", tmp_path])  # it would wait for ever, one by one
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("one", "two")} == {0o444}
