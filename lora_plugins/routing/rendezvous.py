@@ -14,6 +14,7 @@ Source of the probes: B. Appleton, M. O'Reilly, "Multi-probe consistent hashing"
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -34,23 +35,33 @@ class Rendezvous:
     """The replicas of a cluster, and the best replicas for an adapter."""
 
     def __init__(self) -> None:
-        self._points: list[tuple[int, str]] = []  # sorted, each with its replica
+        self._points = array("Q")  # sorted
+        self._owners: list[str] = []  # the owner of the point with the same index
         self._replicas: set[str] = set()
 
     def add(self, replica: str) -> None:
         """Let a replica take its share; a known replica keeps its share."""
-        if replica not in self._replicas:
-            self._replicas.add(replica)
-            self._points = sorted([*self._points, *((point, replica) for point in _points(replica))])
+        if replica in self._replicas:
+            return
+        self._replicas.add(replica)
+        for point in _points(replica):
+            at = bisect_left(self._points, point)
+            self._points.insert(at, point)
+            self._owners.insert(at, replica)
 
     def remove(self, replica: str) -> None:
         """Share a replica's adapters among the others."""
-        self._replicas.discard(replica)
-        self._points = [(point, owner) for point, owner in self._points if owner != replica]
+        if replica not in self._replicas:
+            return
+        self._replicas.remove(replica)
+        # Linear, as joins and leaves are rare beside requests.
+        kept = [(point, owner) for point, owner in zip(self._points, self._owners, strict=True) if owner != replica]
+        self._points = array("Q", (point for point, _ in kept))
+        self._owners = [owner for _, owner in kept]
 
     def walk(self, adapter: str) -> Iterator[str]:
         """Yield all replicas, best first; each further replica takes O(log n), until few are left."""
-        points = self._points
+        points, owners = self._points, self._owners
         size = len(points)
         if not size:
             return
@@ -58,21 +69,23 @@ class Rendezvous:
         # For each probe the nearest unvisited point: its distance and its index.
         nearest = []
         for _ in range(PROBES):
-            at = bisect_left(points, (start, "")) % size
-            nearest.append(((points[at][0] - start) & _CIRCLE, at))
+            at = bisect_left(points, start)
+            if at == size:
+                at = 0
+            nearest.append(((points[at] - start) & _CIRCLE, at))
             start = (start + step) & _CIRCLE
         heapify(nearest)
         seen: set[str] = set()
         while len(seen) < len(self._replicas):
             distance, at = nearest[0]
-            point, owner = points[at]
+            owner = owners[at]
             if owner not in seen:
                 seen.add(owner)
                 yield owner
             # The probe's next point, clockwise: its distance grows by the gap, so the heap stays in the order of
             # weights.
-            following = (at + 1) % size
-            heapreplace(nearest, (distance + ((points[following][0] - point) & _CIRCLE), following))
+            following = at + 1 if at + 1 < size else 0
+            heapreplace(nearest, (distance + ((points[following] - points[at]) & _CIRCLE), following))
 
 
 def _points(replica: str) -> list[int]:
