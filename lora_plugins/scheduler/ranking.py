@@ -42,9 +42,11 @@ class Ranking(Generic[Key]):
 
     def first(self) -> tuple[Any, Key] | None:
         """Return the smallest rank and its key; None without keys."""
-        while self._heap and self._is_stale(self._heap[0]):
-            heappop(self._heap)
-        return self._heap[0] if self._heap else None
+        heap, ranks = self._heap, self.ranks
+        # By identity: the heap has the very rank that `put` was given, unless the entry is stale.
+        while heap and ranks.get(heap[0][1]) is not heap[0][0]:
+            heappop(heap)
+        return heap[0] if heap else None
 
     def among(self, keys: Container[Key]) -> Generator[Key, None, None]:
         """Yield the present keys that are in `keys`, the smallest rank first, while no rank changes.
@@ -63,10 +65,6 @@ class Ranking(Generic[Key]):
         finally:
             for entry in taken:
                 heappush(self._heap, entry)
-
-    def _is_stale(self, entry: tuple[Any, Key]) -> bool:
-        rank, key = entry
-        return bool(self.ranks.get(key) != rank)
 
     def _tidy(self) -> None:
         if len(self._heap) > 2 * len(self.ranks) + _MOST_STALE:

@@ -212,5 +212,5 @@ class AdapterQueue:
             groups = [group for group in waiting if group is None or group in are_open]
         else:
             groups = [group for group in (None, *are_open) if group in waiting]
-        first = min(filter(None, (waiting[group].first() for group in groups)), default=None)
-        return None if first is None else self._entries[first[1]]
+        firsts = [first for group in groups if (first := waiting[group].first()) is not None]
+        return self._entries[min(firsts)[1]] if firsts else None
