@@ -1,12 +1,18 @@
-"""Change the served adapters of one API server while requests run: load, unload, refresh, roll back, pin."""
+"""Change the served adapters of a server while requests run: load, unload, refresh, roll back, pin.
+
+Runs in the event loop of the only API server, or of the leading one (`leader.py`). Calls come from the admin API
+(`api/routes.py`), from vLLM's own load and unload calls, from vLLM's resolver for an unknown model name
+(`vllm_patches/api_server/openai_serving_models.py`), and from `reconciler.py`. A call ends with the change made in
+vLLM's table of names and in the engines, or raises and has changed nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import AdapterName, covering, is_prefix, refuse_mixture
@@ -14,17 +20,10 @@ from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsErro
 from lora_plugins.events import polling
 from lora_plugins.lifecycle.api_server import ABORT_S, ApiServer
 from lora_plugins.lifecycle.background_tasks import background
+from lora_plugins.lifecycle.finding import find, find_version
 from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter, no_longer_served
 from lora_plugins.lifecycle.stored_copies import CHANGES, Copies
-from lora_plugins.lifecycle.swapping import (
-    KEPT_VERSIONS,
-    ChangeReason,
-    VersionChange,
-    change,
-    find,
-    find_version,
-    updating,
-)
+from lora_plugins.lifecycle.swapping import ChangeReason, SwapOptions, VersionChange, change, updating
 from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.single_flight import SingleFlight
@@ -34,15 +33,18 @@ from lora_plugins.store.blocked_names import blocked
 from lora_plugins.store.disk_errors import store_errors
 from lora_plugins.store.layout import is_digest
 
-ANY_VERSION = "*"
+ANY_VERSION = "*"  # of `expects`, as in HTTP's If-Match
 _FREED_S = 0.02  # idle adapters are free by then; without `timeout_s`, a block waits no longer
 
 
 class Lifecycle:
-    """The operations behind the admin API, vLLM's own endpoints and the poller for new versions.
+    """The changes of one server's served adapters.
 
-    Each operation holds the name's lock while deciding, so that one name changes one step at a time; no operation holds
-    the lock while waiting for running requests.
+    Each change holds the name's lock (`VllmServer.lock`) while deciding, so that one name changes one step at a time;
+    none holds the lock while waiting for running requests. In all methods:
+
+    - `expects` is the digest that the name must serve now, or `ANY_VERSION`; other callers may have changed the name.
+    - `moves`: running requests go on with the new version too, instead of finishing on the old one.
 
     Attributes:
         written: waits until what is served is written down for the next start.
@@ -63,7 +65,6 @@ class Lifecycle:
         """Serve a name; from `uri`, or from wherever the server's sources have the name.
 
         A served name stays as it is; with another URI, the name is swapped. The load ends the name's own block.
-        `expects`, here and below: the digest that the name must serve now, or `ANY_VERSION`.
 
         Raises:
             VersionMismatch: another version is served than expected.
@@ -121,10 +122,9 @@ class Lifecycle:
         async with self.server.vllm.lock(name):
             if digest is None or self.registry.get(name) is not None:
                 return None
-            try:
+            version = None
+            with suppress(LoRAPluginsError):
                 version = await self.server.resolver.restored(name, uri, digest, adapter.last_place)
-            except LoRAPluginsError:
-                return None
             if version is None:
                 return None
             served = ServedAdapter(name)
@@ -204,18 +204,9 @@ class Lifecycle:
             return adapter.version.path
 
     async def take(
-        self,
-        name: str,
-        pushed: PushedAdapter,
-        *,
-        expects: str | None = None,
-        moves: bool = False,
-        pins: bool = False,
-        kept_versions: int = KEPT_VERSIONS,
+        self, name: str, pushed: PushedAdapter, *, expects: str | None = None, **options: Unpack[SwapOptions]
     ) -> VersionChange:
         """Serve a pushed adapter as the next version of a name, until a refresh, a rollback or the next push.
-
-        `pins`: the version is also pinned, before any request gets it.
 
         Raises:
             VersionMismatch: another version is served than expected.
@@ -227,19 +218,10 @@ class Lifecycle:
             adapter = self._present(name, expects)
             with updating(self.server, adapter):
                 version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                if pins and version.digest == adapter.digest:  # served already, perhaps without a pin
+                digest, is_noted = version.digest, adapter.is_served
+                if options.get("pins") and digest == adapter.digest:  # `change` does not pin what is served already
                     await self._pin(adapter)
-                return await change(
-                    self.server,
-                    adapter,
-                    version,
-                    None,
-                    version.digest,
-                    moves=moves,
-                    pins=pins,
-                    kept_versions=kept_versions,
-                    is_noted=adapter.is_served,
-                )
+                return await change(self.server, adapter, version, None, digest, is_noted=is_noted, **options)
 
     def check_pushed(self, name: str, expects: str | None) -> None:
         """Refuse a push before reading its bytes.
@@ -407,8 +389,6 @@ class Lifecycle:
 
         A version with a damaged copy in the store is fetched and loaded again.
 
-        `moves`, here and below: running requests go on with the new version too.
-
         Raises:
             VersionMismatch: another version is served than expected.
             LoRAPluginsError: the new version cannot be served, or the source is unavailable; the old version goes on.
@@ -475,13 +455,12 @@ class Lifecycle:
                     remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
                 )
-            with ExitStack() as admitted:
-                try:
-                    admitted.enter_context(admit(version.size_bytes))
-                except LoRAPluginsError:
-                    self.server.release(name, version)
-                    raise
-                return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
+            try:
+                with admit(version.size_bytes):
+                    return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
+            except LoRAPluginsError:
+                self.server.release(name, version)  # again, and without effect, where `change` has raised
+                raise
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until an unpin or unload; one slot stays for other adapters.

@@ -89,6 +89,11 @@ class ServedAdapter:
         """The directory, or the Hub's repository, that vLLM's own call named; None for other adapters."""
         return self.uri if is_by_path(self.uri) else None
 
+    def now_serves(self, version: ResolvedAdapter | None, uri: str | None, held_digest: str | None) -> None:
+        """Note the version that new requests get, and its place; what was wrong with the name is over."""
+        self.version, self.uri, self.held_digest = version, uri, held_digest
+        self.last_error, self.is_damaged, self.is_only_copy = None, False, False
+
     def failed(self, error: LoRAPluginsError) -> None:
         """Note an error; the name goes on serving its version."""
         self.last_error = (error, time.time())

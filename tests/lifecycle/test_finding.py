@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_plugins.errors import AdapterNotFound
-from lora_plugins.lifecycle.swapping import find, find_newest, find_version
+from lora_plugins.lifecycle.finding import find, find_newest, find_version
 from tests.lifecycle.world import Version, World
 from tests.virtual_time import runs
 
