@@ -35,7 +35,7 @@ from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.principals import KnowPrincipal
 from lora_plugins.api.routes import router
 from lora_plugins.events import Events
-from lora_plugins.lifecycle import served_file
+from lora_plugins.lifecycle import served_writer
 from lora_plugins.lifecycle.reconciler import Reconciler
 from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter
 from lora_plugins.lifecycle.served_file import ServedFile
@@ -219,7 +219,7 @@ def writing(root: Path, count: int) -> tuple[World, Reconciler, ServedFile]:
     store = Store(root)
     world, file = World(resolver=Resolver(store)), ServedFile.of_store(root, "base", "replica")
     serve(world, store.layout.root, count)
-    served_file._WRITE_PAUSE = 0  # the rest between two writes is as long as ten of them
+    served_writer._WRITE_PAUSE = 0  # the rest between two writes is as long as ten of them
     gc.collect()
     gc.freeze()
     return world, Reconciler(world.lifecycle, Settings(), file, Events()), file
@@ -398,7 +398,7 @@ def main() -> int:
     arguments.add_argument("--stored", type=int, default=STORED)
     arguments.add_argument("--dry", action="store_true", help="keep no figures")
     chosen = arguments.parse_args()
-    served_file._WRITE_DELAY_S = 0.05
+    served_writer._WRITE_DELAY_S = 0.05
     pieces: list[Piece] = []
     folder = Path(tempfile.mkdtemp(prefix="scale-"))
     print("| what | takes | CPU | loop late | of which CPU | goal | met |")

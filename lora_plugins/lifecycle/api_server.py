@@ -1,10 +1,16 @@
-"""The parts of one API server: how it pauses names, and frees slots, memory and leases of what it serves no longer."""
+"""The parts that serve adapters in one API server, and what all changes share: freeing a version, pausing a name.
+
+Runs in the API server's event loop; `vllm_patches/api_server/server_lifecycle.py` makes the one `ApiServer` of a
+process. `lifecycle.py`, `swapping.py` and `stored_copies.py` call it with an adapter that leaves the registry, and
+the adapter's slots, host memory and leases are freed in the background.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,11 +24,15 @@ from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.store.disk_errors import store_errors
 
-ABORT_S = 10.0
+ABORT_S = 10.0  # engines take so long at most to end requests, or to evict an adapter without requests
 
 
 class VllmServer(Protocol):
-    """The calls to vLLM's own objects, which `vllm_patches/api_server/server_lifecycle.py` implements."""
+    """The calls to vLLM's own objects, which `vllm_patches/api_server/server_lifecycle.py` implements.
+
+    `base_path`: the base model's path or Hub id. `host_places`: vLLM's `max_cpu_loras`. `lock`: vLLM's asyncio lock of
+    a name, which a resolver call holds too. `new_request`: a `LoRARequest` with a new engine id.
+    """
 
     @property
     def base_path(self) -> str: ...
@@ -56,22 +66,29 @@ class ApiServer:
         self.registry.on_stale = self.drain
 
     async def engine_path(self, name: str, version: ResolvedAdapter, *, other_than: str = "") -> str:
-        """`Store.engine_path` of a version leased for a name; where the caller leaves, the lease ends."""
+        """`Store.engine_path` of a version leased for a name; after an error, the lease has ended."""
+        with self.released_on_error(name, version), store_errors():
+            return await asyncio.to_thread(self.resolver.store.engine_path, version.digest, other_than=other_than)
+
+    @contextmanager
+    def released_on_error(self, name: str, version: ResolvedAdapter) -> Iterator[None]:
+        """Inside, a version leased for a name is not served yet: where the block raises, the lease ends."""
         try:
-            with store_errors():
-                return await asyncio.to_thread(self.resolver.store.engine_path, version.digest, other_than=other_than)
+            yield
         except BaseException:
             self.release(name, version)
             raise
 
     def release(self, name: str, *versions: ResolvedAdapter) -> list[asyncio.Future[None]]:
-        """End the leases of versions that the name no longer needs; return what is done when their files are gone."""
-        # A running request, or a rollback, may still need the files.
-        unneeded = [version for version in versions if not self.registry.needs(name, version)]
-        # A mixture is made again of its parts; other copies may be the only ones.
-        ends = [(version.path, 0.0 if version.parts else None) for version in unneeded]
-        ending = [self.resolver.store.release(name, path, used_at=used_at) for path, used_at in ends]
-        return [ended for ended in ending if ended is not None]
+        """End the leases of versions, unless the name needs the version; return futures for the leases' files."""
+        store, ending = self.resolver.store, list[asyncio.Future[None]]()
+        for version in versions:
+            # A running request, or a rollback, may need the files.
+            if not self.registry.needs(name, version):
+                # The store removes what was not used for longest: first mixtures, which are made again of their parts.
+                ended = store.release(name, version.path, used_at=0.0 if version.parts else None)
+                ending += [] if ended is None else [ended]
+        return ending
 
     def forget(self, name: str, version: ResolvedAdapter) -> None:
         """End the lease of a version whose client has left, unless the name needs the version.
@@ -92,9 +109,9 @@ class ApiServer:
     def drain(self, adapter: ServedAdapter) -> asyncio.Task[None]:
         """Free slots, host memory and leases of an adapter outside the registry, once its last request has left.
 
-        Requests that were accepted before end by themselves. Returns what is done when all is free.
+        Requests that were accepted before end by themselves. The returned task is done when all is free.
         """
-        # A mixture may leave the registry while a change of its own loads another version.
+        # The id as of now: a mixture may leave the registry while a change of its own loads another version.
         started, engine_id = time.perf_counter(), adapter.engine_id
 
         async def free() -> None:

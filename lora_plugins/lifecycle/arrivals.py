@@ -1,7 +1,9 @@
-"""Bodies of pushes while they arrive: a few at once for each principal, at a least rate, each with room in the store.
+"""Limits for the bodies of pushes while they arrive, so that no sender fills the store or holds all places.
 
-The bodies of a principal together take at most its share of the store's budget, so they evict no more than that. The
-room is reserved before the bytes come; in steps for a body that does not say its size.
+Runs in the event loop of the leading API server, for `pushing.py`: pieces of an HTTP body go in, and come out once they
+may be written. A principal has a few places for bodies, each body must keep a least rate, and has room in the store
+before its bytes come; a body that does not say its size gets room in steps. The bodies of a principal together take at
+most its share of the store's budget (`principal_limits.Share`), so they evict no more than that.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from lora_plugins.lifecycle.principal_limits import Share
 from lora_plugins.resolvers.fair_places import Most, PlaceLimits, Places
 from lora_plugins.store.store import Store
 
-_AT_ONCE, _OF_ONE, _WAITING = 8, 4, 10_000
+_AT_ONCE, _OF_ONE, _WAITING = 8, 4, 10_000  # bodies that arrive; of these, of one principal; bodies that wait
 _LEAST_BYTES, _LEAST_S = 1 << 20, 30.0  # each MiB of a body must come in so many seconds
 _STEP_BYTES = 1 << 24
 
@@ -35,7 +37,7 @@ class Body:
 
 
 class BodyRoom:
-    """The room of one body, until the end of the block: empty temporary directories, whose names announce the bytes."""
+    """The room of one body in the store, until the end of the block; other processes see the room as taken."""
 
     def __init__(self, store: Store, left_bytes: Callable[[int], int | None]) -> None:
         """Have no room yet; `left_bytes` says what a body of some size leaves of its sender's share, None: no limit."""
@@ -63,15 +65,20 @@ class BodyRoom:
         self.size_bytes = size_bytes
 
     async def release(self) -> None:
-        """End the room, which whoever takes the bytes over has again."""
+        """End the room: the body has ended, or the store counts its bytes as a version's from here on."""
         await self._announced.aclose()
 
 
 class Arrivals:
-    """The places for bodies that arrive, and their limits. For one event loop."""
+    """The places for bodies that arrive, and their limits. For one event loop.
+
+    Args:
+        timeout_s: the longest wait for a place, and the longest silence of a sender.
+        max_body_bytes: counted for a body that does not say its size.
+        most_s: the longest time for a whole body; None for no limit.
+    """
 
     def __init__(self, store: Store, timeout_s: float, max_body_bytes: int, most_s: float | None = None) -> None:
-        """Limit the wait for a place and a sender's silence to `timeout_s`, and the receiving to `most_s` in all."""
         self._store, self._timeout_s, self._max_body_bytes = store, timeout_s, max_body_bytes
         self._most_s = math.inf if most_s is None else most_s
         # Half of the places at most for one principal, so that another finds a place at once.
@@ -98,6 +105,7 @@ class Arrivals:
             OutOfMemory, NoFreeSlot: of `BodyRoom.grow`.
         """
         await room.grow(body.size_bytes or 0, _STEP_BYTES if body.size_bytes is None else 0)
+        # Seconds are left for the bytes up to `due_bytes` (`due_s`), and for the whole body (`left_s`).
         received_bytes, due_bytes, due_s, left_s = 0, _LEAST_BYTES, _LEAST_S, self._most_s
         while True:
             began = time.monotonic()

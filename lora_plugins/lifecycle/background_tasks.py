@@ -1,8 +1,9 @@
-"""Tasks of the event loop that nobody awaits: single ones, and work for many items of which a few run at a time.
+"""Work in an API server's event loop that no caller awaits: one task, or many items of which a few run at a time.
 
-100,000 waiting tasks make every garbage collection visit a million objects, and stop the event loop for half a second.
-So `FewAtOnce` begins work for many items without a task for each that waits. `Places` of `resolvers/fair_places.py`
-does not fit: here no caller waits, nothing is refused, and an item ends by name.
+`background` runs one coroutine. `FewAtOnce` runs a coroutine for each item, and makes a task only for items whose turn
+has come: 100,000 waiting tasks make every garbage collection visit a million objects, and stop the event loop for half
+a second. `Places` of `resolvers/fair_places.py` limits callers that wait; here no caller waits, nothing is refused, and
+an item ends by name. `in_steps` walks a long sequence without holding the event loop.
 """
 
 from __future__ import annotations
@@ -44,14 +45,12 @@ class FewAtOnce(Generic[_T]):
     Attributes:
         work: never raises.
         place_of: the place of an item; items of one place share the limit.
-        is_wanted: called before the work for an item; an unwanted item is left out.
         on_idle: called when no item is left.
     """
 
     work: Callable[[_T], Coroutine[None, None, None]]
     place_of: Callable[[_T], str]
     limit: int
-    is_wanted: Callable[[str, _T], bool] = lambda *_: True
     on_idle: Callable[[], None] = lambda: None
     _waiting: dict[str, _T] = field(default_factory=dict)
     _queues: defaultdict[str, deque[tuple[str, _T]]] = field(default_factory=lambda: defaultdict(deque))
@@ -98,10 +97,9 @@ class FewAtOnce(Generic[_T]):
             if self._waiting.get(name) is not item:
                 continue
             del self._waiting[name]
-            if self.is_wanted(name, item):
-                self._running_at[place] += 1
-                task = self._running[name] = asyncio.create_task(self.work(item))
-                task.add_done_callback(partial(self._ended, place, name))
+            self._running_at[place] += 1
+            task = self._running[name] = asyncio.create_task(self.work(item))
+            task.add_done_callback(partial(self._ended, place, name))
         # Places without items leave nothing behind.
         if not queue and not self._running_at[place]:
             del self._queues[place], self._running_at[place]

@@ -25,7 +25,6 @@ from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter, no_lo
 from lora_plugins.lifecycle.stored_copies import CHANGES, Copies
 from lora_plugins.lifecycle.swapping import ChangeReason, SwapOptions, VersionChange, change, updating
 from lora_plugins.log import logger
-from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
@@ -170,7 +169,10 @@ class Lifecycle:
                     return None
                 path = await server.engine_path(name, version)
                 if version.parts:
-                    await self._make_place(name, version, caller)
+                    with server.released_on_error(name, version):
+                        await self.copies.make_place(caller)
+                        # A block of a part meanwhile has unloaded only the mixtures that were served then.
+                        self.registry.blocked.refuse(name)
                 # A part may have changed while its mixture was made, and this request may be of after the change.
                 if not (tries_left and self.registry.is_stale(version)):
                     break
@@ -182,15 +184,6 @@ class Lifecycle:
             self.registry.put(adapter)
         server.on_change()
         return request
-
-    async def _make_place(self, name: str, version: ResolvedAdapter, caller: Hashable) -> None:
-        """Have room for one more mixture of a caller, whose parts are not blocked, or end the lease of the version."""
-        try:
-            await self.copies.make_place(caller)
-            self.registry.blocked.refuse(name)  # a block of a part has unloaded the mixtures that were served then
-        except BaseException:
-            self.server.release(name, version)
-            raise
 
     async def _lease_served(self, name: str, holder: Hashable) -> Path | None:
         """Lease the version that a part of a mixture serves for a holder; None where the part is not served."""
@@ -455,12 +448,8 @@ class Lifecycle:
                     remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
                 )
-            try:
-                with admit(version.size_bytes):
-                    return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
-            except LoRAPluginsError:
-                self.server.release(name, version)  # again, and without effect, where `change` has raised
-                raise
+            with self.server.released_on_error(name, version), admit(version.size_bytes):
+                return await change(self.server, adapter, version, adapter.uri, version.digest, moves=moves)
 
     async def pin(self, name: str, *, expects: str | None = None) -> ServedAdapter:
         """Keep an adapter in host memory and in a slot until an unpin or unload; one slot stays for other adapters.

@@ -1,6 +1,8 @@
-"""The API server's calls to the planners in its engines; no vLLM, no torch.
+"""The API server's calls to the planners in its engines: load, pin, move, retire, pause; and the adapters' states.
 
-With data parallelism every engine has a planner of its own: every call goes to all planners.
+Runs in the event loop of each API server; a planner (`scheduler/planner.py`) runs in the scheduler of each engine
+process. A call is one of vLLM's utility calls with plain messages of `scheduler/messages.py`, and goes to every engine:
+with data parallelism each has a planner of its own. The answers come back as one. No vLLM, no torch.
 """
 
 from __future__ import annotations
@@ -32,26 +34,12 @@ T = TypeVar("T")
 Ask = Callable[[str, tuple[Any, ...]], Awaitable[Mapping[int, Any]]]
 
 
-def combined(engine_id: int, engines: Sequence[Mapping[int, AdapterState]]) -> AdapterState:
-    """One adapter's state in all engines together: loaded or active only where every engine has the adapter so."""
-    here = [engine[engine_id] for engine in engines if engine_id in engine]
-    # An engine without a state for the id does not have the adapter.
-    everywhere = bool(here) and len(here) == len(engines)
-    return AdapterState(
-        engine_id,
-        here[0].name if here else "",
-        max((one.size_bytes for one in here), default=0),
-        everywhere and all(one.is_loaded for one in here),
-        everywhere and all(one.is_active for one in here),
-        any(one.is_pinned for one in here),
-        max((one.rank for one in here), default=0),
-        tuple(request_id for one in here for request_id in one.held),
-        tuple(request_id for one in here for request_id in one.running),
-    )
-
-
 class AdapterStates:
-    """The states of all adapters at one moment, all engines together."""
+    """The states of all adapters at one moment, all engines together.
+
+    Args:
+        engines: of each engine, the states by engine id.
+    """
 
     def __init__(self, engines: Sequence[Mapping[int, AdapterState]]) -> None:
         self._engines = engines
@@ -60,8 +48,21 @@ class AdapterStates:
             self._in_use.setdefault(state.name, []).append(state)
 
     def __call__(self, engine_id: int) -> AdapterState:
-        """One version's state; not loaded where the engines do not know the engine id."""
-        return combined(engine_id, self._engines)
+        """One version's state: loaded or active only where every engine has the version so."""
+        here = [engine[engine_id] for engine in self._engines if engine_id in engine]
+        # An engine without a state for the id does not have the version.
+        is_everywhere = bool(here) and len(here) == len(self._engines)
+        return AdapterState(
+            engine_id,
+            here[0].name if here else "",
+            size_bytes=max((one.size_bytes for one in here), default=0),
+            is_loaded=is_everywhere and all(one.is_loaded for one in here),
+            is_active=is_everywhere and all(one.is_active for one in here),
+            is_pinned=any(one.is_pinned for one in here),
+            rank=max((one.rank for one in here), default=0),
+            held=tuple(request_id for one in here for request_id in one.held),
+            running=tuple(request_id for one in here for request_id in one.running),
+        )
 
     def of_name(self, name: str, engine_id: int, besides: Container[int] = ()) -> AdapterState:
         """The served version's state, with requests for earlier versions, but for engine ids in `besides`."""
@@ -75,6 +76,7 @@ class PlannerClient:
     """Loads, pins and retires adapters in the engines; a `request` is one of vLLM's `LoRARequest`s.
 
     Args:
+        ask: calls a utility of every engine.
         size_of: the bytes of the adapter at a path, where this process knows: engines then look at no file system.
 
     Attributes:

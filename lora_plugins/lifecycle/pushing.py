@@ -1,7 +1,9 @@
-"""Pushes: an adapter in a request's body becomes the next version of a name: verified, loaded beside, and swapped.
+"""Pushes: an adapter in the body of an HTTP request becomes the next version of a name, as trainers send them.
 
-Bodies of a name may arrive at the same time (`arrivals.py`), but one push after the other changes the name. A push that
-came earlier than one that has arrived is refused: a trainer's earlier step is not worth loading.
+Runs in the leading API server, for the route `PUT /v1/loras/{name}` (`api/routes.py`). The bytes arrive by the
+rules of `arrivals.py`, `api/push_body.py` writes them to a directory of the store, and `Lifecycle.take` verifies, loads
+and swaps. Bodies of one name may arrive at the same time, but one push after the other changes the name. A push is
+refused once a later push of the name has arrived: nobody wants a trainer's earlier step.
 """
 
 from __future__ import annotations
@@ -11,20 +13,20 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 from weakref import WeakValueDictionary
 
 from lora_plugins.errors import NoFreeSlot, OutOfMemory, PushSuperseded
 from lora_plugins.lifecycle.arrivals import Arrivals, Body, BodyRoom
 from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.principal_limits import Share
-from lora_plugins.lifecycle.swapping import KEPT_VERSIONS, VersionChange
+from lora_plugins.lifecycle.swapping import SwapOptions, VersionChange
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.store.disk_errors import store_errors
-from lora_plugins.store.durable_files import discard
 
 _MINUTE_S = 60.0
 _MOST_NAMES = 10_000  # of one sender: calls take time in proportion to all names served
@@ -53,7 +55,7 @@ class _PushesOfName:
 
     Attributes:
         last, served: numbers of the last push that came, and of the last that was served.
-        waiting: pushes whose bytes are here, but not the one that changes the name now.
+        waiting: numbers of pushes whose bytes are here, but for the push that changes the name now.
     """
 
     last: int = 0
@@ -64,6 +66,7 @@ class _PushesOfName:
 
     @property
     def newest(self) -> int:
+        """The number of the latest push that supersedes earlier ones: it is served, or its bytes are here."""
         return max(self.served, *self.waiting, 0)
 
 
@@ -156,9 +159,7 @@ class Pushes:
         receive: Receive,
         *,
         expects: str | None = None,
-        moves: bool = False,
-        pins: bool = False,
-        kept_versions: int = KEPT_VERSIONS,
+        **options: Unpack[SwapOptions],
     ) -> ServedPush:
         """Serve the files that `receive` writes as the next version of `name`.
 
@@ -167,9 +168,7 @@ class Pushes:
             body: of the request.
             receive: writes the files.
             expects: the digest that must be served now, or `ANY_VERSION`; checked before and after receiving the bytes.
-            moves: running requests go on with the new version, from one step on.
-            pins: the version is pinned, too.
-            kept_versions: number of earlier versions that stay in the store for `name@digest` and a rollback.
+            options: see `SwapOptions`.
 
         Raises:
             SlowBody: the body came too slowly. NoFreeSlot, OutOfMemory: no place for the body, no room in the store, or
@@ -198,9 +197,7 @@ class Pushes:
                     size_bytes = sum(file.size_bytes for file in pushed.files)
                     with self.admitted(name, body.sender, body.owns, size_bytes):  # others may have come
                         await room.release()  # the store counts the bytes as it takes them over
-                        change = await self._lifecycle.take(
-                            name, pushed, expects=expects, moves=moves, pins=pins, kept_versions=kept_versions
-                        )
+                        change = await self._lifecycle.take(name, pushed, expects=expects, **options)
         served = time.perf_counter()
         waited_s = placed - began + began_change - received
         return ServedPush(change, waited_s, received - placed, served - began_change)
@@ -235,16 +232,7 @@ class Pushes:
         """A directory of the store for the files received, removed at the end."""
         store = self._lifecycle.server.resolver.store
         directory = store.layout.new_temporary(store.processes.me())
-        making = asyncio.create_task(asyncio.to_thread(directory.mkdir))
-
-        async def removed() -> None:
-            await asyncio.wait([making])
-            await asyncio.to_thread(discard, directory)
-
-        try:
+        async with AsyncExitStack() as made:
             with store_errors():
-                await asyncio.shield(making)
+                await made.enter_async_context(store.reserve(0, directory))  # the room comes with `BodyRoom`
             yield directory
-        finally:
-            # Shielded: a cancelled push must not leave its files, nor what its thread makes afterwards.
-            await asyncio.shield(removed())

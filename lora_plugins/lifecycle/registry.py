@@ -1,14 +1,15 @@
-"""The names that one API server serves, with their versions, and names that it is to serve; no vLLM, no torch.
+"""The registry: the names that an API server serves, each with its version and its state.
 
-vLLM's own table of names (`OpenAIServingModels.lora_requests`) is the truth, whoever writes the table: vLLM's resolver
-loop, vLLM's endpoints, or this package. The registry adds versions and states, and drops an entry as soon as the table
-has another request for the name.
+Used in the event loop of each API server: `lifecycle.py` changes the registry, and `api/` lists what it holds. vLLM's
+own table of names (`OpenAIServingModels.lora_requests`) is the truth, whoever writes the table: vLLM's resolver loop,
+vLLM's endpoints, or this package. The registry adds versions and states to the table's names, and drops an entry as
+soon as the table has another request for the name. `DesiredAdapter` describes a name that a server is to serve, for
+`reconciler.py` and its files. No vLLM, no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -124,11 +125,6 @@ class DesiredAdapter:
     was_declared: bool = field(default=False, compare=False)
 
 
-def source_of(adapter: ServedAdapter | None) -> str:
-    """The label of the source of an adapter's version; empty without one."""
-    return "" if adapter is None or adapter.version is None else adapter.version.source
-
-
 def gone_from_source(name: str) -> AdapterNotFound:
     """The error where the source of a served adapter has no version any more."""
     return AdapterNotFound(
@@ -232,9 +228,9 @@ class Registry:
 
     def put(self, adapter: ServedAdapter) -> None:
         """Have later requests for the name enter the engine with the adapter's request."""
-        self._adapters[adapter.name] = adapter
-        self._table.lora_requests[adapter.name] = adapter.request
         name, digest, version = adapter.name, adapter.digest, adapter.version
+        self._adapters[name] = adapter
+        self._table.lora_requests[name] = adapter.request
         stale = [it for it, parts in self._mixtures.items() if parts.get(name, digest) != digest]
         if version is not None and version.parts:
             self._mixtures[name] = version.parts
@@ -267,17 +263,14 @@ class Registry:
 
         Where two names have the same number, the later name gets another number.
         """
-        for attempt in itertools.count():
-            number = adapter_id(name if not attempt else f"{name}\0{attempt}")
-            # 31 bits: of 10,000 names two have one number with a probability of 2 %.
-            if self._names_of_ids.setdefault(number, name) == name:
-                return number
-        raise AssertionError("unreachable")
+        # 31 bits: of 10,000 names two have one number with a probability of 2 %.
+        number, others = adapter_id(name), 0
+        while self._names_of_ids.setdefault(number, name) != name:
+            others += 1
+            number = adapter_id(f"{name}\0{others}")
+        return number
 
     def needs(self, name: str, version: ResolvedAdapter) -> bool:
         """Whether a name needs a version: to serve, for a rollback, or for running requests."""
-        adapters = [adapter for adapter in self.draining.values() if adapter.name == name]
-        present = self.get(name)
-        if present is not None:
-            adapters.append(present)
-        return any(leased.path == version.path for adapter in adapters for leased in adapter.versions)
+        adapters = [self.get(name), *(adapter for adapter in self.draining.values() if adapter.name == name)]
+        return any(leased.path == version.path for it in adapters if it is not None for leased in it.versions)

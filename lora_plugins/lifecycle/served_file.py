@@ -1,7 +1,13 @@
-"""The names that a server serves, in a file of the store, so that the next server can serve the names at once.
+"""The served file: the names that a server serves, kept in its store, so that the next server serves them at once.
 
-Replicas that share a store have a file each. A replica without a file, such as a new pod of a Deployment, begins with
-the names of all replicas that live or have ended within the hour.
+The leading API server reads the file at its start (`reconciler.py`), has `served_writer.py` write the file after each
+change, and touches the file every few seconds. All of this runs in threads, because the disk may hang. Replicas that
+share a store have a file each. A replica without a file, such as a new pod of a Deployment, begins with the names of
+all replicas that live or have ended within the hour.
+
+The file is JSON with one entry on each line, so that 100,000 entries are read in pieces. Changes since the whole file
+was written follow its closing bracket: entries, and as plain texts the names served no longer; after each write the
+bracket is repeated, so that a reader sees a write that was cut.
 """
 
 from __future__ import annotations
@@ -10,8 +16,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -25,20 +30,14 @@ from lora_plugins.log import logger
 from lora_plugins.store.layout import Layout, append_small, key_of, replace_small
 
 FORMAT = 1
-# JSON with an entry on each line, so that a reader of this format need not parse all entries at once. Later changes
-# follow the last line: entries, and names no longer served as texts; the last line is repeated after each write.
 _FIRST_LINE = f'{{"format": {FORMAT}, "served": [\n'.encode()
 _LAST_LINE = b"]}\n"
 _LINE = msgspec.json.Decoder[DesiredAdapter | str](DesiredAdapter | str)
 _PIECE = 500  # entries: a few milliseconds; with more changes than these, all entries are written again
-_KEEP_S = 5.0
-_LIVES_S = 20.0  # without a touch: four were missed
-_LATELY_S = 3600.0
-_KEPT_S = 7 * 86400.0
-_WRITE_DELAY_S = 0.5
-_WRITE_AGAIN_S = 1.0  # after a failed write, for example on a full disk
-_WRITE_PAUSE = 10  # times the processor's time of the last write, so that 100,000 names are not written all the time
-_WRITTEN_S = 10.0  # only a disk that does not answer takes longer
+_TOUCH_S = 5.0
+_LIVES_S = 20.0  # a replica lives that was touched so lately: else four touches were missed
+_LATELY_S = 3600.0  # a replica has ended lately
+_KEPT_S = 7 * 86400.0  # older files are removed
 # The fields of a `DesiredAdapter`. A collection of garbage leaves out tuples of strings; 100,000 objects to visit would
 # stop the event loop for 20 ms.
 Fields = tuple[str, *tuple[str | bool | None, ...]]
@@ -53,9 +52,9 @@ class ServedFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.prefers_living = path, False
-        self._held: dict[str, Fields] = {}  # what this process has written last, by name
-        self._state: tuple[int, ...] | None = None  # of the file then: a write that fails half way leaves another
-        self._changes = 0  # after the last line
+        self._written: dict[str, Fields] = {}  # what the file holds since the last write of this process, by name
+        self._state: tuple[int, ...] | None = None  # of the file after that write: another writer leaves another
+        self._change_count = 0  # changes behind the closing bracket
 
     @classmethod
     def of_store(cls, root: Path, base_path: str, replica: str) -> ServedFile:
@@ -67,7 +66,7 @@ class ServedFile:
         with suppress(OSError):
             await asyncio.to_thread(self.clean)
         while True:
-            await asyncio.sleep(_KEEP_S)
+            await asyncio.sleep(_TOUCH_S)
             with suppress(OSError):
                 await asyncio.to_thread(os.utime, self.path)
 
@@ -124,24 +123,25 @@ class ServedFile:
             OSError: the file cannot be written; the former entries stay, perhaps with some of the changes.
         """
         now = {fields[0]: fields for fields in paced(served)}
-        changed = [fields for name, fields in paced(now.items()) if self._held.get(name) != fields]
-        removed = [name for name in paced(self._held) if name not in now]
-        is_ours, self._changes = self._present() == self._state != (), self._changes + len(changed) + len(removed)
-        if is_ours and not changed and not removed:
+        changed = [fields for name, fields in paced(now.items()) if self._written.get(name) != fields]
+        removed = [name for name in paced(self._written) if name not in now]
+        is_as_written = self._present() == self._state != ()
+        if is_as_written and not changed and not removed:
             return
         encode = msgspec.json.Encoder().encode
-        if is_ours and self._changes <= _PIECE:
+        self._change_count += len(changed) + len(removed)
+        if is_as_written and self._change_count <= _PIECE:
             changes = map(encode, (*itertools.starmap(DesiredAdapter, changed), *removed))
             append_small(self.path, b"\n".join((*changes, _LAST_LINE)))
         else:
-            lines = [encode(adapter).decode() for adapter in itertools.starmap(DesiredAdapter, paced(now.values()))]
-            lines = [*(f"{line},\n" for line in lines[:-1]), *(f"{line}\n" for line in lines[-1:])]
+            lines = [encode(DesiredAdapter(*fields)).decode() + ",\n" for fields in paced(now.values())]
+            lines[-1:] = [line.replace(",\n", "\n") for line in lines[-1:]]  # JSON allows no comma there
             replace_small(self.path, _FIRST_LINE.decode(), *lines, _LAST_LINE.decode())
-            self._changes = 0
-        self._held, self._state = now, self._present()
+            self._change_count = 0
+        self._written, self._state = now, self._present()
 
     def _present(self) -> tuple[int, ...]:
-        """Which file is there: another writer's, and what a cleaner or a crash has left, has another size or inode."""
+        """The inode and size of the file, which another writer, a cleaner and a cut write change; empty: no file."""
         with suppress(OSError):
             return (found := self.path.stat()).st_ino, found.st_size
         return ()
@@ -156,77 +156,6 @@ def lately_served(root: Path) -> set[str]:
                 for adapter in itertools.chain.from_iterable(_pieces(path)):
                     found |= {adapter.last_digest, adapter.held_digest}
     return {digest for digest in found if digest is not None}
-
-
-class ServedWriter:
-    """Writes what is served to a file after each change, one write at a time. For one event loop.
-
-    Args:
-        collect: returns what is served now.
-    """
-
-    def __init__(self, file: ServedFile, collect: Callable[[], Awaitable[list[Fields]]]) -> None:
-        self._file, self._collect = file, collect
-        self._is_written, self._is_unwritable = True, False
-        self._writing: asyncio.Task[None] | None = None
-        # A thread of its own: those of `to_thread` are few, and may all be fetching.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lora-plugins-served")
-        self._waiting: list[asyncio.Future[None]] = []  # calls of `written`
-        self._is_awaited = asyncio.Event()
-
-    def write_soon(self) -> None:
-        """Have what is served now written, at once or together with other changes of half a second."""
-        self._is_written = False
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write())
-
-    async def written(self) -> None:
-        """Wait until all changes so far are written, or have failed to be; a disk that hangs holds up no caller."""
-        waiting = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        self._is_awaited.set()
-        self.write_soon()
-        if not (await asyncio.wait([waiting], timeout=_WRITTEN_S))[0]:
-            logger.warning("What is served is not written to %s within %.0f s", self._file.path, _WRITTEN_S)
-
-    async def _write(self) -> None:
-        """Write at once, then later changes together: one writer at a time, so that the last state wins.
-
-        A failed write is repeated until the file holds what is served: no later change may come to ask for a write.
-        """
-        while not self._is_written:
-            self._is_written, waiting, self._waiting = True, self._waiting, []
-            self._is_awaited.clear()
-            served = await self._collect()
-            try:
-                loop = asyncio.get_running_loop()
-                least_s, busy_s = _WRITE_DELAY_S, await loop.run_in_executor(self._thread, self._write_file, served)
-            except OSError as error:
-                self._is_written, least_s, busy_s = False, _WRITE_AGAIN_S, 0.0
-                self._note_unwritable(error)
-            else:
-                self._note_unwritable(None)
-            for one in waiting:
-                one.set_result(None)
-            await asyncio.sleep(busy_s)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(least_s, _WRITE_PAUSE * busy_s) - busy_s):
-                    await self._is_awaited.wait()
-
-    def _write_file(self, served: Iterable[Fields]) -> float:
-        """Write the served names, and return the seconds of a processor's time that the write took."""
-        # Not the time on the clock: a thread that waits for the disk or for a processor takes nothing from others.
-        started = time.thread_time()
-        self._file.write(served)
-        return time.thread_time() - started
-
-    def _note_unwritable(self, error: OSError | None) -> None:
-        """Log when writing begins to fail, and when the file is written again."""
-        if error is not None and not self._is_unwritable:
-            logger.warning("What is served cannot be written to %s: %s", self._file.path, error)
-        elif error is None and self._is_unwritable:
-            logger.info("What is served is written to %s again", self._file.path)
-        self._is_unwritable = error is not None
 
 
 def _pieces(path: Path) -> Iterator[list[DesiredAdapter]]:

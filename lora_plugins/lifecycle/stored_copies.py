@@ -25,6 +25,7 @@ from lora_plugins.errors import ErrorKind, LoRAPluginsError, NoFreeSlot, OfAdapt
 from lora_plugins.events import Event, StoreDamaged
 from lora_plugins.lifecycle.api_server import ABORT_S, ApiServer
 from lora_plugins.lifecycle.background_tasks import background
+from lora_plugins.lifecycle.leader import Leader
 from lora_plugins.lifecycle.principal_limits import NO_LIMIT, Share, Shares
 from lora_plugins.lifecycle.registry import ServedAdapter, gone_from_source
 from lora_plugins.lifecycle.swapping import VersionChange, change, updating
@@ -50,10 +51,14 @@ class _Lease(NamedTuple):
 
 
 class Copies:
-    """The copies of one API server."""
+    """The copies of one API server.
 
-    def __init__(self, server: ApiServer) -> None:
-        self._server = server
+    Args:
+        leader: with followers, which end leases too where room is needed; None for a follower's copies.
+    """
+
+    def __init__(self, server: ApiServer, leader: Leader | None = None) -> None:
+        self._server, self._leader = server, leader
         self._registry, self._resolver, self._store = server.registry, server.resolver, server.resolver.store
         budgets_bytes = (self._store.max_bytes, self._resolver.settings.host_max_bytes)
         max_bytes = min((it for it in budgets_bytes if it is not None), default=None)
@@ -210,6 +215,9 @@ class Copies:
         for name in changing - self._ending:
             background(self._end_earlier(name))
         await self._unload_idle()
+        if self._leader is not None:
+            with suppress(SourceUnavailable):  # a follower that does not answer ends its leases later
+                await self._leader.relieve()
 
     def _spare_leases(self, adapter: ServedAdapter, changing: Collection[str] = ()) -> list[_Lease]:
         """Return the leases of a name that may end; where the name is `changing`, none of an earlier version."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import AdapterSwapped, NotServed
@@ -30,16 +30,19 @@ KEPT_VERSIONS = 2
 
 
 class ChangeReason(Enum):
-    """Why a name serves another version than before a call, or the same version."""
+    """Why a name serves another version than before a call, or the same version.
+
+    Attributes:
+        LOADED: the name was not served before.
+        SWAPPED: the name was served in another version, or from another path.
+        REPAIRED: the store's copy was damaged: the engines have loaded the same version again, from a sound copy.
+        UNCHANGED: the version was served already.
+    """
 
     LOADED = auto()
-    """The name was not served before."""
     SWAPPED = auto()
-    """The name was served in another version, or from another path."""
     REPAIRED = auto()
-    """The store's copy was damaged: the engines have loaded the same version again, from a sound copy."""
     UNCHANGED = auto()
-    """The version was served already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ async def change(
     started, old, before, old_words = time.perf_counter(), adapter.request, adapter.digest, _in_words(adapter)
     reason = ChangeReason.LOADED if old is None else ChangeReason.SWAPPED
     moves, pins = moves and old is not None, pins or adapter.is_pinned
+    leased = [] if version is None else [version]
     if version is not None:
         # The path of a repaired copy is spelt anew: engines may have read the damaged bytes by the old path.
         path = await server.engine_path(adapter.name, version, other_than=old.lora_path if adapter.is_damaged else "")
@@ -105,48 +109,8 @@ async def change(
             if has_news:
                 server.on_change()
             return VersionChange(before, before, ChangeReason.UNCHANGED)
-        if before == version.digest:
-            reason = ChangeReason.REPAIRED
+        reason = ChangeReason.REPAIRED if before == version.digest else reason
     request = server.vllm.new_request(adapter.name, path, adapter.base_name)
-    await _load(server, adapter, version, request, uri, moves=moves, pins=pins, is_noted=is_noted)
-    # No await until `put`: no request sees half a swap. A name has one lease of a version, so a version that is served
-    # again leaves the earlier versions: its later end among them would end the lease of the served version.
-    previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
-    adapter.request, adapter.previous = request, previous[:kept_versions]
-    adapter.is_pinned, adapter.loading = pins, None
-    adapter.now_serves(version, uri, held_digest)
-    server.registry.put(adapter)
-    if old is not None:
-        # The new version inherits the time of use: eviction must not take a swap for a request.
-        used_at = server.planner.used_at.get(old.lora_int_id)
-        if used_at is not None:
-            server.planner.used_at[adapter.engine_id] = used_at
-        server.release(adapter.name, *previous[kept_versions:])
-        if moves:
-            # Also requests that took the old version from the table before, and reach an engine later.
-            moving = background(server.planner.move(request.lora_int_id))
-        else:
-            server.retire(old.lora_int_id)
-        server.events.emit(AdapterSwapped(adapter.name, old_words, _in_words(adapter), time.perf_counter() - started))
-    server.on_change()
-    if moves:
-        await asyncio.shield(moving)  # the change has been made, even if the caller leaves
-    return VersionChange(before, adapter.digest, reason)
-
-
-async def _load(
-    server: ApiServer,
-    adapter: ServedAdapter,
-    version: ResolvedAdapter | None,
-    request: Any,
-    uri: str | None,
-    *,
-    moves: bool,
-    pins: bool,
-    is_noted: bool,
-) -> None:
-    """Have the engines load, and pin, the version of `request`; after a failure nothing of the version is left."""
-    old = adapter.request
     try:
         succeeds = old.lora_int_id if moves else None
         await server.planner.load(request, uri=uri, wants_slot=old is None, succeeds=succeeds, is_noted=is_noted)
@@ -154,9 +118,30 @@ async def _load(
             await server.planner.pin(request, uri=uri)
     except BaseException:
         server.retire(request.lora_int_id)
-        if version is not None:
-            server.release(adapter.name, version)
+        server.release(adapter.name, *leased)
         raise
+    # No await until `put`: no request sees half a swap. A name has one lease of a version, so a version that is served
+    # again leaves the earlier versions: its later end among them would end the lease of the served version.
+    previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
+    adapter.request, adapter.previous = request, previous[:kept_versions]
+    adapter.is_pinned, adapter.loading = pins, None
+    adapter.now_serves(version, uri, held_digest)
+    server.registry.put(adapter)
+    server.on_change()
+    if old is not None:
+        # The new version inherits the time of use: eviction must not take a swap for a request.
+        used_at = server.planner.used_at.get(old.lora_int_id)
+        if used_at is not None:
+            server.planner.used_at[adapter.engine_id] = used_at
+        server.release(adapter.name, *previous[kept_versions:])
+        server.events.emit(AdapterSwapped(adapter.name, old_words, _in_words(adapter), time.perf_counter() - started))
+        if moves:
+            # Requests that took the old version from the table before, and reach an engine later, move too. The change
+            # has been made, even if the caller leaves.
+            await asyncio.shield(background(server.planner.move(request.lora_int_id)))
+        else:
+            server.retire(old.lora_int_id)
+    return VersionChange(before, adapter.digest, reason)
 
 
 @contextmanager

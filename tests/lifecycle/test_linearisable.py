@@ -33,13 +33,14 @@ from lora_plugins.errors import (
 )
 from lora_plugins.events import Events
 from lora_plugins.lifecycle.api_server import ApiServer
+from lora_plugins.lifecycle.followed_copies import FollowedCopies
 from lora_plugins.lifecycle.follower import Follower
 from lora_plugins.lifecycle.leader import Frame, Leader
 from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.reconciler import Reconciler
 from lora_plugins.lifecycle.registry import DesiredAdapter, Registry, no_longer_served
 from lora_plugins.lifecycle.served_file import Fields, ServedFile
-from lora_plugins.lifecycle.shared_copies import FollowedCopies, LedCopies
+from lora_plugins.lifecycle.stored_copies import Copies
 from lora_plugins.lifecycle.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.resolvers.single_flight import NameLocks, SingleFlight
 from lora_plugins.scheduler.pauses import PauseMode
@@ -233,7 +234,7 @@ class Servers:
         world.server.abort = self._abort  # type: ignore[method-assign]
         self.running: dict[str, asyncio.Task[Any]] = {}
         server = world.lifecycle.server
-        self.lifecycle = world.lifecycle = Lifecycle(server, LedCopies(server, self.leader))
+        self.lifecycle = world.lifecycle = Lifecycle(server, Copies(server, self.leader))
         self.registry = self.lifecycle.registry
         self.disk = Disk()
         self.reconciler = Reconciler(self.lifecycle, Settings(restore="0"), self.disk, Events())

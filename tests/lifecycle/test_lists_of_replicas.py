@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lora_plugins.events import Events
-from lora_plugins.lifecycle import served_file
+from lora_plugins.lifecycle import served_writer
 from lora_plugins.lifecycle.reconciler import Reconciler
 from lora_plugins.lifecycle.registry import DesiredAdapter
 from lora_plugins.lifecycle.served_file import ServedFile, lately_served
@@ -139,7 +139,7 @@ def test_the_list_of_an_earlier_release_counts_without_others(tmp_path: Path) ->
 
 @runs
 async def test_a_server_keeps_its_list_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_file, "_WRITE_DELAY_S", 0.01)
+    monkeypatch.setattr(served_writer, "_WRITE_DELAY_S", 0.01)
     world, file = World(), of(tmp_path, "lora-0")
     world.resolver.has["sql"] = Version("sql")
     one = Reconciler(world.lifecycle, Settings(preload=("sql",)), file, Events())

@@ -11,7 +11,7 @@ import pytest
 
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import AdapterLoaded, Event, Events, NotServed
-from lora_plugins.lifecycle.planner_client import PlannerClient, combined
+from lora_plugins.lifecycle.planner_client import AdapterStates, PlannerClient
 from lora_plugins.scheduler.messages import AdapterState
 from tests.lifecycle.simulated_engine import SimulatedEngine
 from tests.virtual_time import runs
@@ -188,11 +188,11 @@ def state(**changes: Any) -> AdapterState:
 
 def test_a_place_is_where_every_engine_has_it() -> None:
     slot, host = state(running=("a",)), state(is_active=False, size_bytes=12, held=("b",), running=("c",))
-    assert combined(1, [{1: slot}, {1: host}]) == replace(host, running=("a", "c"))
-    assert combined(1, [{1: slot}, {}]) == state(is_loaded=False, is_active=False, running=("a",))
-    assert combined(1, [{1: slot}]) == slot
-    assert combined(1, [{1: state(is_pinned=True)}, {}]).is_pinned
-    assert combined(1, [{}, {}]) == combined(1, []) == AdapterState(1, "")
+    assert AdapterStates([{1: slot}, {1: host}])(1) == replace(host, running=("a", "c"))
+    assert AdapterStates([{1: slot}, {}])(1) == state(is_loaded=False, is_active=False, running=("a",))
+    assert AdapterStates([{1: slot}])(1) == slot
+    assert AdapterStates([{1: state(is_pinned=True)}, {}])(1).is_pinned
+    assert AdapterStates([{}, {}])(1) == AdapterStates([])(1) == AdapterState(1, "")
 
 
 @runs

@@ -20,7 +20,7 @@ import yaml
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidSettings, LoRAPluginsError, OutOfMemory, SourceUnavailable
 from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Events, NotServed, is_polling
-from lora_plugins.lifecycle import reconciler, served_file
+from lora_plugins.lifecycle import reconciler, served_writer
 from lora_plugins.lifecycle.reconciler import LOOK_INTERVAL_S, RETRY_S, Reconciler
 from lora_plugins.lifecycle.registry import DesiredAdapter
 from lora_plugins.lifecycle.served_file import Fields, ServedFile
@@ -34,7 +34,7 @@ LONGEST_S = 240.0  # for what comes for certain
 
 @pytest.fixture(autouse=True)
 def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_file, "_WRITE_DELAY_S", 0.01)
+    monkeypatch.setattr(served_writer, "_WRITE_DELAY_S", 0.01)
 
 
 def reconciling(world: World, settings: Settings, file: ServedFile) -> Reconciler:
@@ -590,7 +590,7 @@ async def test_a_slow_disk_delays_the_next_write_by_no_more(tmp_path: Path, monk
 @runs
 async def test_a_kill_forgets_no_change_that_came_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is written at once; only those of a crowd wait for each other."""
-    monkeypatch.setattr(served_file, "_WRITE_DELAY_S", 0.5)
+    monkeypatch.setattr(served_writer, "_WRITE_DELAY_S", 0.5)
     world, file = world_with("sql", "chat"), ServedFile(tmp_path / "served.json")
     await reconciling(world, Settings(preload=("sql",)), file).start()
     await asyncio.sleep(1)

@@ -236,7 +236,7 @@ MUTANTS = (
     Mutant(
         "server: a load that fails keeps its lease",
         "lora_plugins/lifecycle/swapping.py",
-        "        if version is not None:\n            server.release(adapter.name, version)\n        raise\n",
+        "        server.release(adapter.name, *leased)\n        raise\n",
         "        raise\n",
         ("tests/lifecycle/test_lifecycle.py",),
     ),

@@ -22,12 +22,12 @@ from typing import Any
 
 from lora_plugins.lifecycle.api_server import ApiServer
 from lora_plugins.lifecycle.background_tasks import background
+from lora_plugins.lifecycle.followed_copies import FollowedCopies
 from lora_plugins.lifecycle.follower import Follower, not_here
 from lora_plugins.lifecycle.leader import Leader
 from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.registry import Registry
-from lora_plugins.lifecycle.shared_copies import FollowedCopies, LedCopies
-from lora_plugins.lifecycle.stored_copies import watch
+from lora_plugins.lifecycle.stored_copies import Copies, watch
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.async_llm import COPIES, is_planned, planner_of
 from lora_plugins.vllm_patches.api_server.base_serving import near_names
@@ -59,7 +59,7 @@ def lifecycle_of(models: Any) -> Lifecycle:
         )
         role = process.role
         lifecycle = Lifecycle(
-            server, FollowedCopies(server, role) if isinstance(role, Follower) else LedCopies(server, role)
+            server, FollowedCopies(server, role) if isinstance(role, Follower) else Copies(server, role)
         )
         setattr(models.engine_client, COPIES, lifecycle.copies)
         # A weak reference: the watch ends with the copies.

@@ -1,7 +1,8 @@
-"""Copies in the store where several API servers serve the same names.
+"""The store's copies of served adapters in a follower: an API server that another one leads (`leader.py`).
 
-The leader leases versions for names. A follower leases the copies that its requests need, and has the leader fetch
-missing copies.
+Runs in the follower's event loop, in the place of `stored_copies.Copies`, for each request of an adapter. The leader
+leases the copy of each served version. The follower leases the copies that its own requests need, so that the store
+keeps them should the leader end its lease, and has the leader fetch missing and damaged copies.
 """
 
 from __future__ import annotations
@@ -15,24 +16,9 @@ from typing import Any
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.lifecycle.api_server import ApiServer
 from lora_plugins.lifecycle.follower import Follower
-from lora_plugins.lifecycle.leader import Leader
 from lora_plugins.lifecycle.principal_limits import Share
 from lora_plugins.lifecycle.stored_copies import CHANGES, Copies
 from lora_plugins.store.disk_errors import DamagedCopy
-
-
-class LedCopies(Copies):
-    """The leader's copies: where room is needed, followers end leases of copies without running requests, too."""
-
-    def __init__(self, server: ApiServer, leader: Leader) -> None:
-        super().__init__(server)
-        self._leader = leader
-
-    async def relieve(self) -> None:
-        """End leases as `Copies.relieve` does, in every API server of this deployment."""
-        await super().relieve()
-        with suppress(SourceUnavailable):  # a follower that does not answer ends its leases later
-            await self._leader.relieve()
 
 
 class FollowedCopies(Copies):

@@ -13,10 +13,11 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.events import Events
 from lora_plugins.lifecycle.api_server import ApiServer
+from lora_plugins.lifecycle.followed_copies import FollowedCopies
 from lora_plugins.lifecycle.leader import Frame
 from lora_plugins.lifecycle.planner_client import PlannerClient
 from lora_plugins.lifecycle.registry import Registry
-from lora_plugins.lifecycle.shared_copies import FollowedCopies, LedCopies
+from lora_plugins.lifecycle.stored_copies import Copies
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.store import Store
 from tests.lifecycle.test_stored_copies import GOOD, LAST_BIT, Bed
@@ -67,7 +68,7 @@ class Beside:
         planner = PlannerClient(self.leader.world.engine.ask, Events())
         server = ApiServer(registry, planner, Server(), resolver, Events())
         self.copies = FollowedCopies(server, self.following)  # type: ignore[arg-type]
-        self.led = LedCopies(self.leader.world.lifecycle.server, self)  # type: ignore[arg-type]
+        self.led = Copies(self.leader.world.lifecycle.server, self)  # type: ignore[arg-type]
 
     async def relieve(self) -> None:
         """As the leader has its only follower do."""
