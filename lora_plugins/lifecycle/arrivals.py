@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import cast
 
 from lora_plugins.errors import NoFreeSlot, SlowBody
 from lora_plugins.lifecycle.principal_limits import Share
@@ -36,20 +36,19 @@ class Body:
     owns: Callable[[str], bool]
 
 
-class BodyRoom:
-    """The room of one body in the store, until the end of the block; other processes see the room as taken."""
+class BodyRoom(AsyncExitStack):
+    """The room of one body in the store, until the end of the block; other processes see the room as taken.
+
+    `aclose` ends the room before: from there on, the store counts the body's bytes as those of a version.
+
+    Args:
+        left_bytes: what a body of some size leaves of its sender's share; None for no limit.
+    """
 
     def __init__(self, store: Store, left_bytes: Callable[[int], int | None]) -> None:
-        """Have no room yet; `left_bytes` says what a body of some size leaves of its sender's share, None: no limit."""
+        super().__init__()
         self._store, self._left_bytes = store, left_bytes
-        self._announced = AsyncExitStack()
         self.size_bytes = 0
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.shield(self.release())
 
     async def grow(self, size_bytes: int, spare_bytes: int = 0) -> None:
         """Have room for so many bytes in all, and for spare bytes as far as the share goes.
@@ -61,12 +60,8 @@ class BodyRoom:
         left_bytes = self._left_bytes(size_bytes)
         size_bytes += spare_bytes if left_bytes is None else min(spare_bytes, left_bytes)
         more_bytes = size_bytes - self.size_bytes
-        await self._announced.enter_async_context(self._store.reserve(more_bytes))
+        await self.enter_async_context(self._store.reserve(more_bytes))
         self.size_bytes = size_bytes
-
-    async def release(self) -> None:
-        """End the room: the body has ended, or the store counts its bytes as a version's from here on."""
-        await self._announced.aclose()
 
 
 class Arrivals:

@@ -1,8 +1,10 @@
-"""Carry requests that change or list served adapters from followers to the leader, unchanged; pure ASGI, no vLLM.
+"""Carry HTTP requests that change or list served adapters from followers to the leader, unchanged.
 
-A load balancer, or the kernel, chooses the API server. A follower sends a carried request to the leader on a connection
-of its own, body and all, and passes the leader's response on. The leader's application handles the request like a
-direct request: with the same headers and the same caller, so authentication and policy decide the same.
+Runs in each API server as ASGI middleware around vLLM's application, because a load balancer, or the kernel, chooses
+the server of a request, and only the leader changes what is served (`leader.py`). A follower sends a carried request to
+the leader on a connection of its own, body and all, and passes the leader's response on. The leader's application
+handles the request like a direct request: with the same headers and the same caller, so authentication and policy
+decide the same. Pure ASGI, no vLLM.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from lora_plugins.log import logger
 _PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
 _REQUEST_ID = b"x-request-id"
 _READ_BYTES = 1 << 16
-_OF_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
+# Fields of an ASGI scope that msgpack can carry: a scope also has the application and its state.
+_PLAIN_FIELDS = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
 
 
 class CarryToLeader:
     """ASGI middleware of each API server: a follower carries; the leader answers when all followers have its changes.
 
     Args:
-        role: the role of this process.
+        role: returns the leader, or the follower, that this process is.
         answer: makes the response for an error, as the application would for a raised error.
     """
 
@@ -121,6 +124,7 @@ def _when_all_have(leader: Leader, send_: Send) -> Send:
 
 
 async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: Send) -> None:
+    """Have the leader answer a follower's request; `send_` gets the leader's response."""
     reader, writer = await follower.open()
 
     async def pass_on() -> None:
@@ -132,8 +136,7 @@ async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: S
             if message["type"] == "http.disconnect":
                 return
 
-    # Only fields that msgpack can carry: a scope also has the application and its state.
-    plain: dict[str, Any] = {name: scope[name] for name in _OF_SCOPE if name in scope}
+    plain: dict[str, Any] = {name: scope[name] for name in _PLAIN_FIELDS if name in scope}
     plain |= {"headers": list(scope["headers"]), "client": scope.get("client"), "server": scope.get("server")}
     send(writer, {"scope": plain})
     # In a task, because a client may go away, or send its body, while the leader answers.
@@ -144,7 +147,8 @@ async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: S
             has_begun = True
             if "headers" in message:
                 # The follower's own stack adds its request id: `--enable-request-id-headers`.
-                message["headers"] = [it for it in _pairs(message["headers"]) if it[0].lower() != _REQUEST_ID]
+                pairs = _pairs(message["headers"])
+                message["headers"] = [pair for pair in pairs if pair[0].lower() != _REQUEST_ID]
             await send_(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 return

@@ -1,6 +1,8 @@
-"""An API server beside the leader (`leader.py`): serves the leader's table, and asks the leader for all else.
+"""The follower: an API server that serves the names of the leader's table (`leader.py`), and changes none.
 
-A follower that loses its connection knows no name any more, and ends its process (`end_without_leader`).
+Runs in the event loop of each API server of `vllm serve` but the first. The leader's messages come in and change the
+table; calls go out, such as to resolve an unknown name. `leader.py` describes the messages. A follower that loses its
+connection knows no name any more, and ends its process (`end_without_leader`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from lora_plugins.lifecycle.leader import SOCKET, Frame, receive, send
 from lora_plugins.log import logger
 
 _RETRY_S = 0.05
-_USED_AGAIN_S = 1.0
+_USED_AGAIN_S = 1.0  # between two reports of use of one adapter
 _OWN_END_S = 5.0  # vllm serve ends its API servers at once, but the leader may be the first to have ended
 _REMEMBERED = 10_000
 
@@ -81,7 +83,12 @@ class Follower:
             SourceUnavailable: the connection is lost.
         """
         self._folder = folder
-        reader, self._writer = await self._connection()
+        while True:  # no deadline: vLLM ends this process where the leader cannot start
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(folder / SOCKET)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(_RETRY_S)
         # This frame marks the connection as a follower's; carried requests begin with their scope.
         send(self._writer, {"follows": number})
         self._reading = asyncio.create_task(self._read(reader))
@@ -136,8 +143,7 @@ class Follower:
         finally:
             del self._answers[number]
             # `finally` also runs on cancellation, so the leader ends a call that nobody awaits any more.
-            if self._writer is not None:
-                send(self._writer, {"end": number})
+            send(self._writer, {"end": number})
 
     def used(self, engine_id: int) -> None:
         """Tell the leader about requests for an adapter, at most once a second for each adapter."""
@@ -175,13 +181,6 @@ class Follower:
             raise gone()
         send(self._writer, frame)
 
-    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        while True:  # no deadline: vLLM ends this process where the leader cannot start
-            try:
-                return await asyncio.open_unix_connection(self._folder / SOCKET)
-            except (FileNotFoundError, ConnectionRefusedError):
-                await asyncio.sleep(_RETRY_S)
-
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while (frame := await receive(reader)) is not None:
@@ -211,27 +210,23 @@ class Follower:
             # Until the whole table has come, the leader waits for nothing: `all` acknowledges the changes together.
             self._change(frame["name"], frame["adapter"])
             if self._has_all.is_set():
-                self._confirm(frame["change"])
+                send(self._writer, {"has": frame["change"]})
         elif "relieve" in frame:  # await here, in order: `has` confirms this frame and all frames before
             try:
                 await self.relieve()
             except Exception:  # noqa: BLE001 - the leases end later, and every other change is followed
                 logger.exception("Leases of adapters without requests could not be ended")
-            self._confirm(frame["relieve"])
+            send(self._writer, {"has": frame["relieve"]})
         elif "id" in frame:
             if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
                 answer.set_result(frame)
         elif "abort" in frame:
             self.abort(frame["abort"])
         elif "all" in frame:
-            self._confirm(frame["all"])
+            send(self._writer, {"has": frame["all"]})
             self._has_all.set()
         elif "ready" in frame:
             self._is_ready.set()
-
-    def _confirm(self, number: int) -> None:
-        if self._writer is not None:
-            send(self._writer, {"has": number})
 
     def _change(self, name: str, adapter: Frame | None) -> None:
         before = self.table.get(name)

@@ -6,9 +6,13 @@ a copy of the leader's table of names. A change is one message with a number. Fo
 their numbers, and confirm the numbers; an administrator gets an answer when each follower has all earlier changes.
 
 A follower that connects first gets the whole table. The leader does not wait for a closed connection: its process has
-died, or ends itself.
+died, or ends itself. A single API server is a leader without followers.
 
-Messages are msgpack with a length of 4 bytes in front, on a Unix socket.
+Messages (`Frame`) are msgpack maps with a length of 4 bytes in front, on a Unix socket. The leader sends
+`{change: NUMBER, name, adapter}`, `{all: NUMBER}` behind the whole table, `{ready}`, `{relieve: NUMBER}`,
+`{abort: IDS}` and answers `{id, …}`. A follower sends `{follows: ITS NUMBER}` first, then `{has: NUMBER}` for all
+changes up to the number, `{call: NAME, …}`, with an `id` where an answer is wanted, and `{end: ID}`, after which the
+leader frees what the call holds. A connection for one carried request (`carrying.py`) begins with `{scope}`.
 """
 
 from __future__ import annotations
@@ -207,15 +211,15 @@ async def _answer(writer: asyncio.StreamWriter, frame: Frame, call: Call) -> Non
             await asyncio.Future()  # keep `held` open until the follower ends the call, or closes the connection
 
 
-def send(writer: asyncio.StreamWriter, frame: Frame) -> None:
-    """Queue a message behind earlier messages; a closed connection is no error."""
-    if not writer.is_closing():
+def send(writer: asyncio.StreamWriter | None, frame: Frame) -> None:
+    """Queue a message behind earlier messages; a closed connection, or none, is no error."""
+    if writer is not None and not writer.is_closing():
         body = _encoder.encode(frame)
         writer.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
 
 async def receive(reader: asyncio.StreamReader) -> Frame | None:
-    """The next message; None where the other side has closed the connection."""
+    """Return the next message; None where the other side has closed the connection."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         return _decoder.decode(await reader.readexactly(length))

@@ -55,7 +55,7 @@ class Lifecycle:
         self.server = server
         self.registry, self.planner = server.registry, server.planner
         self.copies = copies or Copies(server)
-        self.written: Callable[[], Coroutine[Any, Any, None]] = _nothing
+        self.written: Callable[[], Coroutine[Any, Any, None]] = lambda: asyncio.sleep(0)  # until a reconciler writes
         self.resolving: SingleFlight[str, Any] = SingleFlight()
         server.resolver.lease_served = self._lease_served
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
@@ -441,9 +441,10 @@ class Lifecycle:
             if version is None and digest is not None:
                 version = await self.server.resolver.of_digest(name, digest, of_any_name=of_any_name)
             if version is None:
+                where = "in the store" if of_any_name else "of this name since the start"
                 kept = ", ".join(version.digest[:12] for version in adapter.previous) or "none"
                 raise AdapterNotFound(
-                    _no_version(digest, of_any_name=of_any_name),
+                    "no version before this one" if digest is None else f"no such version {where}",
                     expected=f"one of those kept: {kept}",
                     remedy="give all 64 characters of its digest, or load it from its source",
                     adapter=name,
@@ -558,13 +559,3 @@ def _require_version(name: str, adapter: ServedAdapter | None, expects: str | No
     raise VersionMismatch(
         served, expected=expects, remedy="look at what is served now (GET /v1/loras), and decide again", adapter=name
     )
-
-
-def _no_version(digest: str | None, *, of_any_name: bool) -> str:
-    if digest is None:
-        return "no version before this one"
-    return "no such version in the store" if of_any_name else "no such version of this name since the start"
-
-
-async def _nothing() -> None:
-    """Where nothing is written down."""

@@ -1,4 +1,8 @@
-"""Limits of one principal: a share of the engines' host memory and the store, and requests and tokens in a minute.
+"""Limits of a principal (a key, or a tenant with several keys): a share of memory and store, and rates in a minute.
+
+`Shares` limits the adapters in use at once, for `stored_copies.py`; `Rates` limits requests and tokens, for
+`vllm_patches/api_server/access.py`. Both count in the leading API server, for all API servers of a deployment: a
+follower asks the leader by `FollowedRates` and `followed_copies.py`.
 
 A request above its principal's share waits for other requests of the principal to end, and is refused after a while.
 Other principals notice nothing: a caller without a limit, such as an administrator, never waits here. A request for an
@@ -29,9 +33,9 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A principal's part of the whole, which a new policy may change; `label` names the principal.
+    """A principal's part of host memory and store: above 0, and 1 for no limit. `label` names the principal.
 
-    `part` is above 0; 1 means no limit.
+    Shares of one label are equal, because a new policy may change the part.
     """
 
     label: str

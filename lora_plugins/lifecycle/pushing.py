@@ -196,7 +196,7 @@ class Pushes:
                     began_change = time.perf_counter()
                     size_bytes = sum(file.size_bytes for file in pushed.files)
                     with self.admitted(name, body.sender, body.owns, size_bytes):  # others may have come
-                        await room.release()  # the store counts the bytes as it takes them over
+                        await room.aclose()  # the store counts the bytes as it takes them over
                         change = await self._lifecycle.take(name, pushed, expects=expects, **options)
         served = time.perf_counter()
         waited_s = placed - began + began_change - received

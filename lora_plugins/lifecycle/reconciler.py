@@ -1,4 +1,8 @@
-"""The adapters that a server is to serve, and the one loop that has them served.
+"""The reconciler: the adapters that a server is to serve, and the one loop that has them served.
+
+Runs in the event loop of the leading API server: `endpoint_plugin.py` awaits `start` before the server is ready, and
+then runs `follow` and `poll` as tasks. Names come in, with a place, a digest or a pin where given; `lifecycle.py`
+serves, swaps and unloads the names, and the served file gets what is served.
 
 Three places name adapters: `LORA_PLUGINS_PRELOAD`, the list of the last server (`LORA_PLUGINS_RESTORE`), and the file
 of `LORA_PLUGINS_ADAPTERS_FILE`. The loop follows the file while the server runs, and the file decides over the names in
@@ -32,8 +36,9 @@ from lora_plugins.events import DeclaredFileInvalid, DeclaredSetReconciled, Even
 from lora_plugins.lifecycle.background_tasks import FewAtOnce, background, in_steps
 from lora_plugins.lifecycle.declared_file import parse, parse_apart, read_bytes
 from lora_plugins.lifecycle.lifecycle import Lifecycle
-from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter, source_of
-from lora_plugins.lifecycle.served_file import Fields, ServedFile, ServedWriter
+from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter
+from lora_plugins.lifecycle.served_file import Fields, ServedFile
+from lora_plugins.lifecycle.served_writer import ServedWriter
 from lora_plugins.log import logger
 from lora_plugins.resolvers.sources.uri import AllowedUris
 from lora_plugins.settings import Settings
@@ -82,9 +87,8 @@ class Reconciler:
         self._targets: dict[str, Target] = {}
         self._serving = FewAtOnce(
             self._serve,
-            lambda target: "/".join((target.adapter.uri or "").split("/")[:3]),
+            lambda target: "/".join((target.adapter.uri or "").split("/")[:3]),  # s3://bucket, hf://organisation
             limit=_AT_ONCE,
-            is_wanted=lambda name, target: self._targets.get(name) is target,
             on_idle=self._report,
         )
         self._content: bytes | None = None  # of the file at the last look; None where it could not be read
@@ -93,7 +97,11 @@ class Reconciler:
         self._is_started = False
         # Adapters restored from the store whose sources have not yet answered whether a newer version exists.
         self._stale: dict[str, ServedAdapter] = {}
-        self._asking = FewAtOnce(self._ask_for_newer, source_of, limit=_AT_ONCE)
+        self._asking = FewAtOnce(
+            self._ask_for_newer,
+            lambda adapter: "" if adapter.version is None else adapter.version.source,
+            limit=_AT_ONCE,
+        )
 
     @property
     def declared(self) -> dict[str, Target] | None:
@@ -296,12 +304,13 @@ class Reconciler:
             self._events.emit(reconciled)
 
     async def _serve(self, target: Target) -> None:
+        """Try once to serve a target, and note the result in the target."""
         name = target.adapter.name
         try:
             if not (self._is_decided(target) or await self._restored(target)):
-                is_served = self._lifecycle.registry.serves(target.adapter.name)  # by vLLM: --lora-modules
+                is_served = self._lifecycle.registry.serves(name)  # by vLLM: --lora-modules
                 if not (self._is_started or is_served) and _was_served(target):
-                    return  # the store has lost the version: its source is asked once the server is ready
+                    return  # the store has lost the version: `follow` asks its source once the server is ready
                 with polling():
                     await self._make_so(target)
         except LoRAPluginsError as error:
@@ -332,6 +341,7 @@ class Reconciler:
         return True
 
     async def _make_so(self, target: Target) -> None:
+        """Serve, pin or unpin an adapter as the target says; a source may be asked."""
         adapter = target.adapter
         served = self._lifecycle.registry.get(adapter.name)
         # Else vLLM has loaded the name: --lora-modules. What a request is loading may still fail.

@@ -1,4 +1,7 @@
-"""The response to a request for an adapter: when the response begins, and which version the response names.
+"""The HTTP response to a request for an adapter: when the response begins, and which version its headers name.
+
+Runs in each API server as ASGI middleware around vLLM's application; `vllm_patches/api_server/` notes in `present()`,
+the response to the request that the code runs for, which version answers, and which error.
 
 vLLM sends a stream's status before asking the engine. Where a request names an adapter, this middleware keeps messages
 back until `Response.has_begun`, or answers with the error instead: so an error has its own status.
@@ -42,7 +45,8 @@ class Response:
     """The response to the present request.
 
     Attributes:
-        is_held: whether the start is held back. has_begun: whether the engine has begun to answer.
+        is_held: whether messages are kept back until `has_begun`: whether the engine has begun to answer.
+        kept: the messages kept back.
         error: the error to answer instead.
         digests: of all versions that the request was given; None stands for the base model, or an unknown version.
         warnings: warnings about these versions.
@@ -127,14 +131,14 @@ class AnswerForAdapters:
         token = _present.set(response)
 
         async def send_when_begun(message: Message) -> None:
-            # No byte has left yet, so the error can still have its own status.
-            if response.error is not None and response.is_held and not response.has_begun:
-                response.has_begun, error = True, response.error
-                response.kept.clear()
-                await (await self._answer(scope, error))(scope, receive, send)
-                return
             if response.error is not None and response.is_held:
-                return  # the rest of the response that the error has replaced
+                # No byte has left yet, so the error can still have its own status. Later messages are the rest of the
+                # response that the error replaces.
+                if not response.has_begun:
+                    response.has_begun = True
+                    response.kept.clear()
+                    await (await self._answer(scope, response.error))(scope, receive, send)
+                return
             response.kept.append(message)
             # A whole body without a stream ends the wait, too.
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -367,32 +367,24 @@ class Copies:
         await self.update(adapter, is_bound=True)
 
     async def _newest_sound(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:
+        """Return the newest version at the source, with sound bytes, leased for the name; raises as `update`."""
+        name, server = adapter.name, self._server
         self._note_damage(adapter)
         # The second try replaces a copy that `is_sound` has just found damaged.
         for _ in range(2):
-            newest, is_sound = await self._newest(adapter, held_digest), False
-            try:
-                is_sound = await asyncio.to_thread(self._store.is_sound, newest.digest)
-            finally:
-                if not is_sound:
-                    self._server.release(adapter.name, newest)
-            if is_sound:
-                return newest
+            # `latest` asks the source, whatever the source answered a moment ago.
+            newest = await self._resolver.latest(name, adapter.uri, server.vllm.base_path)
+            if newest is None or held_digest not in (None, newest.digest):
+                server.release(name, *([] if newest is None else [newest]))
+                if adapter.is_damaged and adapter.version is not None:
+                    raise DamagedCopy.of(adapter.version.digest, "its source does not have them any more")
+                raise gone_from_source(name)
+            with server.released_on_error(name, newest):
+                if await asyncio.to_thread(self._store.is_sound, newest.digest):
+                    return newest
+            server.release(name, newest)
             self._note_damage(adapter)
         raise DamagedCopy.of(newest.digest, "it cannot be replaced")
-
-    async def _newest(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:
-        name, version = adapter.name, adapter.version
-        # `latest` asks the source, whatever the source answered a moment ago.
-        newest = await self._resolver.latest(name, adapter.uri, self._server.vllm.base_path)
-        if newest is not None and held_digest is not None and newest.digest != held_digest:
-            self._server.release(name, newest)
-            newest = None
-        if newest is not None:
-            return newest
-        if adapter.is_damaged and version is not None:
-            raise DamagedCopy.of(version.digest, "its source does not have them any more")
-        raise gone_from_source(name)
 
     def _note_damage(self, adapter: ServedAdapter) -> None:
         if adapter.version is not None and self._store.is_marked(adapter.version.digest):
