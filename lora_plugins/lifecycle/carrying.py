@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.lifecycle.follower import Follower, gone
 from lora_plugins.lifecycle.leader import Frame, Leader, receive, send
-from lora_plugins.lifecycle.response import Asgi, Message, Receive, Send, route_path
+from lora_plugins.lifecycle.response import route_path
 from lora_plugins.log import logger
 
 # Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
@@ -28,27 +31,24 @@ _READ_BYTES = 1 << 16
 _PLAIN_FIELDS = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
 
 
+@dataclass(eq=False)
 class CarryToLeader:
     """ASGI middleware of each API server: a follower carries; the leader answers when all followers have its changes.
 
-    Args:
+    Attributes:
         role: returns the leader, or the follower, that this process is.
         answer: makes the response for an error, as the application would for a raised error.
     """
 
-    def __init__(
-        self,
-        app: Asgi,
-        role: Callable[[], Leader | Follower],
-        answer: Callable[[Message, LoRAPluginsError], Awaitable[Asgi]],
-    ) -> None:
-        self._app, self._role, self._answer = app, role, answer
+    app: ASGIApp
+    role: Callable[[], Leader | Follower]
+    answer: Callable[[Scope, LoRAPluginsError], Awaitable[ASGIApp]]
 
-    async def __call__(self, scope: Message, receive_: Receive, send_: Send) -> None:
+    async def __call__(self, scope: Scope, receive_: Receive, send_: Send) -> None:
         """Handle one connection, or the application's life, which begins when all is there to serve."""
         is_carried = scope["type"] == "http" and _is_carried(scope)
         try:
-            if isinstance(role := self._role(), Follower):
+            if isinstance(role := self.role(), Follower):
                 if is_carried:
                     await _carry(role, scope, receive_, send_)
                     return
@@ -56,12 +56,14 @@ class CarryToLeader:
                     role.note_start()
             elif is_carried and scope["method"] != "GET":
                 send_ = _when_all_have(role, send_)
-            await self._app(scope, receive_, send_)
+            await self.app(scope, receive_, send_)
         except LoRAPluginsError as error:
-            await (await self._answer(scope, error))(scope, receive_, send_)
+            await (await self.answer(scope, error))(scope, receive_, send_)
 
 
-async def answer_carried(app: Asgi, first: Frame, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def answer_carried(
+    app: ASGIApp, first: Frame, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Have the leader's application answer a carried request."""
     scope = {
         **first["scope"],
@@ -108,7 +110,7 @@ def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in headers]
 
 
-def _is_carried(scope: Message) -> bool:
+def _is_carried(scope: Scope) -> bool:
     path = route_path(scope)
     return any(path == carried or path.startswith(f"{carried}/") for carried in _PATHS)
 
@@ -123,7 +125,7 @@ def _when_all_have(leader: Leader, send_: Send) -> Send:
     return send_when_all_have
 
 
-async def _carry(follower: Follower, scope: Message, receive_: Receive, send_: Send) -> None:
+async def _carry(follower: Follower, scope: Scope, receive_: Receive, send_: Send) -> None:
     """Have the leader answer a follower's request; `send_` gets the leader's response."""
     reader, writer = await follower.open()
 

@@ -145,42 +145,35 @@ def no_longer_served(name: str) -> NoFreeSlot:
     )
 
 
+@dataclass(eq=False)
 class Registry:
     """The names of one API server.
 
-    Args:
+    Attributes:
         table: vLLM's `OpenAIServingModels`, whose `lora_requests` are read and written.
         version_of: the version of a source that was last resolved for a name; None where there is no version.
         blocked: names that are refused until an operator loads them, whatever the table says.
         near: names like a misspelt one, which the present request may use.
-
-    Attributes:
         draining: unloaded adapters with running requests, by engine id.
         paused: names whose requests the engines hold until a resume.
         on_stale: called with a mixture that is served no longer, because a part has changed.
     """
 
-    def __init__(
-        self,
-        table: Any,
-        version_of: Callable[[str], ResolvedAdapter | None],
-        blocked: Blocks,
-        near: Callable[[str], Sequence[str]] = lambda _: (),
-    ) -> None:
-        self._table = table
-        self._near = near
-        self._version_of = version_of
-        self._adapters: dict[str, ServedAdapter] = {}
-        self._mixtures: dict[str, dict[str, str]] = {}  # names of mixtures served, with the digests of their parts
-        self._names_of_ids: dict[int, str] = {}
-        self.draining: dict[int, ServedAdapter] = {}
-        self.paused: set[str] = set()
-        self.on_stale: Callable[[ServedAdapter], object] = lambda _: None
-        self.blocked = blocked
+    table: Any
+    version_of: Callable[[str], ResolvedAdapter | None]
+    blocked: Blocks
+    near: Callable[[str], Sequence[str]] = lambda _: ()
+    draining: dict[int, ServedAdapter] = field(default_factory=dict)
+    paused: set[str] = field(default_factory=set)
+    on_stale: Callable[[ServedAdapter], object] = lambda _: None
+    _adapters: dict[str, ServedAdapter] = field(default_factory=dict)
+    # Names of served mixtures, with the digests of their parts by the parts' names.
+    _mixtures: dict[str, dict[str, str]] = field(default_factory=dict)
+    _names_of_ids: dict[int, str] = field(default_factory=dict)
 
     def get(self, name: str) -> ServedAdapter | None:
         """The adapter served under this name now; None where the name is not served."""
-        request = self._table.lora_requests.get(name)
+        request = self.table.lora_requests.get(name)
         if request is None:
             self._adapters.pop(name, None)
             return None
@@ -188,7 +181,7 @@ class Registry:
         # `is not`, because requests of one name are equal (`LoRARequest.__eq__` in vllm/lora/request.py, 0.32).
         # Another writer, such as vLLM's resolver, has put a new request into the table: the former entry is void.
         if adapter is None or adapter.request is not request:
-            version = self._version_of(name)
+            version = self.version_of(name)
             # The request has another path than the version last resolved, so the version is not of this request.
             if version is not None and str(version.path) != request.lora_path:
                 version = None
@@ -208,29 +201,29 @@ class Registry:
         return adapter
 
     def not_served(self, name: str) -> AdapterNotFound:
-        return misspelt(name, self._near(name)) or AdapterNotFound(
+        return misspelt(name, self.near(name)) or AdapterNotFound(
             "no such adapter", expected="one that is served", remedy="see GET /v1/loras", adapter=name
         )
 
     def serves(self, name: str) -> bool:
         """Whether a name is in the table now. Callable from any thread."""
-        return name in self._table.lora_requests
+        return name in self.table.lora_requests
 
     def names(self) -> list[str]:
         """All names served now, in order of arrival; takes a millisecond for 100,000 names."""
-        return list(self._table.lora_requests)
+        return list(self.table.lora_requests)
 
     def all(self) -> list[ServedAdapter]:
         """All adapters served now, in order of arrival."""
-        for gone in self._adapters.keys() - self._table.lora_requests.keys():
+        for gone in self._adapters.keys() - self.table.lora_requests.keys():
             del self._adapters[gone]
-        return [adapter for name in list(self._table.lora_requests) if (adapter := self.get(name)) is not None]
+        return [adapter for name in list(self.table.lora_requests) if (adapter := self.get(name)) is not None]
 
     def put(self, adapter: ServedAdapter) -> None:
         """Have later requests for the name enter the engine with the adapter's request."""
         name, digest, version = adapter.name, adapter.digest, adapter.version
         self._adapters[name] = adapter
-        self._table.lora_requests[name] = adapter.request
+        self.table.lora_requests[name] = adapter.request
         stale = [it for it, parts in self._mixtures.items() if parts.get(name, digest) != digest]
         if version is not None and version.parts:
             self._mixtures[name] = version.parts
@@ -240,7 +233,7 @@ class Registry:
     def remove(self, name: str) -> ServedAdapter | None:
         """Stop serving this name; a later request may resolve the name again."""
         if self.get(name) is not None:
-            del self._table.lora_requests[name]
+            del self.table.lora_requests[name]
         self._mixtures.pop(name, None)
         self._end_mixtures([it for it, parts in self._mixtures.items() if name in parts])
         return self._adapters.pop(name, None)

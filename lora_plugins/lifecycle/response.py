@@ -12,16 +12,12 @@ running requests move to the new version: the engine then says which versions ma
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 from uuid import uuid4
 
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-Receive = Callable[[], Awaitable[Message]]
-Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Span = tuple[str, int]  # a version's digest, and the index of the first token that the version has made
 
@@ -31,7 +27,7 @@ _LONGEST_WARNING = 1000  # characters
 _FIRST_ERROR = 400  # HTTP status
 
 
-def route_path(scope: Message) -> str:
+def route_path(scope: Scope) -> str:
     """The path that routes are compared with, as Starlette has it (`get_route_path`)."""
     path, root = scope["path"], scope.get("root_path", "")
     # Behind --root-path, ASGI servers differ in whether `path` begins with `root_path`.
@@ -111,21 +107,21 @@ def together(some: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     return sorted(every, key=lambda span: span[1])
 
 
+@dataclass(eq=False)
 class AnswerForAdapters:
     """ASGI middleware: see the module.
 
-    Args:
+    Attributes:
         answer: makes the response for an error, as the application would for a raised error.
     """
 
-    def __init__(self, app: Asgi, answer: Callable[[Message, Exception], Awaitable[Asgi]]) -> None:
-        self._app = app
-        self._answer = answer
+    app: ASGIApp
+    answer: Callable[[Scope, Exception], Awaitable[ASGIApp]]
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
         if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         response = Response()
         token = _present.set(response)
@@ -137,7 +133,7 @@ class AnswerForAdapters:
                 if not response.has_begun:
                     response.has_begun = True
                     response.kept.clear()
-                    await (await self._answer(scope, response.error))(scope, receive, send)
+                    await (await self.answer(scope, response.error))(scope, receive, send)
                 return
             response.kept.append(message)
             # A whole body without a stream ends the wait, too.
@@ -149,7 +145,7 @@ class AnswerForAdapters:
                     await send(_with_headers(one, response))
 
         try:
-            await self._app(scope, receive, send_when_begun)
+            await self.app(scope, receive, send_when_begun)
         except Exception:
             # vLLM's responses route raises errors that other routes write into the stream.
             if response.error is None or not response.is_held or response.has_begun:

@@ -1,7 +1,10 @@
-"""Copies in the store of adapters that callers of one engine client name by a path, by engine id.
+"""Snapshots: copies in the store of adapters that callers of vLLM's engine client name by a path.
 
-The engine gets the copy's path, which fixes the bytes: later changes of the caller's files change nothing, and keys of
-cached prefixes never mix two contents. No vLLM, no torch; for one event loop at a time.
+Runs wherever an engine client is: in API servers, and in programs with vLLM's `LLM` or `AsyncLLM`. A caller's
+`LoRARequest`, from `add_lora` or with a prompt, comes in; out comes the request for the engine, with the path of the
+copy. That path fixes the bytes: later changes of the caller's files change nothing, and keys of cached prefixes never
+mix two contents. Copies are remembered by engine id (`lora_int_id`), because in vLLM a later request may name an
+adapter by the id alone, beside any path. No vLLM, no torch; for one event loop at a time.
 """
 
 from __future__ import annotations
@@ -38,10 +41,14 @@ class _KeptSnapshot:
 
 
 class Snapshots:
-    """Takes copies, and leases them while remembering them.
+    """The copies of one engine client, leased in the store for as long as their engine ids are remembered.
 
-    `is_vllms` returns whether a request is vLLM's `LoRARequest`; requests of other classes, and requests with a path
-    in the store, stay as they are. `held` returns the ids that the engines hold, as of now.
+    Requests that are not vLLM's `LoRARequest`, and requests with a path in the store, stay as they are.
+
+    Args:
+        is_vllms: whether a request is vLLM's `LoRARequest`.
+        base_path: the base model's path or Hub id.
+        held: returns the ids of the adapters that the engines hold, as of now.
     """
 
     def __init__(self, resolver: AdapterResolver, is_vllms: Callable[[Any], bool], base_path: str, held: Held) -> None:
@@ -49,16 +56,15 @@ class Snapshots:
         self._is_vllms = is_vllms
         self._base_path = base_path
         self._held = held
-        self._kept: OrderedDict[int, _KeptSnapshot] = OrderedDict()
-        self._trying: dict[int, object] = {}
-        self._locks = NameLocks()
+        self._kept: OrderedDict[int, _KeptSnapshot] = OrderedDict()  # by engine id
+        self._trying: dict[int, object] = {}  # a mark of the last `trying` of an engine id that has not ended
+        self._locks = NameLocks()  # of engine ids
 
     async def of(self, request: Any) -> Any:
-        """The request for the engine in the place of a caller's request, which stays unchanged.
+        """The request for the engine in the place of a prompt's request, which stays unchanged.
 
         With `load_inplace`, with a copy of the files now at the request's path; else with the copy of the engine id,
-        unless the path is another directory. Where neither has an adapter, the caller's request. Where the engines hold
-        the id, a path that is nothing here may say anything: the Hub is not asked.
+        unless the path is another directory. Where neither has an adapter, the caller's request.
 
         Raises:
             LoRAPluginsError: the adapter at the path cannot be served.
@@ -129,16 +135,24 @@ class Snapshots:
                 yield taken
 
     async def by_id(self, request: Any, *, adds: bool = True) -> Any:
-        """The request for the engine where the engine id alone says what to serve, or to add, as in vLLM; else None.
+        """The request for the engine where the engine id alone says which adapter is meant; else None.
 
-        A load in place, or a directory, says more than the id. Engines load again what they have evicted: for adapters
-        that came by this client under the same name they are not asked. With `adds` they are asked for what only they
-        have: engines cannot load tensors again, and a request learns so by its own failure.
+        In vLLM the id alone counts once an adapter is loaded, and trainers send stub paths with later requests. So the
+        path, which may name something on the Hub, is not looked for where this object or the engines have the id. A
+        load in place, or a directory of this host, says more than the id. `adds`: the request is of `add_lora`.
         """
         engine_id, path, kept = request.lora_int_id, request.lora_path, self._kept.get(request.lora_int_id)
         if self._stays(request) or request.load_inplace or place_by_path(path).startswith("/"):
             return None
-        if kept is None or (adds if kept.version is None else kept.version.name != request.lora_name):
+        if kept is None:
+            asks_engines = True
+        elif kept.version is None:
+            # Engines cannot load tensors again; a prompt's request learns so by its own failure.
+            asks_engines = adds
+        else:
+            # Engines load an evicted adapter again from its copy, so the copy's own name needs no question.
+            asks_engines = kept.version.name != request.lora_name
+        if asks_engines:
             if engine_id not in await self._held():
                 return None
             if kept is None or kept.version is not None:  # else a refusal would find the same once more
@@ -169,8 +183,8 @@ class Snapshots:
             self._kept[taken.lora_int_id] = kept.before
             self._drop(replace(kept, before=None))
 
-    # Keep one former copy: running requests of the id may still read it.
     def _remember(self, engine_id: int, kept: _KeptSnapshot | None) -> None:
+        """Have an engine id stand for a copy from now on, or for none; one former copy stays for running requests."""
         old = self._kept.pop(engine_id, None)
         if kept is None:
             self._drop(old)
