@@ -170,7 +170,7 @@ class Lifecycle:
                 path = await server.engine_path(name, version)
                 if version.parts:
                     with server.released_on_error(name, version):
-                        await self.copies.make_place(caller)
+                        await self.copies.idle.make_place(caller)
                         # A block of a part meanwhile has unloaded only the mixtures that were served then.
                         self.registry.blocked.refuse(name)
                 # A part may have changed while its mixture was made, and this request may be of after the change.

@@ -1,5 +1,8 @@
 """The store's copies of served adapters: present, and with the bytes of their digests, before an engine reads them.
 
+Runs in the event loop of each API server: `vllm_patches/api_server/async_llm.py` enters `using` for each request, and
+`watch` looks for damage every few seconds. A follower has the subclass of `followed_copies.py`.
+
 An engine may read an adapter again for any request of the adapter, but for no other request. So each request has a
 lease of its own, from before the request reaches the engine until the request has ended; the name's own lease ends
 where a fetch needs the room. A missing copy is fetched again before the request goes on, and so is a damaged copy,
@@ -13,18 +16,18 @@ import asyncio
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cachetools import TTLCache
 
-from lora_plugins.errors import ErrorKind, LoRAPluginsError, NoFreeSlot, OfAdapter, SourceUnavailable, kind_of
+from lora_plugins.errors import ErrorKind, LoRAPluginsError, OfAdapter, SourceUnavailable, kind_of
 from lora_plugins.events import Event, StoreDamaged
-from lora_plugins.lifecycle.api_server import ABORT_S, ApiServer
-from lora_plugins.lifecycle.background_tasks import background
+from lora_plugins.lifecycle.api_server import ApiServer
+from lora_plugins.lifecycle.idle_adapters import MOST_BY_DIGEST, IdleAdapters
 from lora_plugins.lifecycle.leader import Leader
 from lora_plugins.lifecycle.principal_limits import NO_LIMIT, Share, Shares
 from lora_plugins.lifecycle.registry import ServedAdapter, gone_from_source
@@ -37,17 +40,7 @@ CHANGES = 3  # while a request waits for a copy, the name may get another versio
 LOOK_S = 2.0
 _LOOKED_AT = 200  # copies in one look: a thousand system calls
 _RETRY_S = 15.0
-_MOST_MIXTURES = 32  # of one caller: each request may name another one
-_MOST_BY_DIGEST = 1_000  # names `NAME@DIGEST`: a digest has 57 spellings, and a name has many versions
 _HASHED_S = 60.0
-
-
-class _Lease(NamedTuple):
-    """The lease of a name on the copy of a digest; `used_at` in seconds since 1970, None where unknown."""
-
-    digest: str
-    name: str
-    used_at: float | None = None
 
 
 class Copies:
@@ -64,11 +57,10 @@ class Copies:
         max_bytes = min((it for it in budgets_bytes if it is not None), default=None)
         self._shares = Shares(server.vllm.host_places, max_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._next = 0
-        self._pressed_at: int | None = None
-        # The store calls `relieve` where leases are in the way of a fetch.
+        self._next = 0  # of the served digests in order: where the next `look` begins
+        self._pressed_at: int | None = None  # when a process needed room, as of the last `look`
+        self.idle = IdleAdapters(server)
         self._store.relieve = self.relieve
-        self._ending: set[str] = set()  # names whose earlier versions' leases end after a change
         # Names whose copies could not be fetched a moment ago.
         self._tried: TTLCache[str, None] = TTLCache(math.inf, _RETRY_S, timer=time.monotonic)
         noted = weakref.WeakMethod(self._noted)  # the events live as long as the process, which may outlive this server
@@ -177,7 +169,7 @@ class Copies:
         return None if adapter is None else adapter.request
 
     async def look(self) -> None:
-        """Find damage reported by other processes, and copies written to; load the damaged adapters again."""
+        """Find damaged copies, whichever process has marked them, and load their adapters again; make room if asked."""
         self._loop = asyncio.get_running_loop()
         served = {adapter.version.digest for adapter in self._registry.all() if adapter.version is not None}
         # A window that moves on at each look, so that all copies are looked at in turn.
@@ -191,102 +183,21 @@ class Copies:
             with suppress(SourceUnavailable):
                 await asyncio.to_thread(self._store.is_sound, digest)
             self._flag(digest)  # even if sound by now: the engines may have read the bytes in between
-        # Another process needs room. The first look only learns the mark's time, which may be of long ago.
+        # A new mark says that a fetch of another process needs room. The first look only learns the mark's time, which
+        # may be of long ago.
         before, self._pressed_at = self._pressed_at, await asyncio.to_thread(self._store.pressed_at)
-        # A new mark: a fetch of another process needs room.
         if before not in (None, self._pressed_at):
             await self.relieve()
-        await self._unload_idle(_MOST_BY_DIGEST)
+        await self.idle.unload_by_digest(MOST_BY_DIGEST)
         due = [it for it in self._registry.all() if it.is_damaged and it.name not in self._tried]
         await asyncio.gather(*(self._mend_damaged(adapter) for adapter in due))
 
     async def relieve(self) -> None:
-        """End leases of names for adapters without running requests, so that the store may remove the copies.
-
-        Pinned adapters keep their leases. A name keeps the lease of its fixed digest, of a version that is the only
-        copy, and, until the end of a change of the name, of earlier versions: no source may have them any more. A name
-        `NAME@DIGEST` is unloaded: the next request loads the version again, as long as the store has a copy. A trainer
-        that samples from each of its versions would otherwise fill the store. Mixtures are made again of their parts,
-        so the store removes their copies first.
-        """
-        adapters = self._registry.all()
-        changing = {it.name for it in adapters if it.previous and self._server.vllm.lock(it.name).locked()}
-        await self._end_leases(it for one in adapters for it in self._spare_leases(one, changing))
-        for name in changing - self._ending:
-            background(self._end_earlier(name))
-        await self._unload_idle()
+        """End leases of adapters without running requests: the store calls this where leases are in a fetch's way."""
+        await self.idle.relieve()
         if self._leader is not None:
             with suppress(SourceUnavailable):  # a follower that does not answer ends its leases later
                 await self._leader.relieve()
-
-    def _spare_leases(self, adapter: ServedAdapter, changing: Collection[str] = ()) -> list[_Lease]:
-        """Return the leases of a name that may end; where the name is `changing`, none of an earlier version."""
-        if adapter.is_pinned:
-            return []
-        earlier = () if adapter.name in changing else adapter.previous
-        spare = [_Lease(version.digest, adapter.name) for version in earlier]
-        if (present := adapter.version) is not None and not adapter.is_only_copy:
-            # The store removes first what was used longest ago, and mixtures are made again of their parts.
-            used_at = 0.0 if present.parts else self._server.planner.used_at.get(adapter.engine_id)
-            spare.append(_Lease(present.digest, adapter.name, used_at))
-        return [lease for lease in spare if lease.digest != adapter.held_digest]
-
-    async def _end_leases(self, spare: Iterable[_Lease]) -> None:
-        # The names' leases end now, not when a thread has the time: by then a name may need its version.
-        leases, nobody = list(spare), object()
-        for lease in leases:
-            with suppress(KeyError):
-                self._store.leases.hand_over(lease.digest, lease.name, nobody)
-        of_nobody = [(lease.digest, nobody, lease.used_at) for lease in leases]
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._store.end_leases, of_nobody))
-
-    async def _end_earlier(self, name: str) -> None:
-        """End leases as `relieve` does, after the change under way: calls for a name may follow without a gap."""
-        self._ending.add(name)
-        try:
-            async with self._server.vllm.lock(name):
-                if (adapter := self._registry.get(name)) is not None:
-                    await self._end_leases(self._spare_leases(adapter))
-        finally:
-            self._ending.discard(name)
-
-    async def make_place(self, caller: Hashable) -> None:
-        """Unload the mixtures of a caller that were used longest ago, until one more may be served.
-
-        Raises:
-            NoFreeSlot: requests use all of them.
-        """
-        while len(theirs := self._registry.mixtures_of(caller)) >= _MOST_MIXTURES:
-            used_at = self._server.planner.used_at
-            theirs.sort(key=lambda it: used_at.get(it.engine_id, 0.0))
-            if not await self._unload(theirs, most=1):
-                raise NoFreeSlot(
-                    f"{len(theirs)} mixtures of one caller in use at once",
-                    expected=f"{_MOST_MIXTURES} at most",
-                    remedy="ask again once requests of another mixture have ended",
-                )
-
-    async def _unload_idle(self, allowed: int = 0) -> None:
-        """Unload names by digest without requests, where more are served than allowed; a name that changes stays."""
-        versions = [adapter for adapter in self._registry.all() if adapter.is_by_digest]
-        if len(versions) > allowed and (unloading := await self._unload(versions)):
-            await asyncio.wait(unloading, timeout=ABORT_S)  # a request may have come since the look
-
-    async def _unload(self, adapters: Iterable[ServedAdapter], most: float = math.inf) -> list[asyncio.Task[None]]:
-        """Unload the first adapters without requests; return what is done once all of one is free."""
-        states, unloading = await self._server.planner.states(), list[asyncio.Task[None]]()
-        for adapter in adapters:
-            if len(unloading) >= most:
-                break
-            state = states(adapter.engine_id)
-            # The caller may hold a lock, so wait for none.
-            is_busy = state.held or state.running or self._server.vllm.lock(adapter.name).locked()
-            if not (adapter.is_pinned or is_busy) and self._registry.get(adapter.name) is adapter:
-                self._registry.remove(adapter.name)
-                unloading.append(self._server.drain(adapter))
-        if unloading:
-            self._server.on_change()
-        return unloading
 
     async def _mend_damaged(self, adapter: ServedAdapter) -> None:
         async with self._server.vllm.lock(adapter.name):

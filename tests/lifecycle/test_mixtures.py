@@ -9,7 +9,7 @@ import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot
 from lora_plugins.events import Events
-from lora_plugins.lifecycle import stored_copies
+from lora_plugins.lifecycle import idle_adapters
 from lora_plugins.lifecycle.reconciler import Reconciler
 from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.settings import Settings
@@ -185,7 +185,7 @@ def sourced(world: World, count: int) -> list[str]:
 
 @runs
 async def test_a_caller_has_a_bounded_number_of_mixtures() -> None:
-    world, most = World(), stored_copies._MOST_MIXTURES
+    world, most = World(), idle_adapters._MOST_MIXTURES
     names = sourced(world, most + 2)
     for name in names[:most]:
         await world.lifecycle.resolve(name)
@@ -210,7 +210,7 @@ async def test_a_caller_has_a_bounded_number_of_mixtures() -> None:
 @runs
 async def test_a_mixture_stays_until_its_first_request_comes() -> None:
     """The request is still on its way to the engine, and older mixtures are idle."""
-    world, most = World(), stored_copies._MOST_MIXTURES
+    world, most = World(), idle_adapters._MOST_MIXTURES
     names = sourced(world, most + 2)
     for name in names[:most]:
         await world.lifecycle.resolve(name)
@@ -224,7 +224,7 @@ async def test_a_mixture_stays_until_its_first_request_comes() -> None:
 async def test_mixtures_count_as_used_longest_ago() -> None:
     world = await mixing()
     world.planner.used_at.update({it.lora_int_id: 10.0 for it in world.table.lora_requests.values()})
-    idle = [one for it in world.lifecycle.registry.all() for one in world.lifecycle.copies._spare_leases(it)]
+    idle = [one for it in world.lifecycle.registry.all() for one in world.lifecycle.copies.idle._spare_leases(it)]
     assert idle == [("aa", "sql", 10.0), ("m1", MIXTURE, 0.0)]
 
 

@@ -622,7 +622,7 @@ async def test_only_so_many_names_stay_as_pushed(make_bed, monkeypatch) -> None:
 
 @runs
 async def test_spellings_of_digests_are_served_in_bounds(make_bed, monkeypatch) -> None:
-    monkeypatch.setattr(stored_copies, "_MOST_BY_DIGEST", 3)
+    monkeypatch.setattr(stored_copies, "MOST_BY_DIGEST", 3)
     bed = make_bed()
     adapter = await bed.load()
     names = [f"sql@{adapter.digest[:length]}" for length in range(8, 12)]
