@@ -17,7 +17,7 @@ from lora_plugins.errors import SourceUnavailable
 from lora_plugins.lifecycle.api_server import ApiServer
 from lora_plugins.lifecycle.follower import Follower
 from lora_plugins.lifecycle.principal_limits import Share
-from lora_plugins.lifecycle.stored_copies import CHANGES, Copies
+from lora_plugins.lifecycle.stored_copies import TRIES, Copies
 from lora_plugins.store.disk_errors import DamagedCopy
 
 
@@ -50,7 +50,7 @@ class FollowedCopies(Copies):
         with suppress(SourceUnavailable):  # the leader is gone, and vLLM will end this server
             self._follower.used(request.lora_int_id)
         digest = None
-        for _ in range(CHANGES):
+        for _ in range(TRIES):
             digest = self._store.digest_at(request.lora_path)
             if digest is None or await self._is_leased(request, digest, holder):
                 return request

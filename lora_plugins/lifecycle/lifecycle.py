@@ -22,7 +22,7 @@ from lora_plugins.lifecycle.api_server import ABORT_S, ApiServer
 from lora_plugins.lifecycle.background_tasks import background
 from lora_plugins.lifecycle.finding import find, find_version
 from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter, no_longer_served
-from lora_plugins.lifecycle.stored_copies import CHANGES, Copies
+from lora_plugins.lifecycle.stored_copies import TRIES, Copies
 from lora_plugins.lifecycle.swapping import ChangeReason, SwapOptions, VersionChange, change, updating
 from lora_plugins.log import logger
 from lora_plugins.resolvers.single_flight import SingleFlight
@@ -60,6 +60,42 @@ class Lifecycle:
         server.resolver.lease_served = self._lease_served
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
+    async def resolve(self, name: str) -> Any:
+        """Serve a name that a source has, and return vLLM's request for the name; None where no source has the name.
+
+        The load goes on in the background: requests wait in the scheduler.
+
+        Raises:
+            LoRAPluginsError: the adapter cannot be served.
+        """
+        server = self.server
+        async with server.vllm.lock(name):
+            if (served := self.registry.get(name)) is not None:
+                return served.request
+            if not server.resolver.sources:  # else names of other packages' resolvers would count as unknown
+                return None
+            caller = server.resolver.principal()
+            for tries_left in reversed(range(TRIES)):
+                if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
+                    return None
+                path = await server.engine_path(name, version)
+                if version.parts:
+                    with server.released_on_error(name, version):
+                        await self.copies.idle.make_place(caller)
+                        # A block of a part meanwhile has unloaded only the mixtures that were served then.
+                        self.registry.blocked.refuse(name)
+                # A part may have changed while its mixture was made, and this request may be of after the change.
+                if not (tries_left and self.registry.is_stale(version)):
+                    break
+                server.release(name, version)
+            request = server.vllm.new_request(name, path)
+            self.planner.used(request)  # or a new mixture would be the next to leave, before its request
+            adapter = ServedAdapter(name, request, version, caller=caller)
+            adapter.loading = background(self._loading(adapter, request))
+            self.registry.put(adapter)
+        server.on_change()
+        return request
+
     async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
         """Serve a name; from `uri`, or from wherever the server's sources have the name.
 
@@ -80,6 +116,108 @@ class Lifecycle:
         # The engines may refuse what a request has found. Without the lock: an unload must not wait for the load.
         await asyncio.wait([adapter.loading])
         return await self.load(name, uri, expects=expects)
+
+    async def load_version(self, text: str) -> ServedAdapter | None:
+        """Serve `name@digest`, with at least the digest's first 8 characters, as a name of its own, beside `name`.
+
+        None where this process has not had the version under the name, the store no longer has the version, or `text`
+        is not of this form.
+
+        Raises:
+            LoRAPluginsError: the version cannot be served.
+        """
+        name, _, prefix = text.partition("@")
+        if not is_prefix(prefix) or terms_of(text) is not None:
+            return None
+        async with self.server.vllm.lock(text):
+            adapter = self.registry.get(text)
+            if adapter is not None:
+                return adapter
+            found = await self.server.resolver.of_digest(name, prefix)
+            if found is None:
+                return None
+            # Lease the version for `text` before releasing the lease of `name`, so that no eviction comes between.
+            try:
+                version = await self.server.resolver.of_digest(text, found.digest, of_any_name=True)
+            finally:
+                self.server.release(name, found)
+            if version is None:
+                return None
+            adapter = ServedAdapter(text)
+            await change(self.server, adapter, version, None, version.digest)
+        return adapter
+
+    async def prefetch(self, name: str, *, expects: str | None = None) -> ServedAdapter:
+        """Bring an adapter into host memory before any request.
+
+        Raises:
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: the adapter cannot be served, or host memory has no room.
+        """
+        self.registry.blocked.refuse(name)
+        loaded = await self.load(name, expects=expects)
+        adapter = self.registry.require(name)
+        if loaded.reason is not ChangeReason.LOADED:
+            async with self.copies.using(adapter.request) as request:
+                await self.planner.load(request, uri=adapter.uri, wants_slot=False)
+        return adapter
+
+    async def load_by_path(
+        self, name: str, path: str, base_name: str | None = None, *, moves: bool = False
+    ) -> VersionChange:
+        """Serve the adapter now at a path, or what only workers find there; with the name's lock.
+
+        A served name is swapped. `base_name`: as in `ServedAdapter`.
+
+        Raises:
+            LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
+        """
+        refuse_mixture(name)
+        adapter, place = self._present(name), place_by_path(path)
+        adapter.base_name = base_name or adapter.base_name
+        with updating(self.server, adapter):
+            version = await self.server.resolver.snapshot(name, place, self.server.vllm.base_path)
+            uri, held = (None, None) if version is None else (place, version.digest)
+            is_noted = adapter.is_served
+            return await change(self.server, adapter, version, uri, held, path=path, moves=moves, is_noted=is_noted)
+
+    def check_pushed(self, name: str, expects: str | None) -> None:
+        """Refuse a push before reading its bytes.
+
+        Raises:
+            InvalidAdapter: no adapter can have this name, or the name has a revision.
+            VersionMismatch: another version is served than expected.
+        """
+        refuse_mixture(name)
+        self._check_name(name)
+        if "@" in name:
+            raise InvalidAdapter(
+                "a name with a revision",
+                expected="a name without '@'",
+                remedy="push the name; each version is served as NAME@DIGEST too",
+                adapter=name,
+            )
+        _require_version(name, self.registry.get(name), expects)
+
+    async def take(
+        self, name: str, pushed: PushedAdapter, *, expects: str | None = None, **options: Unpack[SwapOptions]
+    ) -> VersionChange:
+        """Serve a pushed adapter as the next version of a name, until a refresh, a rollback or the next push.
+
+        Raises:
+            VersionMismatch: another version is served than expected.
+            LoRAPluginsError: the adapter cannot be served, or not be pinned; the name goes on serving the present
+                version.
+        """
+        seen = self.block_to_end(name)
+        async with self.server.vllm.lock(name), self.ending_block(name, seen):
+            adapter = self._present(name, expects)
+            with updating(self.server, adapter):
+                version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
+                digest, is_noted = version.digest, adapter.is_served
+                if options.get("pins") and digest == adapter.digest:  # `change` does not pin what is served already
+                    await self._pin(adapter)
+                return await change(self.server, adapter, version, None, digest, is_noted=is_noted, **options)
 
     async def declare(
         self, name: str, uri: str | None, digest: str | None = None, *, is_noted: bool = False
@@ -129,253 +267,6 @@ class Lifecycle:
             served = ServedAdapter(name)
             await change(self.server, served, version, uri, None)
         return served
-
-    async def load_by_path(
-        self, name: str, path: str, base_name: str | None = None, *, moves: bool = False
-    ) -> VersionChange:
-        """Serve the adapter now at a path, or what only workers find there; with the name's lock.
-
-        A served name is swapped. `base_name`: as in `ServedAdapter`.
-
-        Raises:
-            LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
-        """
-        refuse_mixture(name)
-        adapter, place = self._present(name), place_by_path(path)
-        adapter.base_name = base_name or adapter.base_name
-        with updating(self.server, adapter):
-            version = await self.server.resolver.snapshot(name, place, self.server.vllm.base_path)
-            uri, held = (None, None) if version is None else (place, version.digest)
-            is_noted = adapter.is_served
-            return await change(self.server, adapter, version, uri, held, path=path, moves=moves, is_noted=is_noted)
-
-    async def resolve(self, name: str) -> Any:
-        """Serve a name that a source has, and return vLLM's request for the name; None where no source has the name.
-
-        The load goes on in the background: requests wait in the scheduler.
-
-        Raises:
-            LoRAPluginsError: the adapter cannot be served.
-        """
-        server = self.server
-        async with server.vllm.lock(name):
-            if (served := self.registry.get(name)) is not None:
-                return served.request
-            if not server.resolver.sources:  # else names of other packages' resolvers would count as unknown
-                return None
-            caller = server.resolver.principal()
-            for tries_left in reversed(range(CHANGES)):
-                if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
-                    return None
-                path = await server.engine_path(name, version)
-                if version.parts:
-                    with server.released_on_error(name, version):
-                        await self.copies.idle.make_place(caller)
-                        # A block of a part meanwhile has unloaded only the mixtures that were served then.
-                        self.registry.blocked.refuse(name)
-                # A part may have changed while its mixture was made, and this request may be of after the change.
-                if not (tries_left and self.registry.is_stale(version)):
-                    break
-                server.release(name, version)
-            request = server.vllm.new_request(name, path)
-            self.planner.used(request)  # or a new mixture would be the next to leave, before its request
-            adapter = ServedAdapter(name, request, version, caller=caller)
-            adapter.loading = background(self._loading(adapter, request))
-            self.registry.put(adapter)
-        server.on_change()
-        return request
-
-    async def _lease_served(self, name: str, holder: Hashable) -> Path | None:
-        """Lease the version that a part of a mixture serves for a holder; None where the part is not served."""
-        async with self.server.vllm.lock(name):
-            if (adapter := self.registry.get(name)) is None:
-                return None
-            if adapter.version is None:
-                raise _only_workers_have(name)
-            async with self.copies.keeping(adapter) as request:
-                self.server.resolver.store.share(request.lora_path, holder)
-            return adapter.version.path
-
-    async def take(
-        self, name: str, pushed: PushedAdapter, *, expects: str | None = None, **options: Unpack[SwapOptions]
-    ) -> VersionChange:
-        """Serve a pushed adapter as the next version of a name, until a refresh, a rollback or the next push.
-
-        Raises:
-            VersionMismatch: another version is served than expected.
-            LoRAPluginsError: the adapter cannot be served, or not be pinned; the name goes on serving the present
-                version.
-        """
-        seen = self.block_to_end(name)
-        async with self.server.vllm.lock(name), self.ending_block(name, seen):
-            adapter = self._present(name, expects)
-            with updating(self.server, adapter):
-                version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                digest, is_noted = version.digest, adapter.is_served
-                if options.get("pins") and digest == adapter.digest:  # `change` does not pin what is served already
-                    await self._pin(adapter)
-                return await change(self.server, adapter, version, None, digest, is_noted=is_noted, **options)
-
-    def check_pushed(self, name: str, expects: str | None) -> None:
-        """Refuse a push before reading its bytes.
-
-        Raises:
-            InvalidAdapter: no adapter can have this name, or the name has a revision.
-            VersionMismatch: another version is served than expected.
-        """
-        refuse_mixture(name)
-        self._check_name(name)
-        if "@" in name:
-            raise InvalidAdapter(
-                "a name with a revision",
-                expected="a name without '@'",
-                remedy="push the name; each version is served as NAME@DIGEST too",
-                adapter=name,
-            )
-        _require_version(name, self.registry.get(name), expects)
-
-    def block_to_end(self, name: str) -> str | None:
-        """The block of exactly this name, for `ending_block`, as an operator's load is asked for; None without a block.
-
-        Raises:
-            AdapterNotFound: a block of the name without its revision holds.
-        """
-        self.registry.blocked.refuse(name, but_itself=True)
-        return self.registry.blocked.present(name)
-
-    @asynccontextmanager
-    async def ending_block(self, name: str, seen: str | None) -> AsyncIterator[None]:
-        """Inside, an operator loads exactly this name, which ends the name's block; the caller holds the name's lock.
-
-        Raises:
-            AdapterNotFound: the name was blocked meanwhile.
-            SourceUnavailable: the block cannot be removed from the store.
-        """
-        # Lift the block only after the load has succeeded, and only the block seen before the load: a block of
-        # meanwhile holds. Under the name's lock, or the poller would unload the name because of the block.
-        is_blocked = seen is not None and name in self.registry.blocked  # else another load has ended it meanwhile
-        if is_blocked and (before := self.registry.remove(name)) is not None:
-            # The block's own unload has not come yet, and the engines refuse what it retires.
-            self.server.retire(before.engine_id, blocked(name))
-            self.server.drain(before)
-            background(self.server.end(before, blocked(name), self.server.drain_timeout_s))
-        yield
-        blocks = self.registry.blocked
-        with store_errors():
-            has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
-        if not has_ended:
-            raise blocked(name)
-
-    async def prefetch(self, name: str, *, expects: str | None = None) -> ServedAdapter:
-        """Bring an adapter into host memory before any request.
-
-        Raises:
-            VersionMismatch: another version is served than expected.
-            LoRAPluginsError: the adapter cannot be served, or host memory has no room.
-        """
-        self.registry.blocked.refuse(name)
-        loaded = await self.load(name, expects=expects)
-        adapter = self.registry.require(name)
-        if loaded.reason is not ChangeReason.LOADED:
-            async with self.copies.using(adapter.request) as request:
-                await self.planner.load(request, uri=adapter.uri, wants_slot=False)
-        return adapter
-
-    async def load_version(self, text: str) -> ServedAdapter | None:
-        """Serve `name@digest`, with at least the digest's first 8 characters, as a name of its own, beside `name`.
-
-        None where this process has not had the version under the name, the store no longer has the version, or `text`
-        is not of this form.
-
-        Raises:
-            LoRAPluginsError: the version cannot be served.
-        """
-        name, _, prefix = text.partition("@")
-        if not is_prefix(prefix) or terms_of(text) is not None:
-            return None
-        async with self.server.vllm.lock(text):
-            adapter = self.registry.get(text)
-            if adapter is not None:
-                return adapter
-            found = await self.server.resolver.of_digest(name, prefix)
-            if found is None:
-                return None
-            # Lease the version for `text` before releasing the lease of `name`, so that no eviction comes between.
-            try:
-                version = await self.server.resolver.of_digest(text, found.digest, of_any_name=True)
-            finally:
-                self.server.release(name, found)
-            if version is None:
-                return None
-            adapter = ServedAdapter(text)
-            await change(self.server, adapter, version, None, version.digest)
-        return adapter
-
-    async def unload(
-        self, name: str, *, block: bool, timeout_s: float | None = None, expects: str | None = None
-    ) -> bool:
-        """Serve a name no longer, and free slot, host memory and lease once the name's requests have left.
-
-        Requests that were accepted before have `timeout_s`; then those that run are ended, and those that wait are
-        refused. Returns whether all is free; if not, all will be free as soon as the last request has left. Without
-        `block`, a later request resolves the name again.
-
-        A block covers all revisions, and refuses requests that wait at once. The block holds before any wait, and is on
-        disk before the return; where `timeout_s` is None, the call waits neither for the name's lock nor for running
-        requests.
-
-        Raises:
-            AdapterNotFound: the name is not served.
-            VersionMismatch: another version is served than expected; nothing has changed.
-            SourceUnavailable, OutOfMemory: the block cannot be written, and holds in this server only.
-        """
-        if not block:
-            freed = await self._free(name, no_longer_served(name), timeout_s, expects)
-            if freed is None:
-                raise self.registry.not_served(name)
-            return freed
-        self._check_name(name)
-        _require_version(name, self.registry.get(name), expects)
-        blocks, refusal = self.registry.blocked, blocked(name)
-        # Before the first await: a request that comes now must not resolve the name again.
-        blocks.hold(name)
-        known = [*self.registry.all(), *self.registry.draining.values()]
-        known = [adapter for adapter in known if name in covering(adapter.name)]
-        for adapter in known:
-            self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
-        # The name itself too: a load under way may put it into the table while the lock is awaited.
-        names = {name, *(adapter.name for adapter in known)}
-        freeing = [background(self._free(one, refusal, timeout_s, if_blocked=True)) for one in names]
-        with store_errors():
-            await asyncio.to_thread(blocks.write, name)
-        done, pending = await asyncio.wait(freeing, timeout=_FREED_S if timeout_s is None else timeout_s + ABORT_S)
-        return not pending and all(task.result() is not False for task in done)
-
-    async def remove(self, name: str) -> None:
-        """Serve a name no longer, as vLLM's own call: requests that were accepted before end by themselves.
-
-        Raises:
-            AdapterNotFound: the name is not served.
-        """
-        async with self._served(name) as adapter:
-            self.registry.remove(name)
-            self.server.on_change()
-            self.server.drain(adapter)
-
-    async def _loading(self, adapter: ServedAdapter, request: Any) -> None:
-        """Load a resolved adapter, and serve the adapter no longer where the engine cannot load it."""
-        try:
-            await self.planner.load(request)
-        except LoRAPluginsError:  # the adapter's requests are answered with the error
-            # Another version has taken the name meanwhile; the failure is not of that version.
-            if self.registry.get(adapter.name) is not adapter or adapter.request is not request:
-                return
-            self.registry.remove(adapter.name)
-            self.server.release(adapter.name, *adapter.versions)
-            self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
-            self.server.on_change()
-        finally:
-            adapter.loading = None
 
     async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
         """Look for a new version at the source and swap to the new version.
@@ -475,12 +366,114 @@ class Lifecycle:
             await asyncio.shield(background(self.planner.unpin(adapter.engine_id)))
         return adapter
 
-    async def _pin(self, adapter: ServedAdapter) -> None:
-        if not adapter.is_pinned:
-            async with self.copies.keeping(adapter) as request:
-                await self.planner.pin(request, uri=adapter.uri)
-            adapter.is_pinned = True
+    async def unload(
+        self, name: str, *, block: bool, timeout_s: float | None = None, expects: str | None = None
+    ) -> bool:
+        """Serve a name no longer, and free slot, host memory and lease once the name's requests have left.
+
+        Requests that were accepted before have `timeout_s`; then those that run are ended, and those that wait are
+        refused. Returns whether all is free; if not, all will be free as soon as the last request has left. Without
+        `block`, a later request resolves the name again.
+
+        A block covers all revisions, and refuses requests that wait at once. The block holds before any wait, and is on
+        disk before the return; where `timeout_s` is None, the call waits neither for the name's lock nor for running
+        requests.
+
+        Raises:
+            AdapterNotFound: the name is not served.
+            VersionMismatch: another version is served than expected; nothing has changed.
+            SourceUnavailable, OutOfMemory: the block cannot be written, and holds in this server only.
+        """
+        if not block:
+            freed = await self._free(name, no_longer_served(name), timeout_s, expects)
+            if freed is None:
+                raise self.registry.not_served(name)
+            return freed
+        self._check_name(name)
+        _require_version(name, self.registry.get(name), expects)
+        blocks, refusal = self.registry.blocked, blocked(name)
+        # Before the first await: a request that comes now must not resolve the name again.
+        blocks.hold(name)
+        known = [*self.registry.all(), *self.registry.draining.values()]
+        known = [adapter for adapter in known if name in covering(adapter.name)]
+        for adapter in known:
+            self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
+        # The name itself too: a load under way may put it into the table while the lock is awaited.
+        names = {name, *(adapter.name for adapter in known)}
+        freeing = [background(self._free(one, refusal, timeout_s, if_blocked=True)) for one in names]
+        with store_errors():
+            await asyncio.to_thread(blocks.write, name)
+        done, pending = await asyncio.wait(freeing, timeout=_FREED_S if timeout_s is None else timeout_s + ABORT_S)
+        return not pending and all(task.result() is not False for task in done)
+
+    async def remove(self, name: str) -> None:
+        """Serve a name no longer, as vLLM's own call: requests that were accepted before end by themselves.
+
+        Raises:
+            AdapterNotFound: the name is not served.
+        """
+        async with self._served(name) as adapter:
+            self.registry.remove(name)
             self.server.on_change()
+            self.server.drain(adapter)
+
+    def block_to_end(self, name: str) -> str | None:
+        """The block of exactly this name, for `ending_block`, as an operator's load is asked for; None without a block.
+
+        Raises:
+            AdapterNotFound: a block of the name without its revision holds.
+        """
+        self.registry.blocked.refuse(name, but_itself=True)
+        return self.registry.blocked.present(name)
+
+    @asynccontextmanager
+    async def ending_block(self, name: str, seen: str | None) -> AsyncIterator[None]:
+        """Inside, an operator loads exactly this name, which ends the name's block; the caller holds the name's lock.
+
+        Raises:
+            AdapterNotFound: the name was blocked meanwhile.
+            SourceUnavailable: the block cannot be removed from the store.
+        """
+        # Lift the block only after the load has succeeded, and only the block seen before the load: a block of
+        # meanwhile holds. Under the name's lock, or the poller would unload the name because of the block.
+        is_blocked = seen is not None and name in self.registry.blocked  # else another load has ended it meanwhile
+        if is_blocked and (before := self.registry.remove(name)) is not None:
+            # The block's own unload has not come yet, and the engines refuse what it retires.
+            self.server.retire(before.engine_id, blocked(name))
+            self.server.drain(before)
+            background(self.server.end(before, blocked(name), self.server.drain_timeout_s))
+        yield
+        blocks = self.registry.blocked
+        with store_errors():
+            has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
+        if not has_ended:
+            raise blocked(name)
+
+    async def _loading(self, adapter: ServedAdapter, request: Any) -> None:
+        """Load a resolved adapter, and serve the adapter no longer where the engine cannot load it."""
+        try:
+            await self.planner.load(request)
+        except LoRAPluginsError:  # the adapter's requests are answered with the error
+            # Another version has taken the name meanwhile; the failure is not of that version.
+            if self.registry.get(adapter.name) is not adapter or adapter.request is not request:
+                return
+            self.registry.remove(adapter.name)
+            self.server.release(adapter.name, *adapter.versions)
+            self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
+            self.server.on_change()
+        finally:
+            adapter.loading = None
+
+    async def _lease_served(self, name: str, holder: Hashable) -> Path | None:
+        """Lease the version that a part of a mixture serves for a holder; None where the part is not served."""
+        async with self.server.vllm.lock(name):
+            if (adapter := self.registry.get(name)) is None:
+                return None
+            if adapter.version is None:
+                raise _only_workers_have(name)
+            async with self.copies.keeping(adapter) as request:
+                self.server.resolver.store.share(request.lora_path, holder)
+            return adapter.version.path
 
     def _present(self, name: str, expects: str | None = None) -> ServedAdapter:
         """The adapter served now, in the version expected, or a new one to load; with the name's lock."""
@@ -530,6 +523,13 @@ class Lifecycle:
         if adapter.version is None:
             raise _only_workers_have(adapter.name)
         return await self.copies.update(adapter, moves=moves)
+
+    async def _pin(self, adapter: ServedAdapter) -> None:
+        if not adapter.is_pinned:
+            async with self.copies.keeping(adapter) as request:
+                await self.planner.pin(request, uri=adapter.uri)
+            adapter.is_pinned = True
+            self.server.on_change()
 
     def _check_name(self, name: str) -> None:
         if self.server.vllm.is_base_model(name):

@@ -92,38 +92,6 @@ class Snapshots:
         self._kept.move_to_end(request.lora_int_id)
         return _at(kept.version, request)
 
-    async def take(self, request: Any) -> ResolvedAdapter | None:
-        """A copy of the files now at the path of a request, for `trying`; None where the request stays as it is."""
-        if self._stays(request):
-            return None
-        path = place_by_path(request.lora_path)
-        return await self._resolver.snapshot(request.lora_name, path, self._base_path, holder=object())
-
-    @contextmanager
-    def trying(self, request: Any, version: ResolvedAdapter | None) -> Iterator[Any]:
-        """Inside, the engine loads the yielded request; after success, the engine id stands for `version`.
-
-        Where the load raises, or `forget` comes during the load, the new version is dropped.
-        """
-        engine_id, this = request.lora_int_id, object()
-        # A request of another class may bring weights that no path names.
-        kept = None if version is None and self._is_vllms(request) else _KeptSnapshot(request.lora_path, version)
-        # `forget`, or a later call for the id, takes this mark away: then the copy of this call is of no use any more.
-        self._trying[engine_id] = this
-        try:
-            yield request if version is None else _at(version, request)
-        except BaseException:
-            self._drop(kept)
-            raise
-        else:
-            if self._trying.get(engine_id) is this:
-                self._remember(engine_id, kept)
-            else:
-                self._drop(kept)
-        finally:
-            if self._trying.get(engine_id) is this:
-                del self._trying[engine_id]
-
     @asynccontextmanager
     async def adding(self, request: Any) -> AsyncIterator[Any]:
         """Take as `take` does, then `trying`, unless `by_id`; one call after the other for each engine id."""
@@ -158,6 +126,38 @@ class Snapshots:
             if kept is None or kept.version is not None:  # else a refusal would find the same once more
                 self._remember(engine_id, kept := _KeptSnapshot(path, None))
         return _at(kept.version, request)
+
+    async def take(self, request: Any) -> ResolvedAdapter | None:
+        """A copy of the files now at the path of a request, for `trying`; None where the request stays as it is."""
+        if self._stays(request):
+            return None
+        path = place_by_path(request.lora_path)
+        return await self._resolver.snapshot(request.lora_name, path, self._base_path, holder=object())
+
+    @contextmanager
+    def trying(self, request: Any, version: ResolvedAdapter | None) -> Iterator[Any]:
+        """Inside, the engine loads the yielded request; after success, the engine id stands for `version`.
+
+        Where the load raises, or `forget` comes during the load, the new version is dropped.
+        """
+        engine_id, this = request.lora_int_id, object()
+        # A request of another class may bring weights that no path names.
+        kept = None if version is None and self._is_vllms(request) else _KeptSnapshot(request.lora_path, version)
+        # `forget`, or a later call for the id, takes this mark away: then the copy of this call is of no use any more.
+        self._trying[engine_id] = this
+        try:
+            yield request if version is None else _at(version, request)
+        except BaseException:
+            self._drop(kept)
+            raise
+        else:
+            if self._trying.get(engine_id) is this:
+                self._remember(engine_id, kept)
+            else:
+                self._drop(kept)
+        finally:
+            if self._trying.get(engine_id) is this:
+                del self._trying[engine_id]
 
     def forget(self, engine_id: int) -> None:
         """End the leases of an engine id's copies, a running load's at its end; the store may remove the files."""

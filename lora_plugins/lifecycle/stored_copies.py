@@ -36,11 +36,11 @@ from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.store.disk_errors import DamagedCopy
 
-CHANGES = 3  # while a request waits for a copy, the name may get another version, or the copy may be damaged again
+TRIES = 3  # while a request waits for a copy, the name may get another version, or the copy may be damaged again
 LOOK_S = 2.0
 _LOOKED_AT = 200  # copies in one look: a thousand system calls
-_RETRY_S = 15.0
-_HASHED_S = 60.0
+_RETRY_S = 15.0  # between two fetches of a missing copy that the engines need not read
+_HASHED_S = 60.0  # a copy hashed so lately is not hashed again because an engine could not load it
 
 
 class Copies:
@@ -56,7 +56,7 @@ class Copies:
         budgets_bytes = (self._store.max_bytes, self._resolver.settings.host_max_bytes)
         max_bytes = min((it for it in budgets_bytes if it is not None), default=None)
         self._shares = Shares(server.vllm.host_places, max_bytes)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the server; damage may be found in another thread
         self._next = 0  # of the served digests in order: where the next `look` begins
         self._pressed_at: int | None = None  # when a process needed room, as of the last `look`
         self.idle = IdleAdapters(server)
@@ -93,7 +93,7 @@ class Copies:
         """Do as `using`, for the present version, for a caller with the name's lock."""
         holder = object()
         # `relieve` may end the name's lease between `_mend` and `share`, so try a few times.
-        for _ in range(CHANGES):
+        for _ in range(TRIES):
             await self._mend(adapter)
             # From here the request's own lease keeps the copy, whatever happens to the name's lease.
             if self._store.share(adapter.request.lora_path, holder):
@@ -108,14 +108,17 @@ class Copies:
         """Whether the store still has a version with sound bytes; leases the version for the name if so."""
         return await self._lease(version.digest, name, lambda: self._server.forget(name, version))
 
-    async def _lease(self, digest: str, holder: Hashable, end: Callable[[], object]) -> bool:
-        """Lease the copy of a digest, if its bytes are sound; `end` ends the lease of a caller who has left."""
-        leasing = asyncio.get_running_loop().run_in_executor(None, self._store.acquire_sound, digest, holder)
-        try:
-            return await asyncio.shield(leasing) is not None
-        except asyncio.CancelledError:  # the thread goes on, perhaps behind an unload of the name
-            leasing.add_done_callback(lambda _: end())
-            raise
+    async def have(self, name: str, engine_id: int) -> bool:
+        """Fetch the copy of a version again for a follower; False where the engine goes on with the weights in memory.
+
+        Raises:
+            LoRAPluginsError: no copy can be had, and the engine would have to read one.
+        """
+        async with self._server.vllm.lock(name):
+            adapter = self._registry.get(name)
+            if adapter is None or adapter.version is None or adapter.engine_id != engine_id:
+                return True  # the leader has already told the follower the name's new version
+            return await self._mend_if_read(adapter)
 
     async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> VersionChange:
         """Swap to the newest version at the source; replace and load a damaged copy again, even by the same version.
@@ -162,12 +165,6 @@ class Copies:
         self._flag(digest)
         return request if self._registry.get(request.lora_name) is not None else None
 
-    async def _replaced(self, request: Any) -> Any:
-        """Return the present request of a name whose copy is missing; None where the name is served no more."""
-        await self.have(request.lora_name, request.lora_int_id)
-        adapter = self._registry.get(request.lora_name)
-        return None if adapter is None else adapter.request
-
     async def look(self) -> None:
         """Find damaged copies, whichever process has marked them, and load their adapters again; make room if asked."""
         self._loop = asyncio.get_running_loop()
@@ -199,20 +196,14 @@ class Copies:
             with suppress(SourceUnavailable):  # a follower that does not answer ends its leases later
                 await self._leader.relieve()
 
-    async def _mend_damaged(self, adapter: ServedAdapter) -> None:
-        async with self._server.vllm.lock(adapter.name):
-            if self._registry.get(adapter.name) is adapter and adapter.is_damaged:
-                self._tried[adapter.name] = None
-                with suppress(LoRAPluginsError):  # `update` has noted the error
-                    await self._mend(adapter)
-
     async def _readable(self, request: Any, holder: object) -> Any:
         """Return a request whose copy an engine may read now: the given request, or the name's present request.
 
-        The copy is leased to `holder`, or the engine need not read any: it has the weights, or the path is not ours.
+        The copy is leased to `holder`, unless the engine need not read a copy: it has the weights, or the path is
+        outside the store.
         """
         self._loop = self._loop or asyncio.get_running_loop()
-        for _ in range(CHANGES):
+        for _ in range(TRIES):
             if not self._is_flagged(request) and self._store.share(request.lora_path, holder):
                 return request
             if (digest := self._store.digest_at(request.lora_path)) is None:
@@ -234,18 +225,6 @@ class Copies:
         """Whether the copy of a request was found damaged, and its name has no other version yet."""
         adapter = self._registry.get(request.lora_name)
         return adapter is not None and adapter.is_damaged and adapter.engine_id == request.lora_int_id
-
-    async def have(self, name: str, engine_id: int) -> bool:
-        """Fetch the copy of a version again for a follower; False where the engine goes on with the weights in memory.
-
-        Raises:
-            LoRAPluginsError: no copy can be had, and the engine would have to read one.
-        """
-        async with self._server.vllm.lock(name):
-            adapter = self._registry.get(name)
-            if adapter is None or adapter.version is None or adapter.engine_id != engine_id:
-                return True  # the leader has already told the follower the name's new version
-            return await self._mend_if_read(adapter)
 
     async def _mend_if_read(self, adapter: ServedAdapter) -> bool:
         """Mend a copy; False where no copy can be had, and the engine goes on with the weights in memory.
@@ -269,6 +248,13 @@ class Copies:
     async def _is_in_memory(self, adapter: ServedAdapter) -> bool:
         """Whether the engines have the weights in host memory, from a sound copy."""
         return not adapter.is_damaged and (await self._server.planner.states())(adapter.engine_id).is_loaded
+
+    async def _mend_damaged(self, adapter: ServedAdapter) -> None:
+        async with self._server.vllm.lock(adapter.name):
+            if self._registry.get(adapter.name) is adapter and adapter.is_damaged:
+                self._tried[adapter.name] = None
+                with suppress(LoRAPluginsError):  # `update` has noted the error
+                    await self._mend(adapter)
 
     async def _mend(self, adapter: ServedAdapter) -> None:
         """Have a sound copy leased for a name; a missing or damaged copy is replaced, perhaps by a newer version."""
@@ -296,6 +282,21 @@ class Copies:
             server.release(name, newest)
             self._note_damage(adapter)
         raise DamagedCopy.of(newest.digest, "it cannot be replaced")
+
+    async def _replaced(self, request: Any) -> Any:
+        """Return the present request of a name whose copy is missing; None where the name is served no more."""
+        await self.have(request.lora_name, request.lora_int_id)
+        adapter = self._registry.get(request.lora_name)
+        return None if adapter is None else adapter.request
+
+    async def _lease(self, digest: str, holder: Hashable, end: Callable[[], object]) -> bool:
+        """Lease the copy of a digest, if its bytes are sound; `end` ends the lease of a caller who has left."""
+        leasing = asyncio.get_running_loop().run_in_executor(None, self._store.acquire_sound, digest, holder)
+        try:
+            return await asyncio.shield(leasing) is not None
+        except asyncio.CancelledError:  # the thread goes on, perhaps behind an unload of the name
+            leasing.add_done_callback(lambda _: end())
+            raise
 
     def _note_damage(self, adapter: ServedAdapter) -> None:
         if adapter.version is not None and self._store.is_marked(adapter.version.digest):
