@@ -1,7 +1,7 @@
 """Work in an API server's event loop that no caller awaits: one task, or many items of which a few run at a time.
 
-`background` runs one coroutine. `FewAtOnce` runs a coroutine for each item, and makes a task only for items whose turn
-has come: 100,000 waiting tasks make every garbage collection visit a million objects, and stop the event loop for half
+`background` runs one coroutine. `FewAtOnce` runs a coroutine for each item, and makes no task for items that wait:
+100,000 waiting tasks make every garbage collection visit a million objects, and stop the event loop for half
 a second. `Places` of `resolvers/fair_places.py` limits callers that wait; here no caller waits, nothing is refused, and
 an item ends by name. `in_steps` walks a long sequence without holding the event loop.
 """

@@ -134,7 +134,7 @@ class ServedFile:
             changes = map(encode, (*itertools.starmap(DesiredAdapter, changed), *removed))
             append_small(self.path, b"\n".join((*changes, _LAST_LINE)))
         else:
-            lines = [encode(DesiredAdapter(*fields)).decode() + ",\n" for fields in paced(now.values())]
+            lines = [f"{encode(it).decode()},\n" for it in itertools.starmap(DesiredAdapter, paced(now.values()))]
             lines[-1:] = [line.replace(",\n", "\n") for line in lines[-1:]]  # JSON allows no comma there
             replace_small(self.path, _FIRST_LINE.decode(), *lines, _LAST_LINE.decode())
             self._change_count = 0

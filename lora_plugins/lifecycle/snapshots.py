@@ -120,11 +120,10 @@ class Snapshots:
         else:
             # Engines load an evicted adapter again from its copy, so the copy's own name needs no question.
             asks_engines = kept.version.name != request.lora_name
-        if asks_engines:
-            if engine_id not in await self._held():
-                return None
-            if kept is None or kept.version is not None:  # else a refusal would find the same once more
-                self._remember(engine_id, kept := _KeptSnapshot(path, None))
+        if asks_engines and engine_id not in await self._held():
+            return None
+        if kept is None or (asks_engines and kept.version is not None):  # else a refusal would find the same once more
+            self._remember(engine_id, kept := _KeptSnapshot(path, None))
         return _at(kept.version, request)
 
     async def take(self, request: Any) -> ResolvedAdapter | None:

@@ -281,7 +281,8 @@ class Copies:
                     return newest
             server.release(name, newest)
             self._note_damage(adapter)
-        raise DamagedCopy.of(newest.digest, "it cannot be replaced")
+            digest = newest.digest
+        raise DamagedCopy.of(digest, "it cannot be replaced")
 
     async def _replaced(self, request: Any) -> Any:
         """Return the present request of a name whose copy is missing; None where the name is served no more."""

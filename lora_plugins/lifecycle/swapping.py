@@ -101,7 +101,7 @@ async def change(
     moves, pins = moves and old is not None, pins or adapter.is_pinned
     leased = [] if version is None else [version]
     if version is not None:
-        # The path of a repaired copy is spelt anew: engines may have read the damaged bytes by the old path.
+        # The path of a repaired copy has a new spelling: engines may have read the damaged bytes by the old one.
         path = await server.engine_path(adapter.name, version, other_than=old.lora_path if adapter.is_damaged else "")
         if before == version.digest and old.lora_path == path:
             has_news = (adapter.version, adapter.uri, adapter.held_digest) != (version, uri, held_digest)
