@@ -41,9 +41,10 @@ from lora_plugins.api.models import (
 from lora_plugins.api.push_body import receive
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.lifecycle.arrivals import Body
-from lora_plugins.lifecycle.lifecycle import ANY_VERSION, Lifecycle
+from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.pushing import Pushes
 from lora_plugins.lifecycle.reconciler import Reconciler
+from lora_plugins.lifecycle.registry import ANY_VERSION
 from lora_plugins.lifecycle.swapping import KEPT_VERSIONS, ChangeReason, VersionChange
 from lora_plugins.log import logger
 from lora_plugins.scheduler.pauses import PauseMode

@@ -15,25 +15,22 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from lora_plugins.adapter.mixture import terms_of
-from lora_plugins.adapter.names import AdapterName, covering, is_prefix, refuse_mixture
-from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, VersionMismatch
+from lora_plugins.adapter.names import AdapterName, is_prefix, refuse_mixture
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError
 from lora_plugins.events import polling
-from lora_plugins.lifecycle.api_server import ABORT_S, ApiServer
+from lora_plugins.lifecycle.api_server import ApiServer
 from lora_plugins.lifecycle.background_tasks import background
 from lora_plugins.lifecycle.finding import find, find_version
 from lora_plugins.lifecycle.registry import DesiredAdapter, ServedAdapter, no_longer_served
 from lora_plugins.lifecycle.stored_copies import TRIES, Copies
 from lora_plugins.lifecycle.swapping import ChangeReason, SwapOptions, VersionChange, change, updating
+from lora_plugins.lifecycle.unloading import block_name, block_to_end, ending_block, free
 from lora_plugins.log import logger
 from lora_plugins.resolvers.single_flight import SingleFlight
 from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
 from lora_plugins.store.blocked_names import blocked
-from lora_plugins.store.disk_errors import store_errors
 from lora_plugins.store.layout import is_digest
-
-ANY_VERSION = "*"  # of `expects`, as in HTTP's If-Match
-_FREED_S = 0.02  # idle adapters are free by then; without `timeout_s`, a block waits no longer
 
 
 class Lifecycle:
@@ -106,8 +103,8 @@ class Lifecycle:
             LoRAPluginsError: the adapter cannot be served. In both cases nothing has changed.
         """
         self._check_name(name)
-        seen = self.block_to_end(name)
-        async with self.server.vllm.lock(name), self.ending_block(name, seen):
+        seen = block_to_end(self.server, name)
+        async with self.server.vllm.lock(name), ending_block(self.server, name, seen):
             adapter = self._present(name, expects)
             if not adapter.is_served or uri not in (None, adapter.uri):
                 return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
@@ -197,7 +194,7 @@ class Lifecycle:
                 remedy="push the name; each version is served as NAME@DIGEST too",
                 adapter=name,
             )
-        _require_version(name, self.registry.get(name), expects)
+        self.registry.check_version(name, expects)
 
     async def take(
         self, name: str, pushed: PushedAdapter, *, expects: str | None = None, **options: Unpack[SwapOptions]
@@ -209,8 +206,8 @@ class Lifecycle:
             LoRAPluginsError: the adapter cannot be served, or not be pinned; the name goes on serving the present
                 version.
         """
-        seen = self.block_to_end(name)
-        async with self.server.vllm.lock(name), self.ending_block(name, seen):
+        seen = block_to_end(self.server, name)
+        async with self.server.vllm.lock(name), ending_block(self.server, name, seen):
             adapter = self._present(name, expects)
             with updating(self.server, adapter):
                 version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
@@ -286,7 +283,7 @@ class Lifecycle:
         A version without a lease is not fetched before the next request. A name blocked by another server is unloaded.
         """
         if name in self.registry.blocked:
-            background(self._free(name, blocked(name), if_blocked=True))
+            background(free(self.server, name, blocked(name), if_blocked=True))
             return
         try:
             async with self.server.vllm.lock(name):
@@ -385,26 +382,13 @@ class Lifecycle:
             SourceUnavailable, OutOfMemory: the block cannot be written, and holds in this server only.
         """
         if not block:
-            freed = await self._free(name, no_longer_served(name), timeout_s, expects)
+            freed = await free(self.server, name, no_longer_served(name), timeout_s, expects)
             if freed is None:
                 raise self.registry.not_served(name)
             return freed
         self._check_name(name)
-        _require_version(name, self.registry.get(name), expects)
-        blocks, refusal = self.registry.blocked, blocked(name)
-        # Before the first await: a request that comes now must not resolve the name again.
-        blocks.hold(name)
-        known = [*self.registry.all(), *self.registry.draining.values()]
-        known = [adapter for adapter in known if name in covering(adapter.name)]
-        for adapter in known:
-            self.server.retire(adapter.engine_id, refusal)  # also requests held, or on their way to the engine
-        # The name itself too: a load under way may put it into the table while the lock is awaited.
-        names = {name, *(adapter.name for adapter in known)}
-        freeing = [background(self._free(one, refusal, timeout_s, if_blocked=True)) for one in names]
-        with store_errors():
-            await asyncio.to_thread(blocks.write, name)
-        done, pending = await asyncio.wait(freeing, timeout=_FREED_S if timeout_s is None else timeout_s + ABORT_S)
-        return not pending and all(task.result() is not False for task in done)
+        self.registry.check_version(name, expects)
+        return await block_name(self.server, name, timeout_s)
 
     async def remove(self, name: str) -> None:
         """Serve a name no longer, as vLLM's own call: requests that were accepted before end by themselves.
@@ -416,38 +400,6 @@ class Lifecycle:
             self.registry.remove(name)
             self.server.on_change()
             self.server.drain(adapter)
-
-    def block_to_end(self, name: str) -> str | None:
-        """The block of exactly this name, for `ending_block`, as an operator's load is asked for; None without a block.
-
-        Raises:
-            AdapterNotFound: a block of the name without its revision holds.
-        """
-        self.registry.blocked.refuse(name, but_itself=True)
-        return self.registry.blocked.present(name)
-
-    @asynccontextmanager
-    async def ending_block(self, name: str, seen: str | None) -> AsyncIterator[None]:
-        """Inside, an operator loads exactly this name, which ends the name's block; the caller holds the name's lock.
-
-        Raises:
-            AdapterNotFound: the name was blocked meanwhile.
-            SourceUnavailable: the block cannot be removed from the store.
-        """
-        # Lift the block only after the load has succeeded, and only the block seen before the load: a block of
-        # meanwhile holds. Under the name's lock, or the poller would unload the name because of the block.
-        is_blocked = seen is not None and name in self.registry.blocked  # else another load has ended it meanwhile
-        if is_blocked and (before := self.registry.remove(name)) is not None:
-            # The block's own unload has not come yet, and the engines refuse what it retires.
-            self.server.retire(before.engine_id, blocked(name))
-            self.server.drain(before)
-            background(self.server.end(before, blocked(name), self.server.drain_timeout_s))
-        yield
-        blocks = self.registry.blocked
-        with store_errors():
-            has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
-        if not has_ended:
-            raise blocked(name)
 
     async def _loading(self, adapter: ServedAdapter, request: Any) -> None:
         """Load a resolved adapter, and serve the adapter no longer where the engine cannot load it."""
@@ -478,7 +430,7 @@ class Lifecycle:
     def _present(self, name: str, expects: str | None = None) -> ServedAdapter:
         """The adapter served now, in the version expected, or a new one to load; with the name's lock."""
         adapter = self.registry.get(name)
-        _require_version(name, adapter, expects)
+        self.registry.check_version(name, expects)
         return adapter or ServedAdapter(name)
 
     @asynccontextmanager
@@ -486,38 +438,8 @@ class Lifecycle:
         """Inside, with the name's lock, the adapter that is served in the version expected."""
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
-            _require_version(name, adapter, expects)
+            self.registry.check_version(name, expects)
             yield adapter
-
-    async def _free(
-        self,
-        name: str,
-        refusal: LoRAPluginsError,
-        timeout_s: float | None = None,
-        expects: str | None = None,
-        *,
-        if_blocked: bool = False,
-    ) -> bool | None:
-        """Unload exactly this name, as `unload` does; None where there is nothing to unload.
-
-        With `if_blocked`, what drains of the name is ended too, and the name stays where a load under way has ended the
-        name's block.
-        """
-        async with self.server.vllm.lock(name):
-            if if_blocked and name not in self.registry.blocked:
-                return None
-            _require_version(name, self.registry.get(name), expects)
-            if (adapter := self.registry.remove(name)) is not None:
-                self.server.drain(adapter)
-                self.server.on_change()
-        draining = [adapter] if adapter is not None else []
-        if if_blocked:
-            draining = [it for it in self.registry.draining.values() if it.name == name]
-            for it in draining:
-                self.server.retire(it.engine_id, refusal)
-        timeout_s = self.server.drain_timeout_s if timeout_s is None else timeout_s
-        ended = await asyncio.gather(*(self.server.end(it, refusal, timeout_s) for it in draining))
-        return all(ended) if draining else None
 
     async def _refresh(self, adapter: ServedAdapter, *, moves: bool = False) -> VersionChange:
         if adapter.version is None:
@@ -548,14 +470,4 @@ def _only_workers_have(name: str) -> InvalidAdapter:
         expected="one that comes from a source or a directory",
         remedy="load it with POST /v1/loras",
         adapter=name,
-    )
-
-
-def _require_version(name: str, adapter: ServedAdapter | None, expects: str | None) -> None:
-    digest = None if adapter is None else adapter.digest
-    if expects is None or (digest is not None and expects in (digest, ANY_VERSION)):
-        return
-    served = "no version" if digest is None else f"version {digest}"
-    raise VersionMismatch(
-        served, expected=expects, remedy="look at what is served now (GET /v1/loras), and decide again", adapter=name
     )

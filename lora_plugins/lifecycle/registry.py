@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_plugins.adapter.names import adapter_id, is_by_digest, misspelt
-from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, NoFreeSlot, VersionMismatch
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.resolvers.sources.uri import is_by_path
 from lora_plugins.store.blocked_names import Blocks
 
+ANY_VERSION = "*"  # a caller's expected version, as in HTTP's If-Match
 OPERATOR = object()  # the caller where no request has made a mixture
 
 
@@ -199,6 +200,23 @@ class Registry:
         if adapter is None:
             raise self.not_served(name)
         return adapter
+
+    def check_version(self, name: str, expects: str | None) -> None:
+        """Compare the version of a name with the digest that a caller expects, or `ANY_VERSION`; None: any, or none.
+
+        Raises:
+            VersionMismatch: another version is served, or none.
+        """
+        adapter = self.get(name)
+        digest = None if adapter is None else adapter.digest
+        if expects is None or (digest is not None and expects in (digest, ANY_VERSION)):
+            return
+        raise VersionMismatch(
+            "no version" if digest is None else f"version {digest}",
+            expected=expects,
+            remedy="look at what is served now (GET /v1/loras), and decide again",
+            adapter=name,
+        )
 
     def not_served(self, name: str) -> AdapterNotFound:
         return misspelt(name, self.near(name)) or AdapterNotFound(

@@ -22,7 +22,7 @@ from lora_plugins.errors import (
     VersionMismatch,
 )
 from lora_plugins.events import AdapterSwapped, AdapterUnloaded, NotServed
-from lora_plugins.lifecycle.lifecycle import ANY_VERSION
+from lora_plugins.lifecycle.registry import ANY_VERSION
 from lora_plugins.lifecycle.swapping import ChangeReason, VersionChange
 from lora_plugins.store.blocked_names import Blocks
 from tests.lifecycle.world import Request, Version, World, serving

@@ -257,9 +257,9 @@ MUTANTS = (
     Mutant(
         "server: a load takes no lock of its name",
         "lora_plugins/lifecycle/lifecycle.py",
-        "lock(name), self.ending_block(name, seen):\n            adapter = self._present(name, expects)\n"
+        "lock(name), ending_block(self.server, name, seen):\n            adapter = self._present(name, expects)\n"
         "            if not adapter.is_served or uri not in",
-        "lock(object()), self.ending_block(name, seen):\n            adapter = self._present(name, expects)\n"
+        "lock(object()), ending_block(self.server, name, seen):\n            adapter = self._present(name, expects)\n"
         "            if not adapter.is_served or uri not in",
         ("tests/lifecycle/test_lifecycle.py",),
     ),

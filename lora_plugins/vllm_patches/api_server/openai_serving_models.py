@@ -35,6 +35,7 @@ from lora_plugins.lifecycle.follower import Follower
 from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.principal_limits import NO_LIMIT
 from lora_plugins.lifecycle.response import is_for_request
+from lora_plugins.lifecycle.unloading import block_to_end, ending_block
 from lora_plugins.process import moves_running, this_process
 from lora_plugins.vllm_patches.api_server.adapter_chats import know_tokenizer
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned
@@ -98,7 +99,8 @@ def _loading_by_path(original: Any) -> Any:
             return await original(self, request, base_model_name)
         with as_http(shows_paths=True):  # the caller has named the path
             # An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for an end.
-            ending = lifecycle.ending_block(name, lifecycle.block_to_end(name)) if is_for_request() else nullcontext()
+            server = lifecycle.server
+            ending = ending_block(server, name, block_to_end(server, name)) if is_for_request() else nullcontext()
             async with self.lora_resolver_lock[name]:
                 if (error := await self._check_load_lora_adapter_request(request)) is not None:
                     return error
