@@ -21,7 +21,7 @@ import torch
 from benchmarks.record import keep
 from lora_plugins.kernels import tuning
 from lora_plugins.kernels.triton_ops import chunks, expand, shrink
-from lora_plugins.kernels.triton_ops.packed import PackedModule
+from lora_plugins.kernels.triton_ops.packed import Operands, PackedModule
 from testbed.ahead_of_time import compile_launches
 
 KERNELS = (chunks._cut_kernel, shrink._shrink_kernel, expand._expand_kernel)
@@ -51,10 +51,11 @@ def launch(plan: tuning.Plan, shape: str, dtype: torch.dtype) -> None:
     batch = chunks.Chunks(MAX_ROWS, SLOTS, "cpu")
     batch.cut(torch.zeros(rows, dtype=torch.int64))
     t = shrink.partials(plan.shrink, module, rows, "cpu")
-    shrink.shrink(t, x, module, ranks, batch, plan.chunk, plan.shrink, 1.0)
-    expand.expand(y, t, module, ranks, vectors, batch, plan.chunk, plan.expand)
+    operands = Operands(module, ranks, vectors, batch, plan.chunk)
+    shrink.shrink(t, x, operands, plan.shrink, 1.0)
+    expand.expand(y, t, operands, plan.expand)
     if plan.fused:
-        expand.fused(y, x, module, ranks, vectors, batch, plan.chunk, plan.fused, 1.0)
+        expand.fused(y, x, operands, plan.fused, 1.0)
 
 
 def cut_many_slots() -> None:

@@ -1,4 +1,8 @@
-"""Our Triton kernels behind vLLM's punica interface.
+"""Our Triton kernels behind vLLM's punica interface: the class whose methods compute LoRA for all layers of a worker.
+
+vLLM makes one wrapper in each worker with a GPU, and each layer registers once at start. vLLM then calls
+`update_metadata` for each batch whose adapters change, and `add_...` from each layer in every step. The methods launch
+kernels that change `y` in place (`triton_ops/operators.py`).
 
 Source of the interface: `PunicaWrapperGPU` in vllm/lora/punica_wrapper/punica_gpu.py, 0.30 to 0.33. Mixtures of experts
 stay vLLM's; everything else is overridden. Without experts `update_metadata` leaves vLLM's grouping of rows out, and
@@ -132,7 +136,6 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         scale: float,
         output_slices: Sequence[int],
         *,
-        buffer: Any = None,
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -140,15 +143,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._linear(self._rows, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, add_inputs=add_inputs)
 
     def add_lora_logits(
-        self,
-        y: Any,
-        x: Any,
-        lora_a_stacked: Any,
-        lora_b_stacked: Any,
-        scale: float,
-        *,
-        buffer: Any = None,
-        **kwargs: Any,
+        self, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, **kwargs: Any
     ) -> None:
         """Compute `y += scale * B A x` in place, with the adapter of each sampled row."""
         # vLLM pads the vocabulary of B or of `y`; the narrower width has all real columns.
@@ -191,16 +186,12 @@ class _NeverFilled:
 
 def _operators(device: Any) -> Operators:
     table = load_table(_architecture(device))
+    table = table.invariant() if envs.VLLM_BATCH_INVARIANT else table
     config = get_current_vllm_config_or_none()
     # 0 without a configuration, and where CUDA graphs are off: then no size is captured.
     captured = getattr(getattr(config, "compilation_config", None), "max_cudagraph_capture_size", None) or 0
-    made = Operators(table, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), captured_rows=captured)
-    logger.info(
-        "Triton kernels cut their work by %s%s",
-        table.origin,
-        ", always alike (VLLM_BATCH_INVARIANT)" if made.batch_invariant else "",
-    )
-    return made
+    logger.info("Triton kernels cut their work by %s", table.origin)
+    return Operators(table, captured_rows=captured)
 
 
 def _architecture(device: Any) -> str:

@@ -1,8 +1,9 @@
-"""How the Triton kernels cut their work: a table per architecture, JSON, chosen by rows and widths; pure.
+"""How the Triton kernels cut their work: a table of plans for each architecture of GPUs, in JSON; pure.
 
-A table is a list of plans; the first plan whose limits hold for the batch is taken. `tuning/default.json` holds for
-every architecture. `python -m benchmarks.gpu tune` makes a table for an architecture (`sm_90.json`) on such a device.
-Tables are part of this package: tests check the content, so reading a table checks nothing.
+A worker with GPUs reads one table at start (`load_table`). Each call of a kernel asks the table for a plan, by the rows
+of the batch and the widths of the layer, and takes the first plan whose limits hold. `tuning/default.json` is for
+architectures without a table. `python -m benchmarks.gpu tune` makes a table for an architecture (`sm_90.json`) on
+such a device. Tables are part of this package: tests check the content, so reading a table checks nothing.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ class Table:
         """Return the first plan that holds; the last plan has no limits, so a plan is always found."""
         return next(plan for plan in self.plans if plan.holds(rows, n_in, n_out))
 
-    def invariant(self) -> Plan:
-        """Return a single plan for every batch, so that a row's result does not depend on other rows."""
-        return self.plans[-1]
+    def invariant(self) -> Table:
+        """Return a table of one plan for every batch, so that a row's result does not depend on other rows."""
+        return Table(f"{self.origin}, always alike (VLLM_BATCH_INVARIANT)", self.plans[-1:])
 
 
 def load_table(architecture: str) -> Table:
@@ -118,10 +119,7 @@ def read_table(path: Path) -> Table:
 
 def as_json(table: Table) -> dict[str, Any]:
     """Return an object for `json.dump` that `read_table` reads."""
-    plans = []
-    for plan in table.plans:
-        whole = asdict(plan)
-        plans.append({key: value for key, value in whole.items() if value not in (None, ANY)})
+    plans = [{key: value for key, value in asdict(plan).items() if value not in (None, ANY)} for plan in table.plans]
     return {"dense_min_rows": table.dense_min_rows, "plans": plans}
 
 

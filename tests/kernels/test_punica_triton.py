@@ -394,5 +394,5 @@ def test_activating_an_adapter_copies_all_ranks_at_once(
         _, known = module.punica_wrapper._operators.module(
             module.lora_a_stacked, module.lora_b_stacked, module.output_slices, 0
         )
-        assert known.device[:, slot].tolist() == [*ranks, 0]
+        assert known.device_ranks[:, slot].tolist() == [*ranks, 0]
         assert set(ranks) == {3}

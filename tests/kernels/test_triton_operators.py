@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_plugins.kernels.slot_ranks import SlotRanks
 from lora_plugins.kernels.triton_ops import expand, operators, shrink
 from lora_plugins.kernels.triton_ops.operators import Batch, Operators
-from lora_plugins.kernels.triton_ops.rank_tables import DeviceRanks
+from lora_plugins.kernels.triton_ops.rank_tables import DeviceRanks, constant_ranks
 from lora_plugins.kernels.tuning import PACKAGED, ExpandTile, FusedTile, Plan, ShrinkTile, Table, read_table
 from tests.kernels.common import pairwise
 from tests.kernels.triton_bed import TOLERANCE, Bed, some_vectors
@@ -195,9 +195,9 @@ def test_a_slot_reused_by_another_rank_is_computed_at_it() -> None:
 
 def test_constant_ranks_outlive_a_sleep_that_discards_the_others() -> None:
     """Level 2 discards what was made while the model was loaded; slots are written again, and nothing else."""
-    ranks, device = SlotRanks(2, (16, 16)), DeviceRanks("cpu")
-    followed = device.follow(ranks, 2)
-    constant = device.constant([8], 2)
+    ranks = SlotRanks(2, (16, 16))
+    followed = DeviceRanks().follow(ranks, 2, "cpu")
+    constant = constant_ranks([8], 2, "cpu")
     followed._base.fill_(-7)
     for slot in range(2):
         ranks.written(slot, (4, 0))
@@ -211,11 +211,11 @@ def test_device_ranks_keep_their_place() -> None:
     made = set_up(PATHS["shrink and expand"])
     made.register(bed.a, bed.b, ranks)
     _, known = made.module(bed.a, bed.b, bed.widths, 0)
-    where = known.device.data_ptr()
-    assert known.device.tolist() == [[16], [4], [0]]
+    where = known.device_ranks.data_ptr()
+    assert known.device_ranks.tolist() == [[16], [4], [0]]
     ranks.written(0, [3, 32])
-    assert known.device.tolist() == [[3], [32], [0]]
-    assert known.device.data_ptr() == where
+    assert known.device_ranks.tolist() == [[3], [32], [0]]
+    assert known.device_ranks.data_ptr() == where
 
 
 def test_an_unregistered_module_is_computed_at_its_slots_rank() -> None:
@@ -262,8 +262,8 @@ def test_one_plan_gives_equal_bits_in_any_batch() -> None:
     ranks = [[8], [24]]
     long = Bed.make([0, 1, 0, 1, 1], ranks, n_in=80, dtype=torch.float16)
     table = read_table(PACKAGED / "default.json")
-    made = set_up(table, batch_invariant=True)
-    assert made.plan(1, 8, 8) is made.plan(10**6, 8, 8)
+    made = set_up(table.invariant())
+    assert made.table.plan(1, 8, 8) is made.table.plan(10**6, 8, 8)
     made.register(long.a, long.b, long.slot_ranks)
     whole = linear(long)
     alone = Bed(long.x[3:4], long.y[3:4], long.a, long.b, [1], ranks, [32], 32)
@@ -271,13 +271,13 @@ def test_one_plan_gives_equal_bits_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "dense"),
-    [({}, True), ({"captured_rows": 3}, False), ({"batch_invariant": True}, False)],
+    ("table", "captured_rows", "dense"),
+    [(PATHS["dense"], 0, True), (PATHS["dense"], 3, False), (PATHS["dense"].invariant(), 0, False)],
     ids=["free", "captured", "invariant"],
 )
-def test_the_dense_path_is_for_batches_that_no_graph_holds(change: dict[str, object], dense: bool) -> None:
+def test_the_dense_path_is_for_batches_that_no_graph_holds(table: Table, captured_rows: int, dense: bool) -> None:
     bed = Bed.make([1, 1, 1], [[8], [8]])
-    made = set_up(PATHS["dense"], **change)
+    made = set_up(table, captured_rows=captured_rows)
     assert made.takes_dense_path(bed.y, bed.x, [3, 1, 1, 0]) is dense
     assert not made.takes_dense_path(bed.y, bed.x, [3, 1, -1, 0])
     assert not made.takes_dense_path(bed.y.half(), bed.x, [3, 1, 1, 0])
@@ -349,15 +349,16 @@ def allocated_bytes(bed: Bed) -> int:
     return allocations.largest_bytes
 
 
-@pytest.mark.parametrize("change", [{}, {"batch_invariant": True}], ids=["any plan", "one plan"])
-def test_a_run_without_adapters_takes_the_memory_of_one_with(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("is_invariant", [False, True], ids=["any plan", "one plan"])
+def test_a_run_without_adapters_takes_the_memory_of_one_with(is_invariant: bool) -> None:
     """vLLM measures the memory that a step takes in the former, and gives what is left to its KV cache."""
     plans = (
         Plan(16, ShrinkTile(columns=32, splits=8), ExpandTile(columns=32), max_rows=5),
         Plan(16, ShrinkTile(columns=32, splits=4), ExpandTile(columns=32), max_rows=8),
         Plan(16, ShrinkTile(columns=32, splits=2), ExpandTile(columns=32)),
     )
-    set_up(Table("test", plans), **change)
+    table = Table("test", plans)
+    set_up(table.invariant() if is_invariant else table)
     ranks = [[16, 16]] * 2
     profiled = Bed.make([-1] * 12, ranks, widths=(16, 8), dtype=torch.float16)
     measured = allocated_bytes(profiled)
@@ -385,7 +386,7 @@ def test_a_run_without_adapters_launches_every_plan(n_in: int, monkeypatch: pyte
     made = set_up(read_table(PACKAGED / "default.json"))
     bed = Bed.make([-1] * rows, [(16, 16), (5, 0)], widths=(16, 8), n_in=n_in)
     assert torch.equal(linear(bed), bed.y)
-    plans = {made.plan(size, n_in, 16) for size in range(1, rows + 1)}
+    plans = {made.table.plan(size, n_in, 16) for size in range(1, rows + 1)}
     assert len(plans) > 3
     reachable = {tile for plan in plans for tile in ([plan.fused] if plan.fused else [plan.shrink, plan.expand])}
     assert launched == reachable

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, wh
 
 from lora_plugins.kernels.triton_ops.chunks import SIZES, Chunks
 from lora_plugins.kernels.triton_ops.expand import expand
-from lora_plugins.kernels.triton_ops.packed import PackedModule
+from lora_plugins.kernels.triton_ops.packed import Operands, PackedModule
 from lora_plugins.kernels.triton_ops.shrink import partials, shrink
 from lora_plugins.kernels.tuning import ExpandTile, ShrinkTile
 from tests.kernels.triton_bed import Bed
@@ -31,10 +31,10 @@ def run(
     add_inputs: bool = True,
     max_rows: int | None = None,
 ) -> torch.Tensor:
-    module, ranks, chunks, y = bed.module, bed.device_ranks, bed.chunks(max_rows), bed.y.clone()
-    t = partials(tile, module, bed.x.shape[0], "cpu").fill_(float("nan"))
-    shrink(t, bed.x, module, ranks, chunks, size, tile, scale)
-    expand(y, t, module, ranks, bed.device_vectors, chunks, size, out, add_inputs=add_inputs)
+    operands, y = Operands(bed.module, bed.device_ranks, bed.device_vectors, bed.chunks(max_rows), size), bed.y.clone()
+    t = partials(tile, operands.module, bed.x.shape[0], "cpu").fill_(float("nan"))
+    shrink(t, bed.x, operands, tile, scale)
+    expand(y, t, operands, out, add_inputs=add_inputs)
     return y
 
 
@@ -97,7 +97,8 @@ def test_weights_that_one_launch_cannot_serve_are_refused() -> None:
 
 def test_shrink_writes_nothing_beyond_the_rank_nor_for_base_rows() -> None:
     bed = Bed.make([0, -1, 1], [[5, 0], [32, 17]], widths=(16, 16), padding=1)
-    t = partials(SMALL_SHRINK, bed.module, 4, "cpu").fill_(float("nan"))
-    shrink(t, bed.x, bed.module, bed.device_ranks, bed.chunks(), 16, SMALL_SHRINK, 1.0)
+    operands = Operands(bed.module, bed.device_ranks, bed.device_vectors, bed.chunks(), 16)
+    t = partials(SMALL_SHRINK, operands.module, 4, "cpu").fill_(float("nan"))
+    shrink(t, bed.x, operands, SMALL_SHRINK, 1.0)
     written = [[int((~t[0, i, row].isnan()).sum()) for row in range(4)] for i in range(2)]
     assert written == [[5, 0, 32, 0], [0, 0, 17, 0]]

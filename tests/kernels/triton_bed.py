@@ -87,7 +87,7 @@ class Bed:
 
     @property
     def device_ranks(self) -> torch.Tensor:
-        return DeviceRanks("cpu").follow(self.slot_ranks, len(self.ranks))
+        return DeviceRanks().follow(self.slot_ranks, len(self.ranks), "cpu")
 
     @property
     def device_vectors(self) -> torch.Tensor:

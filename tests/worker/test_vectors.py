@@ -236,7 +236,7 @@ def test_slots_have_their_vectors_after_memory_was_lost(
     serve(manager, it := adapter(tmp_path, 1, *DORA), 0)
     for module in manager._adapter_manager.modules.values():
         for known in getattr(module.punica_wrapper, "_operators", SimpleNamespace(_known={}))._known.values():
-            known.device.fill_(7)  # a sleep of level 2 leaves anything there, and in vectors
+            known.device_ranks.fill_(7)  # a sleep of level 2 leaves anything there, and in vectors
             known.vectors.fill_(torch.nan)
     manager.rewrite_slots()
     assert wrong(manager, (it, 1, DORA)) == []

@@ -20,81 +20,41 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from lora_plugins.kernels.triton_ops.chunks import (
-    Chunks,
-    load_to_rank,
-    number,
-    pointer,
-    product,
-    rows_of_chunk,
-    shrink_tile,
-)
-from lora_plugins.kernels.triton_ops.packed import PackedModule, batch_arguments, columns, constants
+from lora_plugins.kernels.triton_ops.packed import Operands, columns
+from lora_plugins.kernels.triton_ops.tiles import load_to_rank, number, pointer, product, rows_of_chunk, shrink_tile
 from lora_plugins.kernels.tuning import ExpandTile, FusedTile
 
 
-def expand(
-    y: Any,
-    t: Any,
-    module: PackedModule,
-    ranks: Any,
-    vectors: Any,
-    chunks: Chunks,
-    size: int,
-    tile: ExpandTile,
-    *,
-    add_inputs: bool = True,
-) -> None:
+def expand(y: Any, t: Any, operands: Operands, tile: ExpandTile, *, add_inputs: bool = True) -> None:
     """Add `B t` to the slices' columns of `y`, or replace the columns; base rows and other columns are not touched.
 
     Args:
         y: `[rows, columns]`, contiguous in its last axis.
         t: float `[splits, slices, rows, max_rank]`, contiguous in its last axis; read up to the true rank.
-        module: the stacked B of all slices and their first columns.
-        ranks: int32 `[slices + 1, slots]` on the device, see `DeviceRanks`.
-        vectors: float32 `[slots, 2, columns]` on the device, see `follow_vectors`; read where `ranks` says so.
-        chunks: the batch, cut.
-        size: the chunk size to use, an element of `SIZES`.
+        operands: module and batch.
         tile: how the work is cut.
         add_inputs: whether to add to `y`, or to replace.
     """
     t_strides = (t.stride(2), t.stride(0), t.stride(1))
     # IN is not used without FUSED; 16 is the smallest tile that Triton's `dot` takes.
     cut = {"FUSED": False, "SPLITS": t.shape[0], "IN": 16, "RANK": tile.rank, "OUT": tile.columns}
-    _launch(y, t, t_strides, 0, 1.0, module, ranks, vectors, chunks, size, tile, cut, add_inputs=add_inputs)
+    _launch(y, t, t_strides, 0, 1.0, operands, tile, cut, add_inputs=add_inputs)
 
 
-def fused(
-    y: Any,
-    x: Any,
-    module: PackedModule,
-    ranks: Any,
-    vectors: Any,
-    chunks: Chunks,
-    size: int,
-    tile: FusedTile,
-    scale: float,
-    *,
-    add_inputs: bool = True,
-) -> None:
+def fused(y: Any, x: Any, operands: Operands, tile: FusedTile, scale: float, *, add_inputs: bool = True) -> None:
     """Add `scale * B A x` to the slices' columns of `y`, or replace the columns; the rest of `y` is not touched.
 
     Args:
         y: as for `expand`.
         x: `[rows, in]`, contiguous in its last axis.
-        module: the stacked A and B of all slices.
-        ranks: as for `expand`.
-        vectors: as for `expand`.
-        chunks: the batch, cut.
-        size: the chunk size.
+        operands: module and batch.
         tile: how the work is cut.
         scale: factor of every sum of the shrink.
         add_inputs: whether to add to `y`, or to replace.
     """
-    columns_in = columns(tile.columns_in, module.dtype)
+    columns_in = columns(tile.columns_in, operands.module.dtype)
     cut = {"FUSED": True, "SPLITS": 1, "IN": columns_in, "RANK": tile.rank, "OUT": tile.columns_out}
-    strides = (x.stride(0), 0, 0)
-    _launch(y, x, strides, x.shape[1], scale, module, ranks, vectors, chunks, size, tile, cut, add_inputs=add_inputs)
+    _launch(y, x, (x.stride(0), 0, 0), x.shape[1], scale, operands, tile, cut, add_inputs=add_inputs)
 
 
 def _launch(
@@ -103,36 +63,32 @@ def _launch(
     source_strides: tuple[int, int, int],
     n_in: int,
     scale: float,
-    module: PackedModule,
-    ranks: Any,
-    vectors: Any,
-    chunks: Chunks,
-    size: int,
+    operands: Operands,
     tile: ExpandTile | FusedTile,
     cut: dict[str, int],
     *,
     add_inputs: bool,
 ) -> None:
-    rows = y.shape[0]
+    rows, module = y.shape[0], operands.module
     # Tiles of the widest slice for every slice: programs beyond a narrow slice leave at once.
     tiles = triton.cdiv(module.widest, cut["OUT"])
-    grid = (chunks.at_most(rows, size) * module.slices * tiles,)
+    grid = (operands.chunks.at_most(rows, operands.size) * module.slices * tiles,)
     if not grid[0]:
         return
     _expand_kernel[grid](
         source,
         y,
-        *batch_arguments(module, ranks, chunks, size, rows),
-        vectors,
+        *operands.arguments(rows),
+        operands.vectors,
         tiles,
         n_in,
         *source_strides,
         *module.a_strides,
         module.b_row_stride,
         y.stride(0),
-        vectors.stride(1),
+        operands.vectors.stride(1),
         scale,
-        **constants(module, size),
+        **operands.constants(),
         **cut,
         ADD=add_inputs,
         num_warps=tile.warps,

@@ -1,8 +1,12 @@
-"""The kernels as torch operators, so that torch.compile and CUDA graphs take each call as one opaque step.
+"""The Triton kernels as torch operators, so that torch.compile and CUDA graphs take each call as one opaque step.
 
-An operator chooses dense path, fused kernel or shrink and expand by the rows of its input and the tuning table. Facts
-about the batch come in tensors: `order` and `table` of `Chunks` on the device, and `host`, five numbers on the CPU (see
-`Batch`). A Python number would be frozen into a compiled graph.
+In each worker with GPUs, `punica_triton.py` registers every layer at start (`Operators.register`), takes each batch
+(`Batch.cut`), and calls the operators `lora_linear`, `lora_shrink` and `lora_expand` from every layer in every step. An
+operator changes `y` in place. `lora_linear` chooses dense path, fused kernel or shrink and expand by the rows of its
+input and the tuning table.
+
+Facts about the batch come in tensors: `order` and `table` of `Chunks` on the device, and `host`, five numbers on the
+CPU (see `Batch`). A Python number would be frozen into a compiled graph.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from lora_plugins.kernels.slot_ranks import SlotRanks
 from lora_plugins.kernels.triton_ops.chunks import Chunks
 from lora_plugins.kernels.triton_ops.dense import dense
 from lora_plugins.kernels.triton_ops.expand import expand, fused
-from lora_plugins.kernels.triton_ops.packed import PackedModule
-from lora_plugins.kernels.triton_ops.rank_tables import DeviceRanks, follow_vectors
+from lora_plugins.kernels.triton_ops.packed import Operands, PackedModule
+from lora_plugins.kernels.triton_ops.rank_tables import DeviceRanks, constant_ranks, follow_vectors
 from lora_plugins.kernels.triton_ops.shrink import partials, shrink
 from lora_plugins.kernels.tuning import Plan, ShrinkTile, Table
 
@@ -64,17 +68,20 @@ class Batch:
 
 @dataclass
 class _Known:
-    """A module's ranks, on the device and, for a registered module, on the host.
+    """A module whose stacks an operator was given.
 
     Attributes:
+        device_ranks: int32 `[slices + 1, slots]`, see `DeviceRanks`.
         vectors: float32 `[slots, 2, outputs]` on the device, without outputs for an unregistered module.
+        host_ranks: the same ranks and vectors on the host; None for an unregistered module.
         stacks: tensors whose addresses name the module; kept alive, so no other tensor gets the same address.
         reserved_rows: rows of the largest batch whose memory `reserve` has taken.
+        packed: the stacks as kernels read them, by the arguments of the call.
     """
 
-    device: Any
+    device_ranks: Any
     vectors: Any
-    host: SlotRanks | None
+    host_ranks: SlotRanks | None
     stacks: tuple[Any, ...]
     reserved_rows: int = 0
     packed: dict[Any, PackedModule] = field(default_factory=dict)
@@ -88,18 +95,17 @@ class Operators:
     """The operators' knowledge beyond their arguments; each punica wrapper has its own, with the layers that call it.
 
     Attributes:
-        table: how work is cut. batch_invariant: one plan for all batches.
+        table: how work is cut.
         captured_rows: sizes up to this number are captured in CUDA graphs, and never take the dense path, which the
             host chooses.
         number: the name of this object in a batch; torch passes operators tensors and numbers only.
     """
 
     table: Table
-    batch_invariant: bool = False
     captured_rows: int = 0
     number: int = field(default_factory=_numbers.__next__)
     _known: dict[int, _Known] = field(default_factory=dict)
-    _ranks: dict[Any, DeviceRanks] = field(default_factory=dict)
+    _ranks: DeviceRanks = field(default_factory=DeviceRanks)
 
     def __post_init__(self) -> None:
         _by_number[self.number] = self
@@ -116,7 +122,7 @@ class Operators:
         slots, device = b[0].shape[0], b[0].device
         outputs = sum(b_i.shape[-2] for b_i in b) if takes_vectors else 0
         vectors = follow_vectors(ranks, slots, outputs, device)
-        known = _Known(self._device_ranks(device).follow(ranks, slots), vectors, ranks, (*a, *b))
+        known = _Known(self._ranks.follow(ranks, slots, device), vectors, ranks, (*a, *b))
         self._known[b[0].data_ptr()] = known
         # An embedding's A is no operand of a kernel: only B's address names the module.
         if not embedding:
@@ -125,11 +131,7 @@ class Operators:
     def forget(self) -> None:
         """Drop all modules, and so their weights, where a process outlives its model."""
         self._known.clear()
-        self._ranks.clear()
-
-    def plan(self, rows: int, n_in: int, n_out: int) -> Plan:
-        """Return tiles and launches for a batch of these sizes; with `batch_invariant`, the same for all sizes."""
-        return self.table.invariant() if self.batch_invariant else self.table.plan(rows, n_in, n_out)
+        self._ranks = DeviceRanks()
 
     def module(
         self, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int
@@ -148,7 +150,7 @@ class Operators:
             largest = [part.shape[-2] for part in a] or [part.shape[-1] for part in b]
             slots, device = first.shape[0], first.device
             vectors = torch.empty(slots, 2, 0, dtype=torch.float32, device=device)
-            known = _Known(self._device_ranks(device).constant(largest, slots), vectors, None, (*a, *b))
+            known = _Known(constant_ranks(largest, slots, device), vectors, None, (*a, *b))
             self._known[first.data_ptr()] = known
         # A linear layer calls with A and B, a fully sharded layer with one of the two: each call has a packed form of
         # its own.
@@ -173,9 +175,8 @@ class Operators:
             return False
         module, known = self.module(a, b, output_slices, offset)
         known.reserved_rows = rows
-        plans = (self.table.invariant(),) if self.batch_invariant else self.table.plans
-        within = [plan for plan in plans if plan.holds(min(rows, plan.max_rows), x.shape[1], module.widest)]
-        most = max(plan.shrink.splits * min(rows, plan.max_rows) for plan in within)
+        plans = self.reachable_plans(rows, x.shape[1], module.widest)
+        most = max(plan.shrink.splits * min(rows, plan.max_rows) for plan in plans)
         # Not kept: PyTorch's allocator keeps the block, and vLLM's profile counts the peak.
         torch.empty(most, module.slices, module.max_rank, dtype=torch.float32, device=x.device)
         return True
@@ -183,25 +184,19 @@ class Operators:
     def reachable_plans(self, rows: int, n_in: int, n_out: int) -> list[Plan]:
         """Return the plans of all batches of up to `rows` rows."""
         sizes = sorted({min(rows, plan.max_rows) for plan in self.table.plans})
-        return list(dict.fromkeys(self.plan(size, n_in, n_out) for size in sizes))
+        return list(dict.fromkeys(self.table.plan(size, n_in, n_out) for size in sizes))
 
     def takes_dense_path(self, y: Any, x: Any, batch: Any) -> bool:
-        """Whether the host may and should compute this batch by plain products."""
+        """Whether the host may and should compute a batch, of `Batch.host`'s numbers, by plain products."""
         least = self.table.dense_min_rows
-        rows, _, single, *_ = batch
+        rows, _, slot, *_ = batch
         return (
             least is not None
             and rows >= max(least, self.captured_rows + 1)
-            and single >= 0
-            and not self.batch_invariant
+            and slot >= 0
             and x.dtype == y.dtype
             and not _capturing()
         )
-
-    def _device_ranks(self, device: Any) -> DeviceRanks:
-        if device not in self._ranks:
-            self._ranks[device] = DeviceRanks(device)
-        return self._ranks[device]
 
 
 _WHAT_IS_IN_USE = 0
@@ -210,13 +205,13 @@ _by_number: WeakValueDictionary[int, Operators] = WeakValueDictionary()
 
 
 def use(operators: Operators) -> None:
-    """Let `operators` compute the batches that name no `Operators`, in programs with one for the process."""
+    """Let `operators` compute the batches that name no `Operators`: of tests and benchmarks."""
     global _operators  # noqa: PLW0603 - what `in_use` returns
     _operators = operators
 
 
 def in_use(number: int = _WHAT_IS_IN_USE) -> Operators:
-    """Return the `Operators` of this number, or the process's `Operators` for number 0."""
+    """Return the `Operators` of this number; for number 0 the `Operators` of `use`."""
     operators = _by_number.get(number) if number else _operators
     if operators is None:
         raise RuntimeError("the Triton kernels were called before they were set up, or after their wrapper was gone")
@@ -241,34 +236,34 @@ def lora_linear(
     `y` `[rows, out]`, `x` `[rows, in]`, stacks as in `PackedModule`.
     """
     # A tensor on the CPU: reading the numbers waits for nothing.
-    batch = host.tolist()
+    rows, has_adapters, slot, number, refuses_more_rows = batch = host.tolist()
     if not x.shape[0]:
         return
-    operators = in_use(batch[3])
-    # No row has an adapter, as in vLLM's profiling run: nothing to add.
-    if not batch[1]:
+    operators = in_use(number)
+    if not has_adapters:  # as in vLLM's profiling run: nothing to add
         if operators.reserve(x, a, b, output_slices, offset):
             module, known = operators.module(a, b, output_slices, offset)
-            x, chunks = _rows(x, module), Chunks.over(order, table, module.slots, 1)
+            x = _rows(x, module)
             # Each kernel runs on one row without an adapter, which changes nothing: none is compiled while serving.
             for plan in operators.reachable_plans(x.shape[0], x.shape[1], module.widest):
-                _compute(y[:1], x[:1], module, known, chunks, plan, scale, add_inputs=add_inputs)
+                operands = _operands(module, known, order, table, 1, plan.chunk)
+                _compute(y[:1], x[:1], operands, plan, scale, add_inputs=add_inputs)
         return
     module, known = operators.module(a, b, output_slices, offset)
-    if batch[4] and x.shape[0] > batch[0] and (not known.host or any(map(any, known.host)) or known.host.vectors):
-        refuse_more_rows(x.shape[0], batch[0])
+    ranks = known.host_ranks
+    if refuses_more_rows and x.shape[0] > rows and (ranks is None or any(map(any, ranks)) or ranks.vectors):
+        refuse_more_rows(x.shape[0], rows)
     x = _rows(x, module)
     if operators.takes_dense_path(y, x, batch):
-        rows, _, slot, *_ = batch
         # `x` may have more rows than the batch: vLLM pads for CUDA graphs. The dense path leaves padding alone.
-        ranks = known.host[slot] if known.host else (module.max_rank,) * module.slices
-        has_vectors = known.host is not None and slot in known.host.vectors
+        of_slot = (module.max_rank,) * module.slices if ranks is None else ranks[slot]
+        has_vectors = ranks is not None and slot in ranks.vectors
         dense(
             y[:rows],
             x[:rows],
-            [_matrix(part, slot) for part in a],
-            [_matrix(part, slot) for part in b],
-            ranks,
+            [part[slot] for part in module.stacks[0]],
+            [part[slot] for part in module.stacks[1]],
+            of_slot,
             output_slices,
             scale=scale,
             offset=offset,
@@ -276,20 +271,18 @@ def lora_linear(
             vectors=known.vectors[slot] if has_vectors else None,
         )
         return
-    chunks = Chunks.over(order, table, module.slots, batch[0])
-    plan = operators.plan(x.shape[0], x.shape[1], module.widest)
-    _compute(y, x, module, known, chunks, plan, scale, add_inputs=add_inputs)
+    plan = operators.table.plan(x.shape[0], x.shape[1], module.widest)
+    operands = _operands(module, known, order, table, rows, plan.chunk)
+    _compute(y, x, operands, plan, scale, add_inputs=add_inputs)
 
 
-def _compute(
-    y: Any, x: Any, module: PackedModule, known: _Known, chunks: Chunks, plan: Plan, scale: float, *, add_inputs: bool
-) -> None:
+def _compute(y: Any, x: Any, operands: Operands, plan: Plan, scale: float, *, add_inputs: bool) -> None:
     if plan.fused is not None:
-        fused(y, x, module, known.device, known.vectors, chunks, plan.chunk, plan.fused, scale, add_inputs=add_inputs)
+        fused(y, x, operands, plan.fused, scale, add_inputs=add_inputs)
         return
-    t = partials(plan.shrink, module, x.shape[0], x.device)
-    shrink(t, x, module, known.device, chunks, plan.chunk, plan.shrink, scale)
-    expand(y, t, module, known.device, known.vectors, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)
+    t = partials(plan.shrink, operands.module, x.shape[0], x.device)
+    shrink(t, x, operands, plan.shrink, scale)
+    expand(y, t, operands, plan.expand, add_inputs=add_inputs)
 
 
 def lora_shrink(
@@ -304,17 +297,16 @@ def lora_shrink(
     """Compute `y[i] = scale * A_i x`, 0 beyond the rank and in base rows: float32 `y` `[slices, rows, max_rank]`."""
     # The caller gathers `y` from all workers: rows without an adapter must be zeros, not old memory.
     y.zero_()
-    batch = host.tolist()
-    if not batch[1] or not x.shape[0]:
+    rows, has_adapters, _, number, refuses_more_rows = host.tolist()
+    if not has_adapters or not x.shape[0]:
         return
-    operators = in_use(batch[3])
+    operators = in_use(number)
     module, known = operators.module(a, [], [], 0)
-    if batch[4]:
-        refuse_more_rows(x.shape[0], batch[0])
+    if refuses_more_rows:
+        refuse_more_rows(x.shape[0], rows)
     x = _rows(x, module)
-    chunks = Chunks.over(order, table, module.slots, batch[0])
-    size = operators.plan(x.shape[0], x.shape[1], 0).chunk
-    shrink(y.unsqueeze(0), x, module, known.device, chunks, size, _FULLY_SHARDED, scale)
+    size = operators.table.plan(x.shape[0], x.shape[1], 0).chunk
+    shrink(y.unsqueeze(0), x, _operands(module, known, order, table, rows, size), _FULLY_SHARDED, scale)
 
 
 def lora_expand(
@@ -329,20 +321,20 @@ def lora_expand(
     add_inputs: bool,
 ) -> None:
     """Compute `y[:, slice i] += B_i t[i]`: `y` `[rows, out]`, `t` `[slices, rows, max_rank]`."""
-    batch = host.tolist()
-    if not batch[1] or not y.shape[0]:
+    rows, has_adapters, _, number, _ = host.tolist()
+    if not has_adapters or not y.shape[0]:
         return
-    operators = in_use(batch[3])
+    operators = in_use(number)
     module, known = operators.module([], b, output_slices, offset)
-    chunks = Chunks.over(order, table, module.slots, batch[0])
-    plan = operators.plan(y.shape[0], module.max_rank, module.widest)
+    plan = operators.table.plan(y.shape[0], module.max_rank, module.widest)
     t = t if t.stride(-1) == 1 else t.contiguous()
-    t = t.unsqueeze(0)
-    expand(y, t, module, known.device, known.vectors, chunks, plan.chunk, plan.expand, add_inputs=add_inputs)
+    operands = _operands(module, known, order, table, rows, plan.chunk)
+    expand(y, t.unsqueeze(0), operands, plan.expand, add_inputs=add_inputs)
 
 
-def _matrix(stack: Any, slot: int) -> Any:
-    return stack[slot, 0] if stack.ndim == 4 else stack[slot]
+def _operands(module: PackedModule, known: _Known, order: Any, table: Any, rows: int, size: int) -> Operands:
+    chunks = Chunks.over(order, table, module.slots, rows)
+    return Operands(module, known.device_ranks, known.vectors, chunks, size)
 
 
 def _rows(x: Any, module: PackedModule) -> Any:

@@ -1,10 +1,15 @@
-"""A table on the device with the addresses of a packed module's stacked weights, so that one launch serves all."""
+"""A packed module (q, k and v in one layer) as Triton kernels read the module: one launch serves all its slices.
+
+In a worker with GPUs, `operators.py` makes a `PackedModule` at a module's first call, and `Operands` for each call;
+`shrink.py` and `expand.py` turn `Operands` into the arguments of their kernels. The weights stay in vLLM's stacks: a
+kernel gets a table on the device with the stacks' addresses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,6 +45,7 @@ class PackedModule:
         table: int64 `[5, slices]` on the device: addresses of A and of B, widths, first columns in y, rows of B.
         aligned: every address is a multiple of 16 bytes, every width and first column of 8; so wide loads are right.
         a_strides: elements from slot to slot and from rank to rank. b_row_stride: elements from column to column of y.
+        stacks: A's and B's, each without the axis of size 1.
     """
 
     def __init__(self, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset_start: int = 0) -> None:
@@ -61,11 +67,11 @@ class PackedModule:
         self.a_strides = (a[0].stride(0), a[0].stride(1)) if a else (0, 0)
         self.b_row_stride = b[0].stride(1) if b else 0
         self.widest = max(output_slices, default=0)
-        self.kept = (a, b)  # the table holds addresses only, so the tensors must live as long
+        self.stacks = (a, b)  # the table holds addresses only, so the tensors must live as long
         none = [0] * self.slices
         widths = list(output_slices) if b else none
         columns = list(accumulate(widths[:-1], initial=offset_start)) if b else none
-        of_a, of_b = ([part.data_ptr() for part in side] or none for side in self.kept)
+        of_a, of_b = ([part.data_ptr() for part in side] or none for side in self.stacks)
         self.aligned = all(address % 16 == 0 for address in (*of_a, *of_b)) and all(
             value % 8 == 0 for value in (*widths, *columns)
         )
@@ -95,22 +101,37 @@ def check_stacks(a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int
         raise ValueError(f"slices of {tuple(output_slices)} columns, B of {[part.shape[1] for part in b]}")
 
 
-def batch_arguments(module: PackedModule, ranks: Any, chunks: Chunks, size: int, rows: int) -> tuple[Any, ...]:
-    """Return the arguments of every kernel that describe module and batch, in the kernels' order."""
-    return (
-        module.table, ranks, chunks.order, chunks.of_size(size), chunks.capacity, rows, *ranks.stride(),
-    )  # fmt: skip
+class Operands(NamedTuple):
+    """A module, and the batch that the module computes: the operands that shrink and expand share.
 
+    Attributes:
+        module: the stacked A and B of all slices. A shrink reads A alone, an expand B alone.
+        ranks: int32 `[slices + 1, slots]` on the device, see `DeviceRanks`.
+        vectors: float32 `[slots, 2, columns]` on the device, see `follow_vectors`; read where `ranks` says so.
+        chunks: the batch, cut.
+        size: rows of a chunk, an element of `SIZES`.
+    """
 
-def constants(module: PackedModule, size: int) -> dict[str, Any]:
-    """Return the compile-time arguments that all kernels share; `size`: rows of a chunk."""
-    return {
-        "ELEMENT": ELEMENTS[module.dtype],
-        "ALIGNED": module.aligned,
-        "PRECISION": precision(module.dtype),
-        "SLICES": module.slices,
-        "ROWS": size,
-    }
+    module: PackedModule
+    ranks: Any
+    vectors: Any
+    chunks: Chunks
+    size: int
+
+    def arguments(self, rows: int) -> tuple[Any, ...]:
+        """Return the arguments that every kernel begins with, for a layer of `rows` rows, in the kernels' order."""
+        module, chunks = self.module.table, self.chunks
+        return module, self.ranks, chunks.order, chunks.of_size(self.size), chunks.capacity, rows, *self.ranks.stride()
+
+    def constants(self) -> dict[str, Any]:
+        """Return the compile-time arguments that all kernels share."""
+        return {
+            "ELEMENT": ELEMENTS[self.module.dtype],
+            "ALIGNED": self.module.aligned,
+            "PRECISION": precision(self.module.dtype),
+            "SLICES": self.module.slices,
+            "ROWS": self.size,
+        }
 
 
 def _three_axes(part: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The slots' true ranks and vectors for kernels to read: tables on the device whose addresses never change.
+"""The slots' true ranks and vectors for Triton kernels to read: tables on the device whose addresses never change.
+
+`operators.py` asks for a module's views once, when a worker registers its layers. From then on `SlotRanks` notifies the
+tables of each write of a slot, in the thread that writes.
 
 A captured CUDA graph sees every later change. The ranks of one slot lie together for all modules, and beside a module's
 ranks whether the slot has vectors. A write of a slot copies the ranks once from a table on the host, on the current
@@ -18,22 +21,21 @@ _SLICES_AT_ONCE = 1024  # rows of one table; a model of 80 layers has 560 slices
 
 
 class DeviceRanks:
-    """Hands out int32 `[slices + 1, slots]` views of tables, and keeps the views equal to `SlotRanks`.
+    """Hands out int32 `[slices + 1, slots]` views of tables on one device, and keeps the views equal to `SlotRanks`.
 
     The last row is 1 where the slot has vectors, or else 0.
     """
 
-    def __init__(self, device: Any) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._table: _RankTable | None = None
 
-    def follow(self, ranks: SlotRanks, slots: int) -> Any:
+    def follow(self, ranks: SlotRanks, slots: int, device: Any) -> Any:
         """Return a module's view, with the present ranks and all later ones.
 
         Must not be called while a CUDA graph is captured.
         """
         rows = len(ranks.largest) + 1
-        table, first = self._reserve(rows, slots)
+        table, first = self._reserve(rows, slots, device)
 
         def numbers(slot: int) -> tuple[int, ...]:
             return (*ranks[slot], int(slot in ranks.vectors))
@@ -43,22 +45,23 @@ class DeviceRanks:
         ranks.listen(lambda slot: table.put(slot, first, numbers(slot)))
         return table.view(first, rows)
 
-    def constant(self, largest: list[int], slots: int) -> Any:
-        """Return the largest rank everywhere, without vectors, for an unregistered module: right at any true rank.
-
-        The ranks have memory of their own: vLLM's sleep of level 2 discards all memory from the model's loading, and
-        only slots are written again.
-        """
-        every_slot = torch.tensor([*largest, 0], dtype=torch.int32).unsqueeze(1).expand(-1, slots)
-        return every_slot.contiguous().to(self._device)
-
-    def _reserve(self, slices: int, slots: int) -> tuple[_RankTable, int]:
+    def _reserve(self, slices: int, slots: int, device: Any) -> tuple[_RankTable, int]:
         table = self._table
         if table is None or table.slots != slots or table.used + slices > table.slices:
-            table = self._table = _RankTable(slots, max(slices, _SLICES_AT_ONCE), self._device)
+            table = self._table = _RankTable(slots, max(slices, _SLICES_AT_ONCE), device)
         first = table.used
         table.used += slices
         return table, first
+
+
+def constant_ranks(largest: list[int], slots: int, device: Any) -> Any:
+    """Return the largest rank everywhere, without vectors, for an unregistered module: right at any true rank.
+
+    The ranks have memory of their own: vLLM's sleep of level 2 discards all memory from the model's loading, and only
+    slots are written again.
+    """
+    every_slot = torch.tensor([*largest, 0], dtype=torch.int32).unsqueeze(1).expand(-1, slots)
+    return every_slot.contiguous().to(device)
 
 
 def follow_vectors(ranks: SlotRanks, slots: int, outputs: int, device: Any) -> Any:

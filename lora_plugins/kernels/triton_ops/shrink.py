@@ -12,43 +12,38 @@ import torch
 import triton
 import triton.language as tl
 
-from lora_plugins.kernels.triton_ops.chunks import Chunks, pointer, rows_of_chunk, shrink_tile
-from lora_plugins.kernels.triton_ops.packed import PackedModule, batch_arguments, columns, constants
+from lora_plugins.kernels.triton_ops.packed import Operands, PackedModule, columns
+from lora_plugins.kernels.triton_ops.tiles import pointer, rows_of_chunk, shrink_tile
 from lora_plugins.kernels.tuning import ShrinkTile
 
 
-def shrink(
-    out: Any, x: Any, module: PackedModule, ranks: Any, chunks: Chunks, size: int, tile: ShrinkTile, scale: float
-) -> None:
+def shrink(out: Any, x: Any, operands: Operands, tile: ShrinkTile, scale: float) -> None:
     """Store `scale * A x` of each split into `out`; base rows and columns beyond the rank are not written.
 
     Args:
         out: float32 `[tile.splits, slices, rows, max_rank]`, contiguous in its last axis.
         x: `[rows, in]`, contiguous in its last axis; `in` may be odd.
-        module: the stacked A of all slices.
-        ranks: int32 `[slices + 1, slots]` on the device, see `DeviceRanks`.
-        chunks: the batch, cut.
-        size: the chunk size to use, an element of `SIZES`.
+        operands: module and batch.
         tile: how the work is cut.
         scale: factor of every sum.
     """
     rows, n_in = x.shape
-    max_rank = module.max_rank
-    rank_programs = min(tile.rank_programs, triton.cdiv(max_rank, tile.rank))
+    module = operands.module
+    rank_programs = min(tile.rank_programs, triton.cdiv(module.max_rank, tile.rank))
     per_chunk = tile.splits * rank_programs * module.slices
-    grid = (chunks.at_most(rows, size) * per_chunk,)
+    grid = (operands.chunks.at_most(rows, operands.size) * per_chunk,)
     if not grid[0]:
         return
     _shrink_kernel[grid](
         x,
         out,
-        *batch_arguments(module, ranks, chunks, size, rows),
+        *operands.arguments(rows),
         n_in,
         x.stride(0),
         *module.a_strides,
         *out.stride()[:3],
         scale,
-        **constants(module, size),
+        **operands.constants(),
         RANK=tile.rank,
         IN=columns(tile.columns, module.dtype),
         SPLITS=tile.splits,
