@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks import plots
 from benchmarks.adapters import of_linear_layers, write_adapter
 from benchmarks.kernels.profile import print_profile, profile
+from benchmarks.processors import bfloat16_instructions
 from benchmarks.record import RESULTS, keep
 from lora_plugins.kernels.processor import this_processor
 from testbed.models import build_base
@@ -217,7 +218,7 @@ def instructions(dtype: str) -> str | None:
     """What a reader of bfloat16 results has to know of the machine."""
     if dtype != "bfloat16":
         return None
-    found = this_processor().bfloat16
+    found = bfloat16_instructions(this_processor())
     return f"multiplied by {found}" if found else "no AVX-512 BF16 and no AMX, so the goals cannot be judged"
 
 

@@ -17,6 +17,7 @@ import time
 
 import torch
 
+from benchmarks.processors import bfloat16_instructions, description
 from benchmarks.record import keep
 from lora_plugins.kernels.compiled import build
 from lora_plugins.kernels.compiled.panels import SlotPanels
@@ -90,11 +91,11 @@ def main() -> int:
                         found.append({**case, "rows": rows, **best, "load": os.getloadavg()[0]})
     print(table(found))
     machine = this_processor()
-    print(f"\n{machine.description()}")
+    print(f"\n{description(machine)}")
     if not options.dry:
-        of_bfloat16 = (machine.bfloat16 or "").lower().replace("-", "").replace(" ", "_")
+        of_bfloat16 = (bfloat16_instructions(machine) or "").lower().replace("-", "").replace(" ", "_")
         name = f"kernels_rows_{of_bfloat16}".rstrip("_")
-        print(f"Raw: {keep(name, {'machine': machine.description(), 'cases': found}).name}")
+        print(f"Raw: {keep(name, {'machine': description(machine), 'cases': found}).name}")
     return 0
 
 

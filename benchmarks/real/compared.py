@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.processors import bfloat16_instructions
 from benchmarks.real.bed import MAX_RANK, NAME, OURS, SHIPPED, STOCK, TRAINED, Bed, Figure
 from lora_plugins.cli.at_fault import ByPeft
 from lora_plugins.cli.compare import OK, PROMPTS
@@ -27,7 +28,7 @@ def measure(bed: Bed, rows: list[dict]) -> None:
     bed.adapters(len(TRAINED))
     trained = {name: _trained(bed, name) for name in names}
     for dtype in ("float32", "bfloat16"):
-        if dtype == "bfloat16" and this_processor().bfloat16 is None:
+        if dtype == "bfloat16" and bfloat16_instructions(this_processor()) is None:
             rows.append({"dtype": dtype, "left_out": "no AVX-512 BF16 and no AMX here"})
             continue
         with bed.servers([OURS, STOCK], "--dtype", dtype, *SLOTS) as arms:

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.manager.arms import Arm
 from benchmarks.manager.client import post, stream
+from benchmarks.processors import bfloat16_instructions
 from benchmarks.real.bed import MAX_RANK, NAME, OURS, SMALL, STOCK, STREAMS, Bed, Figure
 from benchmarks.real.many import parallel
 from lora_plugins.kernels.processor import this_processor
@@ -72,7 +73,7 @@ Turn = Callable[[Arm, Sequence[str], int], Coroutine[Any, Any, float]]
 def _measure(bed: Bed, rows: list[dict], turn: Turn, tokens: int, arguments: Sequence[str]) -> None:
     names = [directory.name for directory in bed.adapters(max(COUNTS))]
     for dtype in ("float32", "bfloat16"):
-        if dtype == "bfloat16" and this_processor().bfloat16 is None:
+        if dtype == "bfloat16" and bfloat16_instructions(this_processor()) is None:
             rows.append({"dtype": dtype, "left_out": "no AVX-512 BF16 and no AMX here"})
             continue
         try:

@@ -1,4 +1,7 @@
-"""This machine's processor: the instructions that programs may use; pure."""
+"""This machine's processor: the instructions that programs may use; pure.
+
+Each process that may compute on the CPU asks once, before it loads or compiles `lora.c` (`compiled/build.py`).
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,6 @@ class Processor:
 
     def has(self, flags: Iterable[str]) -> bool:
         return self.flags.issuperset(flags)
-
-    @property
-    def bfloat16(self) -> str | None:
-        """The instructions that multiply bfloat16 here, None where the processor only sums float32."""
-        if self.architecture == "x86_64" and self.has(AMX_BF16):
-            return "AMX"
-        if self.architecture == "x86_64" and self.has(X86_64_V4 | AVX512_BF16):
-            return "AVX-512 BF16"
-        if self.architecture == "aarch64" and self.has(ARM_BF16):
-            return "ARM BF16"
-        return None
-
-    def description(self) -> str:
-        """Return architecture and bfloat16 instructions, for results."""
-        return f"{self.architecture}, {self.bfloat16 or 'without AVX-512 BF16 or AMX'}"
 
 
 @functools.cache
