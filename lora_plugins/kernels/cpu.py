@@ -1,5 +1,8 @@
 """Rank-exact LoRA on the CPU: a plan of the products of each module for each batch.
 
+In a worker's engine loop, `punica_cpu.py` makes `BatchRows` for each batch, and a `ModulePlan` when a layer is first
+called in the batch; `ModulePlan.run` then adds the adapters' part to the layer's output.
+
 The compiled product (`lora_plugins.kernels.compiled`) computes all adapters in a single call. PyTorch computes the
 rest, adapter by adapter, from views of the slots: adapters of a large rank in a slot, whose copy into panels would hold
 up the engine's loop; dtypes without a compiled product. Each row meets only its own adapter, so no content of an
@@ -12,6 +15,7 @@ adapter has vectors, its rows of `y` become `g * y + c` behind the products (`sl
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +39,7 @@ class Buffers:
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return a contiguous tensor of undefined content, shared with every other taker of the same dtype."""
-        size = 1
-        for length in shape:
-            size *= length
+        size = math.prod(shape)
         flat = self._flat.get(dtype)
         if flat is None or flat.numel() < size:
             # PyTorch refuses to write tensors of inference mode outside of inference mode.
@@ -164,9 +166,8 @@ def _steps(module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float
             yield functools.partial(turn, rows, module.ranks.vectors[slot])
     if module.panels is not None and compiled:
         take = functools.partial(buffers.take, dtype=torch.float32)
-        inn = module.panels.shape.inn
         vectors = {slot: one for slot in compiled if (one := module.ranks.vectors.get(slot)) is not None}
-        yield Prepared(module.panels.product, compiled, batch.rows_of_32_bits, inn, scale, take, vectors)
+        yield Prepared(module.panels.product, compiled, batch.rows_of_32_bits, scale, take, vectors)
 
 
 def _by_torch(module: ModuleSlots, slot: int, rows: Any, buffers: Buffers, scale: float) -> Step:

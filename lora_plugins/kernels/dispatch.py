@@ -1,5 +1,9 @@
 """Which kernels this process computes with: the setting's choice, or the best that the machine has; pure.
 
+Each process of a server asks once at start, before vLLM makes a model's layers
+(`vllm_patches/worker/punica_wrapper.py`); `lora-plugins doctor` asks too. In go `LORA_PLUGINS_KERNELS` and facts about
+the machine, out comes the dotted name of a punica wrapper: vLLM's class whose methods compute LoRA for all layers.
+
 An explicit choice that the machine cannot have fails at startup. Only `auto` chooses, and logs its choice and the
 reason. There is no fallback after an error: a kernel that fails, fails.
 """
@@ -20,6 +24,7 @@ from lora_plugins.settings import Kernels
 CPU_WRAPPER = "lora_plugins.kernels.punica_cpu.CompiledPunicaWrapperCPU"
 REFERENCE_WRAPPER = "lora_plugins.kernels.punica_cpu.ReferencePunicaWrapper"
 TRITON_WRAPPER = "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"
+_WRAPPERS = {Kernels.CPU: CPU_WRAPPER, Kernels.REFERENCE: REFERENCE_WRAPPER, Kernels.TRITON: TRITON_WRAPPER}
 
 
 def are_pointed(dtype: object, *, fully_sharded: bool) -> bool:
@@ -64,50 +69,47 @@ def choose(asked: Kernels, machine: Machine) -> Choice:
     """
     if asked is Kernels.AUTO:
         return _best(machine)
-    why = f"LORA_PLUGINS_KERNELS={asked}"
-    if asked is Kernels.VLLM:
-        return Choice(asked, why, None)
-    if asked is Kernels.TRITON:
-        if machine.platform not in {"cuda", "rocm"}:
-            raise _cannot(asked, f"the platform is {machine.platform}", "a GPU that Triton can compile for")
-        if not machine.triton:
-            raise _cannot(asked, "Triton or our Triton kernels are not installed", "both installed")
-        return Choice(asked, why, TRITON_WRAPPER)
-    if machine.platform != "cpu":
-        raise _cannot(asked, f"the platform is {machine.platform}", "vLLM's CPU platform")
-    if asked is Kernels.REFERENCE:
-        return Choice(asked, why, REFERENCE_WRAPPER)
-    if problem := machine.cannot_compile():
-        raise _cannot(
-            asked,
-            problem,
-            "a C compiler that works",
-            remedy="repair that (install gcc), or choose vllm to keep vLLM's own kernels",
+    if (lack := _lack(asked, machine)) is not None:
+        found, expected = lack
+        needs_compiler = asked is Kernels.CPU and machine.platform == "cpu"
+        repair = "repair that (install gcc), or choose" if needs_compiler else "choose auto, or"
+        raise InvalidSettings(
+            f"LORA_PLUGINS_KERNELS={asked}, but {found}",
+            expected=expected,
+            remedy=f"{repair} vllm to keep vLLM's own kernels",
         )
-    return Choice(asked, why, CPU_WRAPPER)
+    return Choice(asked, f"LORA_PLUGINS_KERNELS={asked}", _WRAPPERS.get(asked))
+
+
+def _lack(asked: Kernels, machine: Machine) -> tuple[str, str] | None:
+    """Return what keeps the machine from these kernels, and what the kernels need; None where nothing does."""
+    if asked is Kernels.TRITON and machine.platform not in {"cuda", "rocm"}:
+        return f"the platform is {machine.platform}", "a GPU that Triton can compile for"
+    if asked is Kernels.TRITON and not machine.triton:
+        return "Triton or our Triton kernels are not installed", "both installed"
+    if asked in {Kernels.CPU, Kernels.REFERENCE} and machine.platform != "cpu":
+        return f"the platform is {machine.platform}", "vLLM's CPU platform"
+    if asked is Kernels.CPU and (problem := machine.cannot_compile()):
+        return problem, "a C compiler that works"
+    return None
 
 
 def _best(machine: Machine) -> Choice:
+    why = f"the platform is {machine.platform}"
     if machine.platform == "cpu":
         if problem := machine.cannot_compile():
-            return Choice(Kernels.VLLM, f"the platform is cpu, and {problem}", None)
-        return Choice(Kernels.CPU, "the platform is cpu", CPU_WRAPPER)
-    reason = f"the platform is {machine.platform}"
+            return Choice(Kernels.VLLM, f"{why}, and {problem}", None)
+        return Choice(Kernels.CPU, why, CPU_WRAPPER)
     if machine.platform != "cuda":
-        return Choice(Kernels.VLLM, reason, None)
+        return Choice(Kernels.VLLM, why, None)
     if not machine.triton:
-        return Choice(Kernels.VLLM, f"{reason}, without Triton", None)
-    # Figures of other GPUs say nothing about this GPU, so `auto` keeps vLLM's kernels where we have not measured.
+        return Choice(Kernels.VLLM, f"{why}, without Triton", None)
+    # Figures of other GPUs say nothing about this GPU: without a tuning table of its architecture we have not measured.
     architecture = machine.architecture()
-    if architecture is None or not is_measured(architecture):
-        reason += f", and our Triton kernels have not been measured on {architecture or 'this GPU'}"
-        return Choice(Kernels.VLLM, f"{reason}; LORA_PLUGINS_KERNELS=triton takes them", None)
-    return Choice(Kernels.TRITON, f"{reason}, {architecture}", TRITON_WRAPPER)
-
-
-def is_measured(architecture: str) -> bool:
-    """Whether the package has a tuning table for `architecture`; every table comes from measurements on a GPU."""
-    return (tuning.PACKAGED / f"{architecture}.json").is_file()
+    if architecture is None or not (tuning.PACKAGED / f"{architecture}.json").is_file():
+        why += f", and our Triton kernels have not been measured on {architecture or 'this GPU'}"
+        return Choice(Kernels.VLLM, f"{why}; LORA_PLUGINS_KERNELS=triton takes them", None)
+    return Choice(Kernels.TRITON, f"{why}, {architecture}", TRITON_WRAPPER)
 
 
 def triton_is_there(find: Callable[[str], object | None] = importlib.util.find_spec) -> bool:
@@ -121,9 +123,3 @@ def base_rows_get_an_adapter(lora_ops: str) -> bool:
     named = (node for node in ast.parse(lora_ops).body if isinstance(node, ast.FunctionDef))
     kernel = next((node for node in named if node.name == "bgmv_shrink"), None)
     return kernel is not None and "-1" not in (ast.get_source_segment(lora_ops, kernel) or "-1")
-
-
-def _cannot(
-    asked: Kernels, found: str, expected: str, remedy: str = "choose auto, or vllm to keep vLLM's own kernels"
-) -> InvalidSettings:
-    return InvalidSettings(f"LORA_PLUGINS_KERNELS={asked}, but {found}", expected=expected, remedy=remedy)

@@ -1,5 +1,8 @@
 """Watches the slots of vLLM's LoRA layers: notes the true rank of each slice that a caller writes.
 
+In a worker, a punica wrapper calls `watch` for each layer at start, and reads the ranks in every step. `stacks` and
+`sides_of_slices` say how vLLM's layers divide A and B into slices (q, k and v in one layer) and among workers.
+
 Each layer object gets its own `set_lora` and `reset_lora`. Both call the methods of the class, then note the ranks. So
 neither the subclass that overrides the methods nor the caller matters: vLLM's manager in the engine loop, or our
 manager in a background thread.
@@ -19,10 +22,11 @@ Until: vLLM gives punica wrappers the true rank of each slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lora_plugins.errors import IncompatibleAdapter
-from lora_plugins.kernels.slot_ranks import SlotRanks, true_ranks
+from lora_plugins.kernels.slot_ranks import SlotRanks
 
 _RANKS = "_lora_plugins_ranks"
 
@@ -107,14 +111,15 @@ def watch(module: Any) -> WatchedLayer | None:
     _, b = parts
     ranks = SlotRanks(b[0].shape[0], [int(b_i.shape[3]) for b_i in b])
     set_lora, reset_lora = module.set_lora, module.reset_lora
-    expand = getattr(module, "expand_packed_lora", None)
 
     def set_and_note(index: int, lora_a: Any, lora_b: Any) -> None:
         # Before the write the slot counts as full: a failure within `set_lora` then leaves a rank that is safe for any
         # content.
         ranks.writing(index)
         set_lora(index, lora_a, lora_b)  # calls reset_lora first, and the wrapper notes the reset too
-        ranks.written(index, true_ranks(lora_a, lora_b, ranks.largest, expand))
+        sides = sides_of_slices(module, len(b), lora_a, lora_b)
+        # Weights of another number of slices: the largest ranks are right for any content.
+        ranks.written(index, ranks.largest if sides is None else _ranks_of(sides[1], ranks.largest))
 
     def reset_and_note(index: int) -> None:
         ranks.writing(index)
@@ -124,6 +129,11 @@ def watch(module: Any) -> WatchedLayer | None:
     module.set_lora, module.reset_lora = set_and_note, reset_and_note
     note_ranks(module, ranks)
     return WatchedLayer(*parts, ranks)
+
+
+def _ranks_of(sides_b: Sequence[Any], largest: Sequence[int]) -> list[int]:
+    """Return the rank of each slice's B `[out, rank]`, up to the slot's; 0 where a slice is not adapted."""
+    return [0 if b is None else min(int(b.shape[1]), most) for b, most in zip(sides_b, largest, strict=True)]
 
 
 def refuse_more_rows(rows: int, mapped: int) -> None:

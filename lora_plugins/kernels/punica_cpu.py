@@ -1,4 +1,8 @@
-"""Our CPU kernels behind vLLM's punica interface.
+"""Our CPU kernels behind vLLM's punica interface: the class whose methods compute LoRA for all layers of a worker.
+
+vLLM makes one wrapper in each worker, and each layer registers once at start. vLLM then calls `update_metadata` for
+each batch whose adapters change, and `add_...` from each layer in every step, all in the engine loop. The methods
+change `y` in place.
 
 Source of the interface: `PunicaWrapperBase` in vllm/lora/punica_wrapper/punica_base.py, 0.30 to 0.33. Rows without an
 adapter stay unchanged on every path, unlike in vLLM before 0.33 (vllm-project/vllm#48421). Methods that are not
@@ -40,13 +44,13 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
     """
 
     computes_vectors = True  # `worker/vectors.py`
+    is_compiled = True  # else layers are learned, and nothing is compiled for them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._buffers = cpu.Buffers()
+        # By `id` of the stacks of A, of an embedding by `id` of the stack of B.
         self._modules: dict[int, cpu.ModuleSlots] = {}
-        # By `id` of the stack; the entry holds the tensor, so no later tensor gets the same id.
-        self._embeddings: dict[int, tuple[Any, SlotRanks]] = {}
         self._plans: dict[int, cpu.ModulePlan] = {}
         self._logits_plans: dict[int, cpu.ModulePlan] = {}
         self._batch = self._logits_batch = cpu.BatchRows(torch.empty(0, dtype=torch.int64))
@@ -60,10 +64,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         Raises:
             InvalidSettings: the product cannot be compiled for the layer's dtype.
         """
-        packing.give_packer(module, _product)
-        self._learn(module)
-
-    def _learn(self, module: Any) -> None:
+        if self.is_compiled:
+            packing.give_packer(module, _product)
         layer = layers.watch(module)
         if layer is None:
             self._log_once(type(module).__name__, "is computed by vLLM's own path")
@@ -79,7 +81,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             ranks.listen(functools.partial(self._drop_plans, keys))
         elif a[0].ndim == 3:
             # Three axes: an embedding looks A up itself, and asks for B only.
-            self._embeddings[id(module.lora_b_stacked)] = module.lora_b_stacked, ranks
+            self._modules[id(module.lora_b_stacked)] = cpu.ModuleSlots(*layer)
         else:
             self._log_once(type(module).__name__, "is computed adapter by adapter at the slot's full rank")
 
@@ -89,6 +91,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         if packer is not None:
             return packer.panels
         dtype = str(layer.a[0].dtype).removeprefix("torch.")
+        if not self.is_compiled:
+            return None
         if dtype not in build.ELEMENTS:
             self._log_once(f"a layer of {dtype}", "is computed by PyTorch's products")
             return None
@@ -118,7 +122,6 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         scale: float,
         output_slices: Sequence[int],
         *,
-        buffer: Any = None,
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -144,15 +147,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         plan.run(y, x)
 
     def add_lora_logits(
-        self,
-        y: Any,
-        x: Any,
-        lora_a_stacked: Any,
-        lora_b_stacked: Any,
-        scale: float,
-        *,
-        buffer: Any = None,
-        **kwargs: Any,
+        self, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, **kwargs: Any
     ) -> None:
         """Compute `y += scale * B A x` in place, with the adapter of each sampled row."""
         if not self._logits_batch.rows:
@@ -173,7 +168,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
 
     def add_lora_embedding(self, y: Any, x: Any, lora_b_stacked: Any, add_inputs: bool = True, **kwargs: Any) -> None:
         """Compute `y += B x` in place, where `x` `[rows, max_rank]` is the layer's look-up in A."""
-        _, ranks = self._embeddings.get(id(lora_b_stacked), (None, None))
+        known = self._modules.get(id(lora_b_stacked))
+        ranks = None if known is None else known.ranks
         y, width = y.view(-1, y.shape[-1]), int(lora_b_stacked.shape[2])
         if not add_inputs:
             self._adapted_rows_to_zero(y, width)
@@ -264,12 +260,7 @@ def _product(dtype: str) -> Product:
 class ReferencePunicaWrapper(CompiledPunicaWrapperCPU):
     """The reference in the engine, row by row: slow; shows which side of a difference is wrong."""
 
-    def register(self, module: Any) -> None:
-        """Prepare for a layer as `CompiledPunicaWrapperCPU` does, but compile nothing."""
-        self._learn(module)
-
-    def _panels(self, module: Any, layer: layers.WatchedLayer) -> None:
-        return None
+    is_compiled = False
 
     def add_lora_linear(
         self, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, output_slices: Any, **kwargs: Any

@@ -1,5 +1,7 @@
 """The result that every backend must compute, one row at a time in plain torch; tests compare with the reference.
 
+In an engine only `LORA_PLUGINS_KERNELS=reference` computes with these functions (`punica_cpu.ReferencePunicaWrapper`).
+
 Shapes and names throughout, after vLLM's layers (vllm/lora/layers/base_linear.py, 0.32):
 
 - `x`: `[rows, in]`, `y`: `[rows, out]`, any floating dtypes; `y` is changed in place and never replaced.
@@ -16,17 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from lora_plugins.kernels.slot_ranks import Vectors
+from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 
-
-class Ranks(Protocol):
-    """True ranks of a slot's slices: a list, or `lora_plugins.kernels.slot_ranks.SlotRanks`."""
-
-    def __getitem__(self, slot: int, /) -> Sequence[int]: ...
+Ranks = SlotRanks | Sequence[Sequence[int]]  # of each slot, the true ranks of its slices
 
 
 def shrink(

@@ -1,7 +1,8 @@
-"""The true ranks of the content of a module's slots, learned when a slot is written; pure.
+"""The true ranks, and the vectors, of what a module's slots hold, noted by whoever writes a slot; pure.
 
-vLLM pads every slot to `max_lora_rank`. The writer notes the true ranks here: the engine loop, or a background thread.
-No thread reads a slot during a write, because no running request uses the slot then.
+vLLM pads every slot to `max_lora_rank`, and the kernels compute at the true rank. In a worker each layer with LoRA has
+one `SlotRanks` (`layers.py`). The engine loop or a background thread notes there each write of a slot; the kernels of
+the engine loop read, or listen. No thread reads a slot during a write, because no running request uses the slot then.
 """
 
 from __future__ import annotations
@@ -130,25 +131,3 @@ class SlotRanks:
             self.vectors.pop(slot, None)  # with each write, whoever writes: the next adapter may have none
             self._stamps[slot] += 1
             self.version += 1
-
-
-def true_ranks(
-    lora_a: Any, lora_b: Any, largest: Sequence[int], expand: Callable[[Any, Any], tuple[Any, Any]] | None = None
-) -> tuple[int, ...]:
-    """Return the rank of each slice in the arguments of vLLM's `set_lora(index, lora_a, lora_b)`.
-
-    Args:
-        lora_a: read only by `expand`: fully sharded layers divide A by its rank, and may be given a part.
-        lora_b: `[out, rank]`, for all slices, or a list with a B or None for each slice.
-        largest: the slot's rank for each slice.
-        expand: where a list has fewer members than slices, vLLM's `expand_packed_lora(lora_a, lora_b)`, which makes a
-            member for every slice (vllm/lora/layers/column_parallel_linear.py, 0.32).
-    """
-    if not isinstance(lora_b, list | tuple):
-        return tuple(min(int(lora_b.shape[1]), most) for most in largest)
-    if len(lora_b) != len(largest):
-        if expand is None:
-            # Without `expand` the split is unknown; the largest ranks are right for any content.
-            return tuple(largest)
-        _, lora_b = expand(lora_a, lora_b)
-    return tuple(0 if b is None else min(int(b.shape[1]), most) for b, most in zip(lora_b, largest, strict=True))

@@ -178,7 +178,7 @@ def test_in_a_block_of_the_callers(rank, widths):
     assert end() is None
 
 
-@pytest.mark.parametrize("wrong", ["too small", "unaligned", "of floats", "with gaps"])
+@pytest.mark.parametrize("wrong", ["too small", "unaligned"])
 def test_memory_of_another_kind_is_refused(wrong):
     layer = layer_of((19,))
     wrapper_with(layer)
@@ -188,10 +188,8 @@ def test_memory_of_another_kind_is_refused(wrong):
     parts = {
         "too small": memory[: needed - 64],
         "unaligned": memory[4:],
-        "of floats": memory[: 2 * needed].view(torch.float32),
-        "with gaps": memory[::2],
     }
-    with pytest.raises(ValueError, match=r"memory of .*: \d+ bytes in uint8 at a multiple of 64 are needed"):
+    with pytest.raises(ValueError, match=r"memory of .*: \d+ bytes at a multiple of 64 are needed"):
         packer_of(layer).pack(a, b, memory=parts[wrong])
 
 

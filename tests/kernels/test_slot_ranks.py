@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 
+from lora_plugins.kernels.layers import watch
 from lora_plugins.kernels.punica_cpu import ReferencePunicaWrapper
-from lora_plugins.kernels.slot_ranks import SlotRanks, after_writing, at_once, true_ranks
+from lora_plugins.kernels.slot_ranks import SlotRanks, after_writing, at_once
 from tests.kernels.experts_layer import experts_layer
 
 
@@ -56,26 +58,47 @@ def test_ranks_that_cannot_be_are_refused(wrong):
         SlotRanks(1, [16]).written(0, wrong)
 
 
+class Layer:
+    """A layer of slices with slots of rank 16; `expand` splits members that cover several slices."""
+
+    def __init__(self, slices: int, expand: Callable[..., object] | None = None) -> None:
+        self.lora_a_stacked = (torch.zeros(2, 1, 16, 8),) * slices
+        self.lora_b_stacked = (torch.zeros(2, 1, 100, 16),) * slices
+        if expand is not None:
+            self.expand_packed_lora = expand
+
+    def set_lora(self, index: int, lora_a: object, lora_b: object) -> None:
+        pass
+
+    reset_lora = set_lora
+
+
+def written(layer: Layer, lora_b: object) -> tuple[int, ...]:
+    """The ranks that are noted for this B; A has as many members."""
+    noted = watch(layer).ranks
+    layer.set_lora(0, lora_b, lora_b)
+    return noted[0]
+
+
 @pytest.mark.parametrize(
-    ("lora_b", "largest", "expected"),
+    ("lora_b", "slices", "expected"),
     [
-        (matrix(4), [16], (4,)),
-        (matrix(4), [16, 16, 16], (4, 4, 4)),  # one B for all slices
-        ([matrix(4), None, matrix(8)], [16, 16, 16], (4, 0, 8)),
-        ([None, None], [16, 16], (0, 0)),
-        (matrix(32), [16], (16,)),  # vLLM cuts what does not fit
-        ([matrix(4)], [16, 16], (16, 16)),  # fewer than slices, and nobody to ask how they are shared
+        (matrix(4), 1, (4,)),
+        ([matrix(4), None, matrix(8)], 3, (4, 0, 8)),
+        ([None, None], 2, (0, 0)),
+        (matrix(32), 1, (16,)),  # vLLM cuts what does not fit
+        ([matrix(4)], 2, (16, 16)),  # fewer than slices, and nobody to ask how they are shared
     ],
 )
-def test_true_ranks(lora_b, largest, expected):
-    assert true_ranks(None, lora_b, largest) == expected
+def test_a_write_notes_the_rank_of_each_slice(lora_b, slices, expected):
+    assert written(Layer(slices), lora_b) == expected
 
 
 def test_a_pair_for_several_slices_is_expanded_by_the_layer():
     def expand(lora_a, lora_b):
-        return None, [lora_b[0]] * 3 + [lora_b[1]]
+        return tuple([side[0]] * 3 + [side[1]] for side in (lora_a, lora_b))
 
-    assert true_ranks([matrix(4), None], [matrix(4), None], [16] * 4, expand) == (4, 4, 4, 0)
+    assert written(Layer(4, expand), [matrix(4), None]) == (4, 4, 4, 0)
 
 
 def test_what_follows_a_write_is_deferred_and_done_once():

@@ -130,9 +130,9 @@ MUTANTS = (
     ),
     Mutant(
         "kernels: an adapter's rank is one less",
-        "lora_plugins/kernels/slot_ranks.py",
-        "        return tuple(min(int(lora_b.shape[1]), most) for most in largest)",
-        "        return tuple(min(int(lora_b.shape[1]) - 1, most) for most in largest)",
+        "lora_plugins/kernels/layers.py",
+        "min(int(b.shape[1]), most)",
+        "min(int(b.shape[1]) - 1, most)",
         ("tests/kernels/test_slot_ranks.py",),
     ),
     Mutant(

@@ -112,9 +112,8 @@ def _compiled_to(file: Path, compiler: str, *source: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
-        raise CannotCompile(
-            f"what {compiler} made cannot be loaded from TMPDIR (is it mounted noexec?): {error}"
-        ) from error
+        found = f"what {compiler} made cannot be loaded from TMPDIR (is it mounted noexec?)"
+        raise CannotCompile(f"{found}: {error}") from error
 
 
 def _first_error(text: str) -> str:

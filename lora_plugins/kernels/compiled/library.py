@@ -1,4 +1,8 @@
-"""The compiled product's functions and structures, as Python calls them; pure."""
+"""The functions and structures of `lora.c`, as Python calls them; pure.
+
+`build.py` loads the library once in a process, and makes a `Product` of it; `panels.py` fills the structures and calls
+the functions.
+"""
 
 from __future__ import annotations
 

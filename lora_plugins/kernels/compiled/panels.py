@@ -1,5 +1,8 @@
 """One module of one adapter as the compiled product reads the module: panels of columns, at the true ranks.
 
+In a worker on the CPU, `fill` copies an adapter's A and B into panels, in the loading thread (`kernels/packing.py`) or,
+of a copied slot, in the engine loop (`SlotPanels.of`). `Prepared` computes one module for one batch, in every step.
+
 A panel holds `Product.panel` columns of the product's result, and a row of the columns for each step of the sum. The
 last panel may be narrow, `Product.lanes` columns, filled up with zeros; no zero reaches `y`. In bfloat16 the steps go
 in pairs (`Product.pair`); a zero stands beside a last odd step.
@@ -24,11 +27,6 @@ class Shape:
     widths: tuple[int, ...]
     dtype: Any
 
-    @classmethod
-    def of(cls, a: Sequence[Any], b: Sequence[Any]) -> Shape:
-        """Return the shape of stacks `[slots, 1, max_rank, in]` and `[slots, 1, out, max_rank]`, a pair for a slice."""
-        return cls(int(a[0].shape[-1]), tuple(int(b_i.shape[2]) for b_i in b), a[0].dtype)
-
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Panels:
@@ -43,11 +41,6 @@ class Panels:
     ranks: tuple[int, ...]
     flat: Any
     slices: Any
-
-    @property
-    def rank(self) -> int:
-        """Of all slices together."""
-        return sum(self.ranks)
 
 
 def size(product: Product, shape: Shape, ranks: Sequence[int]) -> int:
@@ -106,13 +99,13 @@ class SlotPanels:
 
     Args:
         product: the compiled product that reads the panels.
-        a, b: vLLM's stacks, as for `Shape.of`; read only.
+        a, b: vLLM's stacks `[slots, 1, max_rank, in]` and `[slots, 1, out, max_rank]`, a pair for a slice; read only.
         ranks: true ranks of the stacks' content.
     """
 
     def __init__(self, product: Product, a: Sequence[Any], b: Sequence[Any], ranks: SlotRanks) -> None:
         self.product, self.ranks = product, ranks
-        self.shape = Shape.of(a, b)
+        self.shape = Shape(int(a[0].shape[-1]), tuple(int(b_i.shape[2]) for b_i in b), a[0].dtype)
         self._stacks = tuple(zip(a, b, strict=True))
         self._of_slot: dict[int, _SlotEntry] = {}
         ranks.listen(self._forget)  # an unloaded adapter's panels must not keep memory
@@ -177,7 +170,6 @@ class Prepared:
         product: for the dtype of `x`, `y` and the panels.
         panels: by slot.
         rows: by slot, the rows of the batch with this adapter, int32, ascending.
-        inn: columns of `x` `[rows, inn]`.
         scale: factor of the addition.
         take: gives a float32 buffer of a shape, undefined in content, that no other code uses until a call has
             returned.
@@ -191,7 +183,6 @@ class Prepared:
         product: Product,
         panels: Mapping[int, Panels],
         rows: Mapping[int, Any],
-        inn: int,
         scale: float,
         take: Take,
         vectors: Mapping[int, Vectors],
@@ -202,8 +193,9 @@ class Prepared:
         }
         for group, (slot, found) in zip(groups, panels.items(), strict=True):
             group.rows, group.n_rows = rows[slot].data_ptr(), len(rows[slot])
-            group.a, group.rank = found.flat.data_ptr(), found.rank
+            group.a, group.rank = found.flat.data_ptr(), sum(found.ranks)
             group.slices, group.n_slices = ctypes.addressof(slices[slot]), len(slices[slot])
+        inn = next(iter(panels.values())).shape.inn
         work = Work(groups=ctypes.addressof(groups), n_groups=len(groups), inn=inn, scale=scale)
         self._add, self._address = product.add, ctypes.addressof(work)
         work.parts = product.parts(self._address)

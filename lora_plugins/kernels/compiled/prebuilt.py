@@ -1,4 +1,4 @@
-"""Objects of `lora.c` in a wheel, so that no compiler is needed; pure.
+"""Objects of `lora.c` in a wheel, so that no compiler is needed; pure. `build.py` asks `find` for the object to load.
 
 `tools/build_wheel.py` compiles the objects, for the levels of processors below, into `prebuilt/` of the wheel; a source
 distribution or an editable installation has none. Only a file that `objects.json` lists with its digest, made of the
@@ -68,14 +68,10 @@ LEVELS = (
 
 def level(dtype: str, processor: Processor) -> Level | None:
     """Return the best level that this processor has, or None."""
-    return next(
-        (
-            level
-            for level in LEVELS
-            if dtype in level.dtypes and level.architecture == processor.architecture and processor.has(level.flags)
-        ),
-        None,
-    )
+    for one in LEVELS:
+        if dtype in one.dtypes and one.architecture == processor.architecture and processor.has(one.flags):
+            return one
+    return None
 
 
 def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path | None:
@@ -100,9 +96,8 @@ def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path |
         found = digest_of(file)
         own = digest_of_source()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Unusable(
-            f"{file.name} or its entry in {LIST} cannot be read ({type(error).__name__}: {error})"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise Unusable(f"{file.name} or its entry in {LIST} cannot be read ({why})") from error
     if made_of != own:
         raise Unusable(f"{file.name} was made of another {SOURCE.name} than the one installed")
     if found != digest:
