@@ -32,7 +32,7 @@ COMPUTING = {
         f"lora_plugins.worker.{name}"
         for name in ("adapter_checks", "given_to_worker", "host_memory", "jobs", "loaded_adapter", "lora_metrics")
     ),
-    *(f"lora_plugins.worker.{name}" for name in ("slot_copy", *BESIDE)),
+    *(f"lora_plugins.worker.{name}" for name in ("slot_stream", *BESIDE)),
 }
 # These need Ray, and begin in processes of their own.
 ON_RAY = {f"lora_plugins.ray.{name}" for name in ("application", "ingress", "replica", "router", "__main__")}

@@ -186,7 +186,7 @@ def beside(
     world: World, main_sleep_us: float, side_sleep_us: float, *, idle_wait: bool = True, written_wait: bool = True
 ) -> list[list[Any]]:
     """Writes on the product's side stream, with its waits, or without one of them as a control."""
-    from lora_plugins.worker.slot_copy import SlotStream
+    from lora_plugins.worker.slot_stream import SlotStream
 
     gpu, cuda, written = world.gpu, world.torch.cuda, []
     stream = SlotStream(world.torch.device("cuda"))

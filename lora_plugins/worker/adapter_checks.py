@@ -1,11 +1,14 @@
-"""Checks a parsed adapter before it enters the host cache: every module must land in the model, and fit.
+"""Checks a parsed adapter before it enters a worker's host cache: every module must land in the model, and fit.
+
+The loading thread calls `check_described` before vLLM merges an adapter's modules, then `check_slots` and
+`check_finite`. Each raises an error of ours, or returns. `explained` makes an error of ours of any error that a load
+raised.
 
 Source: `LoRAModel` and `LoRALayerWeights` in vllm/lora, 0.32 and 0.33; only attributes are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -165,18 +168,18 @@ def _fits(a: _Shape, b: _Shape, slot_a: _Shape, slot_b: _Shape) -> bool:
     return (not a or (a[0] <= slot_a[0] and a[1] == slot_a[1])) and (not b or (b[0] == slot_b[0] and b[1] <= slot_b[1]))
 
 
-def check_finite(adapter: str, model: Any) -> None:
+def check_finite(model: Any) -> None:
     """Look at every weight once, in the precision that is served.
 
     Raises:
         InvalidAdapter: NaN or infinity, which would reach every answer.
     """
     for name, weights in model.loras.items():
-        for tensor in _sides(weights):
-            require_finite(tensor, name, adapter)
+        for tensor in (*tensors_of(weights.lora_a), *tensors_of(weights.lora_b)):
+            require_finite(tensor, name)
 
 
-def require_finite(tensor: torch.Tensor, name: str, adapter: str = "") -> None:
+def require_finite(tensor: torch.Tensor, name: str) -> None:
     """Do as `check_finite`, for one tensor of the weights of this name."""
     # `aminmax` reads each weight once and passes NaN on: two numbers to test, without a mask as large as the tensor.
     if tensor.numel() and not all(torch.isfinite(edge) for edge in torch.aminmax(tensor)):
@@ -184,33 +187,28 @@ def require_finite(tensor: torch.Tensor, name: str, adapter: str = "") -> None:
             f"NaN or infinity in the weights of {name}",
             expected="finite values",
             remedy="train it again, or set LORA_PLUGINS_CHECK_FINITE=0",
-            adapter=adapter,
         )
 
 
-def _sides(weights: Any) -> Iterator[torch.Tensor]:
-    yield from tensors_of(weights.lora_a)
-    yield from tensors_of(weights.lora_b)
-
-
 def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
-    """Return an error of ours for any error that vLLM raised over an adapter."""
-    if isinstance(error, LoRAPluginsError):
-        error.adapter = error.adapter or adapter
-        return error
+    """Return an error of ours for any error over an adapter, with the adapter's name where the error has none."""
+    ours = error if isinstance(error, LoRAPluginsError) else _error_of_ours(error)
+    ours.adapter = ours.adapter or adapter
+    return ours
+
+
+def _error_of_ours(error: BaseException) -> LoRAPluginsError:
     if isinstance(error, MemoryError) or any(text in str(error) for text in _TORCH_OUT_OF_MEMORY):
         return OutOfMemory(
             f"no memory to bring it in ({str(error)[:200]})",
             expected="room beside the model and the adapters that are held",
             remedy="lower LORA_PLUGINS_HOST_MAX_BYTES or --max-cpu-loras",
-            adapter=adapter,
         )
     if any(isinstance(one, (FileNotFoundError, NotADirectoryError)) for one in (error, error.__cause__)):
         return AdapterNotFound(
             f"files missing ({str(error)[:300]})",
             expected="the adapter's files where it was loaded from",
             remedy="put them back, or load it again",
-            adapter=adapter,
         )
     # vLLM may raise another error from the OSError; the errno is on the cause then.
     failed = next((one for one in (error, error.__cause__) if isinstance(one, OSError) and one.errno), None)
@@ -219,11 +217,9 @@ def explained(error: BaseException, adapter: str) -> LoRAPluginsError:
             f"files that cannot be read now ({failed.strerror or type(failed).__name__})",
             expected="a store that can be read",
             remedy="ask again; look at the mount, the disk and the limits of LORA_PLUGINS_STORE_DIR's machine",
-            adapter=adapter,
         )
     return InvalidAdapter(
         f"an adapter that cannot be loaded ({type(error).__name__}: {str(error)[:300]})",
         expected="an adapter for this model",
         remedy="see the server's log; save the adapter again with PEFT",
-        adapter=adapter,
     )

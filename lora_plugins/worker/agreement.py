@@ -1,4 +1,7 @@
-"""Several workers of one engine (tensor or pipeline parallelism) agree on the result of a job.
+"""Several workers of one engine (tensor or pipeline parallelism) agree on the result of a job (`worker/jobs.py`).
+
+Each worker's threads call `publish` at the end of a job, and its engine loop then calls `done_here`. The loop of the
+reporting worker gets by `reports` what all workers have ended; a single worker's own results come back at once.
 
 Only one worker's output reaches the scheduler, so the reporting worker has to know of the others. Each worker publishes
 its own results under the job's number, in the key-value store by which torch.distributed met. So neither order, step
@@ -59,8 +62,6 @@ class Agreement:
         Complete once a batch's result is here, though nobody waits: a batch's collectives need every worker, and each
         has published before its part. With asynchronous scheduling, so, not when the batch is launched.
         """
-        if self.store is None:
-            return []
         first, self._lost_count = self._lost_count + 1, self.store.add(f"{self.prefix}/lost", 0)
         keys = [f"{self.prefix}/lost/{number}" for number in range(first, self._lost_count + 1)]
         reports = [pickle.loads(self.store.get(key)) for key in keys]  # noqa: S301 - see publish

@@ -1,9 +1,12 @@
-"""A background thread that parses, packs and copies adapters, in the place of the engine loop."""
+"""A thread of a worker that runs jobs one after another, so that the engine loop never waits for a job.
+
+`worker/jobs.py` has three: adapters are parsed and packed in one, fetched in another, and written into slots in the
+third. While any job runs, threads of the process hand the interpreter on sooner than usual: the engine loop needs the
+interpreter's lock after each of its operations on tensors.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
 import sys
 import threading
@@ -29,10 +32,7 @@ class BackgroundThread:
 
     def _run(self) -> None:
         self._begin()
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             try:
                 with _short_switch_interval:
                     job()
@@ -46,10 +46,7 @@ class BackgroundThread:
 
 
 class _SwitchInterval:
-    """Makes threads hand the interpreter on after 0.2 ms, not 5, while any job of this process runs.
-
-    The engine loop needs the interpreter's lock after each of its operations on tensors.
-    """
+    """Makes threads hand the interpreter on after 0.2 ms, not 5, while any job of this process runs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,15 +69,3 @@ class _SwitchInterval:
 
 # A process has a single interpreter with a single interval, so all threads share the counter.
 _short_switch_interval = _SwitchInterval()
-
-
-def leave_compute_cores() -> None:
-    """Move this thread off the cores that the worker is bound to, if the parent process may use others."""
-    # vLLM's CPU worker binds itself to the cores of OpenMP (VLLM_CPU_OMP_THREADS_BIND); a new thread inherits the
-    # binding, and would compete with the engine's compute threads.
-    with contextlib.suppress(OSError, AttributeError):
-        compute = os.sched_getaffinity(os.getpid())
-        others = os.sched_getaffinity(os.getppid()) | set(range(os.cpu_count() or 1))
-        free = others - compute
-        if free:
-            os.sched_setaffinity(threading.get_native_id(), free)

@@ -1,4 +1,9 @@
-"""What an adapter's file has beside A and B, read with the configuration beside the file, and checked."""
+"""The tensors that an adapter's file has beside A and B, which vLLM's reader was not shown (`weights_file.py`).
+
+A worker's loading thread calls `read_beside` once for each adapter, after vLLM has parsed A and B. `vectors.py`
+(biases, magnitudes of DoRA, factors of IA3) and `trained_tokens.py` (rows of tokens) take what is theirs from the
+answer.
+"""
 
 from __future__ import annotations
 

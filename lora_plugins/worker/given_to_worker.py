@@ -1,7 +1,9 @@
-"""Adapters that a caller gives to a worker past the plan, until the scheduler plans them.
+"""Adapters that a caller's code adds in a worker itself, past the scheduler's plan, until the scheduler plans them.
 
-The engine core learns of the additions and removals after the call (`vllm_patches/engine_core/given_adapters.py`), and
-loads what all workers were given under the numbers that it has named.
+A trainer may call `add_lora` or `remove_lora` on each worker by `collective_rpc`. The worker loads the adapter within
+the call, and `GivenAdapters` keeps the adapter. After the call the engine core takes the changes
+(`vllm_patches/engine_core/given_adapters.py`), numbers them alike in all workers, and plans a `Load` with the number;
+`worker/jobs.py` then takes the adapter of that number. All calls are in the engine loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Host memory with few page faults: a single block for each adapter, and zeros that take no memory.
+"""Host memory of a worker with few page faults: a single block for each adapter, and zeros that take no memory.
+
+The loading thread copies each adapter into a `Block` (`loaded_adapter.py`). `UntouchedZeros` is active while a worker
+makes its slots at start.
 
 A tensor of safetensors is a window into the mapped file: each page of the window is a fault at the first read, and
 folding the scaling in makes a private copy of each page. Tensors allocated one by one change the kernel's map of the
@@ -26,6 +29,8 @@ from torch.overrides import TorchFunctionMode
 # Bytes: `packing.ALIGNMENT`, which panels need.
 ALIGNMENT = 64
 _SPARE_RATIO = 1.2
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MAP_NORESERVE = 0x4000  # Linux's value; Python's mmap has the name since 3.13
 
 
 class Block:
@@ -39,7 +44,8 @@ class Block:
         if is_pinned:
             self._memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, pin_memory=True)
         else:
-            mapping = _spare_for(size_bytes) or _map(size_bytes)
+            # No huge pages: gathering them takes long where a virtual machine has to get memory from its host first.
+            mapping = _spare_for(size_bytes) or mmap.mmap(-1, max(size_bytes, 1), flags=_PRIVATE)
             # Each piece holds the array, and the array holds the mapping; when the last piece goes, the mapping becomes
             # spare.
             array = np.frombuffer(mapping, dtype=np.uint8)
@@ -77,11 +83,6 @@ def _spare_for(size_bytes: int) -> mmap.mmap | None:
     return None
 
 
-def _map(size_bytes: int) -> mmap.mmap:
-    # No huge pages: gathering them takes long where a virtual machine has to get its memory from its host first.
-    return mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
 def room(size_bytes: int) -> int:
     """Return the bytes that a piece of `size_bytes` takes of a block."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
@@ -99,9 +100,6 @@ def bytes_of(side: Any) -> int:
     return sum(room(tensor.numel() * tensor.element_size()) for tensor in tensors_of(side))
 
 
-_MAP_NORESERVE = 0x4000  # Linux's value; Python's mmap has the name since 3.13
-
-
 class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
     """Makes `torch.zeros` of CPU tensors return memory without pages, within the context."""
 
@@ -116,6 +114,6 @@ class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             n_bytes = math.prod(shape) * dtype.itemsize
             if n_bytes:
-                memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+                memory = mmap.mmap(-1, n_bytes, flags=_PRIVATE | _MAP_NORESERVE)
                 return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(dtype).view(tuple(shape))
         return func(*args, **kwargs)

@@ -1,9 +1,13 @@
-"""Carries out the scheduler's commands: loads and slot writes in background threads, and reports at their end.
+"""Carries out the scheduler's commands in a worker: loads adapters and writes slots, and reports the results.
 
-The engine loop calls `begin_step` and `reports`, and never reads a disk; jobs run in threads of this module. On CUDA a
-side stream writes a slot. The side stream waits until all work launched before the command has finished with the slot;
-the loop's stream waits for the copies before a batch computes with the slot. The host waits for neither: a job ends
-once the copies are launched, and an adapter's host memory is kept until the device has read it.
+The worker's engine loop calls `begin_step` with the commands of a step before the step's batch, and `reports` after
+the batch. A command with a job number is a job: a thread of `Jobs` does the work, and a `Report` of the same number
+goes back to the scheduler once all workers of the engine have ended the job. A command without a number is carried out
+at once, in the loop. The loop never reads a disk.
+
+On CUDA a side stream writes a slot. The side stream waits until all work launched before the command has finished with
+the slot; the loop's stream waits for the copies before a batch computes with the slot. The host waits for neither: a
+job ends once the copies are launched, and an adapter's host memory is kept until the device has read it.
 """
 
 from __future__ import annotations
@@ -12,8 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -37,13 +40,12 @@ from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.background_thread import BackgroundThread
 from lora_plugins.worker.given_to_worker import GivenAdapters
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
+from lora_plugins.worker.loop_work import LoopWork
 from lora_plugins.worker.missing_files import MissingFilesFetcher
-from lora_plugins.worker.slot_copy import SlotStream
+from lora_plugins.worker.slot_stream import SlotStream
 
-# Seconds: several workers' results are polled in the store; a local thread wakes the loop by its event.
-_POLL_INTERVAL_S = 0.0005
+_POLL_INTERVAL_S = 0.0005  # several workers' results come by a key-value store, which wakes nobody
 _FINISH_INTERVAL_S = 0.05
-_ASKED_S = 0.005  # of a step, for what threads ask of the loop; a piece that has begun ends
 
 
 class SlotOwners(Protocol):
@@ -80,8 +82,9 @@ class Jobs:
 
     Attributes:
         given: adapters that callers have added past the plan, until planned.
-        lost: keys of adapters whose slot could not be written in a step. Until the `Evict` batches may still name
-            them; their rows are computed without an adapter, and answered with an error.
+        lost: keys of adapters whose slot could not be written in a step. Batches may name a lost adapter until the
+            scheduler evicts it; its rows are computed without an adapter, and answered with an error.
+        loop_work: what threads ask of the engine loop.
 
     Args:
         read: parses and checks the adapter in a directory.
@@ -110,13 +113,12 @@ class Jobs:
         self._writer = BackgroundThread("lora-plugins-writing", stream.begin_thread)
         self._done: deque[tuple[WorkerAdapter, Report]] = deque()
         self._something_done = threading.Event()
-        self._asked: deque[tuple[Iterator[None], Future[None]]] = deque()
-        self._loop_thread = threading.get_ident()
+        self.loop_work = LoopWork(self._something_done.set)
         self._running: set[int] = set()  # jobs that still run in a thread
         # Adapters that nothing refers to any more, and events after the last copies that read their host memory.
         self._dropped: deque[tuple[Any, LoadedAdapter | None]] = deque()
         self._reports: list[Report] = []
-        self._is_unconfirmed = False
+        self._is_unconfirmed = False  # whether a slot was written in the loop, which may have failed in other workers
 
     # --- in the engine loop ---
 
@@ -143,16 +145,18 @@ class Jobs:
                 reports, self._reports = self._reports, []
                 return reports
             if self._agreement.is_waiting:
-                # Other workers' results come by the store, which wakes nobody.
                 time.sleep(_POLL_INTERVAL_S)
             else:
                 self._something_done.wait(max(0.0, deadline - time.monotonic()))
 
     def take_unconfirmed(self) -> Callable[[], list[Report]] | None:
-        """Return a function for slots that others have lost, to call after the batch; None if none can be lost."""
+        """Return a function whose reports name the slots that other workers have lost, to call after the batch.
+
+        None where this step wrote no slot in the loop, or where this worker reports for no others.
+        """
         is_unconfirmed, self._is_unconfirmed = self._is_unconfirmed, False
-        is_asked = self._agreement.world_size > 1 and self._agreement.is_reporting
-        return self._agreement.lost_elsewhere if is_unconfirmed and is_asked else None
+        reports_for_others = self._agreement.world_size > 1 and self._agreement.is_reporting
+        return self._agreement.lost_elsewhere if is_unconfirmed and reports_for_others else None
 
     def finish(self) -> None:
         """Wait until the threads have ended all jobs; the next call of `reports` returns the results."""
@@ -166,29 +170,26 @@ class Jobs:
             with entry.writing:  # wait for the end of a job that writes the slot
                 self._write_now(entry)
 
-    def in_loop(self, pieces: Iterator[None]) -> None:
-        """Run an iterator to its end in the engine loop, some milliseconds of it between two batches.
-
-        A layer of vLLM's CPU build has one handle of oneDNN, which two threads must not use at once.
-        """
-        if threading.get_ident() == self._loop_thread:
-            for _ in pieces:
-                pass
-            return
-        ended: Future[None] = Future()
-        self._asked.append((pieces, ended))
-        self._something_done.set()
-        ended.result()
-
     @property
     def is_busy(self) -> bool:
         """Whether a job is still to be reported."""
         return bool(self._running or self._done or self._agreement.is_waiting)
 
+    @property
+    def engine_ids(self) -> set[int]:
+        """The engine ids of adapters in this worker's host memory that no caller has removed."""
+        here = (it for it in self.entries.values() if it.adapter is not None and not it.is_removed)
+        return {entry.spec.engine_id for entry in here} | self.given.engine_ids
+
+    def hide(self, engine_id: int) -> None:
+        """Note that a caller has removed an adapter; its planned generations stay until the scheduler evicts them."""
+        self.given.remove(engine_id)
+        for entry in self.entries.values():
+            entry.is_removed = entry.is_removed or entry.spec.engine_id == engine_id
+
     def close(self) -> None:
         """End the threads after the waiting jobs."""
-        while self._asked:
-            self._asked.popleft()[1].set_exception(RuntimeError("the worker ends"))
+        self.loop_work.close()
         self._loader.close()
         self._fetcher.close()
         self._writer.close()
@@ -199,7 +200,7 @@ class Jobs:
         if command.spec.given:
             self._take_given(command.job, entry)
         else:
-            self._loader.submit(partial(self._run, command.job, entry, partial(self._begin_load, command.job, entry)))
+            self._start(self._loader, self._begin_load, command.job, entry)
 
     def _take_given(self, job: int, entry: WorkerAdapter) -> None:
         adapter = entry.adapter = self.given.take(entry.spec.given)
@@ -211,17 +212,6 @@ class Jobs:
             self._finish(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, 0.0, adapter.rank))
         self._take_over()
 
-    @property
-    def engine_ids(self) -> set[int]:
-        here = (it for it in self.entries.values() if it.adapter is not None and not it.is_removed)
-        return {entry.spec.engine_id for entry in here} | self.given.engine_ids
-
-    def hide(self, engine_id: int) -> None:
-        """Note that a caller has removed an adapter; its planned generations stay until the scheduler evicts them."""
-        self.given.remove(engine_id)
-        for entry in self.entries.values():
-            entry.is_removed = entry.is_removed or entry.spec.engine_id == engine_id
-
     def _activate(self, command: Activate) -> None:
         entry = self.entries.get(command.key)
         if entry is not None:
@@ -229,11 +219,11 @@ class Jobs:
         if entry is not None and command.key in self.lost:
             if command.job is not None:
                 self._running.add(command.job)
-                self._fail(command.job, entry, _evicted(entry.spec))
+                self._fail(command.job, entry, _evicted())
             return
         if entry is None or entry.adapter is None:
             raise RuntimeError(f"no loaded adapter {command.key} to activate")
-        self._leave(entry, entry.adapter)  # an adapter has a single slot
+        self._leave(entry)  # an adapter has a single slot
         for other in self.entries.values():
             if other.slot == command.slot:
                 other.slot = None
@@ -246,8 +236,7 @@ class Jobs:
         # Reserved first: the slot has no owner while the thread writes, so no batch reads half an adapter.
         self._owners.reserve(command.slot)
         self._running.add(command.job)
-        write = partial(self._write, command.job, entry, command.slot, self._stream.idle_event())
-        self._writer.submit(partial(self._run, command.job, entry, write))
+        self._start(self._writer, self._write, command.job, entry, command.slot, self._stream.idle_event())
 
     def _settle(self, entry: WorkerAdapter) -> None:
         """Settle an adapter before its slot is written, in all workers; one that cannot be settled is lost."""
@@ -260,7 +249,7 @@ class Jobs:
 
     def _write_now(self, entry: WorkerAdapter) -> None:
         """Write an adapter's slot, if it has one, in the engine loop; an adapter that cannot be written is lost."""
-        self._is_unconfirmed = True  # other workers may fail
+        self._is_unconfirmed = True
         if entry.slot is None or entry.adapter is None:
             return
         try:
@@ -271,7 +260,7 @@ class Jobs:
 
     def _lose(self, entry: WorkerAdapter, error: Exception) -> None:
         adapter, entry.adapter = entry.adapter, None
-        self._leave(entry, adapter)
+        self._leave(entry)
         self._drop(adapter)
         self.lost.add(entry.key)
         failed = Failed(0, explained(error, entry.spec.name), entry.key)
@@ -287,7 +276,7 @@ class Jobs:
         with entry.writing:  # wait for the end of a job that writes the slot
             adapter, entry.adapter = entry.adapter, None
         self._stream.wait_for(entry.written_event)  # the slot's next write may be on this stream
-        self._leave(entry, adapter)
+        self._leave(entry)
         self._drop(adapter)
 
     def _drop(self, adapter: LoadedAdapter | None) -> None:
@@ -300,28 +289,25 @@ class Jobs:
         # Requests that run with `key` compute with `source`'s weights from this step's batch on. While an adapter is
         # paused, `key` may have been evicted.
         entry = self.entries.setdefault(command.key, WorkerAdapter(command.key, source.spec))
-        self._leave(source, source.adapter)
+        self._leave(source)
         with entry.writing:
             self._drop(entry.adapter)
             entry.spec, entry.adapter = source.spec, source.adapter
             if command.source in self.lost:
                 self.lost.discard(command.source)
-                self._lose(entry, _evicted(entry.spec))
+                self._lose(entry, _evicted())
             self._settle(entry)
             self._write_now(entry)
 
-    def _leave(self, entry: WorkerAdapter, adapter: LoadedAdapter | None) -> None:
+    def _leave(self, entry: WorkerAdapter) -> None:
         if entry.slot is not None:
             self._owners.own(entry.slot, None)
-            if adapter is not None:
-                adapter.leave(entry.slot)
         entry.slot = None
 
     def _take_over(self) -> None:
         # Cleared before the queue is read: a job that ends in between sets the event again, and is not missed.
         self._something_done.clear()
-        self._loop_thread = threading.get_ident()
-        self._run_asked()
+        self.loop_work.do_some()
         while self._dropped and self._dropped[0][0].query():
             self._dropped.popleft()
         while self._done:
@@ -334,22 +320,13 @@ class Jobs:
                 self._owners.own(entry.slot, entry.key)
         self._reports += self._agreement.reports()
 
-    def _run_asked(self) -> None:
-        deadline = time.monotonic() + _ASKED_S
-        while self._asked and time.monotonic() < deadline:
-            pieces, ended = self._asked[0]
-            try:
-                next(pieces)
-                continue
-            except StopIteration:
-                ended.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - the thread's that waits
-                ended.set_exception(error)
-            self._asked.popleft()
-        if self._asked:
-            self._something_done.set()  # whoever waits for the event comes back at once
-
     # --- in the background ---
+
+    def _start(
+        self, thread: BackgroundThread, work: Callable[..., Report | None], job: int, entry: WorkerAdapter, *args: Any
+    ) -> None:
+        """Have a thread do the job, or the rest of the job, by `work(job, entry, *args)`; callable from any thread."""
+        thread.submit(partial(self._run, job, entry, partial(work, job, entry, *args)))
 
     def _run(self, job: int, entry: WorkerAdapter, work: Callable[[], Report | None]) -> None:
         """Do a part of a job; the job ends with a report, or with an error, and goes on elsewhere without either."""
@@ -367,22 +344,22 @@ class Jobs:
             return self._read_from(job, entry, path)
         # vLLM itself expands ~, and fetches from the Hub.
         work = self._fetch if os.path.isabs(path) else partial(self._read_from, path=path)
-        self._fetcher.submit(partial(self._run, job, entry, partial(work, job, entry)))  # other loads need not wait
+        self._start(self._fetcher, work, job, entry)  # in a thread of its own: other loads need not wait
         return None
 
     def _fetch(self, job: int, entry: WorkerAdapter) -> None:
         path = self._files.fetch(entry.spec.name, entry.spec.path, entry.spec.uri)
-        self._loader.submit(partial(self._run, job, entry, partial(self._read_from, job, entry, path)))
+        self._start(self._loader, self._read_from, job, entry, path)
 
     def _read_from(self, job: int, entry: WorkerAdapter, path: str) -> Report:
         spec, began_at = entry.spec, time.perf_counter()
         try:
             if entry.is_evicted:
-                raise _evicted(spec)
+                raise _evicted()
             adapter = self._read(spec, path)
         finally:
             # Before the end of the job is known: whoever waits for the job then finds the lease ended.
-            self._files.release(path)
+            self._files.release(spec.name, path)
         with entry.writing:
             if not entry.is_evicted:
                 entry.adapter = adapter
@@ -393,7 +370,7 @@ class Jobs:
         began_at = time.perf_counter()
         with entry.writing:
             if entry.adapter is None:
-                raise _evicted(entry.spec)
+                raise _evicted()
             try:
                 self._stream.write(idle_event, partial(entry.adapter.write, slot))
             except BaseException:
@@ -416,10 +393,9 @@ class Jobs:
         self._something_done.set()
 
 
-def _evicted(spec: AdapterSpec) -> NoFreeSlot:
+def _evicted() -> NoFreeSlot:
     return NoFreeSlot(
         "an adapter that was evicted while it was loaded",
         expected="one that is wanted",
         remedy="ask again",
-        adapter=spec.name,
     )

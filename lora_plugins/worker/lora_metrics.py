@@ -1,4 +1,7 @@
-"""The answer of `get_lora_metrics()` on each worker."""
+"""What a worker answers to `get_lora_metrics()`: numbers and bytes of its adapters, and how fast they activate.
+
+The worker's engine loop calls `metrics_of` at each call; nothing is counted in between.
+"""
 
 from __future__ import annotations
 

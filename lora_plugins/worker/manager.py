@@ -1,4 +1,9 @@
-"""vLLM's worker LoRA manager, with adapters that come and go by the scheduler's commands.
+"""vLLM's LoRA manager of a worker, with adapters that come and go by the scheduler's commands.
+
+vLLM's model runner makes one `PlannedWorkerLoRAManager` in each worker. In each step
+`vllm_patches/worker/worker_base.py` hands over the scheduler's commands (`begin_step`), the runner names the batch's
+adapters (`set_active_adapters`), and the reports go back (`reports`). Loading threads call `_read`, which makes a
+`LoadedAdapter` of an adapter's directory.
 
 Source: `LRUCacheWorkerLoRAManager` in vllm/lora/worker_manager.py, 0.30 to 0.33; methods not overridden stay vLLM's.
 
@@ -46,14 +51,15 @@ from lora_plugins.worker import adapter_checks
 from lora_plugins.worker.agreement import agreement_of
 from lora_plugins.worker.beside import read_beside
 from lora_plugins.worker.jobs import Jobs
-from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, rank_of, take_scalings
+from lora_plugins.worker.loaded_adapter import LoadedAdapter, build, take_scalings
 from lora_plugins.worker.lora_metrics import metrics_of
 from lora_plugins.worker.missing_files import MissingFilesFetcher, Resolver
 from lora_plugins.worker.model_description import describe
 from lora_plugins.worker.model_manager import PlannedModelManager
 from lora_plugins.worker.request_types import is_inplace
 from lora_plugins.worker.request_types import lora_request as request_of
-from lora_plugins.worker.slot_copy import SlotStream, forget
+from lora_plugins.worker.slot_copy import forget
+from lora_plugins.worker.slot_stream import SlotStream
 from lora_plugins.worker.vectors import vectors_of_adapter
 from lora_plugins.worker.weights_file import with_opened
 
@@ -166,9 +172,11 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             for note in notes:
                 logger.warning("Adapter '%s' is %s", spec.name, note)
             vectors = vectors_of_adapter(
-                read, model, manager, self._modules, self.jobs.in_loop, is_whole_model=self._is_whole_model
+                read, model, manager, self._modules, self.jobs.loop_work.run, is_whole_model=self._is_whole_model
             )
-            scalings, rank = take_scalings(model), rank_of(model)
+            # Before vLLM merges modules, which drops some.
+            rank = max((int(weights.rank) for weights in model.loras.values()), default=0)
+            scalings = take_scalings(model)
             # IA3 has no pairs, of which vLLM takes the first.
             if model.loras or read is None or IA3 not in read.config.beside:
                 manager._create_merged_loras_inplace(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
@@ -176,11 +184,11 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             # The store has checked a directory that is named by a digest.
             check_finite = self._settings.check_finite and not is_digest(Path(path).name)
             if check_finite:
-                adapter_checks.check_finite(spec.name, model)
+                adapter_checks.check_finite(model)
             beside = manager.trained_tokens.writes(read, self._modules, check_finite=check_finite)
             is_pinned = torch.device(self.device).type == "cuda"
             return build(
-                spec.name, path, manager, model, scalings,
+                spec.name, manager, model, scalings,
                 is_pinned=is_pinned, rank=rank, beside=beside, vectors=vectors,
             )  # fmt: skip
 

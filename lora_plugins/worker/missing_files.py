@@ -3,6 +3,9 @@
 A worker on another node than the API server gets a path that exists only there. The last part of a path in our store is
 the digest of the adapter's bytes; the adapter's name, or the URI that it was loaded by, names the source. So the worker
 asks the source as the API server did, and serves the answer only if the bytes have the same digest.
+
+The fetching thread of `worker/jobs.py` calls `fetch`, which may take minutes. `fetch` returns a directory of this
+machine's store, leased until the loading thread has read the directory and calls `release`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -50,7 +54,7 @@ class MissingFilesFetcher:
         self._make_resolver = make_resolver
         self._runner: asyncio.Runner | None = None
         self._resolver: Resolver | None = None
-        self._fetched: dict[str, list[str]] = {}  # names whose files are still to be read, by path
+        self._unread: Counter[tuple[str, str]] = Counter()  # fetches whose files are still to be read, by name and path
         self._lock = threading.Lock()
 
     def is_here(self, path: str) -> bool:
@@ -80,7 +84,6 @@ class MissingFilesFetcher:
                 "no such directory in this worker",
                 expected="the adapter's files on every node, or a resolver of lora-plugins that finds it",
                 remedy="share the directory among the nodes, or name a resolver in VLLM_PLUGINS",
-                adapter=name,
             )
         found = self._resolver.store.acquire_sound(digest, name)
         if found is not None:
@@ -92,7 +95,6 @@ class MissingFilesFetcher:
                 "no such adapter at any source of this worker",
                 expected=f"the one with digest {digest[:12]}, which the API server has",
                 remedy="put it back, or give the workers the API server's settings",
-                adapter=name,
             )
         if resolved.path.name != digest:
             # `latest` has leased the wrong version: end the lease, or the store could never remove the version.
@@ -101,25 +103,19 @@ class MissingFilesFetcher:
                 f"another version at the source (digest {resolved.path.name[:12]})",
                 expected=f"digest {digest[:12]}, which the API server has",
                 remedy="ask again once the API server has seen the new version, or pin a revision",
-                adapter=name,
             )
         return self._note(name, resolved.path)
 
     def _note(self, name: str, path: Path) -> str:
         with self._lock:
-            self._fetched.setdefault(str(path), []).append(name)
+            self._unread[name, str(path)] += 1
         return str(path)
 
-    def release(self, path: str) -> None:
-        """End the lease of a path that `fetch` returned, after reading; callable from any thread."""
-        if self._resolver is None:
-            return
+    def release(self, name: str, path: str) -> None:
+        """End the lease of a path that `fetch` returned for a name, after reading; callable from any thread."""
         with self._lock:
-            names = self._fetched.get(path, [])
-            if not names:
-                return
-            name = names.pop()
-            if name not in names:  # else a second fetch of the same name is still to be read
+            fetches = self._unread.pop((name, path), 0)
+            if fetches > 1:  # a second fetch is still to be read
+                self._unread[name, path] = fetches - 1
+            elif fetches and self._resolver is not None:
                 self._resolver.store.release(name, path)
-            if not names:
-                del self._fetched[path]

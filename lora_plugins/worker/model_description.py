@@ -1,4 +1,8 @@
-"""The modules for LoRA in this worker's model, read off vLLM's manager after vLLM has wrapped the model's layers.
+"""The modules for LoRA of a model, read off vLLM's manager after vLLM has wrapped the model's layers.
+
+A worker describes its model at start, to check adapters (`adapter_checks.py`). The process that describes the model to
+the API server (`vllm_patches/engine_modules.py`) makes the layers without weights. In goes vLLM's `LoRAModelManager`,
+out comes `ModelModules`: names, kinds and sizes, and why other modules take no adapter.
 
 Source: `LoRAModelManager` in vllm/lora/model_manager.py, the layers in vllm/lora/layers, 0.30 to 0.33.
 
@@ -142,11 +146,8 @@ def _places_of_experts(manager: Any, name: str) -> Iterator[tuple[str, ModulePla
     for part, role in zip(manager.packed_modules.get(name, ()), _roles(manager, name), strict=True):
         yield part, ModulePlace(name, ModuleKind.EXPERTS, *sizes[role], part=role)
     if ExpertFormat.STACKED in experts.formats:
-        yield name, ModulePlace(name, ModuleKind.EXPERTS, *sizes["w2"], part="w2", stacked=experts.count)
-        yield (
-            f"{name}.base_layer",
-            ModulePlace(name, ModuleKind.EXPERTS, *sizes["w13"], part="w13", stacked=experts.count),
-        )
+        for place, role in ((name, "w2"), (f"{name}.base_layer", "w13")):
+            yield place, ModulePlace(name, ModuleKind.EXPERTS, *sizes[role], part=role, stacked=experts.count)
 
 
 def _experts(manager: Any, name: str) -> Experts:
@@ -207,14 +208,12 @@ def _kind(module: Any) -> ModuleKind:
 
 def _sizes(module: Any, kind: ModuleKind) -> tuple[int | None, list[int | None]]:
     """Return the inputs, and the outputs of each slice, of the whole layer."""
-    if kind is ModuleKind.EMBEDDING:
-        return int(module.lora_a_stacked.shape[1]), [int(module.lora_b_stacked.shape[2])]
-    if kind is ModuleKind.HEAD:
-        return int(module.lora_a_stacked.shape[-1]), [int(module.lora_b_stacked.shape[2])]
-    slots_a, slots_b = module.lora_a_stacked, module.lora_b_stacked
-    slices = [int(slot.shape[2]) for slot in slots_b]
+    stacks_a, stacks_b = module.lora_a_stacked, module.lora_b_stacked
+    if kind in {ModuleKind.EMBEDDING, ModuleKind.HEAD}:
+        return int(stacks_a.shape[1 if kind is ModuleKind.EMBEDDING else -1]), [int(stacks_b.shape[2])]
+    slices = [int(stack.shape[2]) for stack in stacks_b]
     if getattr(module, "tp_size", 1) == 1:
-        return int(slots_a[0].shape[-1]), list(slices)
+        return int(stacks_a[0].shape[-1]), list(slices)
     return _whole_sizes(module.base_layer, slices)
 
 

@@ -1,4 +1,7 @@
-"""vLLM's table of slots, kept by the scheduler's commands.
+"""vLLM's table of a worker's slots, kept by the scheduler's commands.
+
+vLLM makes one `PlannedModelManager` in a worker, once the model is loaded. `worker/jobs.py` gives slots to adapters
+(`own`, `reserve`), all in the engine loop. vLLM reads the table in each step, to find the slot of each row's adapter.
 
 Source: `LRUCacheLoRAModelManager` in vllm/lora/model_manager.py, 0.30 to 0.33. Methods that are not overridden stay
 vLLM's, and hold adapters that others than the scheduler add (warm-up, dummy batches, `collective_rpc("add_lora")`).
@@ -14,6 +17,7 @@ import torch
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
 from lora_plugins.kernels.layers import watched_ranks
+from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.slot_ranks import at_once
 from lora_plugins.worker.host_memory import UntouchedZeros
 from lora_plugins.worker.prompt_rows import PromptRows
@@ -87,13 +91,15 @@ class PlannedModelManager(LRUCacheLoRAModelManager):  # type: ignore[misc]
                         ranks.written(index, (0,) * len(ranks.largest))
 
     def own(self, slot: int, key: int | None) -> None:
-        """Give the slot to an adapter, or free the slot, from the next batch on."""
+        """Give the slot to an adapter, or free the slot and let it point at no memory, from the next batch on."""
         self._deactivate_unplanned(slot)
         if key is not None:
             self.remove_adapter(key)  # others may have added the adapter too: an id has a single slot
         self.lora_index_to_id[slot] = key
         if key is None:
             self.planned.discard(slot)
+            for packer in filter(None, map(packer_of, self.modules.values())):
+                packer.place(slot, None)
         else:
             self.planned.add(slot)
 

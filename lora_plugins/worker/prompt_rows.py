@@ -1,4 +1,4 @@
-"""Logits of prompts are computed with the adapter of each row's own request.
+"""Logits of prompts (`prompt_logprobs`), computed in a worker with the adapter of each row's own request.
 
 vLLM names the adapters of sampled rows with a batch. For `prompt_logprobs` a runner then has the model compute logits
 of other rows, some consecutive rows of the batch at a time, and `lm_head` would meet the adapters of sampled rows.

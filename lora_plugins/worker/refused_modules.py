@@ -1,4 +1,9 @@
-"""Modules of a worker's model whose adapters are refused by name, because vLLM computes nothing or something else."""
+"""Modules of a model whose adapters are refused by name, because vLLM computes nothing for them, or something else.
+
+`model_description.py` asks once for a model, after vLLM has wrapped the model's layers: in a worker at start, and in
+the process that describes the model to the API server. Each function takes vLLM's `LoRAModelManager` and returns names
+of modules; a refused adapter's error gives the reason (`Unadapted`).
+"""
 
 from __future__ import annotations
 
@@ -60,9 +65,8 @@ def _reason(manager: Any, name: str, module: Any) -> Unadapted:
         is_off = manager.model.supports_tower_connector_lora and not config.enable_tower_connector_lora
         prefixes = (*manager.mm_mapping.tower_model, *manager.mm_mapping.connector)
         return Unadapted.TOWER if is_off and name.startswith(prefixes) else Unadapted.KIND
-    if not manager._match_target_modules(name):  # noqa: SLF001 - without named targets every module matches
-        return Unadapted.TARGET
-    return Unadapted.KIND
+    is_target = manager._match_target_modules(name)  # noqa: SLF001 - without named targets every module matches
+    return Unadapted.KIND if is_target else Unadapted.TARGET
 
 
 def uncalled(manager: Any) -> frozenset[str]:

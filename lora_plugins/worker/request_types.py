@@ -1,5 +1,7 @@
 """vLLM's `LoRARequest`, and the classes that frameworks put in its place or derive from it.
 
+API server, engine core and workers ask here what kind of request they were given.
+
 Touches: vllm.lora.request: LoRARequest{lora_name, lora_int_id, lora_path, load_inplace}
 Why: a request of another class may hold weights, which only its own _load_adapter knows to take.
 """

@@ -1,10 +1,11 @@
 """Writes an adapter into a slot at its own rank: the adapter's rows, and zeros only over the rest of a larger rank.
 
-On CUDA `SlotStream` writes beside the batches, none of which reads a slot in the middle of a write.
+vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. `patch_set_lora`, called at start in every process that
+may compute, replaces `set_lora` and `reset_lora` of vLLM's layer classes. So all writers (vLLM's manager in the engine
+loop, ours in a background thread) and all watchers of writes (`kernels/layers.py`) call the replacements. A slot holds
+the same numbers afterwards as in vLLM.
 
-vLLM zeroes the whole slot, of `max_lora_rank`, and then copies. The replacements are in the layer classes, so all
-writers (vLLM's manager in the engine loop, ours in a background thread) and all watchers of writes (`kernels/`) call
-them. Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32.
+Source: vllm/lora/layers/base_linear.py and column_parallel_linear.py, 0.32.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from lora_plugins.kernels.layers import Divided, sides_of_slices
-from lora_plugins.worker.background_thread import leave_compute_cores
 
 _HELD = "_lora_plugins_slots"
 _PATCHED = "_lora_plugins_exact_slots"
@@ -141,44 +139,3 @@ def patch_set_lora() -> None:
     BaseLinearLayerWithLoRA.reset_lora = exact_reset_lora(BaseLinearLayerWithLoRA.reset_lora)
     for layer in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
         layer.set_lora = exact_set_lora(layer.set_lora)
-
-
-class SlotStream:
-    """Writes slots on their device: on CUDA in a side stream, elsewhere at once.
-
-    Source: the rules of torch's CUDA streams.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def begin_thread(self) -> None:
-        """Make the stream's device the calling thread's; on the CPU, leave the cores of the compute threads."""
-        if self._stream is None:
-            leave_compute_cores()
-            return
-        # Each thread begins with device 0, whatever others use: page-locked memory, and the end of `write`, would make
-        # a context of 0.5 GiB on device 0 for each rank.
-        torch.cuda.set_device(self._stream.device)
-
-    def idle_event(self) -> Any:
-        """Return an event after all work launched so far; None where launching means computing."""
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
-
-    def write(self, idle_event: Any, write: Callable[[], None]) -> None:
-        """Write; on CUDA launch the copies, which the device begins once the slot is idle."""
-        if self._stream is None:
-            write()
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(idle_event)
-            write()
-
-    def written_event(self) -> Any:
-        """Return an event after all copies launched so far by `write`; None where launching means computing."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def wait_for(self, written_event: Any) -> None:
-        """Order all later launches of the current stream after the copies."""
-        if written_event is not None:
-            torch.cuda.current_stream().wait_event(written_event)

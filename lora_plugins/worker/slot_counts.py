@@ -1,4 +1,9 @@
-"""The slots of an engine's workers, by configuration and kernels; the scheduler plans with the same slots."""
+"""How many slots each worker has, by configuration and kernels.
+
+Workers ask when they make vLLM's manager, the engine core when it makes its planner, and the API server when it checks
+its arguments: all get the same answer. Copied slots are vLLM's, `--max-loras`; pointed slots only point at an adapter's
+packed weights in host memory, where our CPU kernels compute (`kernels/packing.py`).
+"""
 
 from __future__ import annotations
 

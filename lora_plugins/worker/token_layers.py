@@ -1,4 +1,7 @@
-"""The embedding and the head of a worker's model, as far as rows of trained tokens can take the place of their own."""
+"""Finds the embedding and the head whose rows trained tokens can replace in a worker; or says why there are none.
+
+`trained_tokens.py` asks once, after vLLM has wrapped the model's layers.
+"""
 
 from __future__ import annotations
 

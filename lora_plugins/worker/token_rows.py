@@ -1,5 +1,8 @@
 """Tables of trained tokens, one for each slot: rows in the place of the embedding's outputs, or of the head's logits.
 
+`trained_tokens.py` has one `TokenRows` for a worker's embedding, and one for its head. The writing thread writes the
+table of a slot; the engine loop reads the tables in each step.
+
 All tables of an embedding are two tensors of a fixed size, made once, so that a captured graph of a GPU reads what is
 written later. A row of the tables has a key, `slot * (words + 1) + id`; unused rows have the id `words`, which no token
 has. Keys ascend, so that one search finds the rows of a batch. While a slot is written, its keys stay within its range:

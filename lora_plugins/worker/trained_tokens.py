@@ -1,4 +1,8 @@
-"""Trained tokens in a worker: the tables of all slots, the hooks that read them, and an adapter's rows for them.
+"""Trained tokens (`trainable_token_indices`) in a worker: hooks of the model that replace rows by those of each slot.
+
+At start, `TrainedTokens` makes the tables of all slots (`token_rows.py`), and hooks the embedding and the layer of
+logits. The loading thread asks `writes` for an adapter's rows, which are written with the adapter's slot. In each step
+the engine loop names the running requests (`begin_batch`), and the hooks replace their rows.
 
 The hooks are on the layers that the model calls, with LoRA or without: vLLM adapts the embedding and the head in few
 models. Each worker has the rows whole, so that nothing is exchanged between workers.

@@ -1,6 +1,8 @@
-"""Reads an adapter's safetensors file without the memory that the safetensors library leaks at each read.
+"""Opens an adapter's safetensors file for vLLM's reader, without the memory that the safetensors library leaks.
 
-vLLM is shown the file's A and B. Tensors beside them, which vLLM would refuse, are read by our worker.
+`patch_safetensors`, at start, puts `open_weights` in the place of the library's function in vLLM's module for adapters.
+A worker's loading thread has vLLM parse an adapter within `with_opened`, and gets the opened file too: vLLM is shown
+the file's A and B, and our worker reads the tensors beside them, which vLLM would refuse.
 
 `get_tensor` of safetensors for torch (0.8.0, built with PyO3 0.28.3) never frees the two Python integers of a tensor's
 slice: 64 bytes for each tensor, for ever. Loading an adapter of 500 tensors leaks 32 kB each time. `load(bytes)` of

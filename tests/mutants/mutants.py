@@ -293,14 +293,14 @@ MUTANTS = (
     ),
     Mutant(
         "worker: a copy does not wait until its slot is idle",
-        "lora_plugins/worker/slot_copy.py",
+        "lora_plugins/worker/slot_stream.py",
         "            self._stream.wait_event(idle_event)\n",
         "",
         ("tests/worker/test_late_streams.py",),
     ),
     Mutant(
         "worker: a batch does not wait for the copy of its slot",
-        "lora_plugins/worker/slot_copy.py",
+        "lora_plugins/worker/slot_stream.py",
         "            torch.cuda.current_stream().wait_event(written_event)",
         "            pass",
         ("tests/worker/test_late_streams.py",),

@@ -21,7 +21,7 @@ from lora_plugins.scheduler.messages import AdapterSpec, Command, Load, Move
 from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
-from lora_plugins.worker.slot_copy import SlotStream
+from lora_plugins.worker.slot_stream import SlotStream
 from tests.simulated_streams import SimulatedStreams
 
 LAYERS = 4  # the last one has the ranks, which are written last
@@ -134,7 +134,7 @@ class LateWorker:
     def is_here(self, path: str) -> bool:
         return True
 
-    def release(self, path: str) -> None: ...
+    def release(self, name: str, path: str) -> None: ...
 
     def _read(self, spec: AdapterSpec, path: str) -> LoadedAdapter:
         memory, stays_at = HostMemory(path), self.choose.choice([None, *range(LAYERS)])
@@ -158,7 +158,7 @@ class LateWorker:
             if spec.name == "bad":
                 raise MemoryError("no room for the rest")
 
-        return LoadedAdapter(spec.name, path, spec.size_bytes, False, (write,))
+        return LoadedAdapter(spec.name, spec.size_bytes, False, (write,))
 
     # --- between both ---
 

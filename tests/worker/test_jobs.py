@@ -17,7 +17,7 @@ from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Ev
 from lora_plugins.worker.agreement import Agreement
 from lora_plugins.worker.jobs import Jobs
 from lora_plugins.worker.loaded_adapter import LoadedAdapter
-from lora_plugins.worker.slot_copy import SlotStream
+from lora_plugins.worker.slot_stream import SlotStream
 
 A_MB = 1_000_000
 
@@ -28,7 +28,7 @@ class Files:
     def is_here(self, path: str) -> bool:
         return True
 
-    def release(self, path: str) -> None: ...
+    def release(self, name: str, path: str) -> None: ...
 
 
 class Owners:
@@ -60,7 +60,7 @@ class Disk:
             if spec.name in self.bad:
                 raise MemoryError("no room for the copy")
 
-        return LoadedAdapter(spec.name, path, A_MB, False, (write,))
+        return LoadedAdapter(spec.name, A_MB, False, (write,))
 
 
 class FakeCuda:

@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from vllm.lora.request import LoRARequest
 
 from lora_plugins.errors import AdapterNotFound
+from lora_plugins.kernels.packing import Packer, packer_of
 from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded
 from lora_plugins.worker.model_manager import PlannedModelManager
 from tests.worker.small_model import (
@@ -357,12 +358,16 @@ def held_by(write: Any) -> list[Any]:
     return [part for part in parts if type(part).__name__ in {"Tensor", "Panels"}]
 
 
+def packers_of(manager: Any) -> Iterator[Packer]:
+    return filter(None, map(packer_of, manager._adapter_manager.modules.values()))
+
+
 def test_memory_is_freed_with_an_eviction(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
     manager = make_manager(slots=2)
     for slot in (0, None):
         serve(manager, adapters[0], 0) if slot == 0 else bring(manager, adapters[0])
         entry = manager.jobs.entries[1]
-        gone = [weakref.ref(packer.panels.of(0).flat) for packer in entry.adapter.packers] if slot == 0 else []
+        gone = [weakref.ref(packer.panels.of(0).flat) for packer in packers_of(manager)] if slot == 0 else []
         written = entry.adapter.writes
         held = [weakref.ref(part) for write in written for part in held_by(write)]
         assert held

@@ -83,7 +83,7 @@ def test_what_was_loaded_by_uri_is_fetched_from_there(here: Node, there: Node, r
         there.materialiser.fetch("sql", str(path))
     fetched = there.materialiser.fetch("sql", str(path), uri)
     assert Path(fetched) == there.store.layout.adapter(path.name)
-    there.materialiser.release(fetched)
+    there.materialiser.release("sql", fetched)
     assert not there.is_leased(path.name)
 
 
@@ -112,9 +112,9 @@ def test_it_is_leased_until_it_has_been_read(here: Node, there: Node, root: Path
         fetched = there.materialiser.fetch("adapter-1", str(path))
         assert there.is_leased(path.name)
         assert not there.store.remove(path.name)
-        there.materialiser.release(fetched)
+        there.materialiser.release("adapter-1", fetched)
         assert not there.is_leased(path.name)
-    there.materialiser.release(fetched)
+    there.materialiser.release("adapter-1", fetched)
     shutil.rmtree(root / "adapter-1")
     assert there.materialiser.fetch("adapter-1", str(path)) == fetched, "stored, and missing at its source"
 
@@ -124,9 +124,9 @@ def test_equal_bytes_are_leased_until_both_names_are_read(here: Node, there: Nod
     path = here.serve("adapter-1")
     assert here.serve("copy") == path
     first, second = (there.materialiser.fetch(name, str(path)) for name in ("adapter-1", "copy"))
-    there.materialiser.release(first)
+    there.materialiser.release("adapter-1", first)
     assert there.is_leased(path.name)
-    there.materialiser.release(second)
+    there.materialiser.release("copy", second)
     assert not there.is_leased(path.name)
 
 
@@ -134,7 +134,7 @@ def test_equal_bytes_are_leased_until_both_names_are_read(here: Node, there: Nod
     ("change", "kind", "says"),
     [
         (lambda at: make_adapter(at, 1, seed=99), SourceUnavailable, "another version"),
-        (shutil.rmtree, AdapterNotFound, "adapter-1"),
+        (shutil.rmtree, AdapterNotFound, "no such adapter at any source"),
         (lambda at: (at / "adapter_model.safetensors").write_bytes(b"short"), InvalidAdapter, "adapter_model"),
     ],
     ids=["other bytes", "missing", "broken"],

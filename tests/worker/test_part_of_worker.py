@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,11 @@ def kept(manager: Any) -> Iterator[tuple[str, list[torch.Tensor], list[torch.Ten
     """What the worker keeps of adapter 7 for each module: its name, its A's and its B's."""
     names = {id(module): name for name, module in manager._adapter_manager.modules.items()}
     for write in manager.jobs.entries[7].adapter.writes:
-        if not write.args:  # empties a table of trained tokens
+        if isinstance(write, functools.partial):  # empties a table of trained tokens
             continue
-        module, *sides = write.args
-        a, b = (side if isinstance(side, list) else [side] for side in sides)
-        yield names[id(module)].removeprefix("model.layers.0."), a, b
+        held = inspect.getclosurevars(write).nonlocals
+        a, b = (side if isinstance(side, list) else [side] for side in (held["a"], held["b"]))
+        yield names[id(held["module"])].removeprefix("model.layers.0."), a, b
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 
 from lora_plugins.scheduler.messages import Activate, Activated, Evict, Load, Loaded
 from lora_plugins.worker.background_thread import SWITCH_INTERVAL_S, BackgroundThread
-from lora_plugins.worker.slot_copy import SlotStream
+from lora_plugins.worker.slot_stream import SlotStream
 from tests.worker.small_model import (
     Adapter,
     Blocked,

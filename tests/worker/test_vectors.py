@@ -21,7 +21,7 @@ from lora_plugins.kernels import packing
 from lora_plugins.kernels.dispatch import TRITON_WRAPPER
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU
 from lora_plugins.scheduler.messages import Failed, Loaded, Move
-from lora_plugins.worker import jobs, slot_counts, vectors
+from lora_plugins.worker import loop_work, slot_counts, vectors
 from lora_plugins.worker.weights_file import patch_safetensors
 from tests.worker import small_model
 from tests.worker.small_model import (
@@ -300,7 +300,7 @@ def test_layers_are_called_in_the_engines_loop_alone(
         time.sleep(0.001)
     assert callers == {threading.get_ident()}
     assert steps > 5
-    assert longest_s < jobs._ASKED_S + 0.1
+    assert longest_s < loop_work.SHARE_S + 0.1
 
 
 def test_a_load_in_the_loop_itself_waits_for_nobody(make_manager: Callable[..., Any], tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_load_in_the_loop_itself_waits_for_nobody(make_manager: Callable[..., 
 def test_a_worker_that_ends_leaves_no_thread_waiting(make_manager: Callable[..., Any], tmp_path: Path) -> None:
     manager = make_manager()
     load(manager, adapter(tmp_path, 1, *DORA))
-    while not manager.jobs._asked:
+    while not manager.jobs.loop_work._waiting:
         time.sleep(0.001)
     manager.jobs.close()
     assert not manager.jobs._loader._thread.is_alive()

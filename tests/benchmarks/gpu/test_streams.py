@@ -33,7 +33,7 @@ def test_writes_beside_a_graph_change_nothing_and_controls_fail(
 def test_streams_are_not_proved_where_a_wait_is_missing(
     session: Callable[..., Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lora_plugins.worker.slot_copy import SlotStream
+    from lora_plugins.worker.slot_stream import SlotStream
 
     def compute(world: streams.World) -> None:
         """Any sum over the slots of the batch: the interpreter takes long for the operator."""
