@@ -24,7 +24,7 @@ WITH_VLLM = {
     *(f"lora_plugins.worker.{name}" for name in ("manager", "model_manager", "prompt_rows", "weights_file")),
     "lora_plugins.api.routes",
 }
-BESIDE = ("beside", "token_rows", "trained_tokens", "vectors")
+BESIDE = ("beside", "row_norms", "token_rows", "trained_tokens", "vectors")
 # These compute with torch or NumPy, or hold tensors; what chooses, groups and plans stays pure.
 COMPUTING = {
     *(f"lora_plugins.kernels.{name}" for name in ("reference", "packing", "cpu", "punica_cpu", "punica_triton")),

@@ -1,18 +1,20 @@
 """An adapter's vectors in a worker: each module with any computes `y = g * (W x + s B A x) + c`.
 
+A worker's loading thread calls `vectors_of_adapter` for an adapter with tensors beside A and B: DoRA's magnitudes,
+biases, factors of IA3. The answer, `AdapterVectors`, is a part of the `LoadedAdapter`, and gives each slot of the
+adapter its g and c (`SlotRanks.turn`).
+
 vLLM hands kernels `y0 = W x + b`, with the layer's own bias. Kernels add the product, and then compute `g * y + c'`,
 where `c' = c + (1 - g) b`. So B stays as it is, and a vector may be known later than A and B.
 
-DoRA's norms need W, of which a quantised or packed layer shows no elements. A layer's answers to the identity, some
-columns at a time, have the norms of W's rows, once for each layer, and its answers to A have what B's rows add. Of a
-row-parallel layer each worker has a part of the squares, and the workers add the parts up at the first activation.
-An embedding and a head show their words' rows; each worker has those of its own words.
+DoRA's `g = magnitude / |row of W + s B A|` needs norms (`row_norms.py`). Of a row-parallel layer each worker has a part
+of the squares, of an embedding and a head the squares of its own words; the workers add the parts up at the first
+activation (`settle`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,13 +27,9 @@ from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.kernels.layers import option_without_vectors, sides_of_slices, stacks, watched_ranks
 from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 from lora_plugins.worker.beside import ReadBeside
+from lora_plugins.worker.row_norms import InLoop, shows_rows, squared_norms, squared_norms_of_words
 from lora_plugins.worker.token_layers import base_of
 
-InLoop = Callable[[Iterator[None]], None]
-
-_COLUMNS = 64  # of an identity matrix, a piece of the engine loop's time: as a prompt of so many tokens in one layer
-_WORDS = 512  # of an embedding or a head, as much
-_NORMS = "_lora_plugins_squared_norms"
 _MERGE = "merge the adapter into the base model"
 
 
@@ -59,7 +57,7 @@ class AdapterVectors:
         size_bytes: of all.
     """
 
-    def __init__(self, modules: list[_Module], *, is_pinned: bool) -> None:
+    def __init__(self, modules: list[_Numbers], *, is_pinned: bool) -> None:
         """`is_pinned`: whether the vectors are page-locked, for copies to a CUDA device that do not wait."""
         widths = [len(module.c) for module in modules]
         # One piece, taken in the loading thread: page-locked memory is slow to get.
@@ -94,7 +92,7 @@ class AdapterVectors:
 
 
 @dataclass(slots=True)
-class _Module:
+class _Numbers:
     """One module's numbers for each of this worker's outputs, float32.
 
     Attributes:
@@ -135,7 +133,7 @@ def vectors_of_adapter(
         model: vLLM's `LoRAModel`.
         manager: its `LoRAModelManager`. Where its device is CUDA, the vectors are page-locked.
         modules: the engine's.
-        in_loop: see `Jobs.in_loop`.
+        in_loop: see `LoopWork.run`.
         is_whole_model: as for `vectors_of`.
 
     Raises:
@@ -147,10 +145,9 @@ def vectors_of_adapter(
         vllm.lora.layers.row_parallel_linear: RowParallelLinearWithLoRA
         vllm.lora.model_manager: LoRAModelManager{device}
         vllm.lora.lora_weights: LoRALayerWeights{lora_a, lora_b, scaling}
-        vllm.model_executor.layers.linear: LinearBase{quant_method, skip_bias_add, params_dtype, tp_size, tp_rank}
+        vllm.model_executor.layers.linear: LinearBase{skip_bias_add, tp_size, tp_rank}
         vllm.model_executor.layers.vocab_parallel_embedding:
-            VocabParallelEmbedding{quant_method, shard_indices, tp_size, tp_rank} ParallelLMHead{bias}
-        vllm.model_executor.layers.quantization.base_config: method_has_implemented_embedding(method_class)
+            VocabParallelEmbedding{tp_size, tp_rank} ParallelLMHead{bias}
         vllm.distributed.parallel_state: get_tp_group() GroupCoordinator{cpu_group}
     Why: vLLM has neither DoRA nor biases of adapters.
     Until: vLLM serves them (vllm-project/vllm#47395).
@@ -171,26 +168,33 @@ def vectors_of_adapter(
             # A head's wrapper is of the layer of logits; the head itself has the weight.
             base = base_of(manager.model.get_submodule(name))
             layer = _LayerVectors(manager.modules[name], base, name, [of_module[name].get(part, {}) for part in parts])
-            made.append(layer.module(read, model, in_loop))
+            made.append(layer.numbers(read, model, in_loop))
     return AdapterVectors(made, is_pinned=torch.device(manager.device).type == "cuda") if made else None
 
 
 class _LayerVectors:
-    """A layer, and an adapter's tensors for each of its parts."""
+    """A layer with LoRA, and an adapter's tensors for each of its parts: q, k and v, or one part alone.
+
+    Args:
+        layer: vLLM's layer with LoRA. base: the layer inside, with the weight.
+        name: the engine's name of the module.
+        parts: what is beside A and B of each part, by kind.
+    """
 
     def __init__(self, layer: Any, base: Any, name: str, parts: list[dict[BesideKind, Beside]]) -> None:
         from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
 
         self._layer, self._base, self._name, self._parts = layer, base, name, parts
-        self._a, b = cast("tuple[Any, Any]", stacks(layer))
+        a, b = cast("tuple[Any, Any]", stacks(layer))
+        self._stack = a[0]  # for the dtype and the device of all A's
         self._widths = [int(one.shape[2]) for one in b]
         self._has_words = not isinstance(layer.lora_a_stacked, tuple)
         self._is_divided = (self._has_words or isinstance(layer, RowParallelLinearWithLoRA)) and base.tp_size > 1
 
-    def module(self, read: ReadBeside, model: Any, in_loop: InLoop) -> _Module:
+    def numbers(self, read: ReadBeside, model: Any, in_loop: InLoop) -> _Numbers:
         """Return the numbers of all parts together; see `vectors_of_adapter`."""
         own = getattr(self._base, "bias", None)
-        if self._has_words and (own is not None or not _shows_rows(self._base)):
+        if self._has_words and (own is not None or not shows_rows(self._base)):
             raise IncompatibleAdapter(
                 f"magnitudes of '{self._name}'", expected="none, as it has a bias or no rows to look up", remedy=_MERGE
             )
@@ -204,6 +208,7 @@ class _LayerVectors:
         scale = self._whole([one and torch.full((len(one.lora_b),), float(one.scaling)) for one in weights], 0)
         zeros = torch.zeros(sum(self._widths))
         bias = zeros if own is None else own.detach().float().cpu()
+        # A saved bias takes the place of the layer's own, where the adapter has one.
         given = [torch.ones(it[BesideKind.BIAS].tensor.shape) if BesideKind.BIAS in it else None for it in self._parts]
         is_given = self._whole(given, 0).bool()
         if own is None and bool(is_given.any()):
@@ -215,7 +220,7 @@ class _LayerVectors:
         c = c + (factors - 1) * bias
         # Of workers that add their outputs up, one adds what is no product.
         adds = not self._is_divided or self._base.tp_rank == 0
-        made = _Module(
+        made = _Numbers(
             self._name,
             cast("SlotRanks", watched_ranks(self._layer)),  # `why_no_vectors` has found our kernels
             factors,
@@ -258,80 +263,14 @@ class _LayerVectors:
 
     def _squares(self, weights: list[Any], in_loop: InLoop) -> Any:
         """Return the squared norms of the rows of `W + s B A`, or 1 where a slice is not adapted."""
-        dtype = self._a[0].dtype
+        dtype = self._stack.dtype
         # A as it is served; the scaling is exact in float32.
         lora_a = [None if one is None else one.lora_a.to(dtype) for one in weights]
         lora_b = [None if one is None else one.lora_b.float() * float(one.scaling) for one in weights]
         slices_a, slices_b = self._sides(lora_a, lora_b)
         if self._has_words:
-            return self._squares_of_words(slices_a[0].float(), slices_b[0], in_loop)
-        answers: list[Any] = [None] * len(slices_a)
-
-        def pieces() -> Iterator[None]:
-            yield from self._base_norms()
-            for number, a in enumerate(slices_a):
-                if a is not None:
-                    answers[number] = self._answer(a.contiguous()).cpu()
-                    yield
-
-        in_loop(pieces())
-        squares, first = self._base.__dict__[_NORMS].clone(), 0
-        for a, b, answer, width in zip(slices_a, slices_b, answers, self._widths, strict=True):
-            own = slice(first, first + width)
-            first += width
-            if a is None or b is None:
-                squares[own] = 1
-            else:
-                squares[own] += ((2 * answer[:, own].T + b @ (a.float() @ a.float().T)) * b).sum(1)
-        return squares
-
-    def _squares_of_words(self, a: Any, b: Any, in_loop: InLoop) -> Any:
-        """Return the squared norms of an embedding's columns, or of a head's rows, of the words of this worker."""
-        is_head, device = self._a[0].ndim == 4, self._a[0].device
-        of_words, others = (b, a) if is_head else (a.T, b.T)
-        own = self._base.shard_indices  # leaves out words that are padding, or were added for LoRA
-        first, stop = own.org_vocab_start_index, own.org_vocab_end_index
-        squares = torch.zeros(self._widths[0])
-
-        def pieces() -> Iterator[None]:
-            for begin in range(first, stop, _WORDS):
-                words = slice(begin, min(begin + _WORDS, stop))
-                ids = torch.arange(words.start - first, words.stop - first, device=device)
-                rows = self._base.quant_method.embedding(self._base, ids).detach().float()
-                rows = (rows + of_words[words].to(device) @ others.to(device)).square()
-                squares[words if is_head else slice(None)] += rows.sum(int(is_head)).cpu()
-                yield
-
-        in_loop(pieces())
-        return squares
-
-    def _base_norms(self) -> Iterator[None]:
-        """Keep the squared norms of W's rows here with the layer, piece by piece; the second time there is nothing."""
-        if _NORMS in self._base.__dict__:
-            return
-        stack = self._a[0]
-        inputs = int(stack.shape[-1])
-        squares: Any = 0
-        for begin in range(0, inputs, _COLUMNS):
-            count = min(_COLUMNS, inputs - begin)
-            identity = torch.zeros(count, inputs, device=stack.device)
-            identity[:, begin : begin + count].fill_diagonal_(1)
-            squares = squares + self._answer(identity).square().sum(0)
-            yield
-        # The loading thread reads numbers of the host: the loop's stream is not the thread's.
-        self._base.__dict__[_NORMS] = squares.cpu()
-
-    def _answer(self, x: Any) -> Any:
-        """Return the layer's product with `x`, float32 on the layer's device, by its current stream."""
-        with torch.no_grad():
-            x = x.to(self._a[0].device, self._base.params_dtype)
-            return self._base.quant_method.apply(self._base, x, None).float()
-
-
-def _shows_rows(base: Any) -> bool:
-    from vllm.model_executor.layers.quantization.base_config import method_has_implemented_embedding
-
-    return bool(method_has_implemented_embedding(type(base.quant_method)))
+            return squared_norms_of_words(self._base, self._stack, slices_a[0].float(), slices_b[0], in_loop)
+        return squared_norms(self._base, self._stack, slices_a, slices_b, self._widths, in_loop=in_loop)
 
 
 def _sum_of_workers(numbers: Any) -> Any:

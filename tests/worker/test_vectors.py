@@ -21,7 +21,7 @@ from lora_plugins.kernels import packing
 from lora_plugins.kernels.dispatch import TRITON_WRAPPER
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU
 from lora_plugins.scheduler.messages import Failed, Loaded, Move
-from lora_plugins.worker import loop_work, slot_counts, vectors
+from lora_plugins.worker import loop_work, row_norms, slot_counts, vectors
 from lora_plugins.worker.weights_file import patch_safetensors
 from tests.worker import small_model
 from tests.worker.small_model import (
@@ -258,14 +258,14 @@ def test_norms_of_a_layer_are_asked_for_once(
 ) -> None:
     manager = make_manager()
     asked: list[int] = []
-    answer = vectors._LayerVectors._answer
+    answer = row_norms._answer
 
-    def counted(self: Any, x: torch.Tensor) -> Any:
+    def counted(base: Any, stack: Any, x: torch.Tensor) -> Any:
         asked.append(len(x))
-        return answer(self, x)
+        return answer(base, stack, x)
 
-    monkeypatch.setattr(vectors._LayerVectors, "_answer", counted)
-    monkeypatch.setattr(vectors, "_COLUMNS", 5)
+    monkeypatch.setattr(row_norms, "_answer", counted)
+    monkeypatch.setattr(row_norms, "_COLUMNS", 5)
     bring(manager, adapter(tmp_path, 1, *DORA))
     first, asked[:] = list(asked), []
     bring(manager, adapter(tmp_path, 2, *DORA))
@@ -282,14 +282,14 @@ def test_layers_are_called_in_the_engines_loop_alone(
     """oneDNN's handle of a layer is no two threads'; so a step has a few milliseconds of it."""
     manager = make_manager()
     callers, steps = set(), 0
-    answer = vectors._LayerVectors._answer
+    answer = row_norms._answer
 
-    def noted(self: Any, x: torch.Tensor) -> Any:
+    def noted(base: Any, stack: Any, x: torch.Tensor) -> Any:
         callers.add(threading.get_ident())
         time.sleep(0.002)
-        return answer(self, x)
+        return answer(base, stack, x)
 
-    monkeypatch.setattr(vectors._LayerVectors, "_answer", noted)
+    monkeypatch.setattr(row_norms, "_answer", noted)
     load(manager, adapter(tmp_path, 1, *DORA))
     deadline, longest_s = time.monotonic() + 60, 0.0
     while manager.jobs.is_busy:

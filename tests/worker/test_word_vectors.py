@@ -13,7 +13,7 @@ import torch
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.kernels import cpu, packing
 from lora_plugins.scheduler.messages import Failed
-from lora_plugins.worker import slot_counts, vectors
+from lora_plugins.worker import row_norms, slot_counts, vectors
 from tests.worker import small_model, test_fits
 from tests.worker.small_model import WIDTH, Adapter, bring, evict, make_adapter, serve
 from tests.worker.test_fits import model_with_words
@@ -44,7 +44,7 @@ def words(model: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return of_vllm
 
     monkeypatch.setattr(small_model, "small_model", made)
-    monkeypatch.setattr(vectors, "_WORDS", 5)
+    monkeypatch.setattr(row_norms, "_WORDS", 5)
 
 
 def tensors_of(number: int) -> dict[str, torch.Tensor]:
