@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import lora_plugins
+from lora_plugins.vllm_patches import wrapping
 
 PACKAGE = str(Path(lora_plugins.__file__).parent)
 
@@ -26,8 +27,11 @@ class Calls:
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
-            caller = frame.f_back.f_globals.get("__name__", "")
+        back = frame.f_back
+        while back is not None and back.f_code.co_filename == wrapping.__file__:
+            back = back.f_back
+        if event == "call" and code.co_filename.startswith(PACKAGE) and back is not None:
+            caller = back.f_globals.get("__name__", "")
             self.found.add((code.co_filename[len(PACKAGE) + 1 :], code.co_qualname, caller))
 
 

@@ -26,10 +26,10 @@ def patch() -> None:
     # vLLM loads plugins once it has the arguments of an engine; workers and engine cores never import the module.
     arguments: Any = sys.modules.get("vllm.engine.arg_utils")
     if arguments is not None:
-        wrap(arguments.EngineArgs, "create_engine_config", _configuring)
+        wrap(arguments.EngineArgs, "create_engine_config", _create_engine_config)
 
 
-def _configuring(original: Any) -> Any:
+def _create_engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Judge KV connectors, and choose the places in host memory where the caller has not.
 
     Touches:
@@ -41,20 +41,16 @@ def _configuring(original: Any) -> Any:
         vllm.config.parallel: ParallelConfig{world_size_across_dp}
     Why: with vLLM's default, adapters take turns although memory for many is there.
     """
-
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = original(self, *args, **kwargs)
-        kv_connectors.judge(config)
-        lora, most, process = config.lora_config, config.scheduler_config.max_num_seqs, this_process()
-        is_ours = lora is not None and not self.max_cpu_loras and process.is_manager_patched
-        if is_ours and slots_of(lora, most).pointed:
-            lora.max_cpu_loras = max(lora.max_loras, most)
-            if process.settings.host_max_bytes is None:
-                share = _free_bytes(config.cache_config) // config.parallel_config.world_size_across_dp
-                setattr(lora, MAX_BYTES, share)
-        return config
-
-    return create_engine_config
+    config = original(self, *args, **kwargs)
+    kv_connectors.judge(config)
+    lora, most, process = config.lora_config, config.scheduler_config.max_num_seqs, this_process()
+    is_ours = lora is not None and not self.max_cpu_loras and process.is_manager_patched
+    if is_ours and slots_of(lora, most).pointed:
+        lora.max_cpu_loras = max(lora.max_loras, most)
+        if process.settings.host_max_bytes is None:
+            share = _free_bytes(config.cache_config) // config.parallel_config.world_size_across_dp
+            setattr(lora, MAX_BYTES, share)
+    return config
 
 
 def _free_bytes(cache_config: Any) -> int:

@@ -28,7 +28,7 @@ def distinguish_versions() -> None:
     LoRARequest.__hash__ = _hash
     if _reads_name_only(kv_cache_utils._gen_lora_extra_hash_keys):  # noqa: SLF001 - up to 0.30
         kv_cache_utils._gen_lora_extra_hash_keys = _prefix_keys  # noqa: SLF001
-    wrap(InputProcessor, "_get_mm_identifier", _of_path)
+    wrap(InputProcessor, "_get_mm_identifier", _get_mm_identifier)
 
 
 def _reads_name_only(keys: Any) -> bool:
@@ -49,7 +49,7 @@ def _hash(self: Any) -> int:
     return hash((self.lora_name, self.lora_int_id))
 
 
-def _of_path(original: Any) -> Any:
+def _get_mm_identifier(original: Any, self: Any, mm_hash: str, lora_request: Any) -> str:
     """The key of a tower's work on an image gets the adapter's path, which changes with the adapter's bytes.
 
     Outside the store the path may stay, and the key gets the id of the load. Only with `--enable-tower-connector-lora`.
@@ -57,16 +57,12 @@ def _of_path(original: Any) -> Any:
     Why: vLLM's has its name: a new version would be given what the old one's tower has seen.
     Until: vLLM's key changes with the adapter's version.
     """
-
-    def _get_mm_identifier(self: Any, mm_hash: str, lora_request: Any) -> str:
-        identifier: str = original(self, mm_hash, lora_request)
-        if identifier == mm_hash:  # a tower without adapters
-            return identifier
-        path = lora_request.lora_path
-        load = [] if is_in_store(path) else [str(lora_request.lora_int_id)]
-        return f"{key_of(path, *load)}:{identifier}"  # an operator's path may be no part of a file's name
-
-    return _get_mm_identifier
+    identifier: str = original(self, mm_hash, lora_request)
+    if identifier == mm_hash:  # a tower without adapters
+        return identifier
+    path = lora_request.lora_path
+    load = [] if is_in_store(path) else [str(lora_request.lora_int_id)]
+    return f"{key_of(path, *load)}:{identifier}"  # an operator's path may be no part of a file's name
 
 
 def _prefix_keys(request: Any) -> list[str]:

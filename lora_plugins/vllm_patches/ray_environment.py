@@ -35,17 +35,13 @@ def keep_keys_from_workers() -> None:
     """Have vLLM's second Ray executor leave out variables of API servers; a second call changes nothing."""
     from vllm.v1.executor import ray_env_utils
 
-    wrap(ray_env_utils, "get_driver_env_vars", _without_keys)
+    wrap(ray_env_utils, "get_driver_env_vars", _get_driver_env_vars)
 
 
-def _without_keys(original: Any) -> Any:
+def _get_driver_env_vars(original: Any, worker_specific_vars: set[str]) -> Any:
     """Leave out the admin key, and where policy and declared set lie.
 
     Why: vLLM copies the whole environment to the workers, and Ray shows all variables that Ray is given.
     Until: vLLM copies only what its workers read.
     """
-
-    def get_driver_env_vars(worker_specific_vars: set[str]) -> Any:
-        return original(worker_specific_vars | OF_API_SERVERS)
-
-    return get_driver_env_vars
+    return original(worker_specific_vars | OF_API_SERVERS)

@@ -122,12 +122,12 @@ def patch():
     from vllm import module
     from vllm.one import Imported
     from vllm.two import Wrapped as Ours
-    wrap(Ours, "method", _wrapping)
-    wrap(Ours, "in_two", partial(_made_by(1), option=2))
-    wrap(module.Inner, "whole", where(_is_ours, _whole))
-    wrap(module, "unread", lambda original: _wrapping(original))
+    wrap(Ours, "method", _method)
+    wrap(Ours, "with_option", partial(_with_option, option=2))
+    wrap(module.Inner, "whole", _whole, only=_is_ours)
+    wrap(module, "unread", lambda original, one: _method(original, one))
 def _is_ours(one): ...
-def _wrapping(original):
+async def _method(original, self, a, *args, **kwargs):
     '''Of the wrapper.
 
     Why: it wraps.
@@ -135,14 +135,8 @@ def _wrapping(original):
     Raises:
         ValueError: sometimes.
     '''
-    async def method(self, a, *args, **kwargs): ...
-    return method
-def _made_by(option):
-    def wrapping(original):
-        def answer(*, key): ...
-        return answer
-    return wrapping
-async def _whole(original, one, a, b=1): ...
+def _with_option(original, *, key, option): ...
+async def _whole(original, self, a, b=1): ...
 """
 
 
@@ -152,7 +146,7 @@ def test_code_says_what_it_touches(tmp_path):
         ("vllm.one:Called.method", ("self", "x")),
         ("vllm.one:Called.other", ()),
         ("vllm.one:Imported", None),
-        ("vllm.two:Wrapped.in_two", ("key",)),
+        ("vllm.two:Wrapped.with_option", ("key",)),
         ("vllm.module:Inner.whole", ("self", "a", "b")),
         ("vllm.module:unread", None),
     ]
@@ -273,8 +267,8 @@ def sources(tmp_path: Path) -> Path:
 
 def test_the_checker_looks_for_what_code_says(sources, tmp_path):
     text = f"{WHY}from vllm import module\nfrom vllm.module import Class\n"
-    text += "def wrapping(original):\n    def method(self, new, *args): ...\n    return method\n"
-    text += "wrap(Class, 'method', wrapping)\nwrap(module.Class, 'method', wrapping)\n"
+    text += "def _method(original, self, new, *args): ...\n"
+    text += "wrap(Class, 'method', _method)\nwrap(module.Class, 'method', _method)\n"
     for before, after, says in (
         ("", "", ""),
         ("import Class", "import Class, CONSTANT", ""),

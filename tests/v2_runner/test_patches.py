@@ -59,7 +59,7 @@ _WORKER, _MODEL, _STATE, _PUNICA = (
 )
 _WRAPPER, _GPU = "vllm.v1.worker.worker_base:WorkerWrapperBase.", "vllm.v1.worker.gpu."
 _COUNTS, _NAN_V2 = (_MODEL, "not_finite_in_rows"), "V1 counts in `count_nans_per_row`"
-_PROMPTS = (_MODEL, "_of_the_batch.<locals>.of_prompts")
+_PROMPTS = (_MODEL, "_compute_prompt_logprobs")
 _CPU = ("V1, CPU", "V2, CPU")
 CALLED_BY = {
     RUNS[:1]: "V1 on CPUs",
@@ -69,8 +69,8 @@ CALLED_BY = {
     _CPU: "CPUs",
 }
 PATCHES = (
-    Patched(f"{_WRAPPER}init_device", (_WORKER, "_initialising.<locals>.init_device")),
-    Patched(f"{_WRAPPER}execute_model", (_WORKER, "_executing.<locals>.execute_model")),
+    Patched(f"{_WRAPPER}init_device", (_WORKER, "_init_device")),
+    Patched(f"{_WRAPPER}execute_model", (_WORKER, "_execute_model")),
     Patched(f"{_WRAPPER}sample_tokens", (_WORKER, "_sampling")),
     Patched(
         "vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
@@ -80,7 +80,7 @@ PATCHES = (
     ),
     Patched(
         "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model",
-        ("vllm_patches/worker/lora_model_runner_mixin.py", "_with_our_manager.<locals>.load_lora_model"),
+        ("vllm_patches/worker/lora_model_runner_mixin.py", "_load_lora_model"),
     ),
     Patched(
         "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.set_active_adapters",
@@ -96,7 +96,7 @@ PATCHES = (
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
         ("vllm_patches/engine_core/scheduler.py", "AdmittingScheduler.update_from_output"),
     ),
-    Patched("vllm.v1.engine.core:get_kv_cache_configs", (_MODEL, "_marking.<locals>.get_kv_cache_configs")),
+    Patched("vllm.v1.engine.core:get_kv_cache_configs", (_MODEL, "_get_kv_cache_configs")),
     Patched(
         "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
         (_MODEL, "_OrRunsAdapters.__init__.<locals>.<lambda>"),
@@ -104,7 +104,7 @@ PATCHES = (
     ),
     Patched(
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids",
-        (_MODEL, "_zeroing.<locals>.zero_block_ids"),
+        (_MODEL, "_zero_block_ids"),
         instead="vLLM's `KVBlockZeroer` zeroes the blocks of every attention layer, of sliding windows too",
     ),
     Patched(
@@ -141,22 +141,22 @@ PATCHES = (
     *(
         Patched(f"{_GPU}{symbol}", (_STATE, code), instead="V1 repeats adapters by row itself")
         for symbol, code in (
-            ("lora_utils:LoraState.__init__", "_beside_its_runner.<locals>.initialise"),
-            ("lora_utils:LoraState.make_lora_inputs", "_by_row.<locals>.make_lora_inputs"),
-            ("model_runner:GPUModelRunner.prepare_inputs", "_counting_rows.<locals>.prepare_inputs"),
+            ("lora_utils:LoraState.__init__", "_init_lora_state"),
+            ("lora_utils:LoraState.make_lora_inputs", "_make_lora_inputs"),
+            ("model_runner:GPUModelRunner.prepare_inputs", "_prepare_inputs"),
         )
     ),
     Patched(
         "vllm.lora.layers.vocab_parallel_embedding:VocabParallelEmbeddingWithLoRA.forward",
-        (_STATE, "_in_one_row.<locals>.forward"),
+        (_STATE, "_forward"),
     ),
     *(
-        Patched(f"vllm.lora.model_manager:LoRAModelManager.{symbol}", (_STATE, f"{code}.<locals>.{symbol}"))
-        for symbol, code in (("_init_punica_wrapper", "_with_parts"), ("_get_punica_wrapper", "_of_the_innermost_part"))
+        Patched(f"vllm.lora.model_manager:LoRAModelManager.{symbol}", (_STATE, symbol))
+        for symbol in ("_init_punica_wrapper", "_get_punica_wrapper")
     ),
     Patched("vllm.platforms:Platform.get_punica_wrapper", (_PUNICA, "use_wrapper.<locals>.<lambda>")),
     Patched(
-        "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping", (_PUNICA, "_registering.<locals>.set_mapping")
+        "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping", (_PUNICA, "_set_mapping")
     ),
     Patched(
         "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.update_metadata",
@@ -173,10 +173,10 @@ PATCHES = (
 )  # fmt: skip
 # Called where no model runner is, or by settings that the run below has not.
 ELSEWHERE = {
-    (_PUNICA, "_of_our_kernels.<locals>.compute_hash"),  # with torch.compile: tests/vllm_patches/worker
-    (_PUNICA, "_at_once.<locals>.activate_adapter"),  # without lora_lru_manager
+    (_PUNICA, "_compute_hash"),  # with torch.compile: tests/vllm_patches/worker
+    (_PUNICA, "_activate_adapter"),  # without lora_lru_manager
     # With audios or images: tests/vllm_patches/worker/test_adapter_rows.py.
-    (_STATE, "_in_the_order_of_encoding.<locals>.set_active_mm_loras"),
+    (_STATE, "_set_active_mm_loras"),
 }
 
 

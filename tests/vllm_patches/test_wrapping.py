@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lora_plugins.errors import InvalidSettings
-from lora_plugins.vllm_patches.wrapping import where, wrap
+from lora_plugins.vllm_patches.wrapping import wrap
 
 
-def louder(original: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
-    def shout(self: Any, text: str) -> str:
-        return original(self, text) + "!"
-
-    return shout
+def louder(original: Callable[[Any, str], str], self: Any, text: str) -> str:
+    return original(self, text) + "!"
 
 
 class Speaker:
@@ -55,7 +54,20 @@ def test_a_place_that_vllm_lacks_is_named() -> None:
 
 def test_objects_that_are_not_ours_keep_vllms_method() -> None:
     kind = type("Kind", (), {"say": Speaker.say, "is_loud": True})
-    wrap(kind, "say", where(lambda one: one.is_loud, lambda original, one, text: original(one, text) + "!"))
+    wrap(kind, "say", louder, only=lambda one: one.is_loud)
     loud, quiet = kind(), kind()
     quiet.is_loud = False
     assert (loud.say("x"), quiet.say(text="x")) == ("x!", "x")
+
+
+def test_a_coroutine_function_stays_one() -> None:
+    async def say(self: Any) -> str:
+        return "x"
+
+    async def wrapper(original: Any, self: Any) -> str:
+        return f"{await original(self)}!"
+
+    kind = type("Kind", (), {"say": say})
+    wrap(kind, "say", wrapper)
+    assert inspect.iscoroutinefunction(kind.say)
+    assert asyncio.run(kind().say()) == "x!"

@@ -76,7 +76,7 @@ def parts_patched() -> Iterator[None]:
 
 
 def test_vllm_itself_computes_encoded_frames_with_the_adapters_of_tokens(make_real_manager: Any) -> None:
-    """Where this fails, vLLM has a mapping for Whisper: compare `adapter_rows._with_parts`, which could go then."""
+    """Where this fails, vLLM has a mapping for Whisper, and `adapter_rows._init_punica_wrapper` could go."""
     manager = make_real_manager("whisper", LRUCacheWorkerLoRAManager)._adapter_manager
     of_frames = manager.modules["model.encoder.layers.0.mlp.fc1"]
     assert of_frames.punica_wrapper is manager.modules["model.decoder.layers.0.mlp.fc1"].punica_wrapper

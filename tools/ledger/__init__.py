@@ -1,7 +1,8 @@
 """The ledger: every vLLM symbol that this package patches, subclasses, calls or relies on, beside our code.
 
-An import from vLLM and a call of `wrap` say what they touch; a wrapper's parameters are those that its original must
-have. The docstring of the wrapper, or of code around the call, has the rest, each with its continuation indented:
+An import from vLLM and a call of `wrap` say what they touch; a wrapper's parameters after the first are those that its
+original must have. The docstring of the wrapper, or of code around the call, has the rest, each with its continuation
+indented:
 
     Touches: what no import and no `wrap` says, such as attributes and called methods, in the form of `Patch.symbols`.
     Why: the purpose.
@@ -195,18 +196,15 @@ class _Module:
     def _note_wrapped(
         self, owner: ast.expr, attribute: ast.expr, wrapper: ast.expr, around: _Documented | None
     ) -> None:
-        is_method = False
-        match wrapper:
-            case ast.Call(func=ast.Name("where"), args=[_, method]):
-                wrapper, is_method = method, True
         # What a lambda calls is no wrapper.
         parts = [] if isinstance(wrapper, ast.Lambda) else [*ast.walk(wrapper)]
         named = [part.id for part in parts if isinstance(part, ast.Name) and part.id in self._functions]
         function = self._functions[named[0]] if named else None
+        bound = {part.arg for part in parts if isinstance(part, ast.keyword)}  # of a `partial`
         entry = function if function in self._sections else around
         match attribute:
             case ast.Constant(str(name)) if place := self._place(owner):
-                self._note(Symbol(f"{place}{name}", _taken(function, is_method=is_method) if function else None), entry)
+                self._note(Symbol(f"{place}{name}", _taken(function, bound) if function else None), entry)
             case _ if entry is None or "Touches" not in self._sections[entry]:
                 raise ValueError(f"no `Touches:` says what is wrapped: {ast.unparse(owner)}, {ast.unparse(attribute)}")
 
@@ -226,26 +224,11 @@ class _Module:
         return ""
 
 
-def _taken(wrapper: _Function, *, is_method: bool) -> tuple[str, ...] | None:
-    """Return the parameters of the function that takes an original's place, "..." for what it passes on unread."""
-    inner = wrapper
-    while returned := _returned(inner):
-        inner = returned
-    # `where` gives a method the original and the object first.
-    parameters = ["self", *parameters_of(wrapper)[2:]] if is_method else parameters_of(inner)
-    if inner is wrapper and not is_method:
-        return None
+def _taken(wrapper: _Function, bound: set[str | None]) -> tuple[str, ...]:
+    """Return a wrapper's parameters after the original, "..." for what it passes on unread; without bound options."""
+    _, *parameters = (name for name in parameters_of(wrapper) if name not in bound)
     read = [*itertools.takewhile(lambda name: not name.startswith("*"), parameters)]
     return (*read, *(["..."] if len(read) < len(parameters) else []))
-
-
-def _returned(function: _Function) -> _Function | None:
-    """Return the inner function that a function returns by name."""
-    inner = {one.name: one for one in function.body if isinstance(one, FUNCTIONS)}
-    match function.body[-1]:
-        case ast.Return(ast.Name(name)):
-            return inner.get(name)
-    return None
 
 
 def _from_vllm(node: ast.AST) -> Iterator[tuple[ast.alias, str]]:

@@ -107,10 +107,10 @@ def patch_stores() -> None:
     """Give each principal of this process ids of its own; a second call changes nothing."""
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
-    wrap(OpenAIServingResponses, "__init__", _making)
+    wrap(OpenAIServingResponses, "__init__", _init_responses)
 
 
-def _making(original: Any) -> Any:
+def _init_responses(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Make the stores mappings with a part for each principal: a body may choose its response's id.
 
     Touches:
@@ -120,13 +120,9 @@ def _making(original: Any) -> Any:
     Why: ids are the callers' choice, so keys could read, continue, cancel and replace others' responses.
     Until: vLLM keeps stored responses apart by key.
     """
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for name in _STORES:
-            setattr(self, name, _OfThePrincipal())
-
-    return made
+    original(self, *args, **kwargs)
+    for name in _STORES:
+        setattr(self, name, _OfThePrincipal())
 
 
 class _OfThePrincipal(UserDict[str, Any]):

@@ -9,7 +9,6 @@ the version that the request will run with, or runs with.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -27,7 +26,7 @@ from lora_plugins.settings import AdapterChat
 from lora_plugins.store.disk_errors import DamagedCopy
 from lora_plugins.vllm_patches.api_server.adapter_tokenizers import renderer_of, served_chat, tokenizer_of
 from lora_plugins.vllm_patches.api_server.server_lifecycle import planned_lifecycle
-from lora_plugins.vllm_patches.wrapping import wrap
+from lora_plugins.vllm_patches.wrapping import signature_of, wrap
 
 _TRIES = 3
 
@@ -39,12 +38,12 @@ def patch() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import RequestState
 
-    wrap(OnlineRenderer, "preprocess_chat", _rendering)
-    wrap(OnlineRenderer, "preprocess_completion", _cutting)
-    wrap(InputProcessor, "process_inputs", _ending)
-    wrap(RequestState, "from_new_request", _joining)
+    wrap(OnlineRenderer, "preprocess_chat", _preprocess_chat)
+    wrap(OnlineRenderer, "preprocess_completion", _preprocess_completion)
+    wrap(InputProcessor, "process_inputs", _process_inputs)
+    wrap(RequestState, "from_new_request", _from_new_request)
     for name in ("create_tokenize", "create_detokenize"):
-        wrap(ServingTokenization, name, _tokenizing)
+        wrap(ServingTokenization, name, _tokenize)
 
 
 def _mode() -> AdapterChat:
@@ -104,7 +103,7 @@ async def _with_tokens(serving: Any, chat: Chat) -> Any:
     return serving
 
 
-def _rendering(original: Any) -> Any:
+async def _preprocess_chat(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Render with the adapter's template and tokens as defaults: a client's own template and arguments come first.
 
     Touches:
@@ -116,28 +115,24 @@ def _rendering(original: Any) -> Any:
     Why: a chat adapter is trained with a template of its own, and answers oddly with another.
     Until: vLLM renders a request with the template in its adapter's directory.
     """
-    signature = inspect.signature(original)
 
-    async def preprocess_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        async def render(chat: Chat) -> Any:
-            call = signature.bind(await _with_tokens(self, chat), request, *args, **kwargs)
-            template = chat.template_for(has_tools=bool(call.arguments.get("tool_dicts")))
-            if template is not None:
-                of_server = call.arguments["default_template_kwargs"] or {}
-                call.arguments["default_template_kwargs"] = {**chat.special_tokens, **of_server}
-                # A trainer's copy of the base model's template is no reason to give up the operator's.
-                is_copy = template.strip() in (text.strip() for text in _templates_of(self.renderer.tokenizer).values())
-                has_other = call.arguments["default_template"] is not None and is_copy
-                if not has_other and _mode() is not AdapterChat.TOKENS:
-                    call.arguments["default_template"] = template
-            return await original(*call.args, **call.kwargs)
+    async def render(chat: Chat) -> Any:
+        call = signature_of(original).bind(await _with_tokens(self, chat), request, *args, **kwargs)
+        template = chat.template_for(has_tools=bool(call.arguments.get("tool_dicts")))
+        if template is not None:
+            of_server = call.arguments["default_template_kwargs"] or {}
+            call.arguments["default_template_kwargs"] = {**chat.special_tokens, **of_server}
+            # A trainer's copy of the base model's template is no reason to give up the operator's.
+            is_copy = template.strip() in (text.strip() for text in _templates_of(self.renderer.tokenizer).values())
+            has_other = call.arguments["default_template"] is not None and is_copy
+            if not has_other and _mode() is not AdapterChat.TOKENS:
+                call.arguments["default_template"] = template
+        return await original(*call.args, **call.kwargs)
 
-        return await _rendered(getattr(request, "model", None), render)
-
-    return preprocess_chat
+    return await _rendered(getattr(request, "model", None), render)
 
 
-def _cutting(original: Any) -> Any:
+async def _preprocess_completion(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Cut texts into the adapter's tokens.
 
     Touches: vllm.renderers.online_renderer: OnlineRenderer.preprocess_completion(self, request, ...)
@@ -145,16 +140,13 @@ def _cutting(original: Any) -> Any:
     Until: vLLM has a tokenizer for each adapter again.
     """
 
-    async def preprocess_completion(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        async def render(chat: Chat) -> Any:
-            return await original(await _with_tokens(self, chat), request, *args, **kwargs)
+    async def render(chat: Chat) -> Any:
+        return await original(await _with_tokens(self, chat), request, *args, **kwargs)
 
-        return await _rendered(getattr(request, "model", None), render)
-
-    return preprocess_completion
+    return await _rendered(getattr(request, "model", None), render)
 
 
-def _tokenizing(original: Any) -> Any:
+async def _tokenize(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer `/tokenize` and `/detokenize` with the adapter's tokens.
 
     Touches:
@@ -165,31 +157,23 @@ def _tokenizing(original: Any) -> Any:
     Why: the routes say how a prompt of the adapter is cut.
     Until: vLLM has a tokenizer for each adapter again.
     """
-
-    async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        # vLLM's own check comes after our look at the table, into which the check puts a cold name.
-        if (error := await self._check_model(request)) is not None:
-            return error
-        serving = await _with_tokens(self, await _chat_of(request.model))
-        return await original(serving, request, *args, **kwargs)
-
-    return create
+    # vLLM's own check comes after our look at the table, into which the check puts a cold name.
+    if (error := await self._check_model(request)) is not None:
+        return error
+    serving = await _with_tokens(self, await _chat_of(request.model))
+    return await original(serving, request, *args, **kwargs)
 
 
-def _joining(original: Any) -> Any:
+def _from_new_request(original: Any, tokenizer: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Have answers, stop strings and the texts of log-probabilities come from the adapter's tokens.
 
     Touches: vllm.v1.engine.output_processor: RequestState.from_new_request(cls, tokenizer, request, ...)
     Why: the base model's tokenizer has no text for the ids of tokens that a trainer has added.
     Until: vLLM has a tokenizer for each adapter again.
     """
-
-    def from_new_request(tokenizer: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if tokenizer is not None and (chats := _chats_for(request.lora_request)) is not None:
-            tokenizer = tokenizer_of(tokenizer, chats.at(request.lora_request.lora_path))
-        return original(tokenizer, request, *args, **kwargs)
-
-    return from_new_request
+    if tokenizer is not None and (chats := _chats_for(request.lora_request)) is not None:
+        tokenizer = tokenizer_of(tokenizer, chats.at(request.lora_request.lora_path))
+    return original(tokenizer, request, *args, **kwargs)
 
 
 def know_tokenizer(chats: Chats, renderer: Any, model_config: Any) -> None:
@@ -197,7 +181,7 @@ def know_tokenizer(chats: Chats, renderer: Any, model_config: Any) -> None:
     chats.served = chats.served or partial(served_chat, renderer.tokenizer, model_config.get_vocab_size())
 
 
-def _ending(original: Any) -> Any:
+def _process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have the adapter's end tokens end its answers, as vLLM has those of the base model's generation config.
 
     Touches:
@@ -210,29 +194,25 @@ def _ending(original: Any) -> Any:
     Why: an adapter that was trained to end with another token never stops.
     Until: vLLM reads the end tokens in an adapter's directory.
     """
-
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(self, *args, **kwargs)
-        chats = _chats_for(made.lora_request)
-        if chats is not None and made.sampling_params is not None and self.tokenizer is not None:
-            know_tokenizer(chats, self.renderer, self.model_config)  # `LLM` has no table of models
-            try:
-                with as_http(), describing(adapter=made.lora_request.lora_name):
-                    chat = chats.at(made.lora_request.lora_path)
-                    if _mode() is AdapterChat.STRICT:
-                        _refuse_other(chat, self)
-            except Exception as error:
-                present().error = error  # a stream that has not begun gets the error's status
-                raise
-            tokenizer = tokenizer_of(self.tokenizer, chat)
-            if chat.added_tokens:
-                made.sampling_params.update_from_tokenizer(tokenizer)  # bad_words
-            if ids := _end_ids(chat, tokenizer, self.model_config.get_vocab_size()):
-                fields, of_base = {"eos_token_id": ids}, self.renderer.get_eos_token_id()
-                made.sampling_params.update_from_generation_config(fields, of_base)
-        return made
-
-    return process_inputs
+    made = original(self, *args, **kwargs)
+    chats = _chats_for(made.lora_request)
+    if chats is not None and made.sampling_params is not None and self.tokenizer is not None:
+        know_tokenizer(chats, self.renderer, self.model_config)  # `LLM` has no table of models
+        try:
+            with as_http(), describing(adapter=made.lora_request.lora_name):
+                chat = chats.at(made.lora_request.lora_path)
+                if _mode() is AdapterChat.STRICT:
+                    _refuse_other(chat, self)
+        except Exception as error:
+            present().error = error  # a stream that has not begun gets the error's status
+            raise
+        tokenizer = tokenizer_of(self.tokenizer, chat)
+        if chat.added_tokens:
+            made.sampling_params.update_from_tokenizer(tokenizer)  # bad_words
+        if ids := _end_ids(chat, tokenizer, self.model_config.get_vocab_size()):
+            fields, of_base = {"eos_token_id": ids}, self.renderer.get_eos_token_id()
+            made.sampling_params.update_from_generation_config(fields, of_base)
+    return made
 
 
 def _refuse_other(chat: Chat, processor: Any) -> None:

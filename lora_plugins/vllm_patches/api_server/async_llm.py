@@ -34,7 +34,7 @@ from lora_plugins.process import this_process
 from lora_plugins.resolvers.sources.uri import place_by_path
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
 from lora_plugins.vllm_patches.message_fields import VERSIONS, error_of_output
-from lora_plugins.vllm_patches.wrapping import ours, where, wrap
+from lora_plugins.vllm_patches.wrapping import ours, signature_of, wrap
 from lora_plugins.worker.request_types import is_inplace, is_vllms
 
 COPIES = "lora_plugins_copies"  # an attribute of a client: those of the adapters that its API server serves
@@ -46,10 +46,10 @@ def patch() -> None:
     """Wrap every client of this process."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    wrap(AsyncLLM, "add_lora", where(has_planner, _add_lora))
-    wrap(AsyncLLM, "remove_lora", removing)
-    wrap(AsyncLLM, "generate", _answering)
-    wrap(AsyncLLM, "encode", _answering)
+    wrap(AsyncLLM, "add_lora", _add_lora, only=has_planner)
+    wrap(AsyncLLM, "remove_lora", remove_lora)
+    wrap(AsyncLLM, "generate", _answer)
+    wrap(AsyncLLM, "encode", _answer)
 
 
 def planner_of(client: Any) -> PlannerClient:
@@ -167,30 +167,26 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
         answers.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
-async def _add_lora(original: Any, client: Any, lora_request: Any) -> Any:
+async def _add_lora(original: Any, self: Any, lora_request: Any) -> Any:
     with as_http():
-        async with snapshots_of(client).adding(lora_request) as taken:
+        async with snapshots_of(self).adding(lora_request) as taken:
             if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
-                return await original(client, taken)
+                return await original(self, taken)
             if taken is not lora_request and only_engines_have(taken):
                 return True
             uri = place_by_path(lora_request.lora_path) if is_in_store(taken.lora_path) else None
-            await planner_of(client).load(taken, uri=uri, wants_slot=False)
+            await planner_of(self).load(taken, uri=uri, wants_slot=False)
     return True
 
 
-def removing(original: Any) -> Any:
+def remove_lora(original: Any, self: Any, lora_id: int) -> Any:
     """Forget the copy of an id: an adapter that comes under the id later is read again, as by vLLM."""
-
-    def remove_lora(self: Any, lora_id: int) -> Any:
-        if (snapshots := known_snapshots(self)) is not None:
-            snapshots.forget(lora_id)
-        return original(self, lora_id)
-
-    return remove_lora
+    if (snapshots := known_snapshots(self)) is not None:
+        snapshots.forget(lora_id)
+    return original(self, lora_id)
 
 
-def _answering(original: Any) -> Any:
+def _answer(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Give the request the path of the adapter's copy; raise the error that an output carries.
 
     Touches:
@@ -199,15 +195,10 @@ def _answering(original: Any) -> Any:
                 encode(self, prompt, pooling_params, request_id, lora_request, ...)}
     Why: a request whose adapter cannot be loaded is answered with our status and text.
     """
-    signature = inspect.signature(original)
-
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        if call.arguments.get("lora_request") is None:
-            return original(*args, **kwargs)
-        return _watched(original, call)
-
-    return answer
+    call = signature_of(original).bind(*args, **kwargs)
+    if call.arguments.get("lora_request") is None:
+        return original(*args, **kwargs)
+    return _watched(original, call)
 
 
 async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator[Any]:

@@ -44,17 +44,17 @@ def patch() -> None:
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
-    wrap(BaseServing, "_maybe_get_adapters", _picking)
-    wrap(BaseServing, "_get_active_default_mm_loras", _choosing_default)
+    wrap(BaseServing, "_maybe_get_adapters", _maybe_get_adapters)
+    wrap(BaseServing, "_get_active_default_mm_loras", _get_active_default_mm_loras)
     for serving in (BaseServing, PoolingBaseServing):
-        wrap(serving, "_check_model", _checking)
+        wrap(serving, "_check_model", _check_model)
     for response in (
         ChatCompletionResponse,
         ChatCompletionStreamResponse,
         CompletionResponse,
         CompletionStreamResponse,
     ):
-        wrap(response, "__init__", _filling)
+        wrap(response, "__init__", _init_response)
 
 
 def may_use(name: str) -> bool:
@@ -72,7 +72,7 @@ def near_names(models: Any, lora_name: str) -> list[str]:
     return [name for name in found if name not in blocked]
 
 
-def _picking(original: Any) -> Any:
+def _maybe_get_adapters(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Pick the request's adapter as vLLM does, unless the policy or a block forbids the adapter.
 
     A streamed response for an adapter begins when the engine has begun to answer. The 404 for a name that was there a
@@ -84,26 +84,23 @@ def _picking(original: Any) -> Any:
     """
     from vllm.exceptions import VLLMNotFoundError
 
-    def _maybe_get_adapters(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            adapter = original(_as_if_absent(self, request), request, *args, **kwargs)
-        except VLLMNotFoundError:
-            _refuse_unloaded(self, request)
-            raise
-        process = this_process()
-        _refuse_unread_fields(process, request, adapter)
-        if adapter is not None and not may_use(adapter.lora_name):
-            adapter = None  # a default adapter (`image`) comes without being named
-        if adapter is not None:
-            with as_http():  # another server of the store blocked the name, or its unload waits
-                process.resolver.store.blocks.refuse(adapter.lora_name)
-        _note_version(process, self, adapter)
-        # A stream's status goes out with its headers: an error after them could only be text in a 200.
-        if adapter is not None and process.is_manager_patched and getattr(request, "stream", False):
-            present().is_held = True
-        return adapter
-
-    return _maybe_get_adapters
+    try:
+        adapter = original(_as_if_absent(self, request), request, *args, **kwargs)
+    except VLLMNotFoundError:
+        _refuse_unloaded(self, request)
+        raise
+    process = this_process()
+    _refuse_unread_fields(process, request, adapter)
+    if adapter is not None and not may_use(adapter.lora_name):
+        adapter = None  # a default adapter (`image`) comes without being named
+    if adapter is not None:
+        with as_http():  # another server of the store blocked the name, or its unload waits
+            process.resolver.store.blocks.refuse(adapter.lora_name)
+    _note_version(process, self, adapter)
+    # A stream's status goes out with its headers: an error after them could only be text in a 200.
+    if adapter is not None and process.is_manager_patched and getattr(request, "stream", False):
+        present().is_held = True
+    return adapter
 
 
 def default_adapters(models: Any) -> dict[str, str]:
@@ -111,7 +108,7 @@ def default_adapters(models: Any) -> dict[str, str]:
     return getattr(lora_config_of(models.engine_client), "default_mm_loras", None) or {}
 
 
-def _choosing_default(original: Any) -> Any:
+def _get_active_default_mm_loras(original: Any, self: Any, request: Any) -> Any:
     """Choose a default adapter among the declared ones; vLLM chooses among all that are served.
 
     Touches:
@@ -120,16 +117,12 @@ def _choosing_default(original: Any) -> Any:
         have parts of this type; beside a declared adapter, it would keep that one from answering.
     Until: vLLM chooses among the adapters of --default-mm-loras.
     """
-
-    def _get_active_default_mm_loras(self: Any, request: Any) -> Any:
-        declared, served = default_adapters(self.models), self.models.lora_requests
-        return original(_over(self, {name: served[name] for name in declared if name in served}), request)
-
-    return _get_active_default_mm_loras
+    declared, served = default_adapters(self.models), self.models.lora_requests
+    return original(_over(self, {name: served[name] for name in declared if name in served}), request)
 
 
-def _checking(original: Any) -> Any:
-    """Pooling's check lets every name pass; with ours, a name that `_picking` misses was unloaded meanwhile.
+async def _check_model(original: Any, self: Any, request: Any) -> Any:
+    """Pooling's check lets every name pass; with ours, a name that `_maybe_get_adapters` misses was unloaded meanwhile.
 
     Touches:
         vllm.entrypoints.serve.engine.serving:
@@ -142,16 +135,13 @@ def _checking(original: Any) -> Any:
     """
     from vllm.exceptions import VLLMNotFoundError
 
-    async def _check_model(self: Any, request: Any) -> Any:
-        serving = _as_if_absent(self, request)
-        error = await original(serving, request)
-        # `error` is None for a name that vLLM resolved just now, too: the table has such a name by then.
-        is_there = serving._is_model_supported(request.model) or request.model in serving.models.lora_requests  # noqa: SLF001
-        if error is None and not is_there:
-            raise VLLMNotFoundError(f"The model `{request.model}` does not exist.")  # as `_maybe_get_adapters` has it
-        return error
-
-    return _check_model
+    serving = _as_if_absent(self, request)
+    error = await original(serving, request)
+    # `error` is None for a name that vLLM resolved just now, too: the table has such a name by then.
+    is_there = serving._is_model_supported(request.model) or request.model in serving.models.lora_requests  # noqa: SLF001
+    if error is None and not is_there:
+        raise VLLMNotFoundError(f"The model `{request.model}` does not exist.")  # as `_maybe_get_adapters` has it
+    return error
 
 
 def _as_if_absent(serving: Any, request: Any) -> Any:
@@ -229,7 +219,7 @@ def _note_version(process: Process, serving: Any, adapter: Any) -> None:
     present().note_version(digest, warnings=warnings, fills_fingerprint=fills)
 
 
-def _filling(original: Any) -> Any:
+def _init_response(original: Any, self: Any, **fields: Any) -> None:
     """Set the fields in every chunk; vLLM leaves out fields that it has not set.
 
     Where the serving class has no fingerprint (`--fingerprint-mode none`), the field has the digest that
@@ -247,15 +237,11 @@ def _filling(original: Any) -> Any:
         bodies and no headers can tell versions apart too, in every chunk of a stream.
     Until: vLLM's fingerprint changes with the adapter's version.
     """
-
-    def made(self: Any, **fields: Any) -> None:
-        if fields.get("system_fingerprint") is None and (digest := fingerprint()) is not None:
-            fields["system_fingerprint"] = digest
-        of_connector = {name: it for name, it in (fields.get("kv_transfer_params") or {}).items() if name != VERSIONS}
-        if of_connector:  # a proxy hands these to another engine as they are
-            fields["kv_transfer_params"] = of_connector
-        elif (response := present()).has_moved:
-            fields["kv_transfer_params"] = {VERSIONS: response.spans}
-        original(self, **fields)
-
-    return made
+    if fields.get("system_fingerprint") is None and (digest := fingerprint()) is not None:
+        fields["system_fingerprint"] = digest
+    of_connector = {name: it for name, it in (fields.get("kv_transfer_params") or {}).items() if name != VERSIONS}
+    if of_connector:  # a proxy hands these to another engine as they are
+        fields["kv_transfer_params"] = of_connector
+    elif (response := present()).has_moved:
+        fields["kv_transfer_params"] = {VERSIONS: response.spans}
+    original(self, **fields)

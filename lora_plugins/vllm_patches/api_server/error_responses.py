@@ -39,14 +39,14 @@ def patch() -> None:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.serve.exception_handling import register
 
-    wrap(register, "http_exception_handler", _with_headers)
+    wrap(register, "http_exception_handler", _http_exception_handler)
     for name in ("create_messages", "count_tokens"):
-        wrap(AnthropicServingMessages, name, _returning_errors)
+        wrap(AnthropicServingMessages, name, _answer_anthropic)
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_is_not_ours)
 
 
-def _with_headers(original: Any) -> Any:
+async def _http_exception_handler(original: Any, req: Any, exc: Any) -> Any:
     """Put the headers of an `HTTPException` on the response.
 
     Touches:
@@ -55,17 +55,13 @@ def _with_headers(original: Any) -> Any:
     Why: vLLM drops the headers, and with the headers Retry-After on a 503.
     Until: vLLM's handler passes exc.headers on, as FastAPI's own does.
     """
-
-    async def http_exception_handler(req: Any, exc: Any) -> Any:
-        response = await original(req, exc)
-        for name, value in (exc.headers or {}).items():
-            response.headers[name] = value
-        return response
-
-    return http_exception_handler
+    response = await original(req, exc)
+    for name, value in (exc.headers or {}).items():
+        response.headers[name] = value
+    return response
 
 
-def _returning_errors(original: Any) -> Any:
+async def _answer_anthropic(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return errors: the routes put a returned error into Anthropic's form; the response carries its headers.
 
     Touches:
@@ -79,15 +75,12 @@ def _returning_errors(original: Any) -> Any:
     from fastapi import HTTPException
     from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
-    async def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return await original(self, *args, **kwargs)
-        except HTTPException as error:
-            present().headers.update(error.headers or {})
-            status = HTTPStatus(error.status_code)
-            return ErrorResponse(error=ErrorInfo(message=error.detail, type=status.phrase, code=status.value))
-
-    return answer
+    try:
+        return await original(self, *args, **kwargs)
+    except HTTPException as error:
+        present().headers.update(error.headers or {})
+        status = HTTPStatus(error.status_code)
+        return ErrorResponse(error=ErrorInfo(message=error.detail, type=status.phrase, code=status.value))
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
-import inspect
 import itertools
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -27,15 +25,14 @@ from cachetools import LRUCache
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.lifecycle.snapshots import only_engines_have
 from lora_plugins.log import logger
-from lora_plugins.vllm_patches.api_server.async_llm import has_planner, known_snapshots, removing, snapshots_of
+from lora_plugins.vllm_patches.api_server.async_llm import has_planner, known_snapshots, remove_lora, snapshots_of
 from lora_plugins.vllm_patches.message_fields import error_in, error_of_output
-from lora_plugins.vllm_patches.wrapping import where, wrap
+from lora_plugins.vllm_patches.wrapping import signature_of, wrap
 
 T = TypeVar("T")
 _thread = ThreadPoolExecutor(1, "lora-plugins-snapshots")
 # Errors of requests that the engine is about to refuse, by request id.
 _refused: LRUCache[str, LoRAPluginsError] = LRUCache(10_000)
-_signature = functools.cache(inspect.signature)
 # An engine id and a path for each refused request, by which the engine finds nothing.
 _NOWHERE, _refused_ids = "/dev/null/refused", itertools.count(1 << 29)
 
@@ -44,27 +41,27 @@ def patch() -> None:
     """Wrap every offline engine of this process."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    wrap(LLMEngine, "add_lora", where(has_planner, _add_lora))
-    wrap(LLMEngine, "remove_lora", removing)
-    wrap(LLMEngine, "add_request", where(has_planner, _add_request))
-    wrap(LLMEngine, "step", _stepping)
+    wrap(LLMEngine, "add_lora", _add_lora, only=has_planner)
+    wrap(LLMEngine, "remove_lora", remove_lora)
+    wrap(LLMEngine, "add_request", _add_request, only=has_planner)
+    wrap(LLMEngine, "step", _step)
 
 
-def _add_lora(original: Any, engine: Any, lora_request: Any) -> Any:
-    snapshots = snapshots_of(engine)
+def _add_lora(original: Any, self: Any, lora_request: Any) -> Any:
+    snapshots = snapshots_of(self)
     if (known := _waited_for(snapshots.by_id(lora_request))) is not None:
-        return only_engines_have(known) or original(engine, known)
+        return only_engines_have(known) or original(self, known)
     with snapshots.trying(lora_request, _waited_for(snapshots.take(lora_request))) as taken:
-        return original(engine, taken)
+        return original(self, taken)
 
 
-def _add_request(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+def _add_request(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Add a request; an adapter that cannot be copied ends its own request, as a failed load does."""
-    call = _signature(original).bind(engine, *args, **kwargs)
+    call = signature_of(original).bind(self, *args, **kwargs)
     given = call.arguments.get("lora_request")
     if given is None:
-        return original(engine, *args, **kwargs)
-    snapshots = snapshots_of(engine)
+        return original(self, *args, **kwargs)
+    snapshots = snapshots_of(self)
     try:
         taken = snapshots.known(given) or _waited_for(snapshots.of(given))
     except LoRAPluginsError as error:
@@ -81,17 +78,14 @@ def _waited_for(work: Coroutine[Any, Any, T]) -> T:
     return _thread.submit(asyncio.run, work).result()
 
 
-def _stepping(original: Any) -> Any:
-    def step(self: Any) -> Any:
-        outputs = original(self)
-        for output in outputs:
-            error = _explain(output) if output.finished else None
-            taken = getattr(output, "lora_request", None)  # not of a pooling request
-            if error is not None and taken is not None and (snapshots := known_snapshots(self)):
-                snapshots.refused(taken, error)
-        return outputs
-
-    return step
+def _step(original: Any, self: Any) -> Any:
+    outputs = original(self)
+    for output in outputs:
+        error = _explain(output) if output.finished else None
+        taken = getattr(output, "lora_request", None)  # not of a pooling request
+        if error is not None and taken is not None and (snapshots := known_snapshots(self)):
+            snapshots.refused(taken, error)
+    return outputs
 
 
 def _explain(output: Any) -> LoRAPluginsError | None:

@@ -52,96 +52,84 @@ def patch() -> None:
     """Wrap the table of every API server of this process; a second call changes nothing."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    for name, wrapper in WRAPPERS.items():
-        wrap(OpenAIServingModels, name, wrapper)
+    wrap(OpenAIServingModels, "__init__", _init_models)
+    wrap(OpenAIServingModels, "init_static_loras", _init_static_loras)
+    wrap(OpenAIServingModels, "load_lora_adapter", _load_lora_adapter)
+    wrap(OpenAIServingModels, "resolve_lora", _resolve_lora)
+    wrap(OpenAIServingModels, "unload_lora_adapter", _unload_lora_adapter)
+    wrap(OpenAIServingModels, "show_available_models", _show_available_models)
 
 
-def _making(original: Any) -> Any:
+def _init_models(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Begin to serve when vLLM has its base model; an error here fails the startup."""
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        process = this_process()
-        # Before vLLM's own start: without the policy of the settings, nothing may be served.
-        require_in_force(process)
-        original(self, *args, **kwargs)
-        if process.is_resolver_registered:
-            process.models = weakref.ref(self)  # a server in this process, with its engine, ends before the process
-            know_tokenizer(process.resolver.chats, self.engine_client.renderer, self.engine_client.model_config)
-            begin_serving(self, process)
-        if is_planned(self.engine_client):  # our sources are asked by the lifecycle
-            self.lora_resolvers = [it for it in self.lora_resolvers if not isinstance(it, LoRAPluginsResolver)]
-
-    return made
+    process = this_process()
+    # Before vLLM's own start: without the policy of the settings, nothing may be served.
+    require_in_force(process)
+    original(self, *args, **kwargs)
+    if process.is_resolver_registered:
+        process.models = weakref.ref(self)  # a server in this process, with its engine, ends before the process
+        know_tokenizer(process.resolver.chats, self.engine_client.renderer, self.engine_client.model_config)
+        begin_serving(self, process)
+    if is_planned(self.engine_client):  # our sources are asked by the lifecycle
+        self.lora_resolvers = [it for it in self.lora_resolvers if not isinstance(it, LoRAPluginsResolver)]
 
 
-def _starting(original: Any) -> Any:
+async def _init_static_loras(original: Any, self: Any) -> None:
     """Share vLLM's table among several API servers before the table has a name; `--lora-modules` are the leader's."""
-
-    async def init_static_loras(self: Any) -> None:
-        process = this_process()
-        background(end_with_engine(weakref.ref(self.engine_client), process))
-        await take_role(self, process, partial(original, self))
-
-    return init_static_loras
+    process = this_process()
+    background(end_with_engine(weakref.ref(self.engine_client), process))
+    await take_role(self, process, partial(original, self))
 
 
-def _loading_by_path(original: Any) -> Any:
+async def _load_lora_adapter(original: Any, self: Any, request: Any, base_model_name: str | None = None) -> Any:
     """Load by path, and answer errors with our status; vLLM answers 500 where `add_lora` raises.
 
     vLLM serves the files at the path whenever vLLM reads them; ours serves the files of the load. `load_inplace`
     changes weights under running requests; with ours, the call is a swap like any other, unless the settings say so.
     """
-
-    async def load_lora_adapter(self: Any, request: Any, base_model_name: str | None = None) -> Any:
-        await require_admin()
-        lifecycle, name = planned_lifecycle(self), request.lora_name
-        if lifecycle is None:
-            return await original(self, request, base_model_name)
-        with as_http(shows_paths=True):  # the caller has named the path
-            # An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for an end.
-            server = lifecycle.server
-            ending = ending_block(server, name, block_to_end(server, name)) if is_for_request() else nullcontext()
-            async with self.lora_resolver_lock[name]:
-                if (error := await self._check_load_lora_adapter_request(request)) is not None:
-                    return error
-                async with ending:
-                    base = base_model_name if base_model_name and self.is_base_model(base_model_name) else None
-                    await lifecycle.load_by_path(name, request.lora_path, base, moves=moves_running())
-        background(lifecycle.written())  # a trainer does not wait for the disk, as in vLLM
-        return f"Success: LoRA adapter '{name}' added successfully."  # vLLM's words
-
-    return load_lora_adapter
+    await require_admin()
+    lifecycle, name = planned_lifecycle(self), request.lora_name
+    if lifecycle is None:
+        return await original(self, request, base_model_name)
+    with as_http(shows_paths=True):  # the caller has named the path
+        # An operator's call ends the name's block; at the start (`--lora-modules`) nobody has asked for an end.
+        server = lifecycle.server
+        ending = ending_block(server, name, block_to_end(server, name)) if is_for_request() else nullcontext()
+        async with self.lora_resolver_lock[name]:
+            if (error := await self._check_load_lora_adapter_request(request)) is not None:
+                return error
+            async with ending:
+                base = base_model_name if base_model_name and self.is_base_model(base_model_name) else None
+                await lifecycle.load_by_path(name, request.lora_path, base, moves=moves_running())
+    background(lifecycle.written())  # a trainer does not wait for the disk, as in vLLM
+    return f"Success: LoRA adapter '{name}' added successfully."  # vLLM's words
 
 
-def _resolving(original: Any) -> Any:
+async def _resolve_lora(original: Any, self: Any, lora_name: str) -> Any:
     """Resolve, and answer a name that no resolver has with the name's fault, where the name itself shows the fault.
 
     vLLM says "does not exist" of every such name. A default adapter that was unloaded comes back by an operator's call
     alone: a source's would answer for everybody.
     """
-
-    async def resolve_lora(self: Any, lora_name: str) -> Any:
-        process, lora_name = this_process(), canonical(lora_name)
-        with as_http():
-            if lora_name in default_adapters(self):
-                asked = copy.copy(self)
-                asked.lora_resolvers = []
-                result = await original(asked, lora_name)
-            elif isinstance(process.role, Follower):
-                result = await resolved_by_leader(process.role, lora_name)
-            elif (lifecycle := planned_lifecycle(self)) is None:
-                result = await original(self, lora_name)
-            else:
-                result = await _resolved(original, self, lifecycle, lora_name)
-            error = getattr(result, "error", None)  # an attribute of an ErrorResponse
-            if error is not None and error.code == AdapterNotFound.http_status:
-                base_names = [path.name for path in self.base_model_paths]
-                reason = with_base_name(lora_name, base_names) or why_absent(lora_name)
-                if (reason := reason or misspelt(lora_name, near_names(self, lora_name))) is not None:
-                    raise reason
-        return result
-
-    return resolve_lora
+    process, lora_name = this_process(), canonical(lora_name)
+    with as_http():
+        if lora_name in default_adapters(self):
+            asked = copy.copy(self)
+            asked.lora_resolvers = []
+            result = await original(asked, lora_name)
+        elif isinstance(process.role, Follower):
+            result = await resolved_by_leader(process.role, lora_name)
+        elif (lifecycle := planned_lifecycle(self)) is None:
+            result = await original(self, lora_name)
+        else:
+            result = await _resolved(original, self, lifecycle, lora_name)
+        error = getattr(result, "error", None)  # an attribute of an ErrorResponse
+        if error is not None and error.code == AdapterNotFound.http_status:
+            base_names = [path.name for path in self.base_model_paths]
+            reason = with_base_name(lora_name, base_names) or why_absent(lora_name)
+            if (reason := reason or misspelt(lora_name, near_names(self, lora_name))) is not None:
+                raise reason
+    return result
 
 
 async def _resolved(original: Any, models: Any, lifecycle: Lifecycle, lora_name: str) -> Any:
@@ -168,7 +156,7 @@ async def _resolved(original: Any, models: Any, lifecycle: Lifecycle, lora_name:
         return await lifecycle.resolving.run(lora_name, resolve)
 
 
-def _unloading(original: Any) -> Any:
+async def _unload_lora_adapter(original: Any, self: Any, request: Any) -> Any:
     """Unload by our lifecycle, which frees slot, memory and lease once nothing uses them; for administrators only.
 
     Touches:
@@ -177,25 +165,21 @@ def _unloading(original: Any) -> Any:
     Why: vLLM's unload takes the name out of its table only, and SageMaker has other routes to it.
     Until: vLLM frees what it unloads, and asks a plugin who may.
     """
-
-    async def unload_lora_adapter(self: Any, request: Any) -> Any:
-        await require_admin()
-        lifecycle, name = planned_lifecycle(self), request.lora_name
-        if lifecycle is None:
-            return await original(self, request)
-        async with self.lora_resolver_lock[name]:  # as vLLM: a resolve under way puts its name into the table first
-            error = await self._check_unload_lora_adapter_request(request)
-        if error is not None:
-            return error
-        with as_http():
-            await lifecycle.remove(name)
-        background(lifecycle.written())  # a trainer does not wait for the disk, as in vLLM
-        return f"Success: LoRA adapter '{name}' removed successfully."  # vLLM's words
-
-    return unload_lora_adapter
+    await require_admin()
+    lifecycle, name = planned_lifecycle(self), request.lora_name
+    if lifecycle is None:
+        return await original(self, request)
+    async with self.lora_resolver_lock[name]:  # as vLLM: a resolve under way puts its name into the table first
+        error = await self._check_unload_lora_adapter_request(request)
+    if error is not None:
+        return error
+    with as_http():
+        await lifecycle.remove(name)
+    background(lifecycle.written())  # a trainer does not wait for the disk, as in vLLM
+    return f"Success: LoRA adapter '{name}' removed successfully."  # vLLM's words
 
 
-def _listing(original: Any) -> Any:
+async def _show_available_models(original: Any, self: Any) -> Any:
     """List the adapters that the caller may use; `root` is the operator's path, not the copy's.
 
     A version by its digest is listed by its name alone.
@@ -207,25 +191,21 @@ def _listing(original: Any) -> Any:
     Why: an adapter that the key may not use must look like one that does not exist; vLLM knows no cold adapter.
     Until: vLLM asks a plugin which adapters a request may use.
     """
-
-    async def show_available_models(self: Any) -> Any:
-        listed = await original(self)
-        if self.lora_requests and (lifecycle := planned_lifecycle(self)) is not None:
-            registry = lifecycle.registry
-            # Another server of the store may have blocked a name that is still in this server's table.
-            blocked = registry.blocked.among(card.id for card in listed.data)
-            listed.data = [card for card in listed.data if card.id not in blocked]
-            for card in listed.data:
-                adapter = registry.get(card.id)
-                card.root = card.root if adapter is None else adapter.given_path or card.root
-            listed.data = [card for card in listed.data if not ((it := registry.get(card.id)) and it.is_by_digest)]
-        listed.data = [card for card in listed.data if self.is_base_model(card.id) or may_use(card.id)]
-        await _add_cold(self, listed.data)
+    listed = await original(self)
+    if self.lora_requests and (lifecycle := planned_lifecycle(self)) is not None:
+        registry = lifecycle.registry
+        # Another server of the store may have blocked a name that is still in this server's table.
+        blocked = registry.blocked.among(card.id for card in listed.data)
+        listed.data = [card for card in listed.data if card.id not in blocked]
         for card in listed.data:
-            card.max_model_len = self.model_config.max_model_len
-        return listed
-
-    return show_available_models
+            adapter = registry.get(card.id)
+            card.root = card.root if adapter is None else adapter.given_path or card.root
+        listed.data = [card for card in listed.data if not ((it := registry.get(card.id)) and it.is_by_digest)]
+    listed.data = [card for card in listed.data if self.is_base_model(card.id) or may_use(card.id)]
+    await _add_cold(self, listed.data)
+    for card in listed.data:
+        card.max_model_len = self.model_config.max_model_len
+    return listed
 
 
 async def _add_cold(models: Any, cards: list[Any]) -> None:
@@ -241,13 +221,3 @@ async def _add_cold(models: Any, cards: list[Any]) -> None:
     )
     blocked = process.resolver.store.blocks.among(names)
     cards += (card_of(base, name) for name in names if name not in blocked)
-
-
-WRAPPERS = {
-    "__init__": _making,
-    "init_static_loras": _starting,
-    "load_lora_adapter": _loading_by_path,
-    "resolve_lora": _resolving,
-    "unload_lora_adapter": _unloading,
-    "show_available_models": _listing,
-}

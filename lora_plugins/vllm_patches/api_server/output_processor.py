@@ -39,36 +39,32 @@ def patch() -> None:
     """Have every client of this process name versions and count tokens; a second call changes nothing."""
     from vllm.v1.engine import output_processor
 
-    wrap(output_processor.RequestState, "__init__", _noting_rate)
-    wrap(output_processor.RequestState, "make_request_output", _saying_versions)
-    wrap(output_processor.OutputProcessor, "do_tracing", _tracing)
-    wrap(output_processor, "instrument_manual", _naming_in_span)
+    wrap(output_processor.RequestState, "__init__", _init_request_state)
+    wrap(output_processor.RequestState, "make_request_output", _make_request_output)
+    wrap(output_processor.OutputProcessor, "do_tracing", _do_tracing)
+    wrap(output_processor, "instrument_manual", _instrument_manual)
 
 
 def patch_requests() -> None:
     """Have every request of this process to an engine name its client's request, where there is one."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    wrap(InputProcessor, "assign_request_id", _naming)
+    wrap(InputProcessor, "assign_request_id", _assign_request_id)
 
 
-def _naming(original: Any) -> Any:
+def _assign_request_id(original: Any, request: Any) -> None:
     """Give each request for an adapter a header of ours, before vLLM divides the request into choices.
 
     Touches: vllm.v1.engine: EngineCoreRequest{trace_headers, lora_request}
     Why: parts of one client's request run together, and a pause waits for the parts; ids are chosen by clients.
     Until: vLLM's engine core learns which requests are parts of one.
     """
-
-    def assign_request_id(request: Any) -> None:
-        original(request)
-        if request.lora_request is not None:
-            request.trace_headers = {**(request.trace_headers or {}), CLIENT: present().client}
-
-    return assign_request_id
+    original(request)
+    if request.lora_request is not None:
+        request.trace_headers = {**(request.trace_headers or {}), CLIENT: present().client}
 
 
-def _noting_rate(original: Any) -> Any:
+def _init_request_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Note whose request it is: the loop that reads outputs runs for no request.
 
     Relied on: vLLM makes the state in the task of the request, or in a task that has its context.
@@ -76,16 +72,22 @@ def _noting_rate(original: Any) -> Any:
     Why: a key's limit counts the tokens of its requests.
     Until: vLLM limits the tokens of a key.
     """
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        if (rate := rate_of_request()) is not None and rate.tokens_per_minute is not None:
-            setattr(self, _RATE, rate)
-
-    return __init__
+    original(self, *args, **kwargs)
+    if (rate := rate_of_request()) is not None and rate.tokens_per_minute is not None:
+        setattr(self, _RATE, rate)
 
 
-def _saying_versions(original: Any) -> Any:
+def _make_request_output(  # noqa: PLR0917 - as vLLM has it
+    original: Any,
+    self: Any,
+    new_token_ids: Any,
+    pooling_output: Any,
+    finish_reason: Any,
+    stop_reason: Any,
+    kv_transfer_params: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Have `lora_versions`, once said, stand in the `kv_transfer_params` of every later output; count tokens at an end.
 
     Relied on: vLLM calls this for each end, an abort's too, after the stop checks, with `first_token_latency` set.
@@ -95,32 +97,19 @@ def _saying_versions(original: Any) -> Any:
         FinishedRequestStats, which a stat logger gets, names no adapter and leaves aborted requests out.
     Until: vLLM's outputs have a field for the versions of an adapter, and its metrics of tokens name adapters.
     """
-
-    def make_request_output(  # noqa: PLR0917 - as vLLM has it
-        self: Any,
-        new_token_ids: Any,
-        pooling_output: Any,
-        finish_reason: Any,
-        stop_reason: Any,
-        kv_transfer_params: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        whole, said = self.parent_req or self, (kv_transfer_params or {}).get(VERSIONS, ())
-        # Each output gets all spans so far: vLLM may pass on any output as the last.
-        if spans := together(getattr(whole, _SPANS, ()), said):
-            setattr(whole, _SPANS, spans)
-            kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}
-        if finish_reason is not None and (self.lora_name is not None or hasattr(self, _RATE)):
-            _count(self, whole, str(finish_reason))
-        return original(
-            self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
-        )
-
-    return make_request_output
+    whole, said = self.parent_req or self, (kv_transfer_params or {}).get(VERSIONS, ())
+    # Each output gets all spans so far: vLLM may pass on any output as the last.
+    if spans := together(getattr(whole, _SPANS, ()), said):
+        setattr(whole, _SPANS, spans)
+        kv_transfer_params = (kv_transfer_params or {}) | {VERSIONS: spans}
+    if finish_reason is not None and (self.lora_name is not None or hasattr(self, _RATE)):
+        _count(self, whole, str(finish_reason))
+    return original(
+        self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
+    )
 
 
-def _tracing(original: Any) -> Any:
+def _do_tracing(original: Any, self: Any, engine_core_output: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
     """Know the request while vLLM makes its span, where tracing is on.
 
     Touches:
@@ -129,18 +118,14 @@ def _tracing(original: Any) -> Any:
     Why: the call that makes the span names no request.
     Until: vLLM's span has `gen_ai.request.model`, and a version of it.
     """
-
-    def do_tracing(self: Any, engine_core_output: Any, req_state: Any, *args: Any, **kwargs: Any) -> None:
-        token = _traced.set(req_state)
-        try:
-            original(self, engine_core_output, req_state, *args, **kwargs)
-        finally:
-            _traced.reset(token)
-
-    return do_tracing
+    token = _traced.set(req_state)
+    try:
+        original(self, engine_core_output, req_state, *args, **kwargs)
+    finally:
+        _traced.reset(token)
 
 
-def _naming_in_span(original: Any) -> Any:
+def _instrument_manual(original: Any, *args: Any, attributes: Any, **kwargs: Any) -> Any:
     """Name the adapter and its versions in the span of a request that has ended.
 
     Touches:
@@ -149,16 +134,12 @@ def _naming_in_span(original: Any) -> Any:
     Why: vLLM's span names no model, and so no adapter.
     Until: vLLM's span has `gen_ai.request.model`, and a version of it.
     """
-
-    def instrument_manual(*args: Any, attributes: Any, **kwargs: Any) -> Any:
-        if (state := _traced.get()).lora_name is not None:
-            digest_of = this_process().resolver.store.layout.digest_of
-            spans = getattr(state.parent_req or state, _SPANS, ()) or [(digest_of(state.lora_request.lora_path), 0)]
-            digests = ",".join(dict.fromkeys(digest for digest, _ in spans if digest))
-            attributes = attributes | {_MODEL: state.lora_name} | ({_DIGEST: digests} if digests else {})
-        return original(*args, attributes=attributes, **kwargs)
-
-    return instrument_manual
+    if (state := _traced.get()).lora_name is not None:
+        digest_of = this_process().resolver.store.layout.digest_of
+        spans = getattr(state.parent_req or state, _SPANS, ()) or [(digest_of(state.lora_request.lora_path), 0)]
+        digests = ",".join(dict.fromkeys(digest for digest, _ in spans if digest))
+        attributes = attributes | {_MODEL: state.lora_name} | ({_DIGEST: digests} if digests else {})
+    return original(*args, attributes=attributes, **kwargs)
 
 
 def _count(state: Any, whole: Any, finish_reason: str) -> None:

@@ -28,17 +28,14 @@ def keep_model_of_body() -> None:
     """
     transform = _transform()
     if transform is not None:
-        wrap(transform, "transform_request", _keeping)
+        wrap(transform, "transform_request", _transform_request)
 
 
-def _keeping(original: Any) -> Any:
-    async def transform_request(self: Any, raw_request: Any) -> Any:
-        if raw_request.headers.get(_HEADER):
-            return await original(self, raw_request)
-        unchanged = importlib.import_module(f"{_PACKAGE}.models").BaseLoRATransformRequestOutput
-        return unchanged(request=None, raw_request=raw_request)
-
-    return transform_request
+async def _transform_request(original: Any, self: Any, raw_request: Any) -> Any:
+    if raw_request.headers.get(_HEADER):
+        return await original(self, raw_request)
+    unchanged = importlib.import_module(f"{_PACKAGE}.models").BaseLoRATransformRequestOutput
+    return unchanged(request=None, raw_request=raw_request)
 
 
 def _transform() -> Any:

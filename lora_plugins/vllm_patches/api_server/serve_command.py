@@ -51,7 +51,7 @@ def patch(settings: Settings) -> None:
     # Only the process of the command `vllm serve` has the module.
     cli: Any = sys.modules.get(_CLI)
     if cli is not None and (asked or named_in_environment(MANAGER)):
-        wrap(cli, "run_multi_api_server", functools.partial(_sharing, settings=settings))
+        wrap(cli, "run_multi_api_server", functools.partial(_run_multi_api_server, settings=settings))
     if not asked:
         return
     if _GRPC in sys.modules:
@@ -59,7 +59,7 @@ def patch(settings: Settings) -> None:
     if _parent() == _RUST:
         raise _refusal(f"{_RUST} serve", asked, "start vllm serve")
     if cli is not None:
-        wrap(cli.ServeSubcommand, "validate", functools.partial(_refusing_front_ends, asked=asked))
+        wrap(cli.ServeSubcommand, "validate", functools.partial(_validate, asked=asked))
 
 
 def say_errors_in_a_line() -> None:
@@ -126,7 +126,7 @@ def configured(settings: Settings) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
-def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
+def _validate(original: Any, self: Any, args: Any, *, asked: list[str]) -> None:
     """Raise for `--grpc` and for the front end in Rust, with a resolver, `lora_admin` or a policy.
 
     The gRPC server and `vllm-rs` start without this command: an imported module and the parent process give them away.
@@ -137,20 +137,16 @@ def _refusing_front_ends(original: Any, asked: list[str]) -> Any:
     Why: requests do not pass vLLM's API server there, so what was asked for would be left out without a word.
     Until: these front ends ask resolvers, and have endpoint plugins.
     """
+    from vllm import envs
 
-    def validate(self: Any, args: Any) -> None:
-        from vllm import envs
-
-        if getattr(args, "grpc", False):
-            raise _refusal("vllm serve --grpc", asked, "leave --grpc out")
-        if envs.VLLM_USE_RUST_FRONTEND and not args.headless and args.api_server_count != 0:
-            raise _refusal("VLLM_USE_RUST_FRONTEND=1", asked, "unset VLLM_USE_RUST_FRONTEND")
-        original(self, args)
-
-    return validate
+    if getattr(args, "grpc", False):
+        raise _refusal("vllm serve --grpc", asked, "leave --grpc out")
+    if envs.VLLM_USE_RUST_FRONTEND and not args.headless and args.api_server_count != 0:
+        raise _refusal("VLLM_USE_RUST_FRONTEND=1", asked, "unset VLLM_USE_RUST_FRONTEND")
+    original(self, args)
 
 
-def _sharing(original: Any, settings: Settings) -> Any:
+def _run_multi_api_server(original: Any, args: Any, *, settings: Settings) -> Any:
     """Give several API servers a folder to find each other, and have vLLM start them with runtime updating.
 
     The others outlive one that is killed (`_going_on`).
@@ -165,29 +161,25 @@ def _sharing(original: Any, settings: Settings) -> Any:
         one API server for each engine, unless --api-server-count 1 is given.
     Until: API servers share what they serve.
     """
-
-    def run_multi_api_server(args: Any) -> Any:
-        count, changes = args.api_server_count or 1, that_changes(settings)
-        is_of_hosts = args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None
-        if changes is not None and is_of_hosts:
-            refuse_several(count, changes, "of several hosts, each of which reaches its own engines only")
-        if changes is not None and not named_in_environment(MANAGER):
-            refuse_several(count, changes, "without lora_lru_manager, whose engine ids would collide")
-        if count < 2 or is_of_hosts or not named_in_environment(MANAGER):
+    count, changes = args.api_server_count or 1, that_changes(settings)
+    is_of_hosts = args.data_parallel_hybrid_lb or args.data_parallel_start_rank is not None
+    if changes is not None and is_of_hosts:
+        refuse_several(count, changes, "of several hosts, each of which reaches its own engines only")
+    if changes is not None and not named_in_environment(MANAGER):
+        refuse_several(count, changes, "without lora_lru_manager, whose engine ids would collide")
+    if count < 2 or is_of_hosts or not named_in_environment(MANAGER):
+        return original(args)
+    cli: Any = sys.modules[_CLI]
+    envs, wait = cli.envs, cli.wait_for_completion_or_failure
+    with tempfile.TemporaryDirectory(prefix="lora-plugins-", dir=_above()) as folder:
+        setattr(args, FOLDER, Path(folder))
+        # The module's global, not the variable: the API servers that start here must read the true value.
+        cli.envs = _WithoutUpdating(envs)
+        cli.wait_for_completion_or_failure = _going_on(wait, Path(folder))
+        try:
             return original(args)
-        cli: Any = sys.modules[_CLI]
-        envs, wait = cli.envs, cli.wait_for_completion_or_failure
-        with tempfile.TemporaryDirectory(prefix="lora-plugins-", dir=_above()) as folder:
-            setattr(args, FOLDER, Path(folder))
-            # The module's global, not the variable: the API servers that start here must read the true value.
-            cli.envs = _WithoutUpdating(envs)
-            cli.wait_for_completion_or_failure = _going_on(wait, Path(folder))
-            try:
-                return original(args)
-            finally:
-                cli.envs, cli.wait_for_completion_or_failure = envs, wait
-
-    return run_multi_api_server
+        finally:
+            cli.envs, cli.wait_for_completion_or_failure = envs, wait
 
 
 def _going_on(original: Callable[..., None], folder: Path) -> Callable[..., None]:

@@ -23,30 +23,26 @@ def patch() -> None:
     """Have every API server of this process get our parts; a second call changes nothing."""
     from vllm.entrypoints.serve.instrumentator import metrics
 
-    wrap(metrics, "attach_router", _attaching)
+    wrap(metrics, "attach_router", _attach_router)
 
 
-def _attaching(original: Any) -> Any:
+def _attach_router(original: Any, app: Any) -> None:
     """Put our metrics behind `/metrics`, and add our middleware.
 
     Why: attach_router runs where /metrics is, in API servers only, before the application answers.
     Until: vLLM lets a plugin that has no endpoints add middleware.
     """
-
-    def attach_router(app: Any) -> None:
-        original(app)
-        process = this_process()
-        process.app, process.folder = app, getattr(getattr(app.state, "args", None), FOLDER, None)
-        serve_metrics(app, process)
-        if process.is_resolver_registered or process.is_manager_patched:
-            # The middleware added last is outside what was added before: a follower's requests go to the leader before
-            # our other parts. vLLM adds CORS, authentication, request ids and --middleware later, so outside of ours.
-            add_route(app)
-            app.add_middleware(AnswerForAdapters, answer=_answer)
-            if process.folder is not None:
-                app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer)
-
-    return attach_router
+    original(app)
+    process = this_process()
+    process.app, process.folder = app, getattr(getattr(app.state, "args", None), FOLDER, None)
+    serve_metrics(app, process)
+    if process.is_resolver_registered or process.is_manager_patched:
+        # The middleware added last is outside what was added before: a follower's requests go to the leader before
+        # our other parts. vLLM adds CORS, authentication, request ids and --middleware later, so outside of ours.
+        add_route(app)
+        app.add_middleware(AnswerForAdapters, answer=_answer)
+        if process.folder is not None:
+            app.add_middleware(CarryToLeader, role=lambda: process.role, answer=_answer)
 
 
 async def _answer(scope: Any, error: Exception) -> Any:

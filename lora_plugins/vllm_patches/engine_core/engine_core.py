@@ -32,7 +32,7 @@ from lora_plugins.vllm_patches.engine_core.given_adapters import collective_rpc
 from lora_plugins.vllm_patches.engine_core.pausing import pause
 from lora_plugins.vllm_patches.engine_core.scheduler import has_planner
 from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, true_or_raise, utility
-from lora_plugins.vllm_patches.wrapping import where, wrap
+from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
@@ -44,7 +44,7 @@ def patch() -> None:
         # (`_handle_client_request` in vllm/v1/engine/core.py, 0.32).
         setattr(EngineCore, f"lora_plugins{added.__name__}", added)
     for method in _METHODS:
-        wrap(EngineCore, method.__name__.removeprefix("_"), where(has_planner, method))
+        wrap(EngineCore, method.__name__.removeprefix("_"), method, only=has_planner)
 
 
 # `self` is an EngineCore.

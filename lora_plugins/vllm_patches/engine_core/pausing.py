@@ -18,7 +18,7 @@ from typing import Any
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.vllm_patches.engine_core.request import has_kv_cache
 from lora_plugins.vllm_patches.engine_core.scheduler import has_planner
-from lora_plugins.vllm_patches.wrapping import where, wrap
+from lora_plugins.vllm_patches.wrapping import wrap
 
 
 def patch() -> None:
@@ -35,9 +35,9 @@ def patch() -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for method in (_pause_complete, _process_input_queue):
-        wrap(EngineCoreProc, method.__name__, where(has_planner, method))
+        wrap(EngineCoreProc, method.__name__, method, only=has_planner)
     if hasattr(EngineCore, "release_kv_cache_memory"):  # since 0.31
-        wrap(EngineCore, "release_kv_cache_memory", where(has_planner, _release_kv_cache_memory))
+        wrap(EngineCore, "release_kv_cache_memory", _pause_complete, only=has_planner)
 
 
 # `self` is an engine core; `original` is vLLM's own method.
@@ -55,11 +55,6 @@ def _process_input_queue(original: Any, self: Any) -> Any:
         if is_idle:
             self._notify_idle_state_callbacks()
     return original(self)
-
-
-def _release_kv_cache_memory(original: Any, self: Any) -> Any:
-    with self.scheduler.without_loads():  # vLLM refuses where the pause is not complete
-        return original(self)
 
 
 def pause(scheduler: Any, name: str, mode: PauseMode) -> list[str]:

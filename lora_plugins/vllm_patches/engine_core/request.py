@@ -133,10 +133,10 @@ def patch_offloading() -> None:
     """Have every OffloadingConnector of this process forget keys that its request no longer has."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 
-    wrap(RequestOffloadState, "update_offload_keys", _following)
+    wrap(RequestOffloadState, "update_offload_keys", _update_offload_keys)
 
 
-def _following(original: Any) -> Any:
+def _update_offload_keys(original: Any, self: Any) -> None:
     """Forget keys that are no longer the request's before vLLM adds the request's keys.
 
     vLLM notes the keys of a request once, with its first batch, and only ever adds to them (0.30 to 0.33). A request
@@ -152,15 +152,11 @@ def _following(original: Any) -> Any:
     Why: blocks that a new version has computed would be stored under the keys of the version before.
     Until: vLLM's connector reads the keys of a request when it stores its blocks.
     """
+    from vllm.v1.kv_offload.base import get_offload_block_hash
 
-    def update_offload_keys(self: Any) -> None:
-        from vllm.v1.kv_offload.base import get_offload_block_hash
-
-        for group, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
-            keys, every = state.offload_keys, group.hashes_per_chunk
-            # A block's hash holds those before it: all agree where the last does.
-            while keys and get_offload_block_hash(keys[-1]) not in self.req.block_hashes[len(keys) * every - 1 :][:1]:
-                keys.pop()
-        original(self)
-
-    return update_offload_keys
+    for group, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
+        keys, every = state.offload_keys, group.hashes_per_chunk
+        # A block's hash holds those before it: all agree where the last does.
+        while keys and get_offload_block_hash(keys[-1]) not in self.req.block_hashes[len(keys) * every - 1 :][:1]:
+            keys.pop()
+    original(self)

@@ -554,4 +554,4 @@ def patch() -> None:
     """Have every engine of this process plan its adapters."""
     from vllm.config.scheduler import SchedulerConfig
 
-    wrap(SchedulerConfig, "get_scheduler_cls", lambda original: lambda config: with_admission(original(config)))
+    wrap(SchedulerConfig, "get_scheduler_cls", lambda original, config: with_admission(original(config)))

@@ -46,14 +46,14 @@ def patch() -> None:
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.v1.worker.gpu.lora_utils import LoraState
 
-    wrap(LoRAModelManager, "_init_punica_wrapper", _with_parts)
-    wrap(LoRAModelManager, "_get_punica_wrapper", _of_the_innermost_part)
-    wrap(VocabParallelEmbeddingWithLoRA, "forward", _in_one_row)
-    wrap(LoraState, "__init__", _beside_its_runner)
-    wrap(LoraState, "make_lora_inputs", _by_row)
+    wrap(LoRAModelManager, "_init_punica_wrapper", _init_punica_wrapper)
+    wrap(LoRAModelManager, "_get_punica_wrapper", _get_punica_wrapper)
+    wrap(VocabParallelEmbeddingWithLoRA, "forward", _forward)
+    wrap(LoraState, "__init__", _init_lora_state)
+    wrap(LoraState, "make_lora_inputs", _make_lora_inputs)
 
 
-def _with_parts(original: Any) -> Any:
+def _init_punica_wrapper(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Give a model the mapping of its parts that its class lacks, from the marks of its constructor.
 
     Touches:
@@ -64,22 +64,18 @@ def _with_parts(original: Any) -> Any:
     Why: without the mapping, vLLM computes encoders with the rows of tokens.
     Until: each class of vLLM's with LoRA has get_mm_mapping.
     """
+    from vllm.model_executor.models.module_mapping import MultiModelKeys
 
-    def _init_punica_wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm.model_executor.models.module_mapping import MultiModelKeys
-
-        model = self.model
-        language = getattr(model, "_language_model_names", ())
-        if len(language) == 1 and not hasattr(model, "get_mm_mapping"):
-            keys = MultiModelKeys(language, list(_of_encoded_frames(model)), model._tower_model_names)  # noqa: SLF001
-            model.get_mm_mapping = lambda: keys
-            if keys.connector:
-                # An encoder has a row for each frame, and so has the cross-attention of a decoder.
-                model.supports_tower_connector_lora = True
-                model.get_mm_lora_token_counts = lambda *, num_mm_embeds, **_: (num_mm_embeds, num_mm_embeds)
-        original(self, *args, **kwargs)
-
-    return _init_punica_wrapper
+    model = self.model
+    language = getattr(model, "_language_model_names", ())
+    if len(language) == 1 and not hasattr(model, "get_mm_mapping"):
+        keys = MultiModelKeys(language, list(_of_encoded_frames(model)), model._tower_model_names)  # noqa: SLF001
+        model.get_mm_mapping = lambda: keys
+        if keys.connector:
+            # An encoder has a row for each frame, and so has the cross-attention of a decoder.
+            model.supports_tower_connector_lora = True
+            model.get_mm_lora_token_counts = lambda *, num_mm_embeds, **_: (num_mm_embeds, num_mm_embeds)
+    original(self, *args, **kwargs)
 
 
 def _of_encoded_frames(model: Any) -> Iterator[str]:
@@ -90,49 +86,40 @@ def _of_encoded_frames(model: Any) -> Iterator[str]:
             yield from (f"{name}.{part}" for part, _ in layer.named_children() if part not in _WITH_TOKENS)
 
 
-def _of_the_innermost_part(original: Any) -> Any:
+def _get_punica_wrapper(original: Any, self: Any, module_name: str) -> Any:
     """Give a module no wrapper but that of the innermost part of the model with the module.
 
     Why: a tower or connector below another prefix would have that part's rows.
     Until: vLLM looks for the longest prefix among all parts.
     """
-
-    def _get_punica_wrapper(self: Any, module_name: str) -> Any:
-        wrapper = original(self, module_name)
-        if not self.supports_mm:
-            return wrapper
-        parts = self.mm_mapping
-        prefixes = (*parts.language_model, *parts.tower_model, *parts.connector)
-        innermost = max((one for one in prefixes if module_name.startswith(one)), key=len, default=None)
-        return wrapper if innermost is None else self.punica_wrapper_mapping.get(innermost)
-
-    return _get_punica_wrapper
+    wrapper = original(self, module_name)
+    if not self.supports_mm:
+        return wrapper
+    parts = self.mm_mapping
+    prefixes = (*parts.language_model, *parts.tower_model, *parts.connector)
+    innermost = max((one for one in prefixes if module_name.startswith(one)), key=len, default=None)
+    return wrapper if innermost is None else self.punica_wrapper_mapping.get(innermost)
 
 
-def _beside_its_runner(original: Any) -> Any:
+def _init_lora_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """A runner makes its LoraState: only processes with a runner have imported the runner's module."""
-
-    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        runner: Any = sys.modules.get(_RUNNER)
-        if runner is not None:
-            wrap(runner.GPUModelRunner, "prepare_inputs", _counting_rows)
-            wrap(runner, "set_active_mm_loras", _in_the_order_of_encoding)
-
-    return initialise
+    original(self, *args, **kwargs)
+    runner: Any = sys.modules.get(_RUNNER)
+    if runner is not None:
+        wrap(runner.GPUModelRunner, "prepare_inputs", _prepare_inputs)
+        wrap(runner, "set_active_mm_loras", _set_active_mm_loras)
 
 
-def _counting_rows(original: Any) -> Any:
-    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = original(self, *args, **kwargs)
-        setattr(self.lora_state, _ROWS, batch.cu_num_logits_np[1:] - batch.cu_num_logits_np[:-1])
-        setattr(self.lora_state, _ORDER, batch.req_ids)
-        return batch
-
-    return prepare_inputs
+def _prepare_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    batch = original(self, *args, **kwargs)
+    setattr(self.lora_state, _ROWS, batch.cu_num_logits_np[1:] - batch.cu_num_logits_np[:-1])
+    setattr(self.lora_state, _ORDER, batch.req_ids)
+    return batch
 
 
-def _in_the_order_of_encoding(original: Any) -> Any:
+def _set_active_mm_loras(
+    original: Any, *, model: Any, lora_state: Any, scheduled_encoder_inputs: Any, **others: Any
+) -> None:
     """Name the adapters of audios in the order of the batch, in which an encoder-decoder model encodes them.
 
     Source: `EncoderDecoderModelState.prepare_inputs_embeds` in vllm/v1/worker/gpu/model_states/encoder_decoder.py.
@@ -145,39 +132,28 @@ def _in_the_order_of_encoding(original: Any) -> Any:
     Why: vLLM names them in the scheduler's order, and an audio would meet the adapter of another request.
     Until: vLLM names them in the order of encoding.
     """
-
-    def set_active_mm_loras(*, model: Any, lora_state: Any, scheduled_encoder_inputs: Any, **others: Any) -> None:
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            inputs = scheduled_encoder_inputs
-            scheduled_encoder_inputs = {one: inputs[one] for one in getattr(lora_state, _ORDER) if one in inputs}
-        original(model=model, lora_state=lora_state, scheduled_encoder_inputs=scheduled_encoder_inputs, **others)
-
-    return set_active_mm_loras
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        inputs = scheduled_encoder_inputs
+        scheduled_encoder_inputs = {one: inputs[one] for one in getattr(lora_state, _ORDER) if one in inputs}
+    original(model=model, lora_state=lora_state, scheduled_encoder_inputs=scheduled_encoder_inputs, **others)
 
 
-def _by_row(original: Any) -> Any:
-    def make_lora_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        of_requests, *others = original(self, *args, **kwargs)
-        rows = vars(self).pop(_ROWS, None)
-        # Without drafts each request has one row. A vLLM that repeats adapters itself names more than one a request.
-        if rows is None or (rows == 1).all() or len(of_requests) != len(rows):
-            return of_requests, *others
-        by_row = [one for one, count in zip(of_requests, rows.tolist(), strict=True) for _ in range(count)]
-        return tuple(by_row), *others
-
-    return make_lora_inputs
+def _make_lora_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    of_requests, *others = original(self, *args, **kwargs)
+    rows = vars(self).pop(_ROWS, None)
+    # Without drafts each request has one row. A vLLM that repeats adapters itself names more than one a request.
+    if rows is None or (rows == 1).all() or len(of_requests) != len(rows):
+        return of_requests, *others
+    by_row = [one for one, count in zip(of_requests, rows.tolist(), strict=True) for _ in range(count)]
+    return tuple(by_row), *others
 
 
-def _in_one_row(original: Any) -> Any:
+def _forward(original: Any, self: Any, x: Any) -> Any:
     """Give token ids of two dimensions as a single row.
 
     Why: vLLM takes the first dimension for the number of tokens, and so one adapter's A for the whole batch.
     Until: vLLM takes all dimensions.
     """
-
-    def forward(self: Any, x: Any) -> Any:
-        if x.ndim == 1:
-            return original(self, x)
-        return original(self, x.flatten()).view(*x.shape, -1)
-
-    return forward
+    if x.ndim == 1:
+        return original(self, x)
+    return original(self, x.flatten()).view(*x.shape, -1)

@@ -24,10 +24,10 @@ def patch(**options: Any) -> None:
     import lora_plugins.worker.manager  # noqa: F401 - while its base class is vLLM's, where still so
 
     mixin = lora_model_runner_mixin.LoRAModelRunnerMixin
-    wrap(mixin, "load_lora_model", functools.partial(_with_our_manager, options=options))
+    wrap(mixin, "load_lora_model", functools.partial(_load_lora_model, options=options))
 
 
-def _with_our_manager(original: Any, options: dict[str, Any]) -> Any:
+def _load_lora_model(original: Any, self: Any, *args: Any, options: dict[str, Any], **kwargs: Any) -> Any:
     """Meanwhile the class's name stands for our manager, or for ours that reads adapters as the class there does.
 
     vLLM then has the manager at `model_runner.lora_manager`.
@@ -39,19 +39,15 @@ def _with_our_manager(original: Any, options: dict[str, Any]) -> Any:
     Why: the mixin makes its manager by this name, commands find it there, and frameworks put their own there.
     Until: vLLM lets a plugin choose the worker LoRA manager.
     """
+    from vllm.v1.worker import lora_model_runner_mixin as module
 
-    def load_lora_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.v1.worker import lora_model_runner_mixin as module
-
-        # The name is looked up in each call: another package may set it after our plugins were loaded.
-        found = module.LRUCacheWorkerLoRAManager
-        module.LRUCacheWorkerLoRAManager = functools.partial(planned(found), **options)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            module.LRUCacheWorkerLoRAManager = found
-
-    return load_lora_model
+    # The name is looked up in each call: another package may set it after our plugins were loaded.
+    found = module.LRUCacheWorkerLoRAManager
+    module.LRUCacheWorkerLoRAManager = functools.partial(planned(found), **options)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        module.LRUCacheWorkerLoRAManager = found
 
 
 def planned(found: Any) -> type:

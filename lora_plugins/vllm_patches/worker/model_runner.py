@@ -41,7 +41,7 @@ def patch() -> None:
     from vllm.v1.engine import core
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    wrap(core, "get_kv_cache_configs", _marking)
+    wrap(core, "get_kv_cache_configs", _get_kv_cache_configs)
     needs_zeroing = getattr(KVCacheConfig, "needs_kv_cache_zeroing", None)
     if isinstance(needs_zeroing, property) and not isinstance(needs_zeroing, _OrRunsAdapters):
         KVCacheConfig.needs_kv_cache_zeroing = _OrRunsAdapters(needs_zeroing)
@@ -69,10 +69,10 @@ def patch_runners(vllm_config: Any) -> None:
     for module, owner, method in _OF_PROMPTS:
         # `compute_prompt_token_id_logprobs` is 0.31's.
         if hasattr(computes := getattr(sys.modules.get(module), owner, None), method):
-            wrap(computes, method, _of_the_batch)
+            wrap(computes, method, _compute_prompt_logprobs)
     cpu: Any = sys.modules.get("vllm.v1.worker.cpu_model_runner")
     if cpu is not None:
-        wrap(cpu.CPUModelRunner, "_zero_block_ids", _zeroing)
+        wrap(cpu.CPUModelRunner, "_zero_block_ids", _zero_block_ids)
 
 
 def _ends_requests_with_nan(vllm_config: Any) -> bool:
@@ -88,10 +88,10 @@ class _OrRunsAdapters(property):
         super().__init__(lambda config: getattr(config, _RUNS_ADAPTERS, False) or vllms.__get__(config))
 
 
-def _marking(original: Any) -> Any:
+def _get_kv_cache_configs(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Mark the configurations of an engine with LoRA: workers zero each KV block before a request has the block.
 
-    On the CPU the blocks of sliding windows too (`_zeroing`).
+    On the CPU the blocks of sliding windows too (`_zero_block_ids`).
 
     Touches:
         vllm.v1.kv_cache_interface: KVCacheConfig.needs_kv_cache_zeroing UniformTypeKVCacheSpecs{kv_cache_specs}
@@ -100,17 +100,13 @@ def _marking(original: Any) -> Any:
     Why: 0 * NaN: an adapter whose values overflow would reach whoever gets its blocks.
     Until: vLLM zeroes blocks, or its kernels do not read behind the last token.
     """
-
-    def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        configs = original(vllm_config, *args, **kwargs)
-        runs_adapters = vllm_config.lora_config is not None and not _loads_while_zeroing(vllm_config)
-        for config in configs:
-            setattr(config, _RUNS_ADAPTERS, runs_adapters)
-            if runs_adapters and not config.needs_kv_cache_zeroing:
-                config.needs_kv_cache_zeroing = True  # a release in which the name is a field
-        return configs
-
-    return get_kv_cache_configs
+    configs = original(vllm_config, *args, **kwargs)
+    runs_adapters = vllm_config.lora_config is not None and not _loads_while_zeroing(vllm_config)
+    for config in configs:
+        setattr(config, _RUNS_ADAPTERS, runs_adapters)
+        if runs_adapters and not config.needs_kv_cache_zeroing:
+            config.needs_kv_cache_zeroing = True  # a release in which the name is a field
+    return configs
 
 
 def _loads_while_zeroing(vllm_config: Any) -> bool:
@@ -134,7 +130,7 @@ def not_finite_in_rows(logits: Any) -> Any:
     return (logits.amax(dim=-1) < torch.inf).logical_not().to(torch.int32)
 
 
-def _of_the_batch(original: Any) -> Any:
+def _compute_prompt_logprobs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Name the hidden states of the whole batch, some consecutive rows of which the model is given at a time.
 
     Touches:
@@ -146,36 +142,29 @@ def _of_the_batch(original: Any) -> Any:
     Why: vLLM names no request with rows of a prompt, which would get the heads of other requests' adapters.
     Until: vLLM names the adapter of each row of the head.
     """
+    import torch
 
-    def of_prompts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
+    from lora_plugins.worker.prompt_rows import rows_of_batch
 
-        from lora_plugins.worker.prompt_rows import rows_of_batch
-
-        token = rows_of_batch.set(next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            rows_of_batch.reset(token)
-
-    return of_prompts
+    token = rows_of_batch.set(next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)))
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        rows_of_batch.reset(token)
 
 
-def _zeroing(original: Any) -> Any:
-    def zero_block_ids(self: Any, block_ids: list[int]) -> None:
-        from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+def _zero_block_ids(original: Any, self: Any, block_ids: list[int]) -> None:
+    from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-        original(self, block_ids)
-        layers = self.compilation_config.static_forward_context
-        for group in self.kv_cache_config.kv_cache_groups:
-            # vLLM's own function has zeroed groups of full attention.
-            if isinstance(group.kv_cache_spec, FullAttentionSpec):
-                continue
-            of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
-            for name in group.layer_names:
-                spec = of_layers[name] if of_layers is not None else group.kv_cache_spec
-                blocks: Any = getattr(layers.get(name), "kv_cache", None)
-                if isinstance(spec, AttentionSpec) and hasattr(blocks, "index_fill_"):  # a tensor
-                    blocks[block_ids] = 0
-
-    return zero_block_ids
+    original(self, block_ids)
+    layers = self.compilation_config.static_forward_context
+    for group in self.kv_cache_config.kv_cache_groups:
+        # vLLM's own function has zeroed groups of full attention.
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            continue
+        of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
+        for name in group.layer_names:
+            spec = of_layers[name] if of_layers is not None else group.kv_cache_spec
+            blocks: Any = getattr(layers.get(name), "kv_cache", None)
+            if isinstance(spec, AttentionSpec) and hasattr(blocks, "index_fill_"):  # a tensor
+                blocks[block_ids] = 0

@@ -78,25 +78,21 @@ def patch_hash() -> None:
     """Have vLLM compile models apart for our kernels and for our hooks; a second call changes nothing."""
     from vllm.config.lora import LoRAConfig
 
-    wrap(LoRAConfig, "compute_hash", _of_our_kernels)
+    wrap(LoRAConfig, "compute_hash", _compute_hash)
 
 
-def _of_our_kernels(original: Any) -> Any:
+def _compute_hash(original: Any, self: Any) -> str:
     """Have the wrapper's name and our version be part of the hash.
 
     Why: a restart with other kernels, or with hooks (`worker/trained_tokens.py`), would load the model that was
         compiled with the earlier ones, or without.
     Until: vLLM's hash has the name of the punica wrapper.
     """
+    from vllm.platforms import current_platform
 
-    def compute_hash(self: Any) -> str:
-        from vllm.platforms import current_platform
-
-        # A compiled model calls the operators of the wrapper that it was traced with, whatever a later start chooses.
-        factors = original(self), current_platform.get_punica_wrapper(), __version__
-        return hashlib.sha256(repr(factors).encode()).hexdigest()
-
-    return compute_hash
+    # A compiled model calls the operators of the wrapper that it was traced with, whatever a later start chooses.
+    factors = original(self), current_platform.get_punica_wrapper(), __version__
+    return hashlib.sha256(repr(factors).encode()).hexdigest()
 
 
 def register_layers() -> None:
@@ -104,36 +100,28 @@ def register_layers() -> None:
     from vllm.lora.layers.base import BaseLayerWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
 
-    wrap(BaseLayerWithLoRA, "set_mapping", _registering)
-    wrap(LoRAModelManager, "activate_adapter", _at_once)
+    wrap(BaseLayerWithLoRA, "set_mapping", _set_mapping)
+    wrap(LoRAModelManager, "activate_adapter", _activate_adapter)
 
 
-def _registering(original: Any) -> Any:
+def _set_mapping(original: Any, self: Any, punica_wrapper: Any) -> None:
     """Give our punica wrapper the layer.
 
     Why: a punica wrapper is given tensors only, padded to max_lora_rank; the layer knows the true ranks.
     Until: vLLM gives punica wrappers the true rank of each slot.
     """
-
-    def set_mapping(self: Any, punica_wrapper: Any) -> None:
-        original(self, punica_wrapper)
-        punica_wrapper.register(self)
-
-    return set_mapping
+    original(self, punica_wrapper)
+    punica_wrapper.register(self)
 
 
-def _at_once(original: Any) -> Any:
+def _activate_adapter(original: Any, self: Any, lora_id: int) -> bool:
     """Announce to the device once what is written into the slots of all layers.
 
     Why: a launch for each layer's rank would cost more than the copy of all.
     Until: vLLM gives punica wrappers the true rank of each slot.
     """
-
-    def activate_adapter(self: Any, lora_id: int) -> bool:
-        with at_once():
-            return bool(original(self, lora_id))
-
-    return activate_adapter
+    with at_once():
+        return bool(original(self, lora_id))
 
 
 def base_rows_get_an_adapter() -> bool:

@@ -41,8 +41,8 @@ def patch() -> None:
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     lora_model_runner_mixin.patch(settings=this_process().settings, make_resolver=_make_resolver)
-    wrap(WorkerWrapperBase, "init_device", _initialising)
-    wrap(WorkerWrapperBase, "execute_model", _executing)
+    wrap(WorkerWrapperBase, "init_device", _init_device)
+    wrap(WorkerWrapperBase, "execute_model", _execute_model)
     # Set, not wrapped: vLLM's wrapper has no `sample_tokens`, and passes the name on to its worker by `__getattr__`
     # (vllm/v1/worker/worker_base.py, 0.32).
     WorkerWrapperBase.sample_tokens = _sampling
@@ -71,33 +71,26 @@ def manager_of(worker: Any) -> Any:
     return lora_model_runner_mixin.require_planned(manager)
 
 
-def _initialising(original: Any) -> Any:
+def _init_device(original: Any, self: Any) -> None:
     """After `init_device` the modules of model runners are imported; processes without a device do without."""
-
-    def init_device(self: Any) -> None:
-        original(self)
-        model_runner.patch_runners(self.vllm_config)
-
-    return init_device
+    original(self)
+    model_runner.patch_runners(self.vllm_config)
 
 
-def _executing(original: Any) -> Any:
-    def execute_model(self: Any, scheduler_output: Any) -> Any:
-        manager = manager_of(self.worker)
-        if manager is None:
-            return original(self, scheduler_output)
-        manager.begin_step(attached(scheduler_output, StepCommands).commands)
-        # Commands come first: the batch may need a slot that this step's commands write.
-        output = original(self, scheduler_output)
-        has_batch = bool(scheduler_output.total_num_scheduled_tokens)
-        has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
-        wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
-        # None: vLLM calls `sample_tokens` next, whose output carries the reports.
-        if output is None:
-            return None
-        return _with_reports(output, manager.reports(wait_s), manager.jobs.take_unconfirmed() if has_batch else None)
-
-    return execute_model
+def _execute_model(original: Any, self: Any, scheduler_output: Any) -> Any:
+    manager = manager_of(self.worker)
+    if manager is None:
+        return original(self, scheduler_output)
+    manager.begin_step(attached(scheduler_output, StepCommands).commands)
+    # Commands come first: the batch may need a slot that this step's commands write.
+    output = original(self, scheduler_output)
+    has_batch = bool(scheduler_output.total_num_scheduled_tokens)
+    has_ranks = self.vllm_config.parallel_config.data_parallel_size > 1
+    wait_s = 0.0 if has_batch else EMPTY_STEP_OF_RANKS_WAIT_S if has_ranks else EMPTY_STEP_WAIT_S
+    # None: vLLM calls `sample_tokens` next, whose output carries the reports.
+    if output is None:
+        return None
+    return _with_reports(output, manager.reports(wait_s), manager.jobs.take_unconfirmed() if has_batch else None)
 
 
 def _sampling(self: Any, grammar_output: Any) -> Any:

@@ -27,7 +27,7 @@ from lora_plugins.settings import Settings
 from lora_plugins.verification.children import Children
 from lora_plugins.vllm_patches.api_server import async_llm
 from lora_plugins.vllm_patches.message_fields import error_tensor, stop_reason
-from lora_plugins.vllm_patches.wrapping import where
+from lora_plugins.vllm_patches.wrapping import around
 from tests.make import CHAT, adapter_files, put
 from tests.virtual_time import runs
 
@@ -91,10 +91,10 @@ class Client:
         for output in self.outputs["encode"]:
             yield output
 
-    add_lora = where(async_llm.has_planner, async_llm._add_lora)(_add_lora)
-    remove_lora = async_llm.removing(_remove_lora)
-    generate = async_llm._answering(_generate)
-    encode = async_llm._answering(_encode)
+    add_lora = around(_add_lora, async_llm._add_lora, only=async_llm.has_planner)
+    remove_lora = around(_remove_lora, async_llm.remove_lora)
+    generate = around(_generate, async_llm._answer)
+    encode = around(_encode, async_llm._answer)
 
 
 def request(name: str = "sql", *, load_inplace: bool = False) -> Any:
@@ -434,7 +434,7 @@ class Refusing(Client):
             yield output()
         yield output("error", stop_reason(UNREADABLE)) if len(self.own) <= self.refusals else output("stop")
 
-    generate = async_llm._answering(_generate)
+    generate = around(_generate, async_llm._answer)
 
 
 UNREADABLE = InvalidAdapter("a header that cannot be read", adapter="sql")

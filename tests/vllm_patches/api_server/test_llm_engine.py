@@ -21,7 +21,7 @@ from lora_plugins.process import Process
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import async_llm, llm_engine
 from lora_plugins.vllm_patches.message_fields import stop_reason
-from lora_plugins.vllm_patches.wrapping import where
+from lora_plugins.vllm_patches.wrapping import around
 from tests.make import adapter_files, put
 from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
 
@@ -116,9 +116,9 @@ class Offline:
         self.got.append(lora_request)
         return request_id
 
-    add_lora = where(async_llm.has_planner, llm_engine._add_lora)(_add_lora)
-    remove_lora = async_llm.removing(_remove_lora)
-    add_request = where(async_llm.has_planner, llm_engine._add_request)(_add_request)
+    add_lora = around(_add_lora, llm_engine._add_lora, only=async_llm.has_planner)
+    remove_lora = around(_remove_lora, async_llm.remove_lora)
+    add_request = around(_add_request, llm_engine._add_request, only=async_llm.has_planner)
 
     def ask(self, lora_request: Any, request_id: str = "0") -> str:
         self.add_request(request_id, "prompt", None, lora_request=lora_request, priority=1)

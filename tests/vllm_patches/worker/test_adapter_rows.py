@@ -55,7 +55,7 @@ def prepare_inputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_vllm_itself_names_an_adapter_for_each_request_only() -> None:
-    """Where this fails, vLLM may name one for each row: compare `adapter_rows._by_row`, which could go then."""
+    """Where this fails, vLLM may name one for each row, and `adapter_rows._make_lora_inputs` could go."""
     of_rows, of_tokens, active = State().inputs()
     assert of_rows == (8, 0, 7)
     assert of_tokens == (8, 0, 0, 0, 0, 0, 7, 7, 7)
