@@ -1,10 +1,12 @@
-"""The planner's utilities in vLLM's engine core, for API servers and offline engines.
+"""What API servers and offline engines ask an engine core about adapters: load, pin, retire, pause, and where each is.
 
-`EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33) gets further methods, which vLLM's clients reach by name, and vLLM's
-own methods for adapters are replaced.
+Runs in the engine core, whose `EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33) gets one method `lora_plugins_…` for
+each utility below, which vLLM's clients reach by name. vLLM's own methods for adapters, `add_lora` and the like, are
+wrapped: the planner decides in their place. Calls return a value, or a Future that vLLM answers once the planner's
+work has ended.
 
-The planner loads, evicts and pins. Where the engine is in the caller's process no steps are made meanwhile, so workers
-are called with `lora_plugins_step`.
+Where the engine is in the caller's process, no steps are made during a call, so the workers are called with
+`lora_plugins_step`.
 
 Touches:
     vllm.v1.engine.core:

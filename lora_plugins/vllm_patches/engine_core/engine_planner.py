@@ -1,4 +1,10 @@
-"""The planner of an engine, and the planner's view of vLLM's `LoRARequest`s."""
+"""The planner of an engine core, and its `AdapterSpec` for each `LoRARequest` of vLLM's.
+
+Runs in an engine core, as vLLM makes the scheduler, and later for each request and call that names an adapter. A
+`LoRARequest` has an engine id, a name and a path, which callers of vLLM's own API choose freely: an id may come again
+with another name, path or bytes. `AdapterSpecs` decides whether a `LoRARequest` means the version that the planner
+knows, or another.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +31,10 @@ _REMEMBERED = 10_000
 
 
 def make_planner(vllm_config: Any) -> Planner:
-    """The planner for an engine of this configuration, which has LoRA on.
+    """Return the planner for an engine with LoRA, of this `VllmConfig`.
 
     Raises:
-        InvalidSettings: a setting, or an executor whose workers would not see the commands.
+        InvalidSettings: a setting cannot be right, or the executor's workers would miss commands.
     """
     _refuse_executor(vllm_config)
     lora, settings = vllm_config.lora_config, this_process().settings
@@ -39,12 +45,13 @@ def make_planner(vllm_config: Any) -> Planner:
 
 
 def _refuse_executor(vllm_config: Any) -> None:
-    """Refuse executors that miss commands: Ray's before 0.33 calls the model runner past the worker.
+    """Refuse executors whose workers would miss commands.
 
-    With an external launcher every rank has a scheduler of its own, and only one rank's outputs would reach its own.
+    With an external launcher every rank has a scheduler of its own, and only one rank's outputs reach its own scheduler.
 
     Touches: vllm.v1.executor.abstract: Executor.get_class(vllm_config)
-    Why: the first calls model runners past the worker, which reads commands; the second has several schedulers.
+    Why: Ray's first executor calls model runners past the worker, which reads commands; an external launcher has several
+        schedulers.
     """
     from vllm.v1.executor.abstract import Executor
 
@@ -64,14 +71,18 @@ def _refuse_executor(vllm_config: Any) -> None:
 
 
 class AdapterSpecs:
-    """Makes the planner's `AdapterSpec` of a `LoRARequest`; `uris`: where adapters were loaded from, by engine id."""
+    """Makes the planner's `AdapterSpec` of a `LoRARequest`.
+
+    Attributes:
+        uris: where adapters were loaded from, by engine id; a worker without the files fetches them there.
+    """
 
     def __init__(self, state: PlannerState) -> None:
         self._state = state
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)
 
     def of(self, lora_request: Any) -> AdapterSpec:
-        """Return the spec that a `LoRARequest` describes."""
+        """Return the spec that a `LoRARequest` describes: the planner's own, where the planner knows its weights."""
         spec = AdapterSpec(
             lora_request.lora_int_id,
             lora_request.lora_name,
@@ -81,18 +92,19 @@ class AdapterSpecs:
         return self.complete(spec, is_inplace=is_inplace(lora_request))
 
     def complete(self, spec: AdapterSpec, *, is_inplace: bool = False) -> AdapterSpec:
-        """Return a spec with size and URI; later requests come without a URI, so the URI is remembered.
+        """Return a spec with size and URI, or the planner's own spec of the same weights.
 
-        Where the requests of its id have moved, the spec is of the adapter that they have moved to.
+        Where the requests of its id have moved, the spec is of the adapter that they have moved to. Only the load of an
+        adapter has a URI, so the URI is remembered for later specs of the id.
         """
         spec = self._state.generations.successor_of(spec.engine_id) or spec
         if spec.uri is not None:
             self.uris[spec.engine_id] = spec.uri
         known = self._state.current.get(spec.engine_id)
-        # Weights given past the plan at the same path may be others, so a load in place makes a new spec.
-        is_same = known is not None and known.spec.path == spec.path and spec.lora_request is None
-        if known is not None and is_same and not (known.spec.given and is_inplace):
-            return known.spec
+        if known is not None and known.spec.path == spec.path and spec.lora_request is None:
+            # A caller's code may have given the worker other weights for the path: a load in place reads the path.
+            if not (known.spec.given and is_inplace):
+                return known.spec
         return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=spec.size_bytes or self._weights_bytes(spec))
 
     def adapter_for_request(self, lora_request: Any) -> tuple[AdapterSpec, bool]:
@@ -101,14 +113,15 @@ class AdapterSpecs:
         As in vLLM, the id decides, whatever the path. With a known id and another name the request means another
         adapter, if its path holds files. An evicted adapter stays known, so its path may be gone.
         """
-        successor = self._state.generations.successor_of(lora_request.lora_int_id)
-        known = self._state.known(lora_request.lora_int_id if successor is None else successor.engine_id)
         if is_inplace(lora_request):
             return self.of(lora_request), self.is_other(lora_request)
+        successor = self._state.generations.successor_of(lora_request.lora_int_id)
+        known = self._state.known(lora_request.lora_int_id if successor is None else successor.engine_id)
         if known is not None and known.spec.name == lora_request.lora_name:
             return known.spec, False
         spec = self.of(lora_request)
-        if not (spec.size_bytes or spec.lora_request is not None):
+        has_weights = spec.size_bytes or spec.lora_request is not None
+        if not has_weights:
             return self.known(spec.engine_id) or spec, False
         return spec, known is not None and known.spec.path != spec.path
 

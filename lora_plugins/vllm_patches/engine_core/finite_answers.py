@@ -1,14 +1,13 @@
-"""A request whose logits are not finite numbers ends with an error; two in a row quarantine the version for a while.
+"""A request whose logits are not finite ends with an error; two in a row quarantine the adapter's version for a while.
 
-Workers count NaN in logits where `VLLM_COMPUTE_NANS_IN_LOGITS` is set (`ModelRunnerOutput.num_nans_in_logits` in
-vllm/v1/outputs.py, 0.30 to 0.33), on the device, beside the sampling. Pooled outputs are checked here. The blocks that
-such a request computed leave the prefix cache; nobody else reads them (`worker/model_runner.py`). Requests for the base
-model are left alone, and so are all requests with speculative decoding, where vLLM counts by rows, not by requests.
+The scheduler of an engine core asks with each step's `ModelRunnerOutput`, before vLLM takes the output. Workers count
+NaN in logits where `VLLM_COMPUTE_NANS_IN_LOGITS` is set (`num_nans_in_logits` in vllm/v1/outputs.py, 0.30 to 0.33), on
+the device, beside the sampling; pooled outputs are checked here. The blocks that such a request computed leave the
+prefix cache; nobody else reads them (`worker/model_runner.py`). Requests for the base model are left alone, and so are
+all requests with speculative decoding, where vLLM counts by rows, not by requests.
 
-NaN speaks against the version only where the request brings no numbers of its own: embeddings or pictures of a
-client may hold NaN, or overflow the base model. A finite answer in between shows that the version computes.
-
-The request is finished before vLLM takes the step's output, and its blocks leave the prefix cache.
+NaN counts against the version only where the request brings no numbers of its own: embeddings or pictures of a client
+may hold NaN, or overflow the base model. A finite answer in between shows that the version computes.
 
 Touches:
     vllm.v1.outputs: ModelRunnerOutput{num_nans_in_logits, pooler_output, req_id_to_index}
@@ -31,7 +30,7 @@ from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.vllm_patches.engine_core.request import is_in_store
 
-_MOST = 2
+_MOST_IN_A_ROW = 2
 _REMEMBERED = 10_000
 QUARANTINE_S = 300.0
 
@@ -59,21 +58,26 @@ class FiniteAnswers:
 
     def without_numbers(self, requests: Mapping[str, Any], computed: Any) -> list[Any]:
         """The unfinished requests of adapters with NaN in a `ModelRunnerOutput`; each counts against its version."""
+        if not self._rows_are_requests:
+            return []
         counts, pooled, found = computed.num_nans_in_logits or {}, computed.pooler_output, []
         suspects = [name for name, count in counts.items() if count]
         suspects += computed.req_id_to_index if pooled else ()
-        # Without repetitions: a request with both kinds of NaN counts once.
-        for name in dict.fromkeys(suspects) if self._rows_are_requests else ():
+        for name in dict.fromkeys(suspects):  # a request with both kinds of NaN counts once
             request = requests.get(name)
             if request is None or request.lora_request is None or request.is_finished():
                 continue
-            # A request with NaN ends in any case; only a request without its own numbers speaks against the version.
             if counts.get(name) or _has_nan(pooled[computed.req_id_to_index[name]]):
                 found.append(request)
-                if (adapter := self._adapters.get(name)) is not None and not _brings_numbers(request):
-                    in_a_row = self._with_nan.setdefault(_version(adapter), _InARow())
-                    in_a_row.count, in_a_row.last_at = in_a_row.count + 1, time.monotonic()
+                self._count(request)
         return found
+
+    def _count(self, request: Any) -> None:
+        """Count an answer with NaN against its version, unless the client's own numbers may be the cause."""
+        adapter = self._adapters.get(request.request_id)
+        if adapter is not None and not _brings_numbers(request):
+            in_a_row = self._with_nan.setdefault(_version(adapter), _InARow())
+            in_a_row.count, in_a_row.last_at = in_a_row.count + 1, time.monotonic()
 
     def is_whole(self, request_id: str) -> None:
         """Forget earlier NaN of the version that has answered a request whole.
@@ -89,7 +93,7 @@ class FiniteAnswers:
         After `QUARANTINE_S` the version answers again, until the next NaN.
         """
         in_a_row = self._with_nan.get(_version(adapter))
-        if in_a_row is None or in_a_row.count < _MOST:
+        if in_a_row is None or in_a_row.count < _MOST_IN_A_ROW:
             return None
         # The count stays after the quarantine, so that the next NaN begins another quarantine at once.
         left_s = in_a_row.last_at + QUARANTINE_S - time.monotonic()

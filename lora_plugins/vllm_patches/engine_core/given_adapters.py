@@ -1,9 +1,10 @@
-"""Adapters that callers give to workers, or remove there, past the plan: code of theirs, in a `collective_rpc`.
+"""Adapters that a caller's own code adds or removes in the workers, by `collective_rpc`: the planner learns of them.
 
-A worker loads such an adapter at once, and keeps the adapter until the plan has it (`worker/given_to_worker.py`). After
-each call all workers are asked what they were given. What all of them were given becomes a new generation in the plan;
-its `Load` finds the weights by their number (`AdapterSpec.given`). What only some of them have, or what has no room, is
-forgotten everywhere, and the caller gets an error.
+Runs in the engine core, around each `collective_rpc`. RL frameworks call their own functions in workers, which hand
+weights to the worker's LoRA manager without the planner. A worker loads such an adapter at once
+(`worker/given_to_worker.py`). After each call all workers are asked what they were given. If all were given the same,
+the planner begins a new generation, whose `Load` finds the weights by their number (`AdapterSpec.given`). Adapters
+that only some workers have, or that have no room, are forgotten everywhere, and the caller gets an error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lora_plugins.vllm_patches.engine_core.utilities import answer_of, then, tru
 
 
 def collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """A caller's own code in workers may add and remove adapters: the planner learns of them before the end.
+    """Call the workers as vLLM does; return once the planner has the adapters that the call has added or removed.
 
     Touches:
         vllm.v1.engine.core: EngineCore{model_executor, collective_rpc(self, method, timeout, args, kwargs)}
@@ -48,7 +49,8 @@ def collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs: 
     def end(answer: Outcome) -> Any:
         if answer.error is not None:
             _forget(self, of_workers, is_planned=True)
-        return true_or_raise(answer) and result
+        true_or_raise(answer)
+        return result
 
     return then(answer_of(self, self.scheduler.planner.given(agreed, time.monotonic())), end)
 

@@ -1,13 +1,15 @@
-"""Pauses: how the pause of one adapter stops its requests, and what vLLM's own pause waits for.
+"""Pauses: how the pause of one adapter stops its requests, and what a pause of the whole engine waits for.
 
-A request of a paused adapter stops as vLLM preempts a request: its KV cache is free for others, and is computed again,
-or found in the prefix cache, after the resume. In the same way its adapter gives up its slot. The request keeps its
-place in vLLM's queue, where vLLM does not see the request until the resume.
+Runs in an engine core. `pause` answers our admin API's pause of one adapter, by a utility of `engine_core.py`. A
+running request of the adapter stops as if vLLM preempted the request: the KV cache is free for others, and after the
+resume its contents are computed again, or found in the prefix cache. The adapter gives up its slot. The request keeps
+its place in vLLM's queue, which hides the request until the resume.
 
-vLLM answers a pause of its own, and so its sleep, once the engine has no work (`EngineCoreProc._pause_complete` where
-there is none already, `_process_input_queue` later; vllm/v1/engine/core.py, 0.30 to 0.33). The scheduler has work while
-workers load, so that the engine makes steps, and calls are answered in the pause. A pause waits for requests, and for
-slots that are being written: the next call may be a sleep, which frees the slots' memory. It waits for no loads.
+vLLM's own `/pause` and `/sleep` stop the whole engine, and vLLM answers them once the engine has no work
+(`EngineCoreProc._pause_complete` where there is none at the call, `_process_input_queue` later;
+vllm/v1/engine/core.py, 0.30 to 0.33). Ours has work as long as workers load adapters, so that steps go on and calls
+are answered in a pause; the wrappers here have vLLM not count the loads. Slots that are being written do count: a
+sleep may follow, which frees the slots' memory.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ def patch() -> None:
 
 
 def _pause_complete(original: Any, self: Any) -> Any:
+    """Answer whether the engine has no work, or release memory, which vLLM refuses while the engine has work."""
     with self.scheduler.without_loads():
         return original(self)
 
 
 def _process_input_queue(original: Any, self: Any) -> Any:
+    """Answer the pauses that wait for an idle engine, before vLLM waits for the next call."""
     if self._idle_state_callbacks:
         with self.scheduler.without_loads():
             is_idle = not self.has_work()

@@ -1,10 +1,12 @@
-"""A request of the engine core: its weights, and the client's request around it.
+"""What the engine core changes in a request of vLLM's: the weights that compute it, and the keys of its KV blocks.
 
-vLLM's `Request` (vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation. Batches find
-the slot by its id; its path keeps the keys of cached prefixes, and of offloaded blocks, apart from other weights' keys.
+The scheduler calls these functions as a request arrives, moves to another version, or ends. vLLM's `Request`
+(vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation: batches find the slot by its
+id, and cached prefixes and offloaded blocks have its path in their keys, so no other weights' blocks are found. Where
+the path changes, the hashes of blocks that are not computed yet are made again.
 
-A request's `lora_request` names the generation of its adapter; the block hashes are made again where the generation
-changes the path.
+A request that moves in the middle of its answer gets a path of its own, so that no other request finds blocks that mix
+two versions.
 
 Touches:
     vllm.v1.request:

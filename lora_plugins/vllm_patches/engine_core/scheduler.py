@@ -1,12 +1,14 @@
-"""vLLM's scheduler, with a queue that hands out only requests whose adapter is in its slot.
+"""vLLM's scheduler, which takes a request from its queue only while the request's adapter is in a slot.
 
-`SchedulerConfig.get_scheduler_cls` is wrapped to return a subclass of its answer. Every request enters vLLM's queue as
-the request comes: order, priority, counts, grammars, connectors, sessions and aborts are vLLM's own. The queues are
-objects of ours (`AdapterQueue`); from them the planner learns which requests come, and which begin to run. An engine
-without LoRA gets an object of vLLM's own class.
+In an engine core, vLLM makes its scheduler of the class that `SchedulerConfig.get_scheduler_cls` names: wrapped, the
+method names a subclass, whose methods (`AdmittingScheduler`) precede vLLM's. An engine without LoRA gets an object of
+vLLM's own class. In come requests, and the workers' outputs with reports; out go batches with commands for the
+workers, and outputs with errors and versions for API servers.
 
-`get_scheduler_cls` returns a subclass of what it names, with these methods before vLLM's, and queues of ours: vLLM sees
-no waiting request whose adapter has no slot, and the planner learns what enters a queue and what leaves it to run.
+vLLM's waiting queues are replaced by ours (`AdapterQueue`). Each request enters its queue on arrival and keeps its
+place, but vLLM sees no request whose adapter has no slot. From the queues, the planner learns who comes and who begins
+to run. Order, priority, counts, grammars, connectors, sessions and aborts are vLLM's own.
+
 `has_unfinished_requests` leaves out requests of paused adapters; `has_requests` is also true while workers load.
 `lora_config` is copied, with as many `max_loras` as workers have slots.
 
@@ -51,9 +53,10 @@ from typing import TYPE_CHECKING, Any
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
 from lora_plugins.log import logger
 from lora_plugins.scheduler.adapter import Adapter
-from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed
+from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed, Report
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.request_queue import AdapterQueue, Order, QueuePlaces
+from lora_plugins.vllm_patches.engine_core.answer_versions import AnswerVersions
 from lora_plugins.vllm_patches.engine_core.engine_planner import AdapterSpecs, make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
 from lora_plugins.vllm_patches.engine_core.request import (
@@ -95,6 +98,31 @@ _FULL = 0.5  # part of the KV cache in use above which a server has no memory le
 _QUEUES = {"kv_holding_waiting": 0, "skipped_waiting": 1, "waiting": 1}
 
 
+def patch() -> None:
+    """Have every engine of this process plan its adapters."""
+    from vllm.config.scheduler import SchedulerConfig
+
+    wrap(SchedulerConfig, "get_scheduler_cls", lambda original, config: with_admission(original(config)))
+
+
+def has_planner(core: Any) -> bool:
+    """Return whether the scheduler of an engine core admits requests by a planner of ours: LoRA is on."""
+    scheduler = getattr(core, "scheduler", None)  # none yet, where vLLM calls workers while it makes an engine
+    return isinstance(scheduler, AdmittingScheduler)
+
+
+@functools.cache
+def with_admission(scheduler: type) -> type:
+    """Return a subclass of a scheduler class, vLLM's or a user's; without LoRA, its objects are of the class itself."""
+
+    def make(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        # An object of another class: Python then calls no `__init__` of ours.
+        return scheduler(vllm_config, *args, **kwargs) if vllm_config.lora_config is None else object.__new__(cls)
+
+    # Ours first, so that its methods come before vLLM's and reach them by `super()`.
+    return type(f"{scheduler.__name__}WithAdmission", (AdmittingScheduler, scheduler), {"__new__": make})
+
+
 class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read vLLM
     """The methods that precede a scheduler class of vLLM in a subclass.
 
@@ -112,13 +140,9 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self.given_numbers = 1
         rows_are_requests = vllm_config.speculative_config is None
         self._finite_answers = FiniteAnswers(self.planner.state.of_request, rows_are_requests=rows_are_requests)
-        # The versions that compute an answer, each with its first token, unless only the version asked for computes.
-        self._versions: dict[str, list[tuple[str, int]]] = {}
-        # Moves whose first batch has not come back: its number, and the weights. Batches come back in their order.
-        self._moves: dict[str, list[tuple[int, str]]] = {}
-        self._scheduled_count = self._updated_count = 0
-        self._waiting_with_kv: dict[str, Any] = {}
-        self._counts_loads = True
+        self.answer_versions = AnswerVersions()
+        self._waiting_with_kv: dict[str, Any] = {}  # requests that wait with blocks of the KV cache, by id
+        self._counts_loads = True  # whether `has_requests` is true for loads alone
         if vllm_config.kv_transfer_config is not None:
             patch_offloading()
         super().__init__(vllm_config, *args, **kwargs)
@@ -238,7 +262,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         asked_for = request.lora_request.lora_path
         assign(request, adapter)
         if is_in_store(asked_for) and asked_for != request.lora_request.lora_path:  # an earlier version, or a later
-            self._versions[request.request_id] = [(weights_of(adapter), 0)]
+            self.answer_versions.begin(request.request_id, weights_of(adapter))
 
     def regroup(self) -> None:
         """Have requests follow the planner: their adapter, its weights, or whether they may run has changed."""
@@ -277,8 +301,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return finished
 
     def _forget(self, request_id: str) -> None:
-        self._versions.pop(request_id, None)
-        self._moves.pop(request_id, None)
+        self.answer_versions.forget(request_id)
         self.pauses.ended(request_id)
 
     def resume(self, name: str) -> None:
@@ -304,7 +327,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         commands = self.plan()
         self._places.begin_step()
         output = super().schedule(*args, **kwargs)
-        self._scheduled_count += 1
+        self.answer_versions.batch_is_scheduled()
         self._has_scheduled()
         if commands:
             attach(output, StepCommands(tuple(commands)))
@@ -372,15 +395,13 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def _move(self, running: list[tuple[Any, Adapter]]) -> None:
         """Have requests go on with their adapters' present weights."""
         for request, adapter in running:
-            name = request.request_id
-            if not (request.num_computed_tokens or request.num_output_tokens):
+            name, weights = request.request_id, weights_of(adapter)
+            if request.num_computed_tokens or request.num_output_tokens:
+                self.answer_versions.move(name, name_of(weights_path(request)), weights)
+                move(request, adapter, self.hash_block_size)
+            else:  # nothing is computed yet, or a preemption has dropped all of it
                 assign(request, adapter)
-                self._moves.pop(name, None)
-                self._versions[name] = [(weights_of(adapter), 0)]
-                continue
-            self._versions.setdefault(name, [(name_of(weights_path(request)), 0)])
-            self._moves.setdefault(name, []).append((self._scheduled_count, weights_of(adapter)))
-            move(request, adapter, self.hash_block_size)
+                self.answer_versions.begin(name, weights)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Preempt as vLLM does; a moved request is computed again with its present weights, under their keys."""
@@ -390,46 +411,38 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Update as vLLM does, with the workers' reports, and errors for requests that were refused."""
-        self._begin_versions()
+        self.answer_versions.batch_is_back(self.requests)
         # Before vLLM takes the step's output: tokens sampled from NaN, or of no weights, must reach no client.
         reports = attached(model_runner_output, StepReports).reports
-        errors: dict[Any, LoRAPluginsError] = {
-            request: no_numbers(request.lora_request.lora_name, "an answer")
-            for request in self._finite_answers.without_numbers(self.requests, model_runner_output)
-        }
-        lost = {report.key: report.error for report in reports if isinstance(report, Failed) and report.key}
-        for request in self.running if lost else ():
-            if request.lora_request is not None and request.lora_request.lora_int_id in lost:
-                errors[request] = lost[request.lora_request.lora_int_id]
+        errors = self._errors_of_step(model_runner_output, reports)
         for request in errors:
             self._end_without_tokens(request)
         outputs, now = super().update_from_output(scheduler_output, model_runner_output), time.monotonic()
         self._end_dropped()
         for request, error in errors.items():
             _answer(outputs, request, error)
-        for of_client in outputs.values():
-            for output in of_client.outputs:
-                if (versions := self._versions.get(output.request_id)) is not None:
-                    output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
-                if output.finish_reason is not None and self._has_ended(output.request_id):
-                    self._forget(output.request_id)
+        for output in (output for of_client in outputs.values() for output in of_client.outputs):
+            if (versions := self.answer_versions.spans.get(output.request_id)) is not None:
+                output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
+            if output.finish_reason is not None and self._has_ended(output.request_id):
+                self._forget(output.request_id)
         self.planner.carried_out(attached(scheduler_output, StepCommands).commands)
         self.planner.reported(reports, now)
         self._answer_refused(outputs)
         self.answer_calls()
         return outputs
 
-    def _begin_versions(self) -> None:
-        """Have moved weights begin at the first token that is still to come, once their first batch has come back.
-
-        Only then is it known: vLLM rejects drafts, and drops or delivers what was under way at a preemption.
-        """
-        for name, moves in list(self._moves.items()):
-            while moves and moves[0][0] <= self._updated_count:
-                self._versions[name].append((moves.pop(0)[1], self.requests[name].num_output_tokens))
-            if not moves:
-                del self._moves[name]
-        self._updated_count += 1
+    def _errors_of_step(self, output: Any, reports: Collection[Report]) -> dict[Any, LoRAPluginsError]:
+        """Return errors by request, where a step's tokens are of NaN, or of a slot that a worker could not write."""
+        errors: dict[Any, LoRAPluginsError] = {
+            request: no_numbers(request.lora_request.lora_name, "an answer")
+            for request in self._finite_answers.without_numbers(self.requests, output)
+        }
+        lost = {report.key: report.error for report in reports if isinstance(report, Failed) and report.key}
+        for request in self.running if lost else ():
+            if request.lora_request is not None and request.lora_request.lora_int_id in lost:
+                errors[request] = lost[request.lora_request.lora_int_id]
+        return errors
 
     def _end_dropped(self) -> None:
         """Free the places of sessions that vLLM has dropped from its queues, and that never run again.
@@ -521,12 +534,6 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self._counts_loads = True
 
 
-def has_planner(core: Any) -> bool:
-    """Return whether the scheduler of an engine core admits requests by a planner of ours: LoRA is on."""
-    scheduler = getattr(core, "scheduler", None)  # none yet, where vLLM calls workers while it makes an engine
-    return isinstance(scheduler, AdmittingScheduler)
-
-
 def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | None) -> None:
     from vllm.v1.engine import EngineCoreOutputs
 
@@ -536,22 +543,3 @@ def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | Non
 
 def _replaced(session: Any) -> AdapterNotFound:
     return AdapterNotFound("a version that was replaced meanwhile", adapter=session.lora_request.lora_name)
-
-
-@functools.cache
-def with_admission(scheduler: type) -> type:
-    """Return a subclass of a scheduler class, vLLM's or a user's; without LoRA, its objects are of the class itself."""
-
-    def make(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        # An object of another class: Python then calls no `__init__` of ours.
-        return scheduler(vllm_config, *args, **kwargs) if vllm_config.lora_config is None else object.__new__(cls)
-
-    # Ours first, so that its methods come before vLLM's and reach them by `super()`.
-    return type(f"{scheduler.__name__}WithAdmission", (AdmittingScheduler, scheduler), {"__new__": make})
-
-
-def patch() -> None:
-    """Have every engine of this process plan its adapters."""
-    from vllm.config.scheduler import SchedulerConfig
-
-    wrap(SchedulerConfig, "get_scheduler_cls", lambda original, config: with_admission(original(config)))

@@ -1,7 +1,9 @@
-"""How utilities of vLLM's engine core take arguments, and answer: at once, or with a Future that vLLM answers later.
+"""How our calls of vLLM's engine core take arguments and answer: at once, or with a Future that vLLM answers later.
 
-In the caller's own process (offline, without multiprocessing) no steps are made meanwhile, so the utility waits for the
-answer, as long as the workers have work for it; the utility does not wait for steps that only the caller could make.
+vLLM's clients call a method of the engine core by name: a utility. `utility` makes a function one, and `answer_of`
+gives the planner's Future the form of an answer. In the caller's own process (offline, without multiprocessing) no
+steps are made meanwhile, so a utility makes steps without batches itself, as long as the workers have work for its
+answer; the utility does not wait for steps that only the caller can make.
 
 Touches:
     vllm.v1.engine.core:

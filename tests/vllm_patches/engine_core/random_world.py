@@ -475,7 +475,7 @@ class World:
             "requests": scheduler.requests, "running": scheduler.running,
             "queues": [list(it) for it in scheduler.queues if len(it) or it._groups],
             "popped": places.popped, "removed": places.removed, "with kv": scheduler._waiting_with_kv,
-            "versions": scheduler._versions, "deferred": scheduler.deferred_waiting,
+            "versions": scheduler.answer_versions.spans, "deferred": scheduler.deferred_waiting,
             "sessions": scheduler.num_waiting_for_streaming_input,
             "pauses": pauses._pauses, "held by pauses": pauses._held, "pausing": pauses._calls,
             "of_request": state.of_request, "held": held_count(scheduler.planner),
