@@ -1,19 +1,19 @@
-"""Our additions to vLLM's own messages: commands and reports of a step, and an output's versions and error.
+"""Our additions to messages between vLLM's processes: a step's commands and reports, and why a request ended.
 
-`SchedulerOutput` (vllm/v1/core/sched/output.py) and `ModelRunnerOutput` (vllm/v1/outputs.py, 0.30 to 0.33) are plain
-dataclasses, pickled whole, without a field for more: `attach` sets an attribute.
+Commands ride on the `SchedulerOutput` of the engine core's step to the workers (vllm/v1/core/sched/output.py), and
+reports on their `ModelRunnerOutput` back (vllm/v1/outputs.py, 0.30 to 0.33). vLLM pickles both as plain dataclasses
+without a field for more, so `attach` sets an attribute, and `attached` reads the attribute.
 
-The error that ends a request travels in its last output to the API server: as the stop reason, or as a tensor of bytes
-for a pooling request (`EngineCoreOutput` in vllm/v1/engine/__init__.py, 0.30 to 0.33).
-
-A part of a client's request that a pause has aborted ends with an output of ours too.
+The error that ends a request travels from the engine core to the API server in the request's last `EngineCoreOutput`
+(vllm/v1/engine/__init__.py, 0.30 to 0.33): as JSON in the stop reason, or as a tensor of bytes for a pooling request,
+of which vLLM drops the stop reason.
 
 Touches:
     vllm.v1.request: RequestStatus{FINISHED_ERROR}
     vllm.v1.engine:
         EngineCoreOutput{request_id, new_token_ids, pooling_output, finish_reason, stop_reason, events, trace_headers}
         FinishReason{ABORT, ERROR}
-Why: the client gets our status and text, and does not wait for a part until the resume.
+Why: the client gets our status and text; a part of a request that a pause has aborted ends before the resume.
 """
 
 from __future__ import annotations

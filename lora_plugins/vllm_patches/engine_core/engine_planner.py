@@ -47,11 +47,11 @@ def make_planner(vllm_config: Any) -> Planner:
 def _refuse_executor(vllm_config: Any) -> None:
     """Refuse executors whose workers would miss commands.
 
-    With an external launcher every rank has a scheduler of its own, and only one rank's outputs reach its own scheduler.
+    With an external launcher every rank has a scheduler of its own, and only one of them gets outputs.
 
     Touches: vllm.v1.executor.abstract: Executor.get_class(vllm_config)
-    Why: Ray's first executor calls model runners past the worker, which reads commands; an external launcher has several
-        schedulers.
+    Why: Ray's first executor calls model runners past the worker, which reads commands; external launchers have
+        several schedulers.
     """
     from vllm.v1.executor.abstract import Executor
 
@@ -101,10 +101,10 @@ class AdapterSpecs:
         if spec.uri is not None:
             self.uris[spec.engine_id] = spec.uri
         known = self._state.current.get(spec.engine_id)
-        if known is not None and known.spec.path == spec.path and spec.lora_request is None:
-            # A caller's code may have given the worker other weights for the path: a load in place reads the path.
-            if not (known.spec.given and is_inplace):
-                return known.spec
+        is_same = known is not None and known.spec.path == spec.path and spec.lora_request is None
+        # A caller's code may have given the worker other weights than the path's: a load in place reads the path.
+        if known is not None and is_same and not (known.spec.given and is_inplace):
+            return known.spec
         return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=spec.size_bytes or self._weights_bytes(spec))
 
     def adapter_for_request(self, lora_request: Any) -> tuple[AdapterSpec, bool]:

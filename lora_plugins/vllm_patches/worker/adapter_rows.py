@@ -1,20 +1,23 @@
-"""Each row of a batch is computed with the adapter of its request, where vLLM mistakes the number of rows.
+"""Each row of a batch is computed with the adapter of its request, in three places where vLLM mistakes the rows.
 
-Of a model that vLLM computes through Transformers, token ids have two dimensions. There
+Runs in workers: vLLM gives each row of a matrix the adapter of the row's request, and is wrong about the number or the
+order of rows here.
+
+1. Embeddings of models that vLLM computes through Transformers: token ids have two dimensions, and
 `VocabParallelEmbeddingWithLoRA.forward` (vllm/lora/layers/vocab_parallel_embedding.py, 0.30 to 0.33) takes the first
-dimension, 1, for the number of tokens: every token of the batch gets the A of the first token's adapter.
+dimension, 1, for the number of tokens. Every token of the batch gets the A of the first token's adapter. Here the ids
+are flattened.
 
-In Model Runner V2 a request with drafts has a row of logits for each draft and one more. `LoraState.make_lora_inputs`
-(vllm/v1/worker/gpu/lora_utils.py, 0.30 to 0.33) names one adapter for each request: with speculation the adapters of
-`lm_head` meet other requests' rows on GPUs, and vLLM's CPU kernels raise. vLLM's first runner repeats them by row.
+2. Logits in Model Runner V2 with speculation: a request has a row for each draft and one more, but
+`LoraState.make_lora_inputs` (vllm/v1/worker/gpu/lora_utils.py, 0.30 to 0.33) names one adapter for each request. The
+adapters of `lm_head` meet other requests' rows on GPUs, and vLLM's CPU kernels raise. Here the adapters are repeated
+for each row that `prepare_inputs` has counted, as vLLM's first runner does.
 
-The adapters of requests are repeated for each row of logits that `prepare_inputs` has counted.
-
-Encoders, and the keys and values of cross-attention, have a row for each frame of an audio or patch of an image. vLLM
-gives a module the rows of the longest of the model's prefixes (`get_mm_mapping`) that has a punica wrapper. A model
-without the mapping (Whisper, BAGEL, ERNIE 4.5 VL) has the tokens' rows everywhere, and so has a tower or connector
-below another prefix, where its own is off. Such a module gets no wrapper here, and so no adapter. Whisper gets the
-mapping with `--enable-tower-connector-lora`, by which vLLM names the adapter of each frame.
+3. Encoders, and the keys and values of cross-attention: they have a row for each frame of an audio or patch of an
+image. vLLM gives a module the punica wrapper of the longest of the model's prefixes (`get_mm_mapping`) that has one. A
+model without the mapping (Whisper, BAGEL, ERNIE 4.5 VL) has the tokens' rows everywhere, and so has a tower or
+connector below another prefix, where its own is off. Here such a module gets no wrapper, and so no adapter. Whisper
+gets the mapping with `--enable-tower-connector-lora`, by which vLLM names the adapter of each frame.
 
 Touches:
     vllm.v1.worker.gpu.lora_utils:
@@ -102,7 +105,7 @@ def _get_punica_wrapper(original: Any, self: Any, module_name: str) -> Any:
 
 
 def _init_lora_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """A runner makes its LoraState: only processes with a runner have imported the runner's module."""
+    """Wrap the runner that makes a LoraState: here, as an import of its module by us would load an unused runner."""
     original(self, *args, **kwargs)
     runner: Any = sys.modules.get(_RUNNER)
     if runner is not None:
@@ -111,6 +114,7 @@ def _init_lora_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _prepare_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note the rows and the order of the batch's requests, for `_make_lora_inputs` and `_set_active_mm_loras`."""
     batch = original(self, *args, **kwargs)
     setattr(self.lora_state, _ROWS, batch.cu_num_logits_np[1:] - batch.cu_num_logits_np[:-1])
     setattr(self.lora_state, _ORDER, batch.req_ids)
@@ -139,6 +143,7 @@ def _set_active_mm_loras(
 
 
 def _make_lora_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Repeat the adapter of each request for each of its rows of logits."""
     of_requests, *others = original(self, *args, **kwargs)
     rows = vars(self).pop(_ROWS, None)
     # Without drafts each request has one row. A vLLM that repeats adapters itself names more than one a request.

@@ -1,8 +1,9 @@
 """The class that vLLM's workers make their LoRA manager of: ours, or ours with another package's loading.
 
-`LoRAModelRunnerMixin.load_lora_model` (vllm/v1/worker/lora_model_runner_mixin.py, 0.30 to 0.33) is wrapped. Another
-package may have put its own class into the mixin, before our plugins were loaded or after (Unsloth does): the class is
-asked how to read adapters; the scheduler says which adapters are loaded, and when.
+Runs in each worker, as vLLM loads the model: `LoRAModelRunnerMixin.load_lora_model` is wrapped
+(vllm/v1/worker/lora_model_runner_mixin.py, 0.30 to 0.33). Another package may have put its own class into the mixin,
+before our plugins were loaded or after (Unsloth does). Such a class reads the adapters' files; our manager decides
+which adapters are loaded, and when, as the scheduler says. A class that changes more than the reading is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def patch(**options: Any) -> None:
 
 
 def _load_lora_model(original: Any, self: Any, *args: Any, options: dict[str, Any], **kwargs: Any) -> Any:
-    """Meanwhile the class's name stands for our manager, or for ours that reads adapters as the class there does.
+    """Load the model while the mixin's name for the manager's class stands for a class of ours.
 
     vLLM then has the manager at `model_runner.lora_manager`.
 
@@ -62,13 +63,12 @@ def planned(found: Any) -> type:
         raise _not_planned(found, "no class that loads adapters as vLLM's does")
     if issubclass(found, Ours):
         return found
-    # `__mro__[:-1]` is without `object`, which every class ends with.
-    theirs = [kind for kind in found.__mro__[:-1] if kind.__module__ != _MODULE]
+    bases = found.__mro__[:-1]  # without `object`
+    theirs = [kind for kind in bases if kind.__module__ != _MODULE]
     changed = {name for kind in theirs for name in vars(kind) if not name.startswith("__")} - {_LOADS}
-    if len(theirs) < len(found.__mro__) - 1:
+    if len(theirs) < len(bases):  # a subclass of vLLM's
         lost = changed & vars(Ours).keys() - {"create_lora_manager"}  # ours calls theirs
-    else:
-        # A copy of vLLM's class has vLLM's names, and perhaps private helpers of its loading.
+    else:  # a copy of vLLM's class has vLLM's names, and perhaps private helpers of its loading
         more = changed - _names_of_vllm()
         lost = {name for name in more if not name.startswith("_") or name in vars(Ours)}
     if lost:

@@ -1,12 +1,17 @@
-"""VLLM's model runners zero new KV blocks before they are used, and find rows of logits that are not finite.
+"""vLLM's model runners zero new KV blocks before use, and count rows of logits with NaN or infinity.
 
-While a runner computes logits of prompts, our wrapper of `compute_logits` knows the rows of the batch.
+`patch` runs as plugins are loaded; an engine core then marks its KV configuration, and workers, which get copies, zero
+blocks. `patch_runners` runs in each worker once the model runner is made. Model runners are vLLM's first (V1) and its
+second (V2), each with own modules.
 
-A block is filled token by token, and attention reads the whole block: values behind the last token have weight 0. After
-an adapter whose keys or values overflowed the product is 0 * NaN, NaN for the block's next user, requests of the base
-model too. `KVCacheConfig.needs_kv_cache_zeroing` (vllm/v1/kv_cache_interface.py, 0.30 to 0.33) says whether the
-scheduler names new blocks and workers zero them, as vLLM does where a model has Mamba layers. An engine core marks what
-`get_kv_cache_configs` makes for an engine with LoRA; scheduler and workers get copies. Others keep vLLM's word.
+Why blocks are zeroed: a block is filled token by token, and attention reads the whole block, with weight 0 behind the
+last token. After an adapter whose keys or values overflowed, the product is 0 * NaN, NaN for the block's next user,
+requests of the base model too. vLLM zeroes blocks where a model has Mamba layers, if
+`KVCacheConfig.needs_kv_cache_zeroing` says so (vllm/v1/kv_cache_interface.py, 0.30 to 0.33): here for every engine
+with LoRA.
+
+While a runner computes logits of prompts, our wrapper of `compute_logits` (`worker/prompt_rows.py`) is told the rows
+of the batch.
 """
 
 from __future__ import annotations

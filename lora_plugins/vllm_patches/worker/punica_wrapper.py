@@ -1,4 +1,9 @@
-"""Put our kernels behind vLLM's punica interface, in every process that computes."""
+"""Our kernels behind vLLM's punica wrapper, the object by which each layer with LoRA computes its adapters.
+
+`patch` runs in every process as the plugin `lora_kernels` is loaded; its effect is in workers, where vLLM makes a
+punica wrapper of the class that the platform names. The wrapper then gets each layer, for the true ranks of the
+adapters in its slots. `base_rows_get_an_adapter` runs in the API server, for a warning of the log.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +34,12 @@ def patch(settings: Settings) -> None:
         return
     platform = platform_name(current_platform)
     machine = dispatch.Machine(
-        platform,
-        dispatch.triton_is_there(),
-        build.problem,
-        lambda: architecture(current_platform),
+        platform, dispatch.triton_is_there(), build.problem, lambda: architecture(current_platform)
     )
     choice = dispatch.choose(settings.kernels, machine)
     logger.info("LoRA kernels: %s (%s)", choice.kernels, choice.why)
-    if choice.wrapper is None:
-        return
-    use_wrapper(choice.wrapper)
+    if choice.wrapper is not None:  # else vLLM's own kernels
+        use_wrapper(choice.wrapper)
 
 
 def platform_name(platform: Any) -> str:

@@ -1,9 +1,9 @@
-"""vLLM's workers carry the scheduler's commands out: before the batch of the commands, and in the background.
+"""vLLM's workers carry out the scheduler's commands: before the batch of the commands, and in the background.
 
-`WorkerWrapperBase.execute_model` and `sample_tokens` (vllm/v1/worker/worker_base.py, 0.30 to 0.33) are wrapped.
-
-The wrapper of workers is given `sample_tokens`, and workers the methods `lora_plugins_…`. vLLM's empty output is
-shared, so it is copied first.
+Runs in each worker's process. In comes a `SchedulerOutput` with commands; our manager (`worker/manager.py`) begins
+them, vLLM computes the batch, and the `ModelRunnerOutput` goes back with reports. Wrapped are methods of
+`WorkerWrapperBase`, through which executors call a worker (vllm/v1/worker/worker_base.py, 0.30 to 0.33). Workers also
+get methods `lora_plugins_…`, which the engine core calls by `collective_rpc` while no steps are made.
 
 Touches:
     vllm.v1.worker.worker_base: WorkerWrapperBase{worker, vllm_config}
@@ -72,12 +72,13 @@ def manager_of(worker: Any) -> Any:
 
 
 def _init_device(original: Any, self: Any) -> None:
-    """After `init_device` the modules of model runners are imported; processes without a device do without."""
+    """Patch the model runner, whose modules vLLM has imported by the end of `init_device`."""
     original(self)
     model_runner.patch_runners(self.vllm_config)
 
 
 def _execute_model(original: Any, self: Any, scheduler_output: Any) -> Any:
+    """Begin the step's commands, compute the batch, and attach reports, unless `sample_tokens` returns the output."""
     manager = manager_of(self.worker)
     if manager is None:
         return original(self, scheduler_output)
