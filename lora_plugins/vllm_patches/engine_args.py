@@ -1,5 +1,6 @@
-"""The configuration of every engine that this process starts: what it must not have, and room for adapters.
+"""The configuration of every engine: no KV connector that mixes adapters, and room for many adapters in host memory.
 
+Runs as an API server or an offline program makes the configuration of an engine (`EngineArgs.create_engine_config`).
 vLLM's default is one adapter in host memory. Where a slot takes no memory (`worker/slot_counts.py`), a command that
 names no `--max-cpu-loras` gets as many as a batch has requests, within a budget of bytes.
 """
@@ -17,7 +18,7 @@ from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.slot_counts import slots_of
 
 MAX_BYTES = "lora_plugins_host_max_bytes"  # an attribute of vLLM's LoRAConfig, where the settings name no budget
-_SHARE = 4
+_SHARE = 4  # adapters may take one part in so many of the memory
 _LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # v2, v1
 
 

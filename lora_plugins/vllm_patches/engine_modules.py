@@ -1,6 +1,7 @@
 """The LoRA modules of the engine's model, asked of the workers once, and an adapter's names as vLLM reads them.
 
-Every plugin of ours that serves adapters gives the workers this method, also the resolvers by themselves.
+`ask_engine` runs in an API server, before the first adapter is judged; the two methods that `patch` gives to
+`WorkerBase` answer in the workers. Every plugin of ours that serves adapters patches, the resolvers by themselves too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""KV connectors that find blocks by their tokens alone: they mix adapters, so an engine with LoRA does not start.
+"""KV connectors that find blocks by their tokens alone mix adapters: an engine with LoRA does not start with one.
 
-The blocks of a request are of its adapter, too. vLLM's block hashes hold the adapter's name and path. A connector with
-keys of its own hands blocks of one adapter, version or the base model to requests of others, and nobody notices.
-Connectors were read in vLLM 0.30 to 0.33, LMCache 0.5.6 and FlexKV.
+`judge` runs as the configuration of an engine is made (`engine_args.py`). The KV blocks of a request depend on its
+adapter, too, and vLLM's block hashes hold the adapter's name and path. A connector with keys of its own hands blocks
+of one adapter, version or the base model to requests of others, and nobody notices. The modules of connectors below
+were read in vLLM 0.30 to 0.33, LMCache 0.5.6 and FlexKV; an unknown connector gets a warning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Two versions of one adapter, under one name, in the engine at the same time.
 
-vLLM takes two requests' adapters for the same if their names are the same: a batch with both versions would hold only
-one version, and the other's rows would be computed with a stranger's slot. Here, name and id distinguish adapters.
+`distinguish_versions` runs in every process as plugins are loaded. vLLM takes two requests' adapters for the same if
+their names are the same: a batch with both versions would hold only one version, and the other's rows would be
+computed with a stranger's slot. Here, name and id distinguish adapters in a batch, and the path, which changes with
+the bytes, distinguishes them in caches.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def _hash(self: Any) -> int:
 
 
 def _get_mm_identifier(original: Any, self: Any, mm_hash: str, lora_request: Any) -> str:
-    """The key of a tower's work on an image gets the adapter's path, which changes with the adapter's bytes.
+    """Return vLLM's key of a tower's work on an image, with the adapter's path, which changes with the adapter's bytes.
 
     Outside the store the path may stay, and the key gets the id of the load. Only with `--enable-tower-connector-lora`.
 

@@ -1,4 +1,4 @@
-"""Where vLLM's sources are, and their release; vLLM is not imported, and only the standard library is needed."""
+"""Where vLLM's sources are, and their release, without an import of vLLM; for start-up, the doctor and the ledger."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""vLLM's API server lets only administrators change the served adapters, and keeps to the access policy.
+"""Who may do what on vLLM's API server: administrators alone change the served adapters, and the access policy holds.
 
-`base_serving.py` and `openai_serving_models.py` check which adapters a request may use; the latter, and the middleware
-added here, check who may change them. A stored response (`VLLM_ENABLE_RESPONSES_API_STORE`) is that of its own key
-alone.
+`install` runs as the API server makes its application, called by `endpoint_plugin.py`: it reads the policy and adds a
+middleware, which knows whose key a request has. `base_serving.py` and `openai_serving_models.py` then ask which
+adapters a key may use; the latter, and the middleware, who may change adapters. A stored response
+(`VLLM_ENABLE_RESPONSES_API_STORE`) is that of its own key alone.
 
-`VLLM_API_KEY` says whether vLLM asks for a key, and which keys of the policy vLLM does not accept. Where vLLM asks, our
-admin key joins `args.api_key`.
+`VLLM_API_KEY` or `--api-key` says whether vLLM asks for a key, and which keys of the policy vLLM does not accept.
+Where vLLM asks, our admin key joins `args.api_key`.
 
 Touches: vllm.envs: VLLM_API_KEY
 Why: the rights of a key count only where vLLM lets the key in.
@@ -126,7 +127,7 @@ def _init_responses(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
 
 
 class _OfThePrincipal(UserDict[str, Any]):
-    """What the present request's principal has put there; tasks that a request starts are of its principal too."""
+    """A mapping with the entries of the present request's principal; a request's tasks are of its principal too."""
 
     def __init__(self) -> None:
         self._of: dict[str | None, dict[str, Any]] = {}

@@ -1,9 +1,11 @@
-"""Requests of an adapter get the adapter's own template, tokens and end tokens, where its version brings them.
+"""Requests of an adapter get the adapter's own chat template, tokens and end tokens, where its version brings them.
 
-vLLM reads these from the base model's directory only, and warns of the adapter's (`_validate_lora`). Routes make
-prompts of messages by `OnlineRenderer.preprocess_chat`, and of texts by `preprocess_completion`; every request enters
-the engine by `InputProcessor.process_inputs`, and answers become text in a `RequestState` (0.30 to 0.33). All look at
-the version that the request will run with, or runs with.
+Runs in an API server, and in programs that use vLLM's engines. vLLM reads these from the base model's directory only,
+and warns of the adapter's (`_validate_lora`). Wrapped are (0.30 to 0.33) `OnlineRenderer`, which makes prompts of
+messages by `preprocess_chat` and of texts by `preprocess_completion`; `InputProcessor.process_inputs`, which makes
+every request to the engine; `RequestState`, which makes text of answers; and `/tokenize`. In each, `Chats`
+(`resolvers/chats.py`) says what the version of the request brings: a `Chat`. `LORA_PLUGINS_ADAPTER_CHAT` says how much
+of the `Chat` is used.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ def _mode() -> AdapterChat:
 
 
 def _chats_for(request: Any) -> Chats | None:
-    """What is known of the files of a `LoRARequest`; None for no request."""
+    """Return what is known of the files of a `LoRARequest`; None for no request."""
     return None if request is None else this_process().resolver.chats
 
 
 async def _chat_of(name: str | None) -> Chat:
-    """What the version brings that is served under a name now."""
+    """Return what the version brings that is served under a name now; nothing for the base model."""
     if _mode() is AdapterChat.STRICT:
         return Chat()  # no adapter's template runs before `_refuse_other` has seen it
     models, chat = this_process().models(), Chat()
@@ -82,10 +84,10 @@ def _warn(name: str | None, warning: str) -> None:
 
 
 async def _rendered(name: str | None, render: Callable[[Chat], Awaitable[Any]]) -> Any:
-    """Render with what the version brings that is served under a name, once the rendering is done."""
+    """Render with what a name's version brings, and again if a swap during the rendering brought another version."""
     chat = await _chat_of(name)
     result = await render(chat)
-    # A swap meanwhile may have brought another template; from here to vLLM's look at the table, nothing awaits.
+    # From here to vLLM's look at the table of served adapters nothing awaits, so no swap comes between.
     for _ in range(_TRIES):
         before, chat = chat, await _chat_of(name)
         if chat == before:
@@ -95,7 +97,7 @@ async def _rendered(name: str | None, render: Callable[[Chat], Awaitable[Any]]) 
 
 
 async def _with_tokens(serving: Any, chat: Chat) -> Any:
-    """An object of vLLM's with a renderer, or a copy of the object whose renderer knows the adapter's tokens."""
+    """Return `serving`, or a copy whose renderer knows the adapter's tokens, where the adapter brings tokens."""
     renderer = await renderer_of(serving.renderer, chat)
     if renderer is not serving.renderer:
         serving = copy.copy(serving)
@@ -246,7 +248,7 @@ def _templates_of(tokenizer: Any) -> dict[str, str]:
 
 
 def _end_ids(chat: Chat, tokenizer: Any, vocabulary: int) -> list[int]:
-    """The ids of an adapter's end tokens in the base model's vocabulary, outside of which no token is ever sampled."""
+    """Return the ids of an adapter's end tokens; outside of the base model's vocabulary no token is ever sampled."""
     text = chat.special_tokens.get("eos_token")
     of_text = None if text is None else tokenizer.get_vocab().get(text)
     return sorted({token for token in (of_text, *chat.end_ids) if token is not None and token < vocabulary})

@@ -1,7 +1,9 @@
 """The base model's tokenizer with the tokens that an adapter adds, for the prompts and answers of the adapter.
 
-Trainers add tokens on ids that the base model's padded vocabulary has and its tokenizer does not, or rename reserved
-tokens. A tokenizer of Transformers is one text of JSON: the list of its added tokens is exchanged, the rest stays.
+`adapter_chats.py` calls these functions in API servers. Trainers add tokens on ids that the base model's padded
+vocabulary has and its tokenizer does not, or rename reserved tokens. A tokenizer of Transformers is one text of JSON:
+the list of added tokens is exchanged, and perhaps the post-processor (which adds tokens such as BOS around each text);
+the rest stays.
 """
 
 from __future__ import annotations
@@ -21,15 +23,23 @@ _MOST = 8  # tokenizers of different added tokens in memory; one with 150,000 wo
 # for each MiB.
 _MOST_NEW, _NEW_BYTES = 20_000, 1 << 20
 _ADDED, _POST = '"added_tokens":', '"post_processor":'
-_PROBE = "a"
+_PROBE = "a"  # a text whose tokens show what a post-processor adds
 
 
 def served_chat(base: Any, vocabulary: int, chat: Chat) -> Chat:
-    """Leave of the adapter's tokenizer only what the base model's lacks, or has otherwise."""
-    words = {} if base is None else base.get_vocab()
-    new = tuple(token for token in (*chat.added_tokens, *chat.lost_tokens) if words.get(token.text) != token.id)
+    """Return `chat` with those parts of the adapter's tokenizer that differ from the base model's and can be served.
+
+    Tokens that cannot be served are `lost_tokens`; a post-processor that cannot be served is named in `unused`.
+
+    Args:
+        base: the base model's tokenizer, or None where vLLM has none.
+        vocabulary: the number of token ids that the model has.
+        chat: of the adapter's files.
+    """
     if base is None:
         return replace(chat, added_tokens=(), post_processor="")
+    words = base.get_vocab()
+    new = tuple(token for token in (*chat.added_tokens, *chat.lost_tokens) if words.get(token.text) != token.id)
     few_enough = len(new) <= _MOST_NEW and sum(len(token.text.encode()) for token in new) <= _NEW_BYTES
     is_taken = not new or (few_enough and new[-1].id < vocabulary and tokenizer_with(base, new) is not None)
     added, lost = (new, ()) if is_taken else ((), new)
@@ -45,13 +55,13 @@ def served_chat(base: Any, vocabulary: int, chat: Chat) -> Chat:
 
 
 def tokenizer_of(base: Any, chat: Chat) -> Any:
-    """The tokenizer for an adapter's prompts and answers: the base model's, where the adapter's is the same."""
+    """Return the tokenizer for an adapter's prompts and answers: `base`, where the adapter changes nothing."""
     is_other = chat.added_tokens or chat.post_processor
     return tokenizer_with(base, chat.added_tokens, chat.post_processor) if is_other else base
 
 
 async def renderer_of(renderer: Any, chat: Chat) -> Any:
-    """VLLM's renderer for one request of an adapter: a copy with the adapter's tokenizer, or `renderer` itself.
+    """Return vLLM's renderer for a request of an adapter: a copy with the adapter's tokenizer, or `renderer` itself.
 
     Touches:
         vllm.renderers.base:
@@ -78,9 +88,9 @@ async def renderer_of(renderer: Any, chat: Chat) -> Any:
 
 @lru_cache(_MOST)
 def tokenizer_with(base: Any, added: tuple[AddedToken, ...], post_processor: str = "") -> Any:
-    """The base model's tokenizer with added tokens, and perhaps another post-processor.
+    """Return the base model's tokenizer with added tokens, and with `post_processor` (JSON) if not empty.
 
-    None where a token would get another id, or where the tokenizer is not of this kind.
+    None where a token would get another id, or where the tokenizer is none of Transformers' fast tokenizers.
     """
     from transformers import PreTrainedTokenizerFast
     from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
@@ -111,7 +121,7 @@ def tokenizer_with(base: Any, added: tuple[AddedToken, ...], post_processor: str
 
 
 def _has(words: Mapping[str, int], of_base: Mapping[str, int], added: tuple[AddedToken, ...]) -> bool:
-    """Whether every added token has its id, and every other token of the base model keeps its own."""
+    """Return whether every added token has its id, and every other token of the base model keeps its own."""
     ids = {token.id for token in added}
     kept = all(words.get(text) == token for text, token in of_base.items() if token not in ids)
     return kept and all(words.get(token.text) == token.id for token in added)

@@ -1,9 +1,13 @@
-"""vLLM's asynchronous engine client: loads go to the planner, and our errors reach the callers.
+"""vLLM's asynchronous engine client: its loads go to the planner, and its requests get copies of adapters, and errors.
 
-Wrapped are `AsyncLLM.add_lora`, `remove_lora`, `generate` and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33).
+Runs in an API server, and in programs that use `AsyncLLM`. Wrapped are `AsyncLLM.add_lora`, `remove_lora`, `generate`
+and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33). A `LoRARequest` names a path, whose files may change or go:
+what lies there is copied into the store (a snapshot), and the engine gets the request with the copy's path. The
+planner of every engine loads, and the error that ended a request is raised as an `HTTPException` with our status and
+text.
 
-The planner of every engine loads. What lies at a path is copied into the store before, and the engine gets a copy of
-the request with the copy's path.
+Where the API server has a lifecycle, it has put its copies of served adapters on the client (`COPIES`): a copy that is
+damaged or missing is then fetched again, and the request goes on.
 
 Touches:
     vllm.v1.engine.async_llm: AsyncLLM{engine_core, vllm_config, errored, dead_error}
@@ -37,8 +41,8 @@ from lora_plugins.vllm_patches.message_fields import VERSIONS, error_of_output
 from lora_plugins.vllm_patches.wrapping import ours, signature_of, wrap
 from lora_plugins.worker.request_types import is_inplace, is_vllms
 
-COPIES = "lora_plugins_copies"  # an attribute of a client: those of the adapters that its API server serves
-_SNAPSHOTS, _PLANNER = "lora_plugins_snapshots", "lora_plugins_planner"
+# Attributes of a client: the copies of adapters that its API server serves, its snapshots, and its planners.
+COPIES, _SNAPSHOTS, _PLANNER = "lora_plugins_copies", "lora_plugins_snapshots", "lora_plugins_planner"
 _DEATH_IS_SEEN_S = 1.0
 
 
@@ -168,11 +172,12 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
 
 
 async def _add_lora(original: Any, self: Any, lora_request: Any) -> Any:
+    """Have every planner load a copy of the adapter; what has no directory to copy goes to vLLM's own method."""
     with as_http():
         async with snapshots_of(self).adding(lora_request) as taken:
             if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
                 return await original(self, taken)
-            if taken is not lora_request and only_engines_have(taken):
+            if taken is not lora_request and only_engines_have(taken):  # loaded already, from no directory
                 return True
             uri = place_by_path(lora_request.lora_path) if is_in_store(taken.lora_path) else None
             await planner_of(self).load(taken, uri=uri, wants_slot=False)
@@ -187,7 +192,7 @@ def remove_lora(original: Any, self: Any, lora_id: int) -> Any:
 
 
 def _answer(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give the request the path of the adapter's copy; raise the error that an output carries.
+    """Generate or encode: give the request the path of the adapter's copy; raise the error that an output carries.
 
     Touches:
         vllm.v1.engine.async_llm:

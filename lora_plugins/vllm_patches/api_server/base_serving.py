@@ -1,12 +1,13 @@
-"""vLLM's serving classes: the adapter for a request, and the response's word on the adapter.
+"""vLLM's serving classes: which adapter a request gets, if its key may use one, and its version in the response.
 
-Every serving class gives a request its adapter by `BaseServing._maybe_get_adapters` (0.30 to 0.33). With an access
-policy, an adapter that the key may not use looks like an adapter that does not exist. The name alone decides, before
-anything is looked up, so neither text nor time says what exists; `_check_model` is wrapped too for the same reason, and
-as pooling's check lets unknown names pass: a name that is missing afterwards must be an unload.
+Runs in an API server, for each request. Every serving class picks a request's adapter by
+`BaseServing._maybe_get_adapters` and checks the name before by `_check_model` (0.30 to 0.33); both are wrapped. With
+an access policy, an adapter that the key may not use looks like an adapter that does not exist. The name alone
+decides, before anything is looked up, so neither text nor time says what exists.
 
-Four kinds of response have a `system_fingerprint`. vLLM fills the field with a description of the server, in some
-chunks of a stream only; with `--fingerprint-mode none` vLLM leaves the field empty, and the digest stands there.
+The digest of the version goes into the response's `system_fingerprint`, which four classes have. vLLM fills the field
+with a description of the server, in some chunks of a stream only; with `--fingerprint-mode none` vLLM leaves the field
+empty for the digest.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def _get_active_default_mm_loras(original: Any, self: Any, request: Any) -> Any:
 
 
 async def _check_model(original: Any, self: Any, request: Any) -> Any:
-    """Pooling's check lets every name pass; with ours, a name that `_maybe_get_adapters` misses was unloaded meanwhile.
+    """Check a name as vLLM does, without adapters that the key may not use; raise for unknown names of pooling too.
+
+    Pooling's own check lets every name pass. After ours, a name that `_maybe_get_adapters` misses is an unload's.
 
     Touches:
         vllm.entrypoints.serve.engine.serving:

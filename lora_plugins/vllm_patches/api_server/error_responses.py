@@ -1,8 +1,9 @@
-"""What vLLM's application does with our errors: status and headers on every route, and a line in the log.
+"""What vLLM's application does with our errors: status and headers on every route, and one line in the log.
 
-`/v1/messages` and `/v1/messages/count_tokens` of Anthropic's API catch every exception, log a traceback, and answer
-errors of others than vLLM with 500. vLLM's stream generators write a traceback for every exception, so that a client
-could fill the log at will: a refused stream is logged as every refusal, in a line of ours, once for each name and text.
+Runs in an API server, where a route has raised an error. `/v1/messages` and `/v1/messages/count_tokens` of Anthropic's
+API catch every exception, log a traceback, and answer errors of others than vLLM with 500: there our errors are
+returned, not raised. vLLM's stream generators write a traceback for every exception, so that a client could fill the
+log at will: a refused stream is logged as every refusal, in a line of ours, once for each name and text.
 """
 
 from __future__ import annotations

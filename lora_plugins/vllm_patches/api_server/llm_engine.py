@@ -1,6 +1,9 @@
 """vLLM's offline engine (`LLM`): adapters are copied, and the output of a request without its adapter says why.
 
-Wrapped are `LLMEngine.add_lora`, `remove_lora`, `add_request` and `step` (vllm/v1/engine/llm_engine.py, 0.30 to 0.33).
+Runs in a program that uses `LLM`, in the caller's thread. Wrapped are `LLMEngine.add_lora`, `remove_lora`,
+`add_request` and `step` (vllm/v1/engine/llm_engine.py, 0.30 to 0.33). A request gets the path of a copy of its
+adapter's files (a snapshot). The engine ends a request whose adapter cannot be loaded; `step` puts the reason into the
+request's output.
 
 Touches:
     vllm.v1.engine.llm_engine:
@@ -48,6 +51,7 @@ def patch() -> None:
 
 
 def _add_lora(original: Any, self: Any, lora_request: Any) -> Any:
+    """Add the copy of an adapter; an id that the engines have from no directory stays as it is."""
     snapshots = snapshots_of(self)
     if (known := _waited_for(snapshots.by_id(lora_request))) is not None:
         return only_engines_have(known) or original(self, known)
@@ -79,6 +83,7 @@ def _waited_for(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _step(original: Any, self: Any) -> Any:
+    """Make a step; explain in its outputs why requests have ended, and forget copies that were refused."""
     outputs = original(self)
     for output in outputs:
         error = _explain(output) if output.finished else None

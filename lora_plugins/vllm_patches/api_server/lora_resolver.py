@@ -1,4 +1,7 @@
-"""The resolver that vLLM asks for an unknown model name, with all our sources behind it; registered once per process.
+"""The resolver that vLLM asks for an unknown model name, with all our sources behind it; one in a process.
+
+`register` and `take_over` run as plugins are loaded; the resolver answers in API servers, where vLLM asks
+`resolve_lora` for a name and gets a `LoRARequest` or None. `begin_serving` runs once vLLM knows its base model.
 
 vLLM has resolvers of its own under the same plugin names. Ours run in their place, whichever entry point is discovered
 last.

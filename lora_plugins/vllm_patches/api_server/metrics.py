@@ -1,7 +1,8 @@
 """Our metrics on vLLM's `/metrics`, and vLLM's `vllm:lora_requests_info` kept short.
 
-vLLM makes a series of the latter for each set of adapters that ran or waited together, and removes no series: a server
-of many adapters, and each scrape of the server, grows for ever.
+Runs in an API server: `serve_metrics` as the application is made, and the rest before each scrape. vLLM makes a series
+of `vllm:lora_requests_info` for each set of adapters that ran or waited together, and removes no series: a server of
+many adapters, and each scrape of the server, grows for ever.
 """
 
 from __future__ import annotations

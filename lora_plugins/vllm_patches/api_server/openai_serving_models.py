@@ -1,10 +1,13 @@
 """vLLM's table of served models: our lifecycle sees what vLLM resolves, loads and unloads, and frees the adapters.
 
-Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/serving.py, 0.30 to 0.33), each once. Our
-sources are asked before the resolvers of other packages, whose answers vLLM's own code loads.
+Runs in an API server. Wrapped are methods of `OpenAIServingModels` (vllm/entrypoints/openai/models/serving.py, 0.30 to
+0.33): its start, `resolve_lora` for a request's unknown name, the operator's `/v1/load_lora_adapter` and
+`/v1/unload_lora_adapter`, and `/v1/models`. Where `lora_lru_manager` is named and LoRA is on, the lifecycle
+(`lifecycle/lifecycle.py`) answers; else vLLM's own method does.
 
-Loads run in the background where a name is resolved, and a failed load is answered with our status and text. What lies
-at a path is copied into the store and served as any version; a load in place becomes a swap.
+Our sources are asked before the resolvers of other packages, whose answers vLLM's own code loads. A name's adapter is
+loaded in the background, and a failed load is answered with our status and text. An adapter at a path is copied into
+the store and served as any version; a load in place becomes a swap.
 
 Touches:
     vllm.entrypoints.openai.models.serving:

@@ -1,16 +1,19 @@
-"""vLLM's requests to the engine name the client's request, and their outputs the versions of the answer.
+"""Requests to the engine name the client's request they are part of; outputs name their versions, and are counted.
 
-Each request says which client's request it is a part of: a beam, a choice, a prompt of several. The engine core would
-have to read the fact from ids, which clients choose (`X-Request-Id`). `EngineCoreRequest.trace_headers` carries the
-name to the engine core, whose scheduler takes the name out again.
+Runs in an API server, and in programs that use vLLM's engines, in `InputProcessor`, `RequestState` and
+`OutputProcessor`.
 
-The scheduler names versions in the outputs of a moved request (`engine_core/request.py`). vLLM passes on one output's
-names: of several choices the last choice's, of a whole answer the end's. An abort's end has no names.
+Requests: a client's request becomes several requests to the engine, its parts: a beam, a choice, a prompt of several.
+Each carries the name of the client's request as a header in `EngineCoreRequest.trace_headers`, which the engine core's
+scheduler takes out again. Ids of requests would not do, as clients choose them (`X-Request-Id`).
 
-Every step of every request passes here, its abort too, so tokens are counted by adapter and key here, once a choice has
-ended. vLLM's stat loggers see neither a request's adapter nor aborted requests.
+Outputs: the scheduler names versions in the outputs of a moved request (`engine_core/request.py`), and vLLM passes on
+one output's names: of several choices the last choice's, of a whole answer the end's. An abort's end has no names, so
+the state of the request keeps them.
 
-Where tracing is on, the span that vLLM makes of a request names the adapter and its versions.
+Counts: every step of every request passes here, its abort too, so tokens are counted by adapter and by key, once a
+choice has ended. vLLM's stat loggers see neither a request's adapter nor aborted requests. Where tracing is on, the
+span that vLLM makes of a request names the adapter and its versions.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.message_fields import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
-# Attributes of the request's state, or of the state that several choices share; the last, of each choice's state.
-_SPANS, _PROMPT, _GENERATED = "lora_plugins_spans", "lora_plugins_prompt_tokens", "lora_plugins_generated_tokens"
-# Of the state: the limits of its key; and as above, how much of the prompt was taken of the limit.
-_RATE, _PAID = "lora_plugins_rate", "lora_plugins_paid_tokens"
+# Attributes of the state that several choices share, or of the only choice's: versions, and how many of the prompt's
+# tokens were counted, and taken of the key's limit.
+_SPANS, _PROMPT, _PAID = "lora_plugins_spans", "lora_plugins_prompt_tokens", "lora_plugins_paid_tokens"
+# Attributes of each choice's state: its tokens that were counted, and the limits of its key.
+_GENERATED, _RATE = "lora_plugins_generated_tokens", "lora_plugins_rate"
 # Attributes of a request's span: OpenTelemetry's name for the model that was asked for, and our own.
 _MODEL, _DIGEST = "gen_ai.request.model", "lora_adapter.digest"
 _traced: ContextVar[Any] = ContextVar("lora_plugins_traced")  # the state of the request whose span is made

@@ -1,7 +1,9 @@
 """The role of this process among several API servers: the leader, which changes the served adapters, or a follower.
 
-`serve_command.py` gives all servers a folder; vLLM's engine client knows the server's number. vLLM's table of names is
-then the leader's, or a copy of the leader's (`lifecycle/leader.py`, `lifecycle/follower.py`).
+`take_role` runs at the start of each API server, before vLLM's table of names has a name. `serve_command.py` has given
+all servers a folder, and vLLM's engine client knows the server's number: number 0 leads. From then on, followers have
+a copy of the leader's table, and call the leader over a socket in the folder (`lifecycle/leader.py`,
+`lifecycle/follower.py`): `_listen` answers their calls, `resolved_by_leader` makes one.
 """
 
 from __future__ import annotations

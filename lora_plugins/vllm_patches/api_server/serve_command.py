@@ -1,14 +1,14 @@
 """`vllm serve` with several API servers, and its refusal of front ends without our code.
 
-In front ends other than vLLM's API server in Python, resolvers, admin API and access policy are not there. Several API
-servers share their adapters (`roles.py`) where our manager plans them; otherwise no server may change them. A
-follower's death ends no other process, the leader's ends all: the process above several API servers gets them with exit
-codes that say what the others can do without the dead process. A dead API server leaves no listening socket behind: all
-accept connections of the one socket that `vllm serve` has opened. In the engine, the leader ends the dead server's
-requests.
+Runs in the process of the command `vllm serve`, before engines and API servers start: `ServeSubcommand.validate` and
+`run_multi_api_server` are wrapped (vllm/entrypoints/cli/serve.py, 0.30 to 0.33), so an error here fails the start
+before an engine loads. In front ends other than vLLM's API server in Python, resolvers, admin API and access policy
+are not there: they are refused where one of those is asked for.
 
-`ServeSubcommand.validate` and `run_multi_api_server` (vllm/entrypoints/cli/serve.py, 0.30 to 0.33) are wrapped: startup
-fails before an engine loads.
+Several API servers share their adapters (`roles.py`) where our manager plans them; otherwise no server may change
+them. A follower's death ends no other process, the leader's ends all: the process above the API servers sees them
+through a view whose exit codes say so. A dead API server leaves no listening socket behind: all accept connections of
+the one socket that `vllm serve` has opened. In the engine, the leader ends the dead server's requests.
 """
 
 from __future__ import annotations

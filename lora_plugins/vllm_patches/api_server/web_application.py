@@ -1,7 +1,7 @@
 """vLLM's web application: our metrics and our middleware on it.
 
-`attach_router` of vLLM's metrics runs where `/metrics` is, in API servers only. There each application gets the parts
-that all our plugins need.
+Runs as an API server makes its application: vLLM calls `attach_router` of its metrics there, and nowhere else, so the
+wrapper finds every application, whichever of our plugins is named.
 """
 
 from __future__ import annotations
